@@ -183,7 +183,8 @@ class OptimizerState:
             return record.state_grid
         if slot.shape is None:
             return record.state_grid.packed(slot.block)
-        return make_grid(_stored_shape(slot.shape), record.world_size if self.is_sharded else 1)
+        shape = _stored_shape(slot.shape)
+        return record.over_copy(shape) if self.is_sharded else make_grid(shape, 1)
 
     def is_master(self, record: ParameterRecord) -> bool:
         """Return whether the fp32 master is the parameter itself, in its memory or at rest."""
@@ -239,7 +240,7 @@ class OptimizerState:
     def grid_of_ranks(self, record: ParameterRecord, name: str) -> Grid:
         """Return how an array of the parameter is divided among the ranks."""
         if name in self._own_shapes:
-            return make_grid(self.store.spec(name).stored_shape, record.world_size)
+            return record.over_copy(self.store.spec(name).stored_shape)
         grid = record.state_grid if self.is_sharded else record.grid
         return grid.packed() if _is_packed(name) else grid
 

@@ -94,10 +94,10 @@ def find_needs(
         spec = ArraySpec(name=model_array(one.name), shape=one.shape, dtype=one.dtype)
         over_all = make_grid(spec.stored_shape, world_size)
         stays_gathered = not (rests_apart and one.is_called and not persistence.keeps(spec.numel))
-        secondary_numel = 0
+        near_size = config.secondary_size or sharding.copy_size
+        near, secondary_numel = over_all.joined(world_size // near_size), 0
         if config.secondary_size is not None and not stays_gathered:
-            second = over_all.joined(world_size // config.secondary_size)
-            secondary_numel = second.shard_valid_numel(rank % config.secondary_size)
+            secondary_numel = near.shard_valid_numel(rank % near_size)
         needs.append(
             Need(
                 name=one.name,
@@ -109,8 +109,9 @@ def find_needs(
                 stays_gathered=stays_gathered,
                 secondary_numel=secondary_numel,
                 reduced_numel=over_all.shard_numel * world_size,
+                near_numel=near.shard_numel * near_size,
                 whole_gradient=world_size > 1 and not sharding.gradients,
-                state_ranks=world_size if sharding.optimizer_state else 1,
+                state_ranks=sharding.copy_size if sharding.optimizer_state else 1,
                 splits_master=config.own.split_master,
             )
         )

@@ -54,9 +54,9 @@ class Sent:
     """Bytes that a rank sends to others in a step, padding included."""
 
     within: int = 0
-    """To ranks of its group; to all others where there are no groups."""
+    """To ranks of its group, or without groups of its machine."""
     between: int = 0
-    """To ranks of other groups."""
+    """To others."""
 
     def __add__(self, other: Sent) -> Sent:
         return Sent(within=self.within + other.within, between=self.between + other.between)
@@ -119,6 +119,8 @@ class Need:
     """Elements of this rank's part of a second copy of the parameter (`zero_hpz_partition_size`), on the device."""
     reduced_numel: int = 0
     """Elements of the parameter as it is cut over all ranks, padding included."""
+    near_numel: int = 0
+    """Elements of the parameter as it is cut over the ranks of a group, padding included; with one group as over all."""
     splits_master: bool = False
     """The master is kept as the bf16 parameter and what that lacks; see [Note: the split]."""
 

@@ -49,6 +49,9 @@ class PlanOptions:
     gpus: Annotated[
         int | None, typer.Option(help="GPUs; 0: train on the CPU (default: this machine's).", min=0, metavar="N")
     ] = None
+    machines: Annotated[
+        int, typer.Option(help="Machines like this that train together; sizes are of one.", min=1, metavar="N")
+    ] = 1
     gpu_memory: Annotated[
         int | None, typer.Option(help="Memory of one GPU, like 24GB.", metavar="SIZE", parser=parse_size)
     ] = None

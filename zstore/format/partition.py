@@ -94,9 +94,9 @@ class Grid:
         return -(-(stop - first) // self.chunk_rows) * self.chunks_per_row
 
     def joined(self, count: int) -> Grid:
-        """Return the grid of the same chunks whose shards are `count` of this one's: what `count` ranks hold, one rank
-        holds."""
-        return replace(self, shard_rows=self.shard_rows * count)
+        """Return the grid of the same chunks whose shards are `count` of this one's, but no more than hold the array: what
+        `count` ranks hold, one rank holds."""
+        return replace(self, shard_rows=min(count, max(1, self.num_shards)) * self.shard_rows)
 
     def packed(self, numel: int = BITS) -> Grid:
         """Return how an array of one value for each `numel` elements is cut, 1-D: with the elements, chunk by chunk.
