@@ -15,6 +15,7 @@ from zstore.errors import NonFiniteError, UsageError
 from zstore.ranks.groups import Groups
 from zstore.ranks.world import World
 
+from .activations.offload import ActivationOffload
 from .build.compiled import CompiledUnits, Compiler
 from .config.config import Config
 from .config.resolve import BatchSizes
@@ -25,6 +26,7 @@ from .optim.in_backward import OptimizerInBackward
 from .optim.loss_scale import LossScaler
 from .optim.optimizer import ZeroOptimizer
 from .optim.state import OptimizerState
+from .optim.tensor_step import TensorStep
 from .optim.update import StepSettings, Update
 from .optim.updater import StepMode, Updater
 from .params.record import ParameterRecord, Residency, Sharding
@@ -231,7 +233,11 @@ class Training:
     run_id: str
     """Of the whole training run; a resumed one keeps it."""
     client_step: ClientStep | None
-    """Takes the steps of an optimizer that must see whole tensors."""
+    """Takes the steps of an optimizer of the client's that is not known, over whole tensors."""
+    tensor_step: TensorStep | None = None
+    """Takes the steps of one that is known to need whole tensors."""
+    activations: ActivationOffload | None = None
+    """None where activations stay on the device."""
     compiled: CompiledUnits | None = None
     """None where no unit is compiled, or the whole model is."""
     counters: Counters = field(default_factory=Counters)
@@ -285,6 +291,8 @@ class Training:
 
     def compile(self, compiler: Compiler) -> None:
         """Compile the model, or where parameters come and go its units; what was compiled before is compiled anew."""
+        if self.activations is not None:
+            self.activations.take_all()
         if self.hooks is None:
             self.model._compiled_call_impl = compiler(self.model._call_impl)
             return
@@ -348,6 +356,8 @@ class Training:
             # Not before: ranks whose forwards differ meet in the backward's own collectives, which tell them.
             error, self._error_behind = self._error_behind, None
             self.pending.agree(error)
+            if self.activations is not None:
+                self.activations.end_backward()
         except BaseException as raised:
             self.abandon_backward(raised)
             raise
@@ -458,7 +468,9 @@ class Training:
 
         def at_once() -> None:
             update = Update(self.state, records, settings, self.gradients.take)
-            if self.client_step is None:
+            if self.tensor_step is not None:
+                self.tensor_step.run(update)
+            elif self.client_step is None:
                 update.run()
             else:
                 self.client_step.run(records, settings.factor, self.gradients.take)
@@ -517,4 +529,6 @@ class Training:
             self.hooks.remove()
         for groups in self.groups:
             groups.release()
+        if self.activations is not None:
+            self.activations.close()
         self.state.store.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,10 @@ from zstore.ranks.groups import Groups, make_groups
 from zstore.ranks.world import World
 from zstore.store import TensorStore
 
+from .activations.blocks import find_blocks
+from .activations.offload import ActivationOffload
+from .activations.recompute import set_up_checkpointing
+from .activations.tiers import ActivationTier, DiskPieces, HostPieces
 from .build.layout import Layout
 from .build.model import check_model, place_buffers
 from .build.store import open_store, store_key
@@ -32,13 +36,15 @@ from .optim.kernel import ELEMENT_WISE, Kernel, kernel_for
 from .optim.loss_scale import LossScaler
 from .optim.optimizer import ZeroOptimizer, group_of_parameters
 from .optim.state import OptimizerState
+from .optim.tensor_kernel import TensorKernel, kernels_for, needs_whole_tensors
+from .optim.tensor_step import TensorStep
 from .optim.updater import StepMode, Updater
 from .params.gradient_types import GradientTypes
-from .params.record import Sharding, named_parameters
+from .params.record import ParameterRecord, Sharding, named_parameters
 from .params.tensors import PRECISIONS
 from .params.units import Unit, find_units
-from .plan.needs import spill_pool_bytes
-from .plan.plan import Plan
+from .plan.needs import activation_pool_bytes, spill_pool_bytes
+from .plan.plan import Plan, Slots, TensorSlot
 from .plan.run import budget_of_rank, check_drives, plan_run
 from .runtime.allocator import map_large_blocks
 from .training import Accumulation, PendingUpdate, Training
@@ -74,17 +80,19 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     )
     groups = {} if config.frozen else group_of_parameters(optimizer, model)
     kernels = _kernels(optimizer, config)
+    section = config.settings.activation_checkpointing
+    set_up_checkpointing(model, section, enable=config.own.gradient_checkpointing and not config.frozen)
     names = list(named_parameters(model))
     check_model(model, world, gathers=sharding.parameters)
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
     built = BuiltModel(model, world, copies=config.frozen)
     streams = streams or streams_for(world.device)
-    slots = {name: kernels[groups[p]].slots for name, _, p in names if p in groups}
+    slots = {name: _kept(kernels[groups[p]], p) for name, _, p in names if p in groups}
     plan, store = _open(model, config, built, slots, streams, files)
     if config.frozen:
         model.requires_grad_(False)
     transfers = Transfers(streams, store.links)
-    if config.offload_optimizer.nvme_paths or config.offload_param.nvme_paths:
+    if config.offload_optimizer.nvme_paths or config.offload_param.nvme_paths or config.activations_paths:
         map_large_blocks()
     try:
         _require_own_snapshots(config, store, world)
@@ -138,17 +146,35 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             loader=loader,
             run_id=world.broadcast_object(uuid.uuid4().hex),
             client_step=ClientStep(optimizer.client, state) if whole else None,
+            tensor_step=TensorStep(state, world) if any(isinstance(one, TensorKernel) for one in kernels) else None,
+            activations=_activations(model, records, config, store, transfers),
         )
     except BaseException:
         store.close()
         raise
 
 
+def _activations(
+    model: nn.Module, records: Sequence[ParameterRecord], config: Config, store: TensorStore, transfers: Transfers
+) -> ActivationOffload | None:
+    """Return what takes activations off the device; None where they stay."""
+    tier: ActivationTier
+    if config.activations == "disk":
+        tier = DiskPieces(store, transfers, activation_pool_bytes(store.options.host_budget_bytes))
+    elif config.activations == "host" and not transfers.streams.device_is_host:
+        tier = HostPieces(store, transfers)
+    else:
+        if config.activations == "host":
+            _log.info("activations stay where they are: the CPU computes, in host memory")
+        return None
+    return ActivationOffload(model, records, find_blocks(model), tier, transfers)
+
+
 def _open(
     model: nn.Module,
     config: Config,
     built: BuiltModel,
-    slots: Mapping[str, tuple[str, ...]],
+    slots: Mapping[str, Slots],
     streams: Streams,
     files: Files | None,
 ) -> tuple[Plan, TensorStore]:
@@ -174,9 +200,18 @@ def _require_own_snapshots(config: Config, store: TensorStore, world: World) -> 
             )
 
 
+def _kept(kernel: Kernel, parameter: nn.Parameter) -> Slots:
+    """Return what the optimizer keeps of a parameter, for the plan."""
+    if isinstance(kernel, TensorKernel):
+        return tuple(TensorSlot(slot.name, slot.shape) for slot in kernel.arrays_of(parameter.shape))
+    return kernel.slots
+
+
 def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
     """Return the kernel of each parameter group. Raises UsageError where the config does not let the optimizer do what it
     does."""
+    if needs_whole_tensors(optimizer.kind):
+        return kernels_for(optimizer.kind, optimizer.param_groups)
     whole = config.stage == 0 and config.offload_optimizer.device == "none"
     if optimizer.kind in ELEMENT_WISE or not whole:
         return [kernel_for(optimizer.kind, group) for group in optimizer.param_groups]

@@ -12,6 +12,7 @@ from zstore.store.runfolder import RUN_FOLDER
 
 from .answers import problem_text
 from .jsonc import load_jsonc
+from .optimizers import WHOLE_TENSORS, AdamParams
 from .parse import Notice, parse
 from .resolve import BatchSizes, ResolveContext, answered, default_weight_decay, resolve_settings
 from .scheduler import SchedulerSection
@@ -23,16 +24,12 @@ from .zero import OffloadOptimizerSection, OffloadParamSection, ZeroSection
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Adam's arguments."""
+    """An optimizer to make."""
 
-    type: Literal["Adam", "AdamW"]
-    """As written; `adam_w_mode` says what is meant."""
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    adam_w_mode: bool
-    """Whether weight decay is decoupled (AdamW)."""
+    kind: str
+    """Name of its class: that of the section's `type`, but AdamW for an Adam whose weight decay is decoupled."""
+    arguments: Mapping[str, Any]
+    """Of the class, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +64,8 @@ class Config:
     resolved: bool = False
     frozen: bool = False
     """Of an engine without an optimizer: there is no state to offload, and no step."""
+    whole_tensors: bool = False
+    """The optimizer's step needs whole tensors, which ranks exchange."""
 
     def notices(self) -> list[Notice]:
         """Return each key that was set and does not act, once, with the reason."""
@@ -105,7 +104,9 @@ class Config:
             notices.append(_defaults_notice(defaults))
         if context.world_size == 1:
             notices += _alone(settings.zero_optimization, {notice.key for notice in notices})
-        resolved = replace(self, settings=settings, reported=tuple(notices), resolved=True)
+        named = settings.optimizer is not None and settings.optimizer.type in WHOLE_TENSORS
+        whole = named or context.whole_tensors
+        resolved = replace(self, settings=settings, reported=tuple(notices), resolved=True, whole_tensors=whole)
         overlap = resolved._overlap_notice(context.world_size)
         return resolved if overlap is None else replace(resolved, reported=(*notices, overlap))
 
@@ -114,7 +115,12 @@ class Config:
         asked = self.own.step_overlap
         gathers = self.stage == 3 and (world_size > 1 or self.offload_param.device != "none")
         message = None
-        if asked in ("backward", "forward") and self.step_overlap == "forward" and not gathers:
+        if asked in ("backward", "forward") and self.whole_tensors:
+            message = (
+                'acts as "none": this optimizer needs whole tensors, which ranks exchange, and only one thread of a rank may '
+                "exchange at a time"
+            )
+        elif asked in ("backward", "forward") and self.step_overlap == "forward" and not gathers:
             message = (
                 'acts as "none": only what is gathered before its use (stage 3, with several ranks or offload_param) can be '
                 "updated behind step()"
@@ -181,16 +187,12 @@ class Config:
         section = self.settings.optimizer
         if section is None:
             return None
-        params, decoupled = section.params, section.type == "AdamW" or section.params.adam_w_mode
-        decay = default_weight_decay(section)
-        return OptimizerConfig(
-            type=section.type,
-            lr=self._plain(params.lr),
-            betas=self._plain(params.betas),
-            eps=self._plain(params.eps),
-            weight_decay=self._plain(decay if params.weight_decay is None else params.weight_decay),
-            adam_w_mode=decoupled,
-        )
+        arguments, kind = self._plain(section.params.arguments()), section.type
+        if isinstance(section.params, AdamParams):
+            kind = "AdamW" if section.params.adam_w_mode else kind
+            if section.params.weight_decay is None:
+                arguments["weight_decay"] = default_weight_decay(section)
+        return OptimizerConfig(kind=kind, arguments=arguments)
 
     @property
     def scheduler(self) -> SchedulerSection | None:
@@ -223,10 +225,27 @@ class Config:
         return _offload(self.zero.offload_param)
 
     @property
+    def activations(self) -> Literal["device", "host", "disk"]:
+        """Where what a forward keeps for its backward rests."""
+        if self.frozen:
+            return "device"
+        on_host: Literal["device", "host"] = (
+            "host" if self.settings.activation_checkpointing.cpu_checkpointing else "device"
+        )
+        return self.own.activations or on_host
+
+    @property
+    def activations_paths(self) -> tuple[Path, ...]:
+        """Folders of the drives that activations go to; none where they stay in memory."""
+        if self.activations != "disk":
+            return ()
+        return self.own.activations_path or self.offload_optimizer.nvme_paths or self.offload_param.nvme_paths
+
+    @property
     def step_overlap(self) -> Literal["none", "backward", "forward"]:
         """When updates run. Within the backward no norm can be awaited; "auto" runs behind where state or parameters are
         offloaded, for then an update moves bytes, and the computation can go on meanwhile."""
-        chosen = "none" if self.frozen else self.own.step_overlap
+        chosen = "none" if self.frozen or self.whole_tensors else self.own.step_overlap
         if chosen == "auto":
             offloads = any(each.device != "none" for each in (self.offload_optimizer, self.offload_param))
             chosen = "forward" if offloads else "none"

@@ -125,7 +125,7 @@ class Update:
         self.records = list(records)
         self.settings = settings
         self._state = state
-        self._rows = rows
+        self.rows = rows
         self._steps: dict[ParameterRecord, ParameterStep] = {}
 
     def run(
@@ -162,7 +162,7 @@ class Update:
                 record = mine[tile.group]
                 if change is None or change.record is not record:
                     step, factor = self._step_of(record), self.settings.factor
-                    change = _Change(self._state, record, self._rows(record), step, factor, h2d)
+                    change = _Change(self._state, record, self.rows(record), step, factor, h2d)
                 change.apply(tile)
         h2d.settle()
 

@@ -20,7 +20,7 @@ from ..params.quantized import is_matrix
 from ..params.record import Sharding, named_parameters
 from ..params.tensors import PRECISIONS
 from ..params.units import called_parameters, unit_parameters
-from .plan import Need, PlacementSettings
+from .plan import Need, PlacementSettings, Slots
 from .schedule import PrefetchLimits, count_fetches
 
 
@@ -77,7 +77,7 @@ def units_of_model(model: nn.Module, live_numel: int | None = None) -> list[list
 
 def find_needs(
     shapes: Sequence[ParameterShape],
-    slots: Mapping[str, tuple[str, ...]],
+    slots: Mapping[str, Slots],
     config: Config,
     *,
     world_size: int,
@@ -113,6 +113,7 @@ def find_needs(
                 reduced_numel=over_all.shard_numel * world_size,
                 error_numel=_error_numel(over_all, config, world_size, local_world_size),
                 whole_gradient=world_size > 1 and not sharding.gradients,
+                state_ranks=world_size if sharding.optimizer_state else 1,
                 splits_master=config.own.split_master,
             )
         )
@@ -177,13 +178,16 @@ def placement_settings(config: Config, *, budget_bytes: int | None, device_is_ho
 
 
 def buffer_bytes(config: Config, budget_bytes: int | None) -> int:
-    """Return the bytes of one rank's transfer buffers: of the update, of parameters and of gradients on their way."""
+    """Return the bytes of one rank's transfer buffers: of the update, of parameters, gradients and activations on their
+    way."""
     options = StoreOptions(host_budget_bytes=budget_bytes, block_bytes=config.io.block_bytes)
     pools = [options.pool_bytes]
     if config.offload_param.device != "none":
         pools.append(parameter_pool_bytes(config, options))
     if budget_bytes is not None and config.offload_optimizer.device == "nvme":
         pools.append(spill_pool_bytes(budget_bytes))
+    if config.activations == "disk":
+        pools.append(activation_pool_bytes(budget_bytes))
     return sum(round_up(nbytes, PAGE_BYTES) for nbytes in pools)
 
 
@@ -199,3 +203,11 @@ SPILL_POOL_BYTES = 16 * 1024 * 1024
 def spill_pool_bytes(budget_bytes: int) -> int:
     """Return the bytes of the buffers through which gradients pass, where a host budget may send them to disk."""
     return min(SPILL_POOL_BYTES, budget_bytes // 16)
+
+
+ACTIVATION_POOL_BYTES = 32 * 1024 * 1024
+
+
+def activation_pool_bytes(budget_bytes: int | None) -> int:
+    """Return the bytes of the buffers through which activations pass to the disk and back."""
+    return ACTIVATION_POOL_BYTES if budget_bytes is None else min(ACTIVATION_POOL_BYTES, budget_bytes // 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
@@ -77,6 +78,19 @@ Field = Literal["parameter", "gradient", "state"]
 FP32 = "float32"
 
 
+@dataclass(frozen=True)
+class TensorSlot:
+    """An fp32 array that is kept of a parameter which is updated whole."""
+
+    name: str
+    shape: tuple[int, ...] | None = None
+    """None: the parameter's."""
+
+
+Slots = tuple[str | TensorSlot, ...]
+"""The fp32 arrays that an optimizer keeps of a parameter beside its master, by name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Need:
     """One parameter, as its placement needs to know it."""
@@ -90,8 +104,8 @@ class Need:
     """Type of the parameter, as "bfloat16"."""
     gradient_dtype: str
     """Type in which its gradient waits for the update."""
-    slots: tuple[str, ...] | None
-    """Names of the fp32 arrays that the optimizer keeps beside the master; None: the parameter is not trained."""
+    slots: Slots | None
+    """The fp32 arrays that the optimizer keeps beside the master; None: the parameter is not trained."""
     stays_gathered: bool
     """All values are on every rank's device always: stages 0 to 2, and below the persistence threshold."""
     whole_gradient: bool = False
@@ -99,6 +113,8 @@ class Need:
     fetches: int = 2
     """Times that a micro-batch brings it where it does not stay gathered: for forward and for backward, but once where it
     is still there."""
+    state_ranks: int = 1
+    """Ranks that `grid` cuts for."""
     secondary_numel: int = 0
     """Elements of this rank's part of a second copy of the parameter (`zero_hpz_partition_size`), on the device."""
     reduced_numel: int = 0
@@ -107,6 +123,16 @@ class Need:
     """Elements of what quantization lost of its gradient that are kept (`zeropp_loco_param`), on the device."""
     splits_master: bool = False
     """The master is kept as the bf16 parameter and what that lacks; see [Note: the split]."""
+
+    @property
+    def update_bytes(self) -> int:
+        """Memory of an update of the whole tensor: master, slots and gradient, four times where ranks exchange them; 0 where it
+        is updated in tiles."""
+        if not any(isinstance(slot, TensorSlot) for slot in self.slots or ()):
+            return 0
+        whole = [slot.shape for slot in self.slots or () if isinstance(slot, TensorSlot)]
+        numel = 2 * self.numel + sum(self.numel if shape is None else math.prod(shape) for shape in whole)
+        return 4 * numel * (4 if self.grid.num_shards > 1 else 1)
 
     @property
     def numel(self) -> int:
@@ -194,6 +220,8 @@ class Plan:
     """Budget with which nothing would be on disk (but parameters beyond `max_in_cpu_numel`)."""
     gathered_bytes: int
     """Most bytes of parameters gathered at a time: a unit in use and the next one. Beside the budget."""
+    update_bytes: int = 0
+    """Most bytes of tensors that are brought together for an update of the whole. Beside the budget."""
     sent: Mapping[str, Sent] = field(default_factory=dict)
     """What this rank sends to others in a step, by kind: "gradients", "parameters". Nothing by a rank alone."""
     group_size: int | None = None

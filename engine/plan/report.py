@@ -36,11 +36,12 @@ def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1, notes: bo
 def check_device(plan: Plan, device_bytes: int | None) -> None:
     """Raise BudgetError where the plan needs more than the device's memory; `device_bytes` None: not known."""
     # At least one unit has to be gathered beside what rests there.
-    needed = plan.held_total.device + plan.gathered_bytes
+    transient_bytes = max(plan.gathered_bytes, plan.update_bytes)
+    needed = plan.held_total.device + transient_bytes
     if device_bytes is not None and needed > device_bytes:
         raise BudgetError(
             f"the device has {format_bytes(device_bytes)}, but this plan keeps {format_bytes(plan.held_total.device)} on "
-            f"it and gathers {format_bytes(plan.gathered_bytes)} of parameters at a time, activations not counted: use "
+            f"it and gathers {format_bytes(transient_bytes)} of parameters at a time, activations not counted: use "
             "more ranks, a higher stage, or offload_optimizer and offload_param (`zstore plan` shows what fits)"
         )
 
@@ -132,6 +133,7 @@ def _sent(plan: Plan, world_size: int) -> list[str]:
 def _beside(plan: Plan) -> list[str]:
     where = "the host's memory, on top of the budget" if plan.settings.device_is_host else "the device's memory"
     gathered = f"up to {format_bytes(plan.gathered_bytes)} of gathered parameters, " if plan.gathered_bytes else ""
+    gathered += f"{format_bytes(plan.update_bytes)} for updates of whole tensors, " if plan.update_bytes else ""
     return [f"  not in this table: {gathered}gradients in transit and activations, in {where}"]
 
 

@@ -20,7 +20,7 @@ from zstore.store.tiers import Drives
 from ..config.config import Config
 from .needs import find_needs, placement_settings, shapes_of_model, units_of_model
 from .placement import make_plan
-from .plan import Plan
+from .plan import Plan, Slots
 from .report import check_device, check_host, describe
 from .sent import with_sent
 
@@ -50,7 +50,7 @@ def plan_run(
     model: nn.Module,
     config: Config,
     world: World,
-    slots: Mapping[str, tuple[str, ...]],
+    slots: Mapping[str, Slots],
     budget_bytes: int | None,
     *,
     device_is_host: bool,

@@ -13,6 +13,7 @@
   ahead by `prefetch`, and `optimizer_read`, `optimizer_write`, masters and slots, with parameters on disk that are
   their masters, or a part of them, whatever they are read for. A pass that is not begun waits for a save to let go of
   a shard, or for the file of a new version;
+- `activation_read`, `activation_write`: likewise, activations on their way from and to the disk;
 - `parameter_read`: this rank's rows of parameters that rest in host memory or on disk, on their way to be gathered;
 - `checkpoint_write`: bytes copied for checkpoints; files that could be linked are not among them.
 What is counted with `World.links` or `TensorStore.links` under other names stands there too. A link that was never used
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from zstore.io.links import LinkStatistics, total
 from zstore.store.store import StoreStatistics
 
+from ..activations.statistics import ActivationStatistics
 from ..zero.unshard import UnitStatistics
 from .memory import HeldBytes, MemoryStatistics, held_bytes, memory_statistics
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from zstore.store import TensorStore
 
     from ..optim.state import OptimizerState
+    from ..profile.utilisation import Utilisation
     from ..zero.gradients import Gradients
     from ..zero.unshard import ShardedUnits
     from .timers import PhaseTimes
@@ -63,6 +66,10 @@ class EngineStatistics:
     overlapped: int
     """Reductions of gradients that went on while this rank did something else."""
     store: StoreStatistics
+    utilisation: Utilisation | None
+    """Model FLOPs utilisation, on rank 0; None where no operations are known."""
+    activations: ActivationStatistics | None = None
+    """Of activations that leave the device, and of blocks that are timed; None where there are neither."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON data."""
@@ -82,6 +89,7 @@ def engine_statistics(
     units: ShardedUnits | None,
     times: PhaseTimes,
     saves_s: Mapping[str, float],
+    utilisation: Utilisation | None,
 ) -> EngineStatistics:
     """Return the counters now; `saves_s` has the seconds for which saves held training up, by their kind."""
     store = state.store.statistics()
@@ -96,6 +104,7 @@ def engine_statistics(
         units=None if units is None else units.statistics(),
         overlapped=gradients.overlapped,
         store=store,
+        utilisation=utilisation,
     )
 
 
@@ -134,6 +143,8 @@ def _store_links(store: StoreStatistics, saves_s: Mapping[str, float]) -> dict[s
         ),
         "optimizer_read": moved(reads, of=_OPTIMIZER),
         "optimizer_write": moved(writes, of=_OPTIMIZER),
+        "activation_read": moved(reads, of=("activation",)),
+        "activation_write": moved(writes, of=("activation",)),
         "checkpoint_write": moved(("checkpoint",), stall_s=saves_s),
     }
     return {name: link for name, link in links.items() if link.operations or link.stall_s}
