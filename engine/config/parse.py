@@ -267,6 +267,10 @@ def _idle_quantization(settings: Settings) -> Iterator[Notice]:
             "zero_optimization.zero_quantized_gradients",
             f"no effect: gradients are sharded at stages 2 and 3, and the stage is {zero.stage}",
         )
+    if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
+        yield Notice(
+            "zero_optimization.zeropp_loco_param", "no effect: zero_optimization.zero_quantized_gradients is not set"
+        )
     if settings.zstore.quantized_gradient_bits != 4 and not zero.zero_quantized_gradients:
         yield Notice(
             "zstore.quantized_gradient_bits", "no effect: zero_optimization.zero_quantized_gradients is not set"

@@ -169,6 +169,9 @@ def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterat
             yield _of_own_shape(need, slot.name, slot.shape, place)
         else:
             yield one(slot if isinstance(slot, str) else slot.name, place.state, FP32)
+    if need.error_numel:
+        nbytes = need.error_numel * numpy_dtype(need.dtype).itemsize
+        yield replace(one("gradient errors", "device", need.dtype, field="gradient"), nbytes=nbytes)
     if settings.holds_gradients:
         # A micro-batch adds to what the one before left, the first excepted; the update reads the sum.
         whole = need.whole_gradient
