@@ -12,6 +12,7 @@ from zstore.store.runfolder import RUN_FOLDER
 
 from .answers import problem_text
 from .jsonc import load_jsonc
+from .optimizers import AdamParams
 from .parse import Notice, parse
 from .resolve import BatchSizes, ResolveContext, answered, default_weight_decay, resolve_settings
 from .scheduler import SchedulerSection
@@ -23,16 +24,12 @@ from .zero import OffloadOptimizerSection, OffloadParamSection, ZeroSection
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Adam's arguments."""
+    """An optimizer to make."""
 
-    type: Literal["Adam", "AdamW"]
-    """As written; `adam_w_mode` says what is meant."""
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    adam_w_mode: bool
-    """Whether weight decay is decoupled (AdamW)."""
+    kind: str
+    """Name of its class: that of the section's `type`, but AdamW for an Adam whose weight decay is decoupled."""
+    arguments: Mapping[str, Any]
+    """Of the class, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,16 +176,12 @@ class Config:
         section = self.settings.optimizer
         if section is None:
             return None
-        params, decoupled = section.params, section.type == "AdamW" or section.params.adam_w_mode
-        decay = default_weight_decay(section)
-        return OptimizerConfig(
-            type=section.type,
-            lr=self._plain(params.lr),
-            betas=self._plain(params.betas),
-            eps=self._plain(params.eps),
-            weight_decay=self._plain(decay if params.weight_decay is None else params.weight_decay),
-            adam_w_mode=decoupled,
-        )
+        arguments, kind = self._plain(section.params.arguments()), section.type
+        if isinstance(section.params, AdamParams):
+            kind = "AdamW" if section.params.adam_w_mode else kind
+            if section.params.weight_decay is None:
+                arguments["weight_decay"] = default_weight_decay(section)
+        return OptimizerConfig(kind=kind, arguments=arguments)
 
     @property
     def scheduler(self) -> SchedulerSection | None:

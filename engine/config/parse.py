@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from .keys import Section, Status, about, known_keys, type_of
+from .optimizers import AdamParams
 from .schema import Settings
 from .values import expected, refusal, show
 
@@ -230,7 +231,13 @@ def _idle(settings: Settings) -> Iterator[Notice]:
     for key in ("wall_clock_breakdown", "memory_breakdown"):
         if getattr(settings, key) and settings.steps_per_print == 0:
             yield Notice(key, "no effect: its line comes with those of progress, and steps_per_print is 0")
-    if optimizer is not None and optimizer.type == "AdamW" and not optimizer.params.adam_w_mode:
+    params = None if optimizer is None else optimizer.params
+    if (
+        optimizer is not None
+        and optimizer.type == "AdamW"
+        and isinstance(params, AdamParams)
+        and not params.adam_w_mode
+    ):
         message = 'no effect: AdamW always decouples weight decay, as in DeepSpeed; write type "Adam" for the other'
         yield Notice("optimizer.params.adam_w_mode", message)
 

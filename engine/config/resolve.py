@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from pydantic.fields import FieldInfo
 
 from .keys import Section, answer_type
-from .optimizers import OptimizerSection
+from .optimizers import AdamParams, OptimizerSection
 from .schema import Settings
 
 S = TypeVar("S", bound=Section)
@@ -190,7 +190,11 @@ def _fill(settings: Settings, hidden_size: int | None) -> tuple[dict[str, Any], 
         elif key == _WARMUP_MAX:
             # With an optimizer of the caller's own: each group's.
             derived[key] = None if optimizer is None else defaults.get("optimizer.params.lr", optimizer.params.lr)
-        elif key == "optimizer.params.weight_decay" and optimizer is not None:
+        elif (
+            key == "optimizer.params.weight_decay"
+            and optimizer is not None
+            and isinstance(optimizer.params, AdamParams)
+        ):
             defaults[key] = default_weight_decay(optimizer)
         elif key not in (*BATCH_KEYS, *_PRECISION_KEYS):
             info = _field(settings, key)
@@ -206,7 +210,8 @@ def _fill(settings: Settings, hidden_size: int | None) -> tuple[dict[str, Any], 
 def default_weight_decay(section: OptimizerSection) -> float:
     """Return the weight decay of an optimizer that names none: DeepSpeed's, or torch's where that was asked for."""
     params = section.params
-    return 0.01 if params.torch_adam and (section.type == "AdamW" or params.adam_w_mode) else 0.0
+    as_torch = isinstance(params, AdamParams) and params.torch_adam and (section.type == "AdamW" or params.adam_w_mode)
+    return 0.01 if as_torch else 0.0
 
 
 def _field(section: Section, path: str) -> FieldInfo:

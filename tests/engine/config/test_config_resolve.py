@@ -31,6 +31,7 @@ CALLER = ResolveContext(
     },
 )
 SMALL = st.integers(1, 40)
+_PLAIN = {"amsgrad": False, "maximize": False}
 
 
 def resolved(config: dict[str, Any], **context: Any) -> Config:
@@ -57,9 +58,8 @@ def test_the_largest_config_in_full() -> None:
     config = load_config(CONFIGS[0].parent / "zero3_nvme_everything.json").resolve(CALLER)
     assert config.batch == BatchSizes(train_batch_size=6, micro_batch_size=3, accumulation_steps=1)
     assert (config.precision, config.loss_scaling) == ("bf16", None)
-    assert config.optimizer == OptimizerConfig(
-        type="AdamW", lr=2e-4, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1, adam_w_mode=True
-    )
+    arguments = {"lr": 2e-4, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+    assert config.optimizer == OptimizerConfig(kind="AdamW", arguments=arguments | _PLAIN)
     assert config.scheduler is not None
     assert dict(config.scheduler.params) == {
         "warmup_min_lr": 0.0,
@@ -101,9 +101,8 @@ def test_what_nobody_answers_is_the_default_and_one_line_tells_it() -> None:
     answers = read_answers({"train_batch_size": 4})
     config = load_config(path).resolve(ResolveContext(world_size=2, answers=answers))
     assert config.batch == BatchSizes(train_batch_size=4, micro_batch_size=2, accumulation_steps=1)
-    assert config.optimizer == OptimizerConfig(
-        type="AdamW", lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True
-    )
+    arguments = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    assert config.optimizer == OptimizerConfig(kind="AdamW", arguments=arguments | _PLAIN)
     assert config.scheduler is not None
     params = config.scheduler.params
     assert isinstance(params, WarmupLRParams)
