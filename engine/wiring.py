@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -41,6 +42,7 @@ from .runtime.allocator import map_large_blocks
 from .training import Accumulation, PendingUpdate, Training
 from .zero.gradients import GradientRules, Gradients, WholeGradients
 from .zero.hooks import UnitHooks
+from .zero.quantized_gradients import quantized_reducer
 from .zero.spill import GradientSpill
 from .zero.unit_gradients import UnitGradients
 from .zero.unshard import make_sharded_units
@@ -232,4 +234,6 @@ def _gradients(
         budget_bytes = state.store.options.host_budget_bytes
         spill = GradientSpill(state.store, state.spilled, state.transfers, spill_pool_bytes(budget_bytes or 0))
     arrived = None if hooks is None else hooks.arrived
+    if (quantizer := quantized_reducer(config, world)) is not None:
+        rules = replace(rules, quantizer=quantizer)
     return UnitGradients(units, others, world, rules, state.transfers, spill=spill, arrived=arrived)

@@ -224,6 +224,7 @@ def _idle(settings: Settings) -> Iterator[Notice]:
             "not built: parameters are offloaded at stage 3 only. At stage "
             f'{zero.stage} they stay whole on the device; write "stage": 3 to offload them',
         )
+    yield from _idle_quantization(settings)
     if zero.offload_optimizer.device == "cpu" and zero.offload_optimizer.nvme_path is not None:
         yield Notice("zero_optimization.offload_optimizer.nvme_path", 'no effect: the device is "cpu"')
     if own.durability != "step" and own.durability_path is not None:
@@ -240,6 +241,26 @@ def _idle(settings: Settings) -> Iterator[Notice]:
     ):
         message = 'no effect: AdamW always decouples weight decay, as in DeepSpeed; write type "Adam" for the other'
         yield Notice("optimizer.params.adam_w_mode", message)
+
+
+def _idle_quantization(settings: Settings) -> Iterator[Notice]:
+    """Yield the keys of ZeRO++ that do nothing at this stage."""
+    zero = settings.zero_optimization
+    if zero.zero_quantized_weights and zero.stage != 3:
+        yield Notice(
+            "zero_optimization.zero_quantized_weights",
+            f"no effect: parameters are gathered for each use at stage 3 only, and the stage is {zero.stage}; what an update "
+            "changed is gathered in its own type",
+        )
+    if zero.zero_quantized_gradients and zero.stage < 2:
+        yield Notice(
+            "zero_optimization.zero_quantized_gradients",
+            f"no effect: gradients are sharded at stages 2 and 3, and the stage is {zero.stage}",
+        )
+    if settings.zstore.quantized_gradient_bits != 4 and not zero.zero_quantized_gradients:
+        yield Notice(
+            "zstore.quantized_gradient_bits", "no effect: zero_optimization.zero_quantized_gradients is not set"
+        )
 
 
 def _contradictions(settings: Settings) -> Iterator[Problem]:

@@ -72,6 +72,9 @@ class ZstoreSection(Section):
     with clipping or loss scaling it acts as "forward". "auto": "forward" where state or parameters are offloaded, else
     "none". What is not gathered before its use (stages 0 to 2; a rank alone without offload_param; parameters that persist)
     is always updated in step(); and at stages 0 and 1 of several ranks "backward" acts as "none"."""
+    quantized_gradient_bits: Annotated[Literal[4, 8], OneOf()] = built(4)
+    """Bits of an element of a gradient that `zero_optimization.zero_quantized_gradients` sends: 4, as in DeepSpeed, or 8, which
+    sends twice as much and is about 18 times as exact."""
     split_master: Bool = built(False)
     """Keep each fp32 master as the bf16 weight and the remaining bits, 2 1/8 bytes an element in place of 4: less memory and
     traffic, the same bits. Needs bf16."""

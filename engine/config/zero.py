@@ -170,14 +170,18 @@ class ZeroSection(Section):
     """Elements of the pieces in which large parameters are sharded."""
     zero_hpz_partition_size: Count = not_built(1, _ALL_RANKS)
     """Ranks that keep a second copy of the parameters among them (ZeRO++ hpZ)."""
-    zero_quantized_weights: Bool = not_built(False, _EXACT)
-    """Gather weights in 8 bits (ZeRO++ qwZ)."""
+    zero_quantized_weights: Bool = built(False)
+    """Gather parameters as 8-bit integers (ZeRO++ qwZ; stage 3): one byte an element and 4 bytes for each 256, half of what
+    16 bits take. Each rank's own rows, masters and checkpoints stay exact. Biases, norms and parameters below the persistence
+    threshold travel in their own type. Off by default: it changes the numbers that the model computes with."""
     zero_quantized_nontrainable_weights: Bool = not_built(
         False, "frozen weights keep the type that the model computes in, and take that memory"
     )
     """Keep frozen weights in 8 bits."""
-    zero_quantized_gradients: Bool = not_built(False, _EXACT)
-    """Reduce gradients in 4 bits (ZeRO++ qgZ)."""
+    zero_quantized_gradients: Bool = built(False)
+    """Reduce gradients of matrices as 4-bit integers (ZeRO++ qgZ; stages 2 and 3; `zstore.quantized_gradient_bits` takes 8):
+    an all-to-all, the mean in fp32. Of several machines, or groups of `zero_hpz_partition_size` ranks, within each group
+    first and then between them. Off by default: it changes the gradients."""
     zeropp_loco_param: Unread = not_built(None, _EXACT)
     """Error feedback of quantized gradients."""
     mics_shard_size: Position = not_built(-1, _ALL_RANKS)

@@ -98,6 +98,8 @@ class ParameterRecord:
     """Array of the store in which this rank's rows rest between uses, if they do: `parameter/<name>`, or `model/<name>`
     where that has the parameter's type."""
     residency: Residency = Residency.RESIDENT
+    is_rounded: bool = False
+    """Whether the gathered values travelled as small integers, so that this rank's rows of them differ from those at rest."""
     address: int = field(init=False)
     """Where the parameter's values begin, as long as nobody but the engine gives it other memory."""
     shape: torch.Size = field(init=False)
@@ -229,6 +231,7 @@ class ParameterRecord:
     def release(self) -> None:
         """Free the gathered memory; the parameter becomes a view of one NaN."""
         self.point_at_placeholder()
+        self.is_rounded = False
         self.full.untyped_storage().resize_(0)
 
     def point_at_placeholder(self) -> None:

@@ -66,11 +66,17 @@ def bucket_limit(world: World, limit_numel: int) -> int:
 
 
 def plan_buckets(
-    records: Iterable[ParameterRecord], world_size: int, limit_numel: int, dtype_of: TypeOf = _own_type
+    records: Iterable[ParameterRecord],
+    world_size: int,
+    limit_numel: int,
+    dtype_of: TypeOf = _own_type,
+    *,
+    align_numel: int = ALIGN_NUMEL,
 ) -> list[Bucket]:
-    """Return buckets of at most `limit_numel` elements (or 16 columns) that cover the records in order, one type
-    each: that in which the elements travel, by default the parameters'."""
-    limit = max(limit_numel // world_size // ALIGN_NUMEL, 1) * ALIGN_NUMEL
+    """Return buckets of at most `limit_numel` elements (or `align_numel` columns) that cover the records in order, one
+    type each: that in which the elements travel, by default the parameters'. Parameters are cut at multiples of
+    `align_numel` columns."""
+    limit = max(limit_numel // world_size // align_numel, 1) * align_numel
     buckets: list[Bucket] = []
     segments: list[Segment] = []
     cols = 0
@@ -90,9 +96,9 @@ def plan_buckets(
             dtype = dtype_of(record)
         first = 0
         while first < record.grid.shard_numel:
-            if cols >= limit:
+            if cols > limit - align_numel:
                 close()
-            stop = min(record.grid.shard_numel, first + limit - cols)
+            stop = min(record.grid.shard_numel, first + (limit - cols) // align_numel * align_numel)
             segments.append(Segment(record, first, stop, cols))
             cols += stop - first
             first = stop

@@ -34,6 +34,7 @@ from zstore.tensors import as_torch
 from ..device import Event, Transfers
 from ..params.record import ParameterRecord
 from .collectives import Bucket, plan_buckets, unpack
+from .quantized_gather import QuantizedGather, gathers_quantized, start_gathers
 
 Ready = Callable[[Sequence[ParameterRecord]], None]
 """Waits until the records' rows are those of the last step; may be called from the reading thread."""
@@ -136,17 +137,19 @@ class Fetch:
     error: BaseException | None = None
     works: list[Work] = field(default_factory=list)
     buckets: list[tuple[Bucket, torch.Tensor]] = field(default_factory=list)
+    quantized: list[QuantizedGather] = field(default_factory=list)
     keep: list[Any] = field(default_factory=list)
     """Memory that the collectives read."""
 
 
 class Fetcher:
-    """Carries fetches out. `reader` is None where nothing rests in the store."""
+    """Carries fetches out. `reader` is None where nothing rests in the store; `quantizes` sends matrices as integers."""
 
-    def __init__(self, world: World, reader: RowReader | None, limit_numel: int) -> None:
+    def __init__(self, world: World, reader: RowReader | None, limit_numel: int, *, quantizes: bool = False) -> None:
         self._world = world
         self._reader = reader
         self._limit_numel = limit_numel
+        self._quantizes = quantizes
         self._late = world.device.type == "cuda"
         self._unseen: list[Fetch] = []
         self._apart = False
@@ -213,9 +216,12 @@ class Fetcher:
         return self._world.start_all_gather(fetch.header, mine, kind="control")
 
     def _send_rows(self, fetch: Fetch) -> None:
-        world, small = self._world, []
+        world, small, quantized = self._world, [], []
         for record in fetch.records:
             record.make_room()
+            if self._quantizes and gathers_quantized(record):
+                quantized.append(record)
+                continue
             padded = record.padded_full()
             if record.numel < _DIRECT_NUMEL or padded.numel() > self._limit_numel:
                 small.append(record)
@@ -231,6 +237,9 @@ class Fetcher:
             fetch.works.append(world.start_all_gather(matrix.view(-1), mine))
             fetch.keep.append(mine)
             fetch.buckets.append((bucket, matrix))
+        for gather in start_gathers(world, quantized, self._limit_numel, partial(self._rows, fetch)):
+            fetch.works.append(gather.work)
+            fetch.quantized.append(gather)
         fetch.rows.clear()
 
     def _rows(self, fetch: Fetch, record: ParameterRecord) -> torch.Tensor:
@@ -254,6 +263,9 @@ class Fetcher:
             work.wait()
         for bucket, matrix in fetch.buckets:
             unpack(bucket, matrix, _full)
+        for gather in fetch.quantized:
+            gather.finish()
+        fetch.quantized.clear()
         fetch.buckets.clear()
         fetch.keep.clear()
         fetch.works.clear()
@@ -304,6 +316,7 @@ class Fetcher:
         fetch.works.clear()
         fetch.keep.clear()
         fetch.buckets.clear()
+        fetch.quantized.clear()
         return True
 
     def close(self) -> None:

@@ -21,11 +21,13 @@ from zstore.ranks.world import World
 from ..params.gradient_types import GradientTypes, add_in, is_narrower
 from ..params.record import ParameterRecord
 from .collectives import reduce_whole
+from .quantized_gradients import QuantizedReducer
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientRules:
-    """How gradients are averaged over the ranks and where they wait for the update. The bits depend on `types` alone."""
+    """How gradients are averaged over the ranks and where they wait for the update. The bits depend on `types` and `quantizer`
+    alone."""
 
     bucket_numel: int
     """Most elements of one reduction."""
@@ -40,6 +42,8 @@ class GradientRules:
     """Parameters whose rows wait in host memory, wherever the device is."""
     keeps_rows: bool = True
     """Keep the rows' memory from step to step; else it is free as soon as an update took it."""
+    quantizer: QuantizedReducer | None = None
+    """Reduces what travels as integers (stages 2 and 3); None: nothing does."""
     squares_at_once: bool = False
     """Take sums of squares as gradients become final: an update may take them before the norm is asked for."""
 

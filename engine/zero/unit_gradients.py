@@ -34,6 +34,7 @@ from ..params.units import Unit
 from .collectives import Reduction, bucket_limit, pack, plan_buckets
 from .gradients import GradientRules, Gradients, agree_any, forget_gradients, take_gradient, watch_gradient
 from .norm import sum_of_squares
+from .quantized_gradients import QuantizedReduction
 from .spill import GradientSpill
 
 Told = Callable[[ParameterRecord], None]
@@ -113,6 +114,7 @@ class UnitGradients(Gradients):
         self._d2h = D2HQueue(transfers)
         self._spill = spill
         self._tell = arrived
+        self._quantizer = rules.quantizer
         self.on_final: Told | None = None
         """Told each record whose gradient is complete in the last backward of a step."""
         self.comes_in_parts = True
@@ -129,7 +131,7 @@ class UnitGradients(Gradients):
         self._last = False
         self._closing = False
         """The backward is over, and what is left of it is being agreed on."""
-        self._under_way: deque[tuple[Reduction, set[ParameterRecord]]] = deque()
+        self._under_way: deque[tuple[Reduction | QuantizedReduction, set[ParameterRecord]]] = deque()
         self._segments_left: Counter[ParameterRecord] = Counter()
         self._handles = [watch_gradient(record, self._arrived) for record in records]
 
@@ -166,6 +168,8 @@ class UnitGradients(Gradients):
         self._last = last
         self._closing = False
         self._arrivals.start()
+        if self._quantizer is not None and self._quantizer.feedback is not None:
+            self._quantizer.feedback.begin_backward()
 
     def _arrived(self, record: ParameterRecord) -> None:
         if not self._in_backward:
@@ -227,11 +231,9 @@ class UnitGradients(Gradients):
             gradient = gradients[record]
             return None if gradient is None else gradient.view(-1)
 
-        kind: Kind = "reduce_scatter" if self._rules.scatter else "all_reduce"
-        limit = bucket_limit(self._world, self._rules.bucket_numel)
-        for bucket in plan_buckets(records, self._world.world_size, limit, self._rules.reduced):
-            matrix = pack(bucket, self._world.world_size, flat)
-            self._under_way.append((Reduction(self._reduce_world, bucket, matrix, kind), fresh))
+        for reduction in self._reductions(records, flat):
+            bucket = reduction.bucket
+            self._under_way.append((reduction, fresh))
             self._segments_left.update(segment.record for segment in bucket.segments)
             if self._rules.overlap and self._rules.scatter:
                 self.overlapped += 1
@@ -240,6 +242,20 @@ class UnitGradients(Gradients):
         gradients.clear()
         while self._under_way and self._under_way[0][0].done():
             self._add_up()
+
+    def _reductions(
+        self, records: Sequence[ParameterRecord], flat: Callable[[ParameterRecord], torch.Tensor | None]
+    ) -> Iterator[Reduction | QuantizedReduction]:
+        """Begin the reductions of the gradients that `flat` gives, bucket by bucket."""
+        kind: Kind = "reduce_scatter" if self._rules.scatter else "all_reduce"
+        world_size, limit = self._world.world_size, bucket_limit(self._world, self._rules.bucket_numel)
+        if (quantizer := self._quantizer) is not None:
+            quantized = [record for record in records if quantizer.takes(record)]
+            for bucket in quantizer.buckets(quantized, world_size, limit, self._rules.reduced):
+                yield quantizer.start(bucket, pack(bucket, world_size, flat), kind)
+            records = [record for record in records if not quantizer.takes(record)]
+        for bucket in plan_buckets(records, world_size, limit, self._rules.reduced):
+            yield Reduction(self._reduce_world, bucket, pack(bucket, world_size, flat), kind)
 
     def _add_up(self) -> None:
         """Wait for the oldest reduction; its rows are the first of the step, or are added to those held."""
@@ -414,5 +430,7 @@ class UnitGradients(Gradients):
         """See Gradients."""
         super().close()
         self._reduce_world.release()
+        if self._quantizer is not None:
+            self._quantizer.release()
         if self._spill is not None:
             self._spill.close()

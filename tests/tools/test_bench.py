@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import checkpoint, disk, durability, limits, offload, optimizer, overhead, scale, step, trainer
+from bench import checkpoint, convergence, disk, durability, limits, offload, optimizer, overhead, scale, step, trainer
 from bench.checkpoint_figures import describe, goals, medians
 from bench.children import Outcome, limited_memory, run_contender
 from bench.offload import Limits, figures_of
@@ -277,3 +277,13 @@ def test_trainer_benchmark_sets_steps_saves_and_memory_beside_trainer_alone(
     assert figures["step"]["ratio"] > 0
     assert 0 < figures["save"]["new_bytes"] <= figures["save"]["total_bytes"]
     assert figures["save"]["weights_bytes"] > 4 * figures["parameters"]
+
+
+def test_convergence_benchmark_sets_cases_beside_the_exact_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "convergence.json"
+    arguments = ["--groups", "quantized", "--cases", "both", "--ranks", "2", "--steps", "2", "--tokens", "16"]
+    monkeypatch.setattr(sys, "argv", ["convergence", *arguments, "--json", str(out)])
+    convergence.main()
+    exact, both = json.loads(out.read_text())["rows"]
+    assert exact["mean_ratio"] == 1 and 0.99 < both["mean_ratio"] < 1.01
+    assert all(len(row["losses"]) == 2 for row in (exact, both))

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 import torch.distributed as torch_dist
@@ -130,11 +130,14 @@ class World:
     """What rank 0 asked when something last travelled: the same on all ranks after the same call."""
     when_broken: list[Callable[[], None]] = field(default_factory=list)
     """What else is to be given up where the run is broken; called from the watch's thread."""
+    near_ranks: int | None = None
+    """Of the other ranks, those in this rank's group (see `groups`); None where ranks are in no groups. With groups, what is
+    sent is also counted as `within_group` and `between_groups`."""
 
     @property
     def sent_bytes(self) -> Counter[str]:
         """Bytes that this rank sent to others, by `Kind`."""
-        return Counter({kind: link.bytes for kind, link in self.links.statistics().items()})
+        return Counter({kind: link.bytes for kind, link in self.links.statistics().items() if kind in get_args(Kind)})
 
     @staticmethod
     def current() -> World:
@@ -165,8 +168,7 @@ class World:
             return self
         with self._within("new_group"):
             group = torch_dist.new_group()
-        if self.watch is not None:
-            self._know_connections()
+        self.know_connections()
         return World(**{**self.__dict__, "group": group})
 
     def release(self) -> None:
@@ -225,6 +227,23 @@ class World:
         if self.watch is not None:
             self.watch.escaped(error)
 
+    def _count_reach(self, sent_bytes: int, target: int | None = None) -> None:
+        """Count what is sent to all others alike, or to rank `target`, by whether it leaves this rank's group."""
+        if self.near_ranks is None or self.world_size == 1:
+            return
+        size = self.near_ranks + 1
+        if target is None:
+            near_bytes = sent_bytes * self.near_ranks // (self.world_size - 1)
+        else:
+            near_bytes = sent_bytes if target // size == self.rank // size else 0
+        if near_bytes:
+            self.links.begin("within_group", near_bytes)
+        if sent_bytes > near_bytes:
+            self.links.begin("between_groups", sent_bytes - near_bytes)
+
+    def _global_rank(self, rank: int) -> int:
+        return rank if self.group is None else torch_dist.get_global_rank(self.group, rank)
+
     @contextmanager
     def _within(self, collective: str, *, enters: bool = True) -> Iterator[None]:
         """Enter a collective, or wait for one that was entered; where it fails, raise what the watch knows of it."""
@@ -240,6 +259,11 @@ class World:
             raise self.watch.lost(error) from error
         finally:
             self.activity.collective = ""
+
+    def know_connections(self) -> None:
+        """Note the connections to the other ranks anew, where they are watched: a process group was made (all ranks)."""
+        if self.watch is not None:
+            self._know_connections()
 
     def _know_connections(self) -> None:
         everyone = self.all_gather_object(listed(store_port(_store())))
@@ -318,8 +342,9 @@ class World:
             # Where the backend's collectives want it; a model may be built on the host, and NCCL sends the device's alone.
             whole = tensor.to(self.device).contiguous()
             sent_bytes = (self.world_size - 1) * whole.nbytes if self.rank == source else 0
+            self._count_reach(sent_bytes)
             with self.links.moving("broadcast", sent_bytes), self._within("broadcast"):
-                torch_dist.broadcast(whole.view(-1).view(torch.uint8), source, group=self.group)
+                torch_dist.broadcast(whole.view(-1).view(torch.uint8), self._global_rank(source), group=self.group)
             if whole is not tensor:
                 tensor.copy_(whole)
 
@@ -329,11 +354,12 @@ class World:
             return
         flat = tensor.view(-1).view(torch.uint8)
         sent_bytes = tensor.nbytes if self.rank == source else 0
+        self._count_reach(sent_bytes, target)
         with self.links.moving("transfer", sent_bytes), self._within("transfer", enters=False):
             if self.rank == source:
-                torch_dist.send(flat, target, group=self.group)
+                torch_dist.send(flat, self._global_rank(target), group=self.group)
             else:
-                torch_dist.recv(flat, source, group=self.group)
+                torch_dist.recv(flat, self._global_rank(source), group=self.group)
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> None:
         """Fill `out` [world * n] with every rank's `mine` [n] in rank order. Any data type; bits are moved, not
@@ -342,6 +368,7 @@ class World:
             out.copy_(mine)
             return
         if mine.numel():
+            self._count_reach((self.world_size - 1) * mine.nbytes)
             with self.links.moving(kind, (self.world_size - 1) * mine.nbytes), self._within(kind):
                 _all_gather_single(out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
 
@@ -358,6 +385,7 @@ class World:
         return self._start(kind, (self.world_size - 1) * mine.nbytes, gather)
 
     def _start(self, kind: Kind, sent_bytes: int, collective: Callable[[], Work]) -> Work:
+        self._count_reach(sent_bytes)
         self.links.begin(kind, sent_bytes)
         with self._within(kind):
             work = collective()
