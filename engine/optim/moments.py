@@ -25,12 +25,11 @@ from zstore.checkpoint.moments import (
     LEAST_SIGNED,
     STEP_BITS,
     Moments,
-    block_numel,
-    code_dtype,
-    reduced_slots,
     scale_slot,
+    stored_slots,
     values_of_codes,
 )
+from zstore.errors import UsageError
 
 from .kernel import SlotArray
 
@@ -40,20 +39,28 @@ _NOISE_BITS = 16
 _ABOVE_ZERO = 2.0**-8
 
 
-def stored_slots(slots: Sequence[SlotArray], moments: Moments, stored_shape: tuple[int, ...]) -> list[SlotArray]:
-    """Return the arrays that are kept of a kernel's slots of a parameter, in their order; a scale follows its codes."""
+def slots_at_rest(slots: Sequence[SlotArray], moments: Moments, stored_shape: tuple[int, ...]) -> list[SlotArray]:
+    """Return the arrays that are kept of a kernel's slots of a parameter, in their order."""
     plain = [slot.name for slot in slots if slot.dtype == torch.float32 and slot.block == 1]
-    reduced = set(reduced_slots(plain, moments))
-    stored: list[SlotArray] = []
+    kept = stored_slots(plain, moments, stored_shape)
+    found: list[SlotArray] = []
     for slot in slots:
-        if slot.name not in reduced:
-            stored.append(slot)
-        elif moments == "bf16":
-            stored.append(SlotArray(slot.name, torch.bfloat16, entry=slot.entry))
+        if slot.name in kept:
+            found += [SlotArray(k.name, getattr(torch, k.dtype), k.block, slot.entry) for k in kept[slot.name]]
         else:
-            stored.append(SlotArray(slot.name, getattr(torch, code_dtype(slot.name)), entry=slot.entry))
-            stored.append(SlotArray(scale_slot(slot.name), torch.float32, block_numel(stored_shape), slot.entry))
-    return stored
+            found.append(slot)
+    return found
+
+
+def check_moments(moments: Moments, slots: Sequence[Sequence[str]], kind: str) -> None:
+    """Raise UsageError where an optimizer, whose groups keep `slots`, has no moment that could be in fewer bits."""
+    if moments == "fp32" or any(stored_slots(names, moments, (1,)) for names in slots):
+        return
+    kept = ", ".join(dict.fromkeys(name for names in slots for name in names)) or "nothing"
+    raise UsageError(
+        f'"moments": "{moments}": expected an optimizer that keeps averages of gradients or of their squares, got {kind}, which '
+        f"keeps {kept}: in fewer bits that would not be what it is for; leave the key out, or use Adam or SGD with momentum"
+    )
 
 
 class MomentTiles:
@@ -66,20 +73,27 @@ class MomentTiles:
         self._stored = stored
         self._start = word_of(name, step) + first
 
+    @property
+    def blocks(self) -> list[int]:
+        """How many elements a value of each array is for."""
+        return [slot.block for slot in self._stored]
+
     def expand(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the values of a tile of the arrays, 1-D fp32 [n] a slot: of those that are kept so, the views themselves."""
+        """Return the values of a tile of the arrays, 1-D fp32 [n] a slot; of slots that are kept so, the views themselves."""
         values: list[torch.Tensor] = []
         for slot, view, scales in self._slots(views):
             if scales is not None:
                 values.append(expand_codes(view, scales, slot.block))
             else:
-                values.append(view if view.dtype == torch.float32 or slot.block > 1 else view.float())
+                values.append(view.float())
         return values
 
     def reduce(self, values: Sequence[torch.Tensor], views: Sequence[torch.Tensor], first: int) -> None:
         """Set a tile's `views`, whose first element is this rank's number `first`, to `values`, which are lost."""
         for number, (value, (slot, view, scales)) in enumerate(zip(values, self._slots(views), strict=True)):
-            if value is view:
+            if view.dtype == torch.float32:
+                if value is not view:
+                    view.copy_(value)
                 continue
             for begin in range(0, value.numel(), _WORDS):
                 stop = min(begin + _WORDS, value.numel())

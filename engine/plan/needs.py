@@ -103,6 +103,7 @@ def find_needs(
                 stays_gathered=not (rests_apart and one.is_called and not persistence.keeps(spec.numel)),
                 whole_gradient=world_size > 1 and not sharding.gradients,
                 splits_master=config.own.split_master,
+                moments=config.moments,
             )
         )
     if config.frozen:  # nothing is gathered for a backward

@@ -25,9 +25,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from zstore.checkpoint.moments import StoredSlot, stored_slots
 from zstore.errors import ConfigError
 from zstore.format.arrays import numpy_dtype
-from zstore.format.partition import round_up
+from zstore.format.partition import Grid, round_up
 from zstore.format.shardfile import ShardLayout
 from zstore.store.store import SMALL_SHARD_BYTES
 
@@ -145,8 +146,7 @@ def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterat
         return
     if split:
         yield from _split_rest(need, place)
-    for slot in need.slots:
-        yield one(slot, place.state, FP32)
+    yield from _slots(need, place)
     if settings.holds_gradients:
         # A micro-batch adds to what the one before left, the first excepted; the update reads the sum.
         whole = need.whole_gradient
@@ -161,15 +161,28 @@ def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterat
         )
 
 
+def _slots(need: Need, place: Placement) -> Iterator[_Stored]:
+    """Yield what rests of the optimizer's slots."""
+    slots = need.slots or ()
+    kept = stored_slots(slots, need.moments, (need.grid.rows, need.grid.row_numel))
+    for slot in slots:
+        for array in kept.get(slot, (StoredSlot(slot, FP32),)):
+            grid = need.grid if array.block == 1 else need.grid.packed(array.block)
+            yield _part_of_state(need, place, slot, grid, array.dtype)
+
+
 def _split_rest(need: Need, place: Placement) -> Iterator[_Stored]:
     """Yield what a split master has beside the parameter."""
-    ties = need.grid.packed()
-    for grid, dtype in ((need.grid, "uint16"), (ties, "uint8")):
-        nbytes = grid.shard_valid_numel(need.shard) * numpy_dtype(dtype).itemsize
-        # As the store has it: each of these may be small where the others are not.
-        rest = "host" if place.state == "disk" and nbytes < SMALL_SHARD_BYTES else place.state
-        layout = cached_layout(grid, need.shard, dtype)
-        yield _Stored(kind="master", field="state", rest=rest, nbytes=nbytes, layout=layout, reads=1, writes=1)
+    for grid, dtype in ((need.grid, "uint16"), (need.grid.packed(), "uint8")):
+        yield _part_of_state(need, place, "master", grid, dtype)
+
+
+def _part_of_state(need: Need, place: Placement, kind: str, grid: Grid, dtype: str) -> _Stored:
+    nbytes = grid.shard_valid_numel(need.shard) * numpy_dtype(dtype).itemsize
+    # As the store has it: each of these may be small where the others are not.
+    rest = "host" if place.state == "disk" and nbytes < SMALL_SHARD_BYTES else place.state
+    layout = cached_layout(grid, need.shard, dtype)
+    return _Stored(kind=kind, field="state", rest=rest, nbytes=nbytes, layout=layout, reads=1, writes=1)
 
 
 def _is_own_master(need: Need, place: Placement) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from zstore.checkpoint.moments import Moments
 from zstore.format.arrays import numpy_dtype
 from zstore.format.partition import Grid
 from zstore.format.shardfile import ShardLayout, layout_of
@@ -74,7 +75,7 @@ class Need:
     gradient_dtype: str
     """Type in which its gradient waits for the update."""
     slots: tuple[str, ...] | None
-    """Names of the fp32 arrays that the optimizer keeps beside the master; None: the parameter is not trained."""
+    """Names of what the optimizer keeps beside the master; None: the parameter is not trained."""
     stays_gathered: bool
     """All values are on every rank's device always: stages 0 to 2, and below the persistence threshold."""
     whole_gradient: bool = False
@@ -84,6 +85,8 @@ class Need:
     is still there."""
     splits_master: bool = False
     """The master is kept as the bf16 parameter and what that lacks; see [Note: the split]."""
+    moments: Moments = "fp32"
+    """What the moments among the slots rest in; all other slots in fp32."""
 
     @property
     def numel(self) -> int:

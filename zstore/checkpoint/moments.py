@@ -36,8 +36,9 @@ Moments = Literal["fp32", "bf16", "int8"]
 SIGNED = frozenset({"exp_avg", "momentum_buffer"})
 POSITIVE = frozenset({"exp_avg_sq", "square_avg", "acc_delta", "exp_inf"})
 """Slots that are kept in fewer bits: averages that forget, so that roundings do not add up."""
-_NEEDED_WHOLE = {"square_avg": "grad_avg"}
-"""A slot, and another from whose square it must differ by no less than nothing: centered RMSprop."""
+_EXACT_WITH = {"square_avg": ("grad_avg",), "exp_avg_sq": ("max_exp_avg_sq", "max_exp_avg_sqs")}
+"""Slots that stay in fp32 beside others: centered RMSprop takes the square of a mean off, which must not be more, and of
+amsgrad's largest value every rounding up would stay."""
 
 BLOCK_NUMEL = 256
 """Elements of a block, at most."""
@@ -57,7 +58,7 @@ class StoredSlot:
     """An array that is kept of a slot."""
 
     name: str
-    dtype: str = "float32"
+    dtype: str
     block: int = 1
     """Elements of the parameter that a value is for."""
 
@@ -67,25 +68,22 @@ def block_numel(stored_shape: tuple[int, ...]) -> int:
     return math.gcd(cut_numel(stored_shape), BLOCK_NUMEL)
 
 
-def reduced_slots(slots: Sequence[str], moments: Moments) -> list[str]:
-    """Return those of an optimizer's fp32 slots that `moments` keeps in fewer bits."""
+def stored_slots(
+    slots: Sequence[str], moments: Moments, stored_shape: tuple[int, ...]
+) -> dict[str, tuple[StoredSlot, ...]]:
+    """Return what is kept, in their order, of those of an optimizer's fp32 slots that `moments` keeps in fewer bits: codes,
+    and their scales behind them."""
     if moments == "fp32":
-        return []
-    return [slot for slot in slots if slot in SIGNED | POSITIVE and _NEEDED_WHOLE.get(slot) not in slots]
-
-
-def stored_slots(slots: Sequence[str], moments: Moments, stored_shape: tuple[int, ...]) -> list[StoredSlot]:
-    """Return the arrays that are kept of fp32 slots of a parameter, in their order; a scale follows its codes."""
-    reduced, block = reduced_slots(slots, moments), block_numel(stored_shape)
-    stored: list[StoredSlot] = []
-    for slot in slots:
-        if slot not in reduced:
-            stored.append(StoredSlot(slot))
-        elif moments == "bf16":
-            stored.append(StoredSlot(slot, "bfloat16"))
-        else:
-            stored += [StoredSlot(slot, code_dtype(slot)), StoredSlot(scale_slot(slot), "float32", block)]
-    return stored
+        return {}
+    reduced = [
+        slot for slot in slots if slot in SIGNED | POSITIVE and not set(slots).intersection(_EXACT_WITH.get(slot, ()))
+    ]
+    if moments == "bf16":
+        return {slot: (StoredSlot(slot, "bfloat16"),) for slot in reduced}
+    block = block_numel(stored_shape)
+    return {
+        slot: (StoredSlot(slot, code_dtype(slot)), StoredSlot(scale_slot(slot), "float32", block)) for slot in reduced
+    }
 
 
 def code_dtype(slot: str) -> str:
