@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from zstore import zero
+    from zstore import checkpointing, zero
     from zstore.engine import Init, add_config_arguments, from_pretrained, gather, init_distributed
     from zstore.engine.initialize import initialize
 
@@ -25,6 +25,7 @@ __all__ = [
     "ZstoreError",
     "__version__",
     "add_config_arguments",
+    "checkpointing",
     "from_pretrained",
     "gather",
     "init_distributed",
@@ -39,6 +40,7 @@ _HOMES = {
     "TensorStore": "zstore.store",
     "ZstoreError": "zstore.errors",
     "add_config_arguments": "zstore.engine",
+    "checkpointing": "zstore.checkpointing",
     "from_pretrained": "zstore.engine",
     "gather": "zstore.engine",
     "init_distributed": "zstore.engine",

@@ -163,7 +163,7 @@ class Access:
         record = self.record(name)
         if record.group is None:
             raise UsageError(f"parameter {name!r} is not trained, so there is no optimizer state of it")
-        slots = (*self.state.kernels[record.group].slots, *self.state.scalars[record])
+        slots = (*(slot.name for slot in self.state.slots_of(record)), *self.state.scalars[record])
         if slot not in slots:
             raise UsageError(f"the optimizer has no {slot!r} of parameter {name!r}; {_nearest(slot, slots)}")
         return record
@@ -225,8 +225,10 @@ class Access:
             ticket = store.read(name, first, stop)
             return lambda: as_torch(ticket.wait())
 
-        dtype: torch.dtype = getattr(torch, store.spec(name).dtype)
-        return Source(record=record, name=name, dtype=dtype, begin=begin)
+        spec = store.spec(name)
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        shape = None if spec.shape == tuple(record.parameter.shape) else spec.shape
+        return Source(record=record, name=name, dtype=dtype, begin=begin, shape=shape)
 
     def read_into(
         self, targets: Mapping[ParameterRecord, torch.Tensor], sources: Sequence[Source], *, rank0_only: bool = False
@@ -247,9 +249,10 @@ class Access:
 
     def _whole(self, source: Source, rank0_only: bool) -> torch.Tensor | None:
         record, wanted = source.record, self.world.rank == 0 or not rank0_only
-        out = torch.empty(record.numel if wanted else 0, dtype=source.dtype)
+        shape = record.parameter.shape if source.shape is None else torch.Size(source.shape)
+        out = torch.empty(shape.numel() if wanted else 0, dtype=source.dtype)
         self.read_into({record: out}, [source], rank0_only=rank0_only)
-        return out.view(record.parameter.shape) if wanted else None
+        return out.view(shape) if wanted else None
 
     # -- changing ---------------------------------------------------------------------------------------------------
 
@@ -356,7 +359,7 @@ class Access:
     def _changing(self) -> Iterator[None]:
         """Change the state in the block, on every rank or with an error on every rank, and then it is torn (all ranks)."""
         if self.units is not None:
-            self.units.forget()
+            self.units.values_change()
         self._pending.torn = True
         with self.world.agreeing("The state was changed in part: load a checkpoint before going on."):
             yield

@@ -143,7 +143,7 @@ class Restore:
             _log.info("moments are converted: %s", kept)
         training.pending.torn = True
         if training.hooks is not None:
-            training.hooks.units.forget()
+            training.hooks.units.values_change()
         state: dict[str, Any] = {}
         with training.world.agreeing(
             "The engine now holds a mixture of two states: load another checkpoint before going on."

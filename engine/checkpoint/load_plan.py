@@ -146,8 +146,8 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
     """
     names = {r: [model_array(r.name), *(_slots(state, r) if options.optimizer else ())] for r in state.records}
     wanted = {buffer_array(name): tuple(buffer.shape) for name, buffer in stored_buffers(model)}
-    for record, arrays in names.items():
-        wanted |= dict.fromkeys(arrays, tuple(record.parameter.shape))
+    for arrays in names.values():
+        wanted |= {name: tuple(state.store.spec(name).shape) for name in arrays}
     missing, unexpected = _differences(state, reader, options, wanted)
     found = {name for name in wanted if name in reader.arrays}
     base = reader.record.base

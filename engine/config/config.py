@@ -13,7 +13,7 @@ from zstore.store.runfolder import RUN_FOLDER
 
 from .answers import problem_text
 from .jsonc import load_jsonc
-from .optimizers import AdamParams
+from .optimizers import WHOLE_TENSORS, AdamParams
 from .parse import Notice, parse
 from .resolve import BatchSizes, ResolveContext, answered, default_weight_decay, resolve_settings
 from .scheduler import SchedulerSection
@@ -65,6 +65,8 @@ class Config:
     resolved: bool = False
     frozen: bool = False
     """Of an engine without an optimizer: there is no state to offload, and no step."""
+    whole_tensors: bool = False
+    """The optimizer's step needs whole tensors, which ranks exchange."""
 
     def notices(self) -> list[Notice]:
         """Return each key that was set and does not act, once, with the reason."""
@@ -101,7 +103,21 @@ class Config:
                 notices.append(Notice(key, f"no effect: the {key} passed to initialize() is used"))
         if defaults:
             notices.append(_defaults_notice(defaults))
-        resolved = replace(self, settings=settings, reported=tuple(notices), resolved=True)
+        if context.world_size == 1:
+            keys = [
+                key
+                for key in ("zero_quantized_weights", "zero_quantized_gradients")
+                if getattr(settings.zero_optimization, key)
+            ]
+            known = {notice.key for notice in notices}
+            notices += [
+                Notice(f"zero_optimization.{key}", "no effect: one rank sends nothing to others")
+                for key in keys
+                if f"zero_optimization.{key}" not in known
+            ]
+        named = settings.optimizer is not None and settings.optimizer.type in WHOLE_TENSORS
+        whole = named or context.whole_tensors
+        resolved = replace(self, settings=settings, reported=tuple(notices), resolved=True, whole_tensors=whole)
         overlap = resolved._overlap_notice(context.world_size)
         return resolved if overlap is None else replace(resolved, reported=(*notices, overlap))
 
@@ -110,7 +126,12 @@ class Config:
         asked = self.own.step_overlap
         gathers = self.stage == 3 and (world_size > 1 or self.offload_param.device != "none")
         message = None
-        if asked in ("backward", "forward") and self.step_overlap == "forward" and not gathers:
+        if asked in ("backward", "forward") and self.whole_tensors:
+            message = (
+                'acts as "none": this optimizer needs whole tensors, which ranks exchange, and only one thread of a rank may '
+                "exchange at a time"
+            )
+        elif asked in ("backward", "forward") and self.step_overlap == "forward" and not gathers:
             message = (
                 'acts as "none": only what is gathered before its use (stage 3, with several ranks or offload_param) can be '
                 "updated behind step()"
@@ -223,10 +244,27 @@ class Config:
         return _offload(self.zero.offload_param)
 
     @property
+    def activations(self) -> Literal["device", "host", "disk"]:
+        """Where what a forward keeps for its backward rests."""
+        if self.frozen:
+            return "device"
+        on_host: Literal["device", "host"] = (
+            "host" if self.settings.activation_checkpointing.cpu_checkpointing else "device"
+        )
+        return self.own.activations or on_host
+
+    @property
+    def activations_paths(self) -> tuple[Path, ...]:
+        """Folders of the drives that activations go to; none where they stay in memory."""
+        if self.activations != "disk":
+            return ()
+        return self.own.activations_path or self.offload_optimizer.nvme_paths or self.offload_param.nvme_paths
+
+    @property
     def step_overlap(self) -> Literal["none", "backward", "forward"]:
         """When updates run. Within the backward no norm can be awaited; "auto" runs behind where state or parameters are
         offloaded, for then an update moves bytes, and the computation can go on meanwhile."""
-        chosen = "none" if self.frozen else self.own.step_overlap
+        chosen = "none" if self.frozen or self.whole_tensors else self.own.step_overlap
         if chosen == "auto":
             offloads = any(each.device != "none" for each in (self.offload_optimizer, self.offload_param))
             chosen = "forward" if offloads else "none"
@@ -242,6 +280,16 @@ class Config:
             (self.offload_param, self.zero.offload_param),
         )
         return any(used.device != "none" and section.pin_memory for used, section in pairs)
+
+    @property
+    def copy_size(self) -> int | None:
+        """Ranks that hold one copy of what is sharded; None: all."""
+        return self.zero.mics_shard_size if self.zero.mics_shard_size > 0 else None
+
+    @property
+    def secondary_size(self) -> int | None:
+        """Ranks that hold a second copy of the parameters among them; None: there is none."""
+        return self.zero.zero_hpz_partition_size if self.zero.zero_hpz_partition_size > 1 else None
 
     @property
     def reduce_bucket_numel(self) -> int:

@@ -330,6 +330,10 @@ OptimizerName = Literal[
 ]  # fmt: skip
 
 
+WHOLE_TENSORS = ("Lamb", "Adafactor", "Muon")
+"""Those whose step needs whole tensors, which ranks exchange."""
+
+
 def _by_type(value: object, info: ValidationInfo) -> object:
     """Read the arguments as the optimizer's own; where its name is wrong, only that is reported."""
     kind = OPTIMIZERS.get(info.data.get("type", ""))

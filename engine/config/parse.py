@@ -227,6 +227,8 @@ def _idle(settings: Settings) -> Iterator[Notice]:
     yield from _idle_quantization(settings)
     if zero.offload_optimizer.device == "cpu" and zero.offload_optimizer.nvme_path is not None:
         yield Notice("zero_optimization.offload_optimizer.nvme_path", 'no effect: the device is "cpu"')
+    if own.activations != "disk" and own.activations_path is not None:
+        yield Notice("zstore.activations_path", 'no effect: zstore.activations is not "disk"')
     if own.durability != "step" and own.durability_path is not None:
         yield Notice("zstore.durability_path", 'no effect: zstore.durability is not "step"')
     for key in ("wall_clock_breakdown", "memory_breakdown"):
@@ -281,6 +283,15 @@ def _contradictions(settings: Settings) -> Iterator[Problem]:
     if own.durability == "step" and own.durability_path is None and not nvme:
         message = '"step" needs a folder for its snapshots, and nothing is on a drive: give the absolute path of one'
         yield Problem(("zstore.durability", "zstore.durability_path"), message)
+    if own.activations == "disk" and own.activations_path is None and not nvme:
+        message = '"disk" needs a folder, and nothing else is on a drive: give the absolute path of one'
+        yield Problem(("zstore.activations", "zstore.activations_path"), message)
+    checkpointing = settings.activation_checkpointing
+    if checkpointing.contiguous_memory_optimization and not (
+        checkpointing.partition_activations and checkpointing.number_checkpoints
+    ):
+        message = "true needs partition_activations and number_checkpoints, the places of its buffers; set both"
+        yield Problem(("activation_checkpointing.contiguous_memory_optimization",), message)
     if own.durability_path is not None and len(own.durability_path) > 1:
         message = f"expected one folder, got {len(own.durability_path)}: a snapshot is in one place"
         yield Problem(("zstore.durability_path",), message)

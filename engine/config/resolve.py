@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 from .keys import Section, answer_type
 from .optimizers import AdamParams, OptimizerSection
 from .schema import Settings
+from .zero_groups import group_problems
 
 S = TypeVar("S", bound=Section)
 _WARMUP_MAX = "scheduler.params.warmup_max_lr"
@@ -27,6 +28,8 @@ class ResolveContext:
     device_supports_fp16: bool = False
     client_optimizer: bool = False
     """Whether an optimizer was passed: then the config's section is not read."""
+    whole_tensors: bool = False
+    """Whether that optimizer's steps need whole tensors, which ranks exchange."""
     client_scheduler: bool = False
     """Whether a scheduler was passed: then the config's section is not read."""
     frozen: bool = False
@@ -163,6 +166,7 @@ def resolve_settings(settings: Settings, context: ResolveContext) -> tuple[Setti
             "zstore.split_master: true needs bf16, since it keeps a part of each master as the bf16 weight; set "
             '"bf16": {"enabled": true}, or leave split_master out'
         )
+    problems += group_problems(settings.zero_optimization, context.world_size)
     derived, defaults, missing = _fill(settings, context.hidden_size)
     return _replaced(settings, values | derived | defaults), (*problems, *missing), defaults
 

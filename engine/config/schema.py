@@ -24,6 +24,7 @@ from .sections import (
     TensorboardSection,
     WandbSection,
 )
+from .sparse_attention import SparseAttentionSection
 from .values import Auto, Bool, Count, DataType, Folder, Folders, OneOf, Options, Positive, Real, Rules, Unread, Words
 from .zero import ZeroSection
 
@@ -84,6 +85,18 @@ class ZstoreSection(Section):
     block of at most 256. The update computes in fp32 and rounds stochastically, alike on every tier, at every world size
     and after a resume. Unset: "fp32", whose bits are the plain loop's, or "bf16" where bf16.bf16_optimizer_states or
     fp32_optimizer_states of the optimizer's params asks for that. See docs/moments.md."""
+    activations: Annotated[Literal["device", "host", "disk"], OneOf()] | None = built(None)
+    """Where tensors that the forward keeps for the backward rest between the two: inputs of checkpointed blocks, and of
+    blocks without checkpointing all that autograd saves. "host": copied to host memory behind the forward. "disk": written
+    to the drive behind the forward, and read ahead of the backward. The bits are the same. Unset: on the device, or as
+    activation_checkpointing.cpu_checkpointing says. See docs/activations.md."""
+    activations_path: Folders | None = built(None)
+    """Folder on the drive for "activations": "disk", or one on each drive. Unset: the nvme_path of offload_optimizer, else
+    that of offload_param."""
+    gradient_checkpointing: Bool = built(False)
+    """Keep only the inputs of the model's blocks, and compute them again in the backward: the same bits, a third more
+    computation. The blocks are transformers' own where the model has `gradient_checkpointing_enable()`, else the modules
+    in its outermost ModuleLists."""
     durability: Annotated[Literal["checkpoint", "step"], OneOf()] = built("checkpoint")
     """What survives a killed process: the last checkpoint, or the last finished step. "step" snapshots every step: state
     on disk costs links, state in memory is written. After a power cut the last checkpoint counts in both."""
@@ -203,8 +216,7 @@ class Settings(Section):
     """Apex mixed precision."""
     torch_autocast: Unread = refused(None, "use bf16 or fp16, or torch.autocast within the model's forward")
     """Let the engine run torch.autocast."""
-    sparse_attention: Unread = refused(None, "choose the attention in the model")
-    """Sparse attention kernels."""
+    sparse_attention: SparseAttentionSection | None = None
     compile: Unread = refused(
         None, "call engine.compile() after initialize(), which is torch.compile, unit by unit at stage 3"
     )

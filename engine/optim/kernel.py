@@ -62,6 +62,8 @@ class SlotArray:
     """Entry of the class's state that it belongs to."""
     part: str | None = None
     """What it is of the entry's value, where that is a tensor made of several."""
+    shape: tuple[int, ...] | None = None
+    """Its shape, where that is not the parameter's and it is cut over the ranks by its own rows."""
 
 
 class Kernel(Protocol):
@@ -268,8 +270,8 @@ def kernel_for(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> K
         names = ", ".join(known.__name__ for known in ELEMENT_WISE)
         raise UsageError(
             f"optimizer {kind.__name__} is not known to update each element by itself, but state that is sharded (stages 1 "
-            f"to 3) or offloaded is updated in tiles; use one of {names}, or stage 0 without offload, where it steps whole "
-            "tensors"
+            f"to 3) or offloaded is updated in tiles; use one of {names}; Adafactor, Muon, zstore.optim.Lamb or "
+            "MuonWithAdam, whose tensors ranks bring together; or stage 0 without offload, where it steps whole tensors"
         )
     plain = not any(group.get(name, False) for name in ("amsgrad", "maximize", "capturable", "differentiable"))
     if kind in (torch.optim.Adam, torch.optim.AdamW):

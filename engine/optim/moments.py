@@ -41,7 +41,7 @@ _ABOVE_ZERO = 2.0**-8
 
 def slots_at_rest(slots: Sequence[SlotArray], moments: Moments, stored_shape: tuple[int, ...]) -> list[SlotArray]:
     """Return the arrays that are kept of a kernel's slots of a parameter, in their order."""
-    plain = [slot.name for slot in slots if slot.dtype == torch.float32 and slot.block == 1]
+    plain = [slot.name for slot in slots if slot.dtype == torch.float32 and slot.block == 1 and slot.shape is None]
     kept = stored_slots(plain, moments, stored_shape)
     found: list[SlotArray] = []
     for slot in slots:

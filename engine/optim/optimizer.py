@@ -18,6 +18,7 @@ from .classes.lamb import Lamb
 from .classes.muon import MuonWithAdam, split_for_muon
 from .kernel import ELEMENT_WISE
 from .loss_scale import LossScaler
+from .tensor_kernel import needs_whole_tensors
 
 Groups = list[dict[str, Any]]
 _CLASSES = {kind.__name__: kind for kind in (*ELEMENT_WISE, Lamb, torch.optim.Adafactor)}
@@ -76,7 +77,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._in_engine_step = True
         try:
             self.step()
-            if self.kind in ELEMENT_WISE:  # any other took the step itself
+            if self.kind in ELEMENT_WISE or needs_whole_tensors(self.kind):  # any other took the step itself
                 # No parameter has a gradient now, so this changes nothing; a scheduler on the client's object counts it.
                 self.client.step()
         finally:

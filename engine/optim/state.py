@@ -16,8 +16,8 @@ import torch
 
 from zstore.checkpoint.moments import Moments
 from zstore.checkpoint.split import LOW, TIE, ties_spec
-from zstore.format.arrays import model_array, optimizer_array
-from zstore.format.partition import BITS, Grid, grid_in_checkpoint
+from zstore.format.arrays import ArraySpec, model_array, optimizer_array
+from zstore.format.partition import BITS, Grid, grid_in_checkpoint, make_grid
 from zstore.store import TensorStore
 from zstore.store.store import ModeName
 from zstore.store.stream import Tile
@@ -30,6 +30,7 @@ from ..plan.plan import Placement
 from .kernel import Kernel, Scalars, SlotArray
 from .moments import MomentTiles, slots_at_rest
 from .split_master import join_master, split_master
+from .tensor_kernel import TensorKernel
 
 TierName = Literal["device", "host", "disk"]
 Tiles = Generator[Tile, None, None]
@@ -82,6 +83,8 @@ class OptimizerState:
         self.gradients_on_host: set[ParameterRecord] = set()
         """Parameters whose gradients wait for the update in host memory, wherever the device is."""
         self._own_master: set[ParameterRecord] = set()
+        self._own_shapes: dict[str, SlotArray] = {}
+        """Arrays that have another shape than their parameter."""
         self._whole_masters: dict[ParameterRecord, torch.Tensor] = {}
 
     def add(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, placement: Placement) -> None:
@@ -163,19 +166,26 @@ class OptimizerState:
 
     def _create_slot(self, record: ParameterRecord, slot: SlotArray, tier: TierName) -> None:
         name = f"optimizer/{slot.name}"
-        if slot.block == 1:
+        if slot.block == 1 and slot.shape is None:
             self._create(record, name, slot.dtype, tier)
             return
-        grid, elements = record.state_grid.packed(slot.block), record.spec(name, slot.dtype)
-        spec = replace(elements, shape=(grid.rows,))
+        elements, grid = record.spec(name, slot.dtype), self.state_grid_of(record, slot)
+        spec = replace(elements, shape=slot.shape or (grid.rows,))
+        if slot.shape is not None:
+            self._own_shapes[spec.name] = slot
         self.store.create(spec, grid=grid, shard=record.state_shard, tier=tier)
 
     def slots_of(self, record: ParameterRecord) -> Sequence[SlotArray]:
         """Return what is kept of a parameter beside its master, in the kernel's order; nothing of a frozen one."""
         if record.group is None:
             return ()
-        slots = self.kernels[record.group].arrays(record.owned_numel)
-        return slots if self._moments == "fp32" else slots_at_rest(slots, self._moments, _stored_shape(record))
+        slots = self.kernel_slots(record)
+        return slots if self._moments == "fp32" else slots_at_rest(slots, self._moments, _stored_shape(record.shape))
+
+    def kernel_slots(self, record: ParameterRecord) -> Sequence[SlotArray]:
+        """Return what the kernel of a trained parameter works on beside its master, in its order."""
+        kernel, _ = self.kernel_of(record)
+        return kernel.arrays_of(record.shape) if isinstance(kernel, TensorKernel) else kernel.arrays(record.owned_numel)
 
     def moment_tiles(self, record: ParameterRecord, step: int) -> MomentTiles | None:
         """Return what makes a kernel's slots out of those at rest in step number `step`; None: they are what rests."""
@@ -188,6 +198,14 @@ class OptimizerState:
         found = [one for one in self.slots_of(record) if one.name == slot or one.entry == slot]
         names = [optimizer_array(one.name, record.name) for one in found]
         return names, MomentTiles(found, record.name, 0, record.owned_range[0])
+
+    def state_grid_of(self, record: ParameterRecord, slot: SlotArray | None = None) -> Grid:
+        """Return how this rank's state of a parameter is cut: an array of its shape, or that of `slot`."""
+        if slot is None or (slot.shape is None and slot.block == 1):
+            return record.state_grid
+        if slot.shape is None:
+            return record.state_grid.packed(slot.block)
+        return make_grid(_stored_shape(slot.shape), record.world_size if self.is_sharded else 1)
 
     def is_master(self, record: ParameterRecord) -> bool:
         """Return whether the fp32 master is the parameter itself, in its memory or at rest."""
@@ -242,8 +260,10 @@ class OptimizerState:
 
     def grid_of_ranks(self, record: ParameterRecord, name: str) -> Grid:
         """Return how an array of the parameter is divided among the ranks."""
-        numel = self._numel_per_value(record, name)
-        return record.grid if numel == 1 else record.grid.packed(numel)
+        if name in self._own_shapes:
+            return make_grid(self.store.spec(name).stored_shape, record.world_size)
+        grid, numel = record.state_grid if self.is_sharded else record.grid, self._numel_per_value(record, name)
+        return grid if numel == 1 else grid.packed(numel)
 
     def grid_in_files(self, record: ParameterRecord, name: str) -> Grid:
         """Return how an array of the parameter is cut in a checkpoint."""
@@ -252,6 +272,10 @@ class OptimizerState:
 
     def owned_range(self, record: ParameterRecord, name: str) -> tuple[int, int]:
         """Return the global flat elements `[first, stop)` of an array of the parameter that this rank holds."""
+        if name in self._own_shapes:
+            grid = self.state_grid_of(record, self._own_shapes[name])
+            rows = grid.shard_range(record.state_shard)
+            return rows[0] * grid.row_numel, rows[1] * grid.row_numel
         first, stop = record.owned_range
         numel = self._numel_per_value(record, name)
         # A rank without rows has none, wherever it would begin.
@@ -310,5 +334,5 @@ class OptimizerState:
                 self.transfers.copy_into(rows, as_torch(tile.views[0]))
 
 
-def _stored_shape(record: ParameterRecord) -> tuple[int, ...]:
-    return record.state_grid.rows, record.state_grid.row_numel
+def _stored_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return ArraySpec(name="model/shape", shape=shape, dtype="float32").stored_shape

@@ -131,7 +131,7 @@ class Update:
         self.records = list(records)
         self.settings = settings
         self._state = state
-        self._rows = rows
+        self.rows = rows
         self._steps: dict[ParameterRecord, ParameterStep] = {}
 
     def run(
@@ -169,7 +169,7 @@ class Update:
                 if change is None or change.record is not record:
                     step, factor = self._step_of(record), self.settings.factor
                     number = self.settings.step
-                    change = _Change(self._state, record, self._rows(record), step, factor, number, h2d)
+                    change = _Change(self._state, record, self.rows(record), step, factor, number, h2d)
                 change.apply(tile)
         h2d.settle()
 

@@ -65,7 +65,7 @@ class BlockCode:
         encoded = torch.empty(values.shape[0], self.row_bytes, dtype=torch.uint8, device=values.device)
         scales, elements = self._parts(encoded)
         for columns, blocks, size in self._tiles(values):
-            tile = values[:, columns].unflatten(1, (-1, size)).float()
+            tile = values[:, columns].view(values.shape[0], -1, size).float()
             scale = tile.abs().amax(dim=-1).div_(_largest(self.bits))
             # A block of zeros has the smallest normal number for a scale.
             scale.clamp_(min=torch.finfo(torch.float32).tiny)
@@ -82,7 +82,7 @@ class BlockCode:
         product in fp32, rounded to the type of `out`."""
         scales, elements = self._parts(encoded)
         for columns, blocks, size in self._tiles(out):
-            whole = elements[:, self._bytes(columns)].unflatten(1, (-1, size * self.bits // 8))
+            whole = elements[:, self._bytes(columns)].view(out.shape[0], -1, size * self.bits // 8)
             if self.bits == 4:
                 whole = torch.cat([(whole << 4) >> 4, whole >> 4], dim=-1)
             values = (whole * scales[:, blocks][..., None]).flatten(1)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ..optim.state import OptimizerState
     from ..zero.gradients import Gradients
+    from ..zero.unshard import ShardedUnits
 
 _MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 
@@ -99,10 +100,12 @@ class HeldBytes:
     optimizer_state: int
     """fp32 masters and slots, on whichever tier; an fp32 parameter that is its own master counts as a parameter, and of
     a split master the bf16 part does."""
+    secondary: int = 0
+    """This rank's part of a second copy of the parameters (`zero_hpz_partition_size`)."""
 
 
-def held_bytes(state: OptimizerState, gradients: Gradients) -> HeldBytes:
-    """Return what this rank holds."""
+def held_bytes(state: OptimizerState, gradients: Gradients, units: ShardedUnits | None = None) -> HeldBytes:
+    """Return what this rank holds; `units` where parameters are sharded."""
     parameters = 0
     for record in state.records:
         if record.shard is not None:
@@ -116,4 +119,6 @@ def held_bytes(state: OptimizerState, gradients: Gradients) -> HeldBytes:
         master, *others = state.arrays_of(record)
         names = others if state.is_master(record) or state.is_split(record) else [master, *others]
         optimizer_state += sum(store.local(name).nbytes for name in names)
-    return HeldBytes(parameters, resting, gradients.held_bytes(), optimizer_state)
+    second = None if units is None else units.fetcher.secondary
+    secondary = 0 if second is None else second.held_bytes
+    return HeldBytes(parameters, resting, gradients.held_bytes(), optimizer_state, secondary)

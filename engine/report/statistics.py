@@ -4,12 +4,16 @@
 `EngineStatistics.links` has, by name:
 - `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast`, `transfer`, `control`: collectives, in bytes sent to other ranks.
   On CUDA the times are the host's, which seldom waits there;
+- `within_group`, `between_groups`: what of these bytes, `control` left out, went to ranks of this rank's group and of
+  others, where the config puts ranks in groups (`mics_shard_size`, `zero_hpz_partition_size`, quantized gradients of several
+  machines); they count every collective a second time;
 - `device_to_host`, `host_to_device`: copies between the memory of a device and that of the host; where the model computes
   on the CPU these are one memory and nothing is counted;
 - `disk_read`, `disk_write`: swap files, with checksums and padding; and parts of these: `disk_prefetch`, what was read
   ahead by `prefetch`, and `optimizer_read`, `optimizer_write`, masters and slots, with parameters on disk that are
   their masters, or a part of them, whatever they are read for. A pass that is not begun waits for a save to let go of
   a shard, or for the file of a new version;
+- `activation_read`, `activation_write`: likewise, activations on their way from and to the disk;
 - `parameter_read`: this rank's rows of parameters that rest in host memory or on disk, on their way to be gathered;
 - `checkpoint_write`: bytes copied for checkpoints; files that could be linked are not among them.
 What is counted with `World.links` or `TensorStore.links` under other names stands there too. A link that was never used
@@ -25,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from zstore.io.links import LinkStatistics, total
 from zstore.store.store import StoreStatistics
 
+from ..activations.statistics import ActivationStatistics
 from ..zero.unshard import UnitStatistics
 from .memory import HeldBytes, MemoryStatistics, held_bytes, memory_statistics
 
@@ -60,6 +65,8 @@ class EngineStatistics:
     overlapped: int
     """Reductions of gradients that went on while this rank did something else."""
     store: StoreStatistics
+    activations: ActivationStatistics | None = None
+    """Of activations that leave the device, and of blocks that are timed; None where there are neither."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON data."""
@@ -89,7 +96,7 @@ def engine_statistics(
         links=link_statistics(world, state.store, store, saves_s),
         sent_bytes=dict(world.sent_bytes),
         memory=memory_statistics(state.store, world.device),
-        held=held_bytes(state, gradients),
+        held=held_bytes(state, gradients, units),
         units=None if units is None else units.statistics(),
         overlapped=gradients.overlapped,
         store=store,
@@ -131,6 +138,8 @@ def _store_links(store: StoreStatistics, saves_s: Mapping[str, float]) -> dict[s
         ),
         "optimizer_read": moved(reads, of=_OPTIMIZER),
         "optimizer_write": moved(writes, of=_OPTIMIZER),
+        "activation_read": moved(reads, of=("activation",)),
+        "activation_write": moved(writes, of=("activation",)),
         "checkpoint_write": moved(("checkpoint",), stall_s=saves_s),
     }
     return {name: link for name, link in links.items() if link.operations or link.stall_s}

@@ -15,7 +15,7 @@ from zstore.ranks.world import Work, World
 
 from ..params.quantized import BLOCK_NUMEL, WEIGHT_BITS, BlockCode, is_matrix
 from ..params.record import ParameterRecord
-from .collectives import Bucket, plan_buckets, unpack
+from .collectives import Bucket, over_copy, plan_buckets, unpack
 
 Rows = Callable[[ParameterRecord], torch.Tensor]
 """Gives this rank's rows of a parameter with padding, 1-D [shard_numel]."""
@@ -53,17 +53,17 @@ class QuantizedGather:
 
     def _target(self) -> torch.Tensor | None:
         """Return the parameter's own memory [world, cols], where the gather is of one parameter and of all of it."""
-        record = self.bucket.segments[0].record
-        if len(self.bucket.segments) > 1 or self.bucket.cols != record.grid.shard_numel:
+        first = self.bucket.segments[0]
+        if len(self.bucket.segments) > 1 or self.bucket.cols != first.shard_numel:
             return None
-        return record.padded_full().view(-1, self.bucket.cols)
+        return first.record.padded_full().view(-1, self.bucket.cols)
 
 
 def start_gathers(
     world: World, records: Iterable[ParameterRecord], limit_numel: int, rows: Rows
 ) -> Iterator[QuantizedGather]:
     """Begin to gather the parameters in buckets of at most `limit_numel` elements (all ranks, in one order)."""
-    for bucket in plan_buckets(records, world.world_size, limit_numel, align_numel=BLOCK_NUMEL):
+    for bucket in plan_buckets(records, world.world_size, limit_numel, grid_of=over_copy, align_numel=BLOCK_NUMEL):
         code = BlockCode(tuple(segment.stop - segment.first for segment in bucket.segments), WEIGHT_BITS)
         parts = [rows(segment.record)[segment.first : segment.stop] for segment in bucket.segments]
         sent = code.encode(torch.cat(parts)[None] if len(parts) > 1 else parts[0][None])

@@ -29,6 +29,7 @@ from zstore.ranks.world import Kind, Work, World
 from ..config.config import Config
 from ..params.quantized import BLOCK_NUMEL, BlockCode, is_matrix
 from ..params.record import ParameterRecord
+from ..plan.sent import quantized_group
 from .collectives import Bucket, TypeOf, plan_buckets
 
 
@@ -82,17 +83,17 @@ class ErrorFeedback:
 
 class QuantizedReducer:
     """Starts reductions of gradients that travel as integers (all ranks make one). `group_size` ranks make a group; all of
-    them, or one, is one hop, on the process group of `world`. See [Note: quantized reductions]."""
+    them is one hop, on the process group of `world`. See [Note: quantized reductions]."""
 
     def __init__(self, world: World, bits: int, *, group_size: int, feedback: ErrorFeedback | None = None) -> None:
         self.bits = bits
         self.feedback = feedback
-        self._groups = None
-        self.hops: Sequence[World] = [world.second()]
-        if 1 < group_size < world.world_size:
-            self.hops[0].release()
-            self._groups = make_groups(world, group_size)
-            self.hops = [self._groups.within, self._groups.between]
+        self.hops: Sequence[World]
+        if group_size < world.world_size:
+            groups = make_groups(world, group_size)
+            self.hops = [groups.within, groups.between]
+        else:
+            self.hops = [world.second()]
 
     def takes(self, record: ParameterRecord) -> bool:
         """Return whether gradients of the parameter travel as integers: those of matrices."""
@@ -168,20 +169,16 @@ class QuantizedReduction:
         return True
 
     def finish(self) -> torch.Tensor:
-        """Wait, and return this rank's row of the mean, [cols]."""
+        """Wait, and return this rank's row of the mean, [1, cols]."""
         while True:
             self._work.wait()
             if not self._advance():
-                return self._mean()[0].to(self.bucket.dtype)
+                return self._mean().to(self.bucket.dtype)
 
 
 def quantized_reducer(config: Config, world: World) -> QuantizedReducer | None:
     """Return what reduces gradients as the config says (all ranks); None where they travel in their own type."""
     if not config.zero.zero_quantized_gradients or world.world_size == 1:
         return None
-    group_size = config.zero.zero_hpz_partition_size
-    if group_size <= 1:
-        group_size = world.local_world_size
-    return QuantizedReducer(
-        world, config.own.quantized_gradient_bits, group_size=1 if world.world_size % group_size else group_size
-    )
+    group_size = quantized_group(config, world.world_size, world.local_world_size)
+    return QuantizedReducer(world, config.own.quantized_gradient_bits, group_size=group_size or world.world_size)

@@ -12,6 +12,7 @@ from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.plan.needs import find_needs, placement_settings
 from zstore.engine.plan.placement import make_plan
 from zstore.engine.plan.plan import OffloadTier, Plan
+from zstore.engine.plan.sent import with_sent
 from zstore.errors import BudgetError
 from zstore.sizes import format_bytes
 
@@ -135,9 +136,10 @@ def make_config(job: Job, choice: Choice, budget_bytes: int | None = None) -> di
     elif job.precision != "fp32":
         config[job.precision] = {"enabled": True}
     config["zero_optimization"] = zero
+    own: dict[str, Any] = {} if job.moments == "fp32" else {"moments": job.moments}
     if budget_bytes is not None:
-        config["zstore"] = {"host_budget_bytes": budget_bytes}
-    return config
+        own["host_budget_bytes"] = budget_bytes
+    return config | ({"zstore": own} if own else {})
 
 
 def plan_of(job: Job, config: dict[str, Any]) -> Plan:
@@ -157,7 +159,9 @@ def plan_of(job: Job, config: dict[str, Any]) -> Plan:
     slots = {one.name: _ADAM_SLOTS for one in job.model.shapes}
     units = job.model.units
     needs = find_needs(job.model.shapes, slots, resolved, world_size=machine.num_ranks, rank=0, units=units)
-    return make_plan(needs, settings, units)
+    ranks, native = machine.num_ranks, not machine.device_is_host
+    plan = make_plan(needs, settings, units)
+    return with_sent(plan, needs, resolved, ranks, native=native, local_world_size=ranks)
 
 
 def _budget_bytes(job: Job, choice: Choice, plan: Plan, activations: int) -> int:

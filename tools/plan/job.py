@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
+from zstore.checkpoint.moments import Moments
 from zstore.engine.params.tensors import PRECISIONS
 from zstore.engine.plan.plan import OffloadTier
 from zstore.errors import UsageError
@@ -41,6 +42,8 @@ class Job:
     """Whether the configs say "auto", which is `precision` on this machine."""
     precision_note: str | None = None
     """What there is to say about it."""
+    moments: Moments = "fp32"
+    """What the optimizer's moments are kept in."""
 
     @property
     def itemsize(self) -> int:
@@ -97,6 +100,7 @@ def make_job(options: PlanOptions) -> Job:
         nvme_path=nvme,
         precision_is_auto=precision.is_auto,
         precision_note=precision.note,
+        moments=options.moments.value,
     )
 
 

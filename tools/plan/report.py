@@ -147,5 +147,6 @@ def _outcome(one: Outcome) -> dict[str, Any]:
             "held": {kind: asdict(held) for kind, held in one.plan.held.items()},
             "disk_traffic_of_a_step": {kind: asdict(moved) for kind, moved in one.plan.traffic.items()},
             "file_bytes": one.plan.file_bytes,
+            "sent_in_a_step": {kind: asdict(sent) for kind, sent in one.plan.sent.items()},
         },
     }

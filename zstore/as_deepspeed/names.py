@@ -50,7 +50,24 @@ _TORCH_COMM = (
     "send",
 )
 _COMM = (*_TORCH_COMM, "get_all_ranks_from_group", "get_local_rank", "get_world_group", "init_distributed")
-_CHECKPOINTING = ("checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset")
+_SPARSE = (
+    "BSLongformerSparsityConfig",
+    "BigBirdSparsityConfig",
+    "DenseSparsityConfig",
+    "FixedSparsityConfig",
+    "SparseSelfAttention",
+    "SparsityConfig",
+    "VariableSparsityConfig",
+)
+_CHECKPOINTING = (
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "non_reentrant_checkpoint",
+    "reset",
+)
 _GROUPS = tuple(
     f"{start}get_{kind}_parallel_{what}"
     for kind in ("data", "model", "tensor_model", "sequence", "sequence_data", "expert")
@@ -86,6 +103,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed.ops.adam": {"optimizers": _OPTIMIZERS},
     "deepspeed.ops.adam.cpu_adam": {"optimizers": ("DeepSpeedCPUAdam",)},
     "deepspeed.ops.adam.fused_adam": {"optimizers": ("FusedAdam",)},
+    "deepspeed.ops.sparse_attention": {"sparse_attention": _SPARSE},
     "deepspeed.runtime": {},
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": {"checkpointing": _CHECKPOINTING},

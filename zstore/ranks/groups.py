@@ -39,12 +39,12 @@ def make_groups(world: World, size: int) -> Groups:
     """
     if size < 1 or world.world_size % size:
         raise ValueError(f"groups of {size} ranks cannot be made of {world.world_size}")
+    if world.group is not None:
+        raise ValueError("groups are made of all ranks, on the default process group")
     world.near_ranks = size - 1
     num_groups = world.world_size // size
     within = [range(first, first + size) for first in range(0, world.world_size, size)]
     between = [range(first, world.world_size, size) for first in range(size)]
-    if world.group is not None:
-        raise ValueError("groups are made of all ranks, on the default process group")
     groups = Groups(
         within=_world_of(world, within, rank=world.rank % size, size=size, near_ranks=size - 1),
         between=_world_of(world, between, rank=world.rank // size, size=num_groups, near_ranks=0),
@@ -57,7 +57,6 @@ def _world_of(world: World, groups: Sequence[range], *, rank: int, size: int, ne
     """Return the one of `groups` that has this rank, which all ranks make in the same order."""
     if size == 1:
         return replace(world, rank=0, world_size=1, near_ranks=0)
-    # Of the whole world where that is one group: it would have the order of other collectives.
     made = [torch_dist.new_group(list(ranks)) if len(ranks) > 1 else None for ranks in groups]
     mine = next(group for ranks, group in zip(groups, made, strict=True) if world.rank in ranks)
     return replace(world, rank=rank, world_size=size, group=mine, near_ranks=near_ranks)

@@ -37,7 +37,7 @@ from .watch import Watch, store_port
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "transfer", "control"]
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "transfer", "control"]
 """What bytes were sent for; "control" is agreement between ranks (counts, flags, errors), not tensors."""
 
 
@@ -132,7 +132,7 @@ class World:
     """What else is to be given up where the run is broken; called from the watch's thread."""
     near_ranks: int | None = None
     """Of the other ranks, those in this rank's group (see `groups`); None where ranks are in no groups. With groups, what is
-    sent is also counted as `within_group` and `between_groups`."""
+    sent, but for "control", is also counted as `within_group` and `between_groups`."""
 
     @property
     def sent_bytes(self) -> Counter[str]:
@@ -166,6 +166,8 @@ class World:
         """
         if self.world_size == 1:
             return self
+        if self.world_size != torch_dist.get_world_size():
+            raise ValueError("a second process group of some ranks: make_groups() makes another one of each group")
         with self._within("new_group"):
             group = torch_dist.new_group()
         self.know_connections()
@@ -227,9 +229,9 @@ class World:
         if self.watch is not None:
             self.watch.escaped(error)
 
-    def _count_reach(self, sent_bytes: int, target: int | None = None) -> None:
+    def _count_reach(self, kind: Kind, sent_bytes: int, target: int | None = None) -> None:
         """Count what is sent to all others alike, or to rank `target`, by whether it leaves this rank's group."""
-        if self.near_ranks is None or self.world_size == 1:
+        if self.near_ranks is None or self.world_size == 1 or kind == "control":
             return
         size = self.near_ranks + 1
         if target is None:
@@ -241,7 +243,13 @@ class World:
         if sent_bytes > near_bytes:
             self.links.begin("between_groups", sent_bytes - near_bytes)
 
-    def _global_rank(self, rank: int) -> int:
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the whole run, whichever of them this world has."""
+        return self.world_size if self.group is None else torch_dist.get_world_size()
+
+    def global_rank(self, rank: int) -> int:
+        """Return the number among all ranks of one of this world."""
         return rank if self.group is None else torch_dist.get_global_rank(self.group, rank)
 
     @contextmanager
@@ -342,9 +350,9 @@ class World:
             # Where the backend's collectives want it; a model may be built on the host, and NCCL sends the device's alone.
             whole = tensor.to(self.device).contiguous()
             sent_bytes = (self.world_size - 1) * whole.nbytes if self.rank == source else 0
-            self._count_reach(sent_bytes)
+            self._count_reach("broadcast", sent_bytes)
             with self.links.moving("broadcast", sent_bytes), self._within("broadcast"):
-                torch_dist.broadcast(whole.view(-1).view(torch.uint8), self._global_rank(source), group=self.group)
+                torch_dist.broadcast(whole.view(-1).view(torch.uint8), self.global_rank(source), group=self.group)
             if whole is not tensor:
                 tensor.copy_(whole)
 
@@ -354,12 +362,12 @@ class World:
             return
         flat = tensor.view(-1).view(torch.uint8)
         sent_bytes = tensor.nbytes if self.rank == source else 0
-        self._count_reach(sent_bytes, target)
+        self._count_reach("transfer", sent_bytes, target)
         with self.links.moving("transfer", sent_bytes), self._within("transfer", enters=False):
             if self.rank == source:
-                torch_dist.send(flat, self._global_rank(target), group=self.group)
+                torch_dist.send(flat, self.global_rank(target), group=self.group)
             else:
-                torch_dist.recv(flat, self._global_rank(source), group=self.group)
+                torch_dist.recv(flat, self.global_rank(source), group=self.group)
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> None:
         """Fill `out` [world * n] with every rank's `mine` [n] in rank order. Any data type; bits are moved, not
@@ -368,7 +376,7 @@ class World:
             out.copy_(mine)
             return
         if mine.numel():
-            self._count_reach((self.world_size - 1) * mine.nbytes)
+            self._count_reach(kind, (self.world_size - 1) * mine.nbytes)
             with self.links.moving(kind, (self.world_size - 1) * mine.nbytes), self._within(kind):
                 _all_gather_single(out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
 
@@ -385,7 +393,7 @@ class World:
         return self._start(kind, (self.world_size - 1) * mine.nbytes, gather)
 
     def _start(self, kind: Kind, sent_bytes: int, collective: Callable[[], Work]) -> Work:
-        self._count_reach(sent_bytes)
+        self._count_reach(kind, sent_bytes)
         self.links.begin(kind, sent_bytes)
         with self._within(kind):
             work = collective()

@@ -205,7 +205,7 @@ def test_an_answer_that_is_not_asked_for_is_not_used() -> None:
     answers = read_answers({"optimizer.params.lr": 1.0, "train_batch_size": 9, "bf16.enabled": True})
     config = resolved({"optimizer": {"type": "Adam", "params": {"lr": 0.5}}}, answers=answers)
     assert config.optimizer is not None
-    assert (config.optimizer.lr, config.precision, config.batch.train_batch_size) == (0.5, "fp32", 1)
+    assert (config.optimizer.arguments["lr"], config.precision, config.batch.train_batch_size) == (0.5, "fp32", 1)
 
 
 def test_answers_that_contradict_are_refused() -> None:
@@ -271,8 +271,8 @@ def test_the_fp16_section_becomes_dynamic_or_static_loss_scaling() -> None:
 def test_adam_is_adamw_unless_told_otherwise(kind: str, params: dict[str, Any], decoupled: bool, decay: float) -> None:
     optimizer = resolved({"optimizer": {"type": kind, "params": params}}).optimizer
     assert optimizer is not None
-    assert (optimizer.adam_w_mode, optimizer.weight_decay) == (decoupled, decay)
-    assert (optimizer.lr, optimizer.betas, optimizer.eps) == (1e-3, (0.9, 0.999), 1e-8)
+    assert (optimizer.kind, optimizer.arguments["weight_decay"]) == ("AdamW" if decoupled else "Adam", decay)
+    assert [optimizer.arguments[name] for name in ("lr", "betas", "eps")] == [1e-3, (0.9, 0.999), 1e-8]
 
 
 def test_the_warm_up_ends_at_the_optimizers_lr() -> None:
