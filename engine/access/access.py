@@ -211,7 +211,9 @@ class Access:
             return self.source(record, group)
 
         def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
-            parts = [(name, first // block, -(-stop // block)) for name, block in zip(names, moment.blocks, strict=True)]
+            parts = [
+                (name, first // block, -(-stop // block)) for name, block in zip(names, moment.blocks, strict=True)
+            ]
             tickets = [state.store.read(*part) for part in parts]
             return lambda: moment.expand([as_torch(ticket.wait()) for ticket in tickets])[0]
 

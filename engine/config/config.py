@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from zstore.errors import ConfigError, UsageError
 from zstore.checkpoint.moments import Moments
+from zstore.errors import ConfigError, UsageError
 from zstore.store.runfolder import RUN_FOLDER
 
 from .answers import problem_text

@@ -104,9 +104,7 @@ class MomentTiles:
                     part = scales[begin // slot.block : -(-stop // slot.block)]
                     reduce_to_codes(value[begin:stop], view[begin:stop], part, word, number, slot.block)
 
-    def _slots(
-        self, views: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[SlotArray, torch.Tensor, torch.Tensor | None]]:
+    def _slots(self, views: Sequence[torch.Tensor]) -> Iterator[tuple[SlotArray, torch.Tensor, torch.Tensor | None]]:
         """Yield each slot with its view and that of its scales; of one with scales the slot is theirs."""
         number = 0
         while number < len(views):
@@ -162,9 +160,7 @@ def reduce_to_bf16(values: torch.Tensor, out: torch.Tensor, word: int, half: int
     out.view(torch.int16).copy_(bits.bitwise_right_shift_(_NOISE_BITS))
 
 
-def _blocks(
-    values: torch.Tensor, scales: torch.Tensor, block: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield whole blocks as rows with their scales [blocks, 1], and what is left of a last one."""
     whole = values.numel() // block
     if whole:

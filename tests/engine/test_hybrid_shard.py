@@ -3,20 +3,16 @@ bytes by formula."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import zstore
 from tests.engine.bits import Case, compare_all
 from tests.engine.block_models import Base, ids_of
 from tests.engine.models import Block
-from zstore.engine.config.config import load_config
-from zstore.engine.config.resolve import ResolveContext
-from zstore.errors import ConfigError
 from zstore.testing.ranks import run_ranks
 
 MICS, HPZ = {"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}

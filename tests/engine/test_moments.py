@@ -118,7 +118,9 @@ def test_rounding_is_fair_and_close() -> None:
     assert ((total / 600 - values).abs() / values.abs()).max() < 8e-4
 
 
-@pytest.mark.parametrize("shape", [(1,), (70_001,), (3, 5), (1000, 77), (768, 768), (2, 2**20), (3, 300_001), (0,), (4, 0)])
+@pytest.mark.parametrize(
+    "shape", [(1,), (70_001,), (3, 5), (1000, 77), (768, 768), (2, 2**20), (3, 300_001), (0,), (4, 0)]
+)
 def test_blocks_lie_in_one_shard_and_chunk_at_every_world_size(shape: tuple[int, ...]) -> None:
     block = block_numel(shape)
     assert block in (16, 32, 64, 128, 256)
@@ -171,7 +173,9 @@ def reduced(kind: str, name: str, values: torch.Tensor, number: int, half: int) 
     scales = np.abs(padded).max(1, keepdims=True) / largest
     ratio = np.abs(padded) / np.where(scales == 0, np.float32(1), scales) + np.float32(2**-8 if signed else 0)
     fair = (np.pad(noise, (0, -flat.size % block)).reshape(-1, block) << 3) + 4
-    codes = ((ratio.astype(np.float32).view(np.int32) + fair - ((119 if signed else 111) << 23)) >> 19).clip(0, 127 if signed else 255)
+    codes = ((ratio.astype(np.float32).view(np.int32) + fair - ((119 if signed else 111) << 23)) >> 19).clip(
+        0, 127 if signed else 255
+    )
     numbers = np.array(SIGNED if signed else POSITIVE, np.float32)[codes]
     found = np.where(padded < 0, -numbers, numbers) * scales
     return torch.from_numpy(found.astype(np.float32).reshape(-1)[: flat.size].copy()).view(values.shape)

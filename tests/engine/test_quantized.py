@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ import zstore
 from tests.engine.bits import digest
 from zstore.engine.access.safe_access import safe_get_full_fp32_param
 from zstore.engine.params.quantized import BLOCK_NUMEL, BlockCode, encoded_bytes
-from zstore.engine.params.record import ParameterRecord
 from zstore.testing.ranks import run_ranks
 
 ROWS, WIDTH, STEPS = 96, 160, 3

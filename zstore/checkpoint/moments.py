@@ -145,9 +145,7 @@ def values_of_codes(dtype: str) -> npt.NDArray[np.float32]:
     return np.concatenate([[np.float32(0)], -above[:0:-1], above]).astype(np.float32)
 
 
-def whole_moment(
-    reader: ArraySource, name: str, first: int, stored: npt.NDArray[Any]
-) -> npt.NDArray[Any]:
+def whole_moment(reader: ArraySource, name: str, first: int, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the fp32 values of a moment of which `stored` is the elements from `first` on, 1-D; `stored` itself where it
     is in no 8 bits."""
     found = scales_of(reader.arrays, name)

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from ..checkpoint.lookahead import Span, cut_spans, use_spans
-from ..checkpoint.source import ArraySource
 from ..checkpoint.moments import scales_of, whole_moment
+from ..checkpoint.source import ArraySource
 from ..checkpoint.split import complete_master, rest_of_master
 from ..errors import CheckpointMismatchError
 from ..format.arrays import FLOATING, Array, empty_array, numpy_dtype
