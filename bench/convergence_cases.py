@@ -39,5 +39,10 @@ GROUPS: dict[str, Group] = {
         },
         ranks=(2, 4),
     ),
+    "moments": Group(
+        exact=_zero(stage=1, offload_optimizer={"device": "nvme", "nvme_path": "FOLDER"}),
+        cases={kind: {"zstore": {"moments": kind}} for kind in ("bf16", "int8")},
+        ranks=(1,),
+    ),
 }
 """By area. A group's name is what `--groups` takes."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from zstore.checkpoint.moments import Moments
 from zstore.errors import ConfigError, UsageError
 from zstore.store.runfolder import RUN_FOLDER
 
@@ -195,6 +196,14 @@ class Config:
         return OptimizerConfig(kind=kind, arguments=arguments)
 
     @property
+    def moments(self) -> Moments:
+        """What the optimizer's moments are kept in."""
+        section = self.settings.optimizer
+        asked = self.settings.bf16.bf16_optimizer_states
+        asked = asked or (section is not None and not section.params.fp32_optimizer_states)
+        return self.own.moments or ("bf16" if asked else "fp32")
+
+    @property
     def scheduler(self) -> SchedulerSection | None:
         """The schedule to build; None where there is none or the caller passes one."""
         section: SchedulerSection | None = self._plain(self.settings.scheduler)
@@ -333,6 +342,7 @@ _OF_TRAINING = (
     "optimizer", "scheduler", "gradient_", "prescale_gradients", "fp16.", "steps_per_print", "wall_clock_breakdown",
     "memory_breakdown", "zero_optimization.offload_optimizer", "zero_optimization.reduce_", "zstore.durability",
     "zstore.step_overlap", "zstore.split_master",
+    "zstore.moments", "bf16.bf16_optimizer_states",
 )  # fmt: skip
 """How the keys begin that say nothing to an engine without an optimizer."""
 

@@ -116,6 +116,7 @@ def find_needs(
                 whole_gradient=world_size > 1 and not sharding.gradients,
                 state_ranks=sharding.copy_size if sharding.optimizer_state else 1,
                 splits_master=config.own.split_master,
+                moments=config.moments,
             )
         )
     if config.frozen:  # nothing is gathered for a backward

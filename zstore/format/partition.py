@@ -164,6 +164,12 @@ def grid_in_checkpoint(stored_shape: tuple[int, ...], itemsize: int, grid: Grid)
     return make_grid(stored_shape, 1)
 
 
+def cut_numel(stored_shape: tuple[int, ...]) -> int:
+    """Return a number of elements of which every cut of the array, at any world size, is a multiple."""
+    row_numel = stored_shape[1] if len(stored_shape) == 2 else 1
+    return math.lcm(_chunk_cols(row_numel), ALIGN_NUMEL) if row_numel else ALIGN_NUMEL
+
+
 def _chunk_cols(row_numel: int) -> int:
     """Return the row's length, or for rows over 1 MiB its largest aligned whole fraction of 64 KiB to 1 MiB."""
     if row_numel <= MAX_CHUNK_NUMEL:
