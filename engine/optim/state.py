@@ -266,10 +266,10 @@ class OptimizerState:
         grid, numel = record.state_grid if self.is_sharded else record.grid, self._numel_per_value(record, name)
         return grid if numel == 1 else grid.packed(numel)
 
-    def grid_in_files(self, record: ParameterRecord, name: str) -> Grid:
-        """Return how an array of the parameter is cut in a checkpoint."""
+    def grid_in_files(self, record: ParameterRecord, name: str, world_size: int) -> Grid:
+        """Return how an array of the parameter is cut in a checkpoint of so many ranks."""
         spec = self.store.spec(name)
-        return grid_in_checkpoint(spec.stored_shape, spec.itemsize, self.grid_of_ranks(record, name))
+        return grid_in_checkpoint(spec.stored_shape, spec.itemsize, self.grid_of_ranks(record, name), world_size)
 
     def owned_range(self, record: ParameterRecord, name: str) -> tuple[int, int]:
         """Return the global flat elements `[first, stop)` of an array of the parameter that this rank holds."""

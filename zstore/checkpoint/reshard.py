@@ -100,7 +100,7 @@ class _Reshard:
         elif codes in specs and specs[name] == scales_spec(specs[codes]):
             whole = specs[codes].stored_shape
             grid = make_grid(whole, world_size).packed(block_numel(whole))
-        return grid_in_checkpoint(shape, specs[name].itemsize, grid)
+        return grid_in_checkpoint(shape, specs[name].itemsize, grid, world_size)
 
     def _check_chunks(self) -> None:
         for name, grid in self._plan.grids.items():
