@@ -61,20 +61,20 @@ def _formulas() -> Mapping[Any, Formula]:
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
 
 
 def _attention_backward(
     gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> int:
-    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
 
 
 CAN_LEAVE_COMPILED = hasattr(TorchDispatchMode, "ignore_compile_internals")
 """Whether this torch runs compiled functions as ever beneath a count; else it would run them uncompiled."""
 
 
-class OperationCounter(TorchDispatchMode):
+class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts within its `with` blocks; it may be entered again and again. It changes nothing of what runs.
 
     `note` is called with each number, "forward", "backward" or "recomputed" before it.
@@ -83,7 +83,7 @@ class OperationCounter(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, note: Callable[[str, int], None] | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._formulas = _formulas()
         self._counts = {"forward": 0, "backward": 0, "recomputed": 0}
         self._note = note

@@ -65,7 +65,7 @@ class FlopsProfiler:
             raise UsageError("start_profile(): a profile of this model is under way; call stop_profile() first")
         self._reset()
         self.watch_modules(tuple(ignore_list or ()))
-        self._counter.__enter__()
+        self._counter.__enter__()  # type: ignore[no-untyped-call]
 
     def watch_modules(self, ignored: tuple[type[nn.Module], ...] = ()) -> None:
         """Take the modules' times; operations count within `counting` blocks."""
@@ -84,7 +84,7 @@ class FlopsProfiler:
     def stop_profile(self) -> None:
         """Take no more; a second call does nothing."""
         if self.started:
-            self._counter.__exit__(None, None, None)
+            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self.stop_watching()
 
     def stop_watching(self) -> None:
@@ -98,8 +98,8 @@ class FlopsProfiler:
         counter, started = self._counter, self.started
         self._reset()
         if started:
-            counter.__exit__(None, None, None)
-            self._counter.__enter__()
+            counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._counter.__enter__()  # type: ignore[no-untyped-call]
 
     def end_profile(self) -> None:
         """Stop, and forget all numbers."""
@@ -131,7 +131,7 @@ class FlopsProfiler:
 
     def wait(self) -> None:
         """Wait for a CUDA device in use."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
 
     # -- numbers ----------------------------------------------------------------------------------------------------
@@ -307,5 +307,5 @@ def _call_of(
         first = next(model.parameters(), None)
         like: dict[str, Any] = {} if first is None else {"dtype": first.dtype, "device": first.device}
         args = (torch.ones(shape, **like),)
-    function = model if mode == "forward" else model.generate
+    function: Any = model if mode == "forward" else model.generate
     return functools.partial(function, *args, **kwargs)

@@ -61,7 +61,7 @@ def resting_bytes(job: Job, choice: Choice) -> int:
 def transit_bytes(job: Job, choice: Choice, plan: Plan) -> int:
     """Return what passes through a device's memory beside the state that it holds, about: gathered parameters of a unit and
     the next, gradients of a unit where they do not stay as autograd made them, and the buckets of collectives."""
-    model, num_ranks = job.model, job.machine.num_ranks
+    model, num_ranks = job.model, job.machine.world_size
     unit = model.largest_unit_numel * job.itemsize
     whole = choice.stage < 2 or num_ranks == 1
     cast = plan.settings.accumulation_steps > 1 and job.itemsize < _FP32_BYTES

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 _OPTIMIZERS = ("DeepSpeedCPUAdam", "FusedAdam")
 _SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
-_INIT = ("GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter")
+_INIT = ("GatheredParameters", "Init", "MiCS_Init", "register_external_parameter", "unregister_external_parameter")
 _ENUMS = ("OffloadDeviceEnum", "OffloadStateTypeEnum")
 _SAFE = tuple(
     f"safe_{verb}_full_{what}"

@@ -156,11 +156,11 @@ class CommsLog:
             return lambda: self._count(called, time.perf_counter() - started)
         import torch
 
-        first = torch.cuda.Event(enable_timing=True)
+        first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         first.record(torch.cuda.current_stream(self.device))
 
         def end() -> None:
-            last = torch.cuda.Event(enable_timing=True)
+            last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             last.record(torch.cuda.current_stream(self.device))
             with self._lock:
                 self._pending.append((called, first, last))
