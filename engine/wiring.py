@@ -34,6 +34,7 @@ from .optim.client_step import ClientStep, WholeKernel, check_client
 from .optim.in_backward import OptimizerInBackward
 from .optim.kernel import ELEMENT_WISE, Kernel, kernel_for
 from .optim.loss_scale import LossScaler
+from .optim.moments import check_moments
 from .optim.optimizer import ZeroOptimizer, group_of_parameters
 from .optim.state import OptimizerState
 from .optim.tensor_kernel import TensorKernel, kernels_for, needs_whole_tensors
@@ -108,6 +109,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             is_sharded=sharding.optimizer_state,
             splits=config.own.split_master,
             keeps_whole=whole,
+            moments=config.moments,
             types=types,
         )
         layout = Layout(config, sharding, built, plan)
@@ -219,12 +221,20 @@ def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
     """Return the kernel of each parameter group. Raises UsageError where the config does not let the optimizer do what it
     does."""
     if needs_whole_tensors(optimizer.kind):
-        return kernels_for(optimizer.kind, optimizer.param_groups)
+        kernels = kernels_for(optimizer.kind, optimizer.param_groups)
+        check_moments(config.moments, [kernel.slots for kernel in kernels], optimizer.kind.__name__)
+        return kernels
     whole = config.stage == 0 and config.offload_optimizer.device == "none"
     if optimizer.kind in ELEMENT_WISE or not whole:
-        return [kernel_for(optimizer.kind, group) for group in optimizer.param_groups]
+        kernels = [kernel_for(optimizer.kind, group) for group in optimizer.param_groups]
+        check_moments(config.moments, [kernel.slots for kernel in kernels], optimizer.kind.__name__)
+        return kernels
     check_client(optimizer.client)
-    for key, unfit in (("step_overlap", config.step_overlap == "backward"), ("split_master", config.own.split_master)):
+    for key, unfit in (
+        ("step_overlap", config.step_overlap == "backward"),
+        ("split_master", config.own.split_master),
+        ("moments", config.moments != "fp32"),
+    ):
         if unfit:
             raise UsageError(
                 f"optimizer {optimizer.kind.__name__} is not known to update each element by itself, and steps whole fp32 "

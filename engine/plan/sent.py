@@ -56,15 +56,6 @@ class _Ranks:
         return Sent(within=(self.group - 1) * num_groups * row_bytes, between=(num_groups - 1) * row_bytes)
 
 
-def quantized_group(config: Config, world_size: int, local_world_size: int | None) -> int | None:
-    """Return how many ranks reduce quantized gradients among them before these travel between such groups; None where no
-    gradient is quantized, or in one hop."""
-    if not config.zero.zero_quantized_gradients or config.stage < 2:
-        return None
-    size = config.secondary_size or local_world_size or world_size
-    return size if 1 < size < world_size and world_size % size == 0 else None
-
-
 def with_sent(
     plan: Plan,
     needs: Iterable[Need],
@@ -76,7 +67,7 @@ def with_sent(
 ) -> Plan:
     """Return `plan` with what a rank sends in a step; see `planned_sent`."""
     sent = planned_sent(needs, config, world_size, native=native, local_world_size=local_world_size)
-    group = config.secondary_size or config.copy_size or quantized_group(config, world_size, local_world_size)
+    group = config.secondary_size or config.copy_size or config.quantized_group(world_size, local_world_size)
     quantizes = config.zero.zero_quantized_weights or config.zero.zero_quantized_gradients
     return replace(
         plan,
@@ -97,7 +88,7 @@ def planned_sent(
     if world_size == 1:
         return {}
     sharding = Sharding.of_stage(config.stage, world_size, copy_size=config.copy_size)
-    group = config.secondary_size or quantized_group(config, world_size, local_world_size)
+    group = config.secondary_size or config.quantized_group(world_size, local_world_size)
     # Without groups those of a machine count as one.
     near_size = local_world_size if local_world_size and world_size % local_world_size == 0 else world_size
     ranks = _Ranks(

@@ -181,9 +181,12 @@ def make_config(job: Job, choice: Choice, budget_bytes: int | None = None) -> di
     elif job.precision != "fp32":
         config[job.precision] = {"enabled": True}
     config["zero_optimization"] = zero
+    own: dict[str, Any] = {} if job.moments == "fp32" else {"moments": job.moments}
+    if choice.checkpointing:
+        own["gradient_checkpointing"] = True
     if budget_bytes is not None:
-        config["zstore"] = {"host_budget_bytes": budget_bytes}
-    return config
+        own["host_budget_bytes"] = budget_bytes
+    return config | ({"zstore": own} if own else {})
 
 
 def changed_config(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from zstore.checkpoint.moments import Moments
 from zstore.engine.config.config import Config, load_config, read_config
 from zstore.engine.config.resolve import ResolveContext, stand_ins
 from zstore.engine.params.tensors import PRECISIONS
@@ -55,6 +56,8 @@ class Job:
     """The config that is weighed, as JSON; a choice replaces its stage, offload and batch sizes. None: there is none."""
     answers: Mapping[str, Any] = field(default_factory=dict)
     """What stands for its "auto"."""
+    moments: Moments = "fp32"
+    """What the optimizer's moments are kept in."""
 
     @property
     def itemsize(self) -> int:
@@ -119,6 +122,7 @@ def make_job(options: PlanOptions) -> Job:
         precision_note=precision.note,
         base=None if given is None else given.raw,
         answers={} if given is None else given.answers,
+        moments=options.moments.value,
     )
 
 

@@ -23,6 +23,14 @@ class Precision(StrEnum):
     FP32 = "fp32"
 
 
+class MomentsKind(StrEnum):
+    """What the optimizer's moments are kept in."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """What the command line says; None: not given."""
@@ -67,6 +75,9 @@ class PlanOptions:
     precision: Annotated[
         Precision, typer.Option(help="Type of parameters and gradients; auto: what this machine computes natively.")
     ] = Precision.AUTO
+    moments: Annotated[
+        MomentsKind, typer.Option(help="What the optimizer's moments are kept in (`zstore.moments`).")
+    ] = MomentsKind.FP32
     disk_read: Annotated[
         int | None,
         typer.Option(help="Bytes read from the drive per second, like 3GB.", metavar="SIZE", parser=parse_size),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.table import Table
@@ -14,7 +14,8 @@ from zstore.sizes import format_bytes
 
 from ..printing import make_console, make_table
 from .choices import HEADROOM_PERCENT, Outcome
-from .job import Job
+from .estimate import activation_bytes, resting_bytes
+from .job import Choice, Job
 
 
 def notes_of(job: Job, first: Outcome | None) -> list[str]:
@@ -41,14 +42,28 @@ def notes_of(job: Job, first: Outcome | None) -> list[str]:
     )
     if first is not None and first.choice.checkpointing:
         notes.append(
-            "activation checkpointing is enabled in the model: torch.utils.checkpoint around each block, or transformers' "
-            "gradient_checkpointing_enable()"
+            'activation checkpointing is "gradient_checkpointing": true in the config\'s "zstore" section, or '
+            "`zstore train --gradient-checkpointing`"
         )
+    notes.append(_activations(job, 1 if first is None else first.choice.micro_batch))
     if first is not None and first.disk_bytes:
         notes.append(
             "a checkpoint on the same drive keeps the previous version of the state: leave the same space again"
         )
     return notes
+
+
+def _activations(job: Job, micro_batch: int) -> str:
+    """Return what checkpointing and resting elsewhere save of one rank's activations."""
+    plain = Choice(stage=0, micro_batch=micro_batch)
+    kept = replace(plain, checkpointing=True)
+    sizes = [
+        format_bytes(bytes_of(job, one)) for bytes_of in (activation_bytes, resting_bytes) for one in (plain, kept)
+    ]
+    return (
+        f"activations of micro-batch {micro_batch} take {sizes[0]} on a device, {sizes[1]} with gradient_checkpointing; of "
+        f'these {sizes[2]} and {sizes[3]} rest on disk with "activations": "disk"'
+    )
 
 
 def print_plan(job: Job, choices: Sequence[Outcome], rungs: Sequence[Outcome], first: Outcome | None) -> None:

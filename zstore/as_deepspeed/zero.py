@@ -50,7 +50,7 @@ class Init(PlainInit):
 
     As in DeepSpeed, rank 0's values count where ranks build different ones, a block within a block does nothing of its own,
     and a model of which values rest in shards gives its state dict, with NaN in their places. Raises UsageError for groups
-    of fewer than all ranks, and for quantized weights.
+    of fewer than all ranks, and for quantization, which the config asks for.
     """
 
     _blocks = 0
@@ -81,7 +81,10 @@ class Init(PlainInit):
                 "zero_optimization.mics_shard_size where groups of ranks have all of them"
             )
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
-            raise UsageError("deepspeed.zero.Init: weights are not quantized; leave zero_quantized_... out")
+            raise UsageError(
+                "deepspeed.zero.Init: the config says what travels quantized (zero_optimization.zero_quantized_weights); leave "
+                "zero_quantized_... out of the call"
+            )
         if param_swapper is not None:
             raise UsageError(
                 "deepspeed.zero.Init(param_swapper=...): the config says where parameters rest; leave it out"
