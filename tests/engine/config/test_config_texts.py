@@ -35,7 +35,6 @@ def test_no_effect_is_said_only_where_nothing_is_lost() -> None:
     ("config", "instead"),
     [
         ({"comet": {"enabled": True}}, "use tensorboard, wandb or csv_monitor"),
-        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "torch.autograd.graph.save_on_cpu()"),
         ({"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["Moe"]}}}, "stage3_max_live_parameters"),
         ({"sparse_gradients": True}, "sparse=False"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "zstore.split_master"),
