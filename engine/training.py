@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from zstore.errors import NonFiniteError, UsageError
+from zstore.ranks.groups import Groups
 from zstore.ranks.world import World
 
+from .activations.offload import ActivationOffload
 from .build.compiled import CompiledUnits, Compiler
 from .config.config import Config
 from .config.resolve import BatchSizes
@@ -210,6 +212,8 @@ class Training:
     """The parts of a run on this rank, wired by `initialize`."""
 
     world: World
+    groups: tuple[Groups, ...]
+    """Of ranks that hold one copy of the state, or of the parameters; none where each is for itself."""
     config: Config
     accumulation: Accumulation
     sharding: Sharding
@@ -232,6 +236,8 @@ class Training:
     """Takes the steps of an optimizer of the client's that is not known, over whole tensors."""
     tensor_step: TensorStep | None = None
     """Takes the steps of one that is known to need whole tensors."""
+    activations: ActivationOffload | None = None
+    """None where activations stay on the device."""
     compiled: CompiledUnits | None = None
     """None where no unit is compiled, or the whole model is."""
     counters: Counters = field(default_factory=Counters)
@@ -254,6 +260,11 @@ class Training:
         self._gather_numel = self.config.allgather_bucket_numel
         self._error_behind: BaseException | None = None
         """What ended the update behind the step before, to be agreed on by the backward under way."""
+
+    @property
+    def copy_world(self) -> World:
+        """The ranks that hold one copy of the state: all, or those of a group."""
+        return self.world if self.sharding.num_copies == 1 else self.groups[0].within
 
     @property
     def trained(self) -> list[ParameterRecord]:
@@ -280,6 +291,8 @@ class Training:
 
     def compile(self, compiler: Compiler) -> None:
         """Compile the model, or where parameters come and go its units; what was compiled before is compiled anew."""
+        if self.activations is not None:
+            self.activations.take_all()
         if self.hooks is None:
             self.model._compiled_call_impl = compiler(self.model._call_impl)
             return
@@ -343,11 +356,15 @@ class Training:
             # Not before: ranks whose forwards differ meet in the backward's own collectives, which tell them.
             error, self._error_behind = self._error_behind, None
             self.pending.agree(error)
+            if self.activations is not None:
+                self.activations.end_backward()
         except BaseException as raised:
             self.abandon_backward(raised)
             raise
         if self.pending.is_in_backward and self.pending.in_backward is not None:
             self.pending.in_backward.end_backward()
+            if self.hooks is not None:
+                self.hooks.units.values_change(by_step=True)
         self.accumulation.backwards += 1
 
     def abandon_backward(self, raised: BaseException) -> None:
@@ -386,9 +403,7 @@ class Training:
             self.gradients.reduce()
             if self._needs_gradients:
                 self._require_gradients()
-            self._raw_norm = global_norm(
-                self.trained, self.gradients, self.world, state_is_sharded=self.state.is_sharded
-            )
+            self._raw_norm = global_norm(self.trained, self.gradients, self.world, sharding=self.sharding)
         return self._raw_norm
 
     def step(self) -> None:
@@ -399,7 +414,7 @@ class Training:
         gradient UsageError, before any state is changed; the gradients are dropped.
         """
         if self.hooks is not None:
-            self.hooks.units.forget()  # what a forward without a backward left is old now
+            self.hooks.units.values_change(by_step=True)  # what a forward without a backward left is old now
         try:
             norm = self.measure()
             self.norm = norm / self.scaler.scale
@@ -484,7 +499,7 @@ class Training:
         """Bring every rank's rows of resident parameters to all ranks, after their owners changed them."""
         if self.state.is_sharded:
             resident = [record for record in records if record.residency is Residency.RESIDENT]
-            all_gather_rows(self.world, resident, self._gather_numel, lambda record: record.full)
+            all_gather_rows(self.copy_world, resident, self._gather_numel, lambda record: record.full)
 
     def _count(self, overflow: bool) -> None:
         """Count the step and let loss scale and schedule follow."""
@@ -512,4 +527,8 @@ class Training:
             self.compiled.remove()
         if self.hooks is not None:
             self.hooks.remove()
+        for groups in self.groups:
+            groups.release()
+        if self.activations is not None:
+            self.activations.close()
         self.state.store.close()

@@ -329,7 +329,7 @@ class Access:
     def _changing(self) -> Iterator[None]:
         """Change the state in the block, on every rank or with an error on every rank, and then it is torn (all ranks)."""
         if self.units is not None:
-            self.units.forget()
+            self.units.values_change()
         self._pending.torn = True
         with self.world.agreeing("The state was changed in part: load a checkpoint before going on."):
             yield

@@ -132,7 +132,7 @@ class Restore:
             _log.warning("%s is %s: not carried over: %s", reader.location, reader.kind, "; ".join(reader.notes))
         training.pending.torn = True
         if training.hooks is not None:
-            training.hooks.units.forget()
+            training.hooks.units.values_change()
         state: dict[str, Any] = {}
         with training.world.agreeing(
             "The engine now holds a mixture of two states: load another checkpoint before going on."

@@ -102,6 +102,18 @@ class Config:
                 notices.append(Notice(key, f"no effect: the {key} passed to initialize() is used"))
         if defaults:
             notices.append(_defaults_notice(defaults))
+        if context.world_size == 1:
+            keys = [
+                key
+                for key in ("zero_quantized_weights", "zero_quantized_gradients")
+                if getattr(settings.zero_optimization, key)
+            ]
+            known = {notice.key for notice in notices}
+            notices += [
+                Notice(f"zero_optimization.{key}", "no effect: one rank sends nothing to others")
+                for key in keys
+                if f"zero_optimization.{key}" not in known
+            ]
         named = settings.optimizer is not None and settings.optimizer.type in WHOLE_TENSORS
         whole = named or context.whole_tensors
         resolved = replace(self, settings=settings, reported=tuple(notices), resolved=True, whole_tensors=whole)
@@ -223,6 +235,23 @@ class Config:
         return _offload(self.zero.offload_param)
 
     @property
+    def activations(self) -> Literal["device", "host", "disk"]:
+        """Where what a forward keeps for its backward rests."""
+        if self.frozen:
+            return "device"
+        on_host: Literal["device", "host"] = (
+            "host" if self.settings.activation_checkpointing.cpu_checkpointing else "device"
+        )
+        return self.own.activations or on_host
+
+    @property
+    def activations_paths(self) -> tuple[Path, ...]:
+        """Folders of the drives that activations go to; none where they stay in memory."""
+        if self.activations != "disk":
+            return ()
+        return self.own.activations_path or self.offload_optimizer.nvme_paths or self.offload_param.nvme_paths
+
+    @property
     def step_overlap(self) -> Literal["none", "backward", "forward"]:
         """When updates run. Within the backward no norm can be awaited; "auto" runs behind where state or parameters are
         offloaded, for then an update moves bytes, and the computation can go on meanwhile."""
@@ -242,6 +271,16 @@ class Config:
             (self.offload_param, self.zero.offload_param),
         )
         return any(used.device != "none" and section.pin_memory for used, section in pairs)
+
+    @property
+    def copy_size(self) -> int | None:
+        """Ranks that hold one copy of what is sharded; None: all."""
+        return self.zero.mics_shard_size if self.zero.mics_shard_size > 0 else None
+
+    @property
+    def secondary_size(self) -> int | None:
+        """Ranks that hold a second copy of the parameters among them; None: there is none."""
+        return self.zero.zero_hpz_partition_size if self.zero.zero_hpz_partition_size > 1 else None
 
     @property
     def reduce_bucket_numel(self) -> int:

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from .keys import Section, Status, about, known_keys, type_of
 from .optimizers import AdamParams
-from .schema import Settings
+from .schema import BATCH_KEYS, Settings
 from .values import expected, refusal, show
 
 _EVERY_KEY = tuple(path for path, _ in known_keys(Settings))
@@ -224,8 +224,11 @@ def _idle(settings: Settings) -> Iterator[Notice]:
             "not built: parameters are offloaded at stage 3 only. At stage "
             f'{zero.stage} they stay whole on the device; write "stage": 3 to offload them',
         )
+    yield from _idle_quantization(settings)
     if zero.offload_optimizer.device == "cpu" and zero.offload_optimizer.nvme_path is not None:
         yield Notice("zero_optimization.offload_optimizer.nvme_path", 'no effect: the device is "cpu"')
+    if own.activations != "disk" and own.activations_path is not None:
+        yield Notice("zstore.activations_path", 'no effect: zstore.activations is not "disk"')
     if own.durability != "step" and own.durability_path is not None:
         yield Notice("zstore.durability_path", 'no effect: zstore.durability is not "step"')
     for key in ("wall_clock_breakdown", "memory_breakdown"):
@@ -240,6 +243,34 @@ def _idle(settings: Settings) -> Iterator[Notice]:
     ):
         message = 'no effect: AdamW always decouples weight decay, as in DeepSpeed; write type "Adam" for the other'
         yield Notice("optimizer.params.adam_w_mode", message)
+    if settings.elasticity.enabled and settings.elasticity.ignore_non_elastic_batch_info:
+        for key in BATCH_KEYS:
+            if getattr(settings, key) not in (None, "auto"):
+                yield Notice(key, "no effect: elasticity gives the batch sizes")
+    if settings.autotuning.enabled:
+        yield Notice(
+            "autotuning", "acts in `zstore tune --config FILE` only; this run trains with the config as it is written"
+        )
+
+
+def _idle_quantization(settings: Settings) -> Iterator[Notice]:
+    """Yield the keys of ZeRO++ that do nothing at this stage."""
+    zero = settings.zero_optimization
+    if zero.zero_quantized_weights and zero.stage != 3:
+        yield Notice(
+            "zero_optimization.zero_quantized_weights",
+            f"no effect: parameters are gathered for each use at stage 3 only, and the stage is {zero.stage}; what an update "
+            "changed is gathered in its own type",
+        )
+    if zero.zero_quantized_gradients and zero.stage < 2:
+        yield Notice(
+            "zero_optimization.zero_quantized_gradients",
+            f"no effect: gradients are sharded at stages 2 and 3, and the stage is {zero.stage}",
+        )
+    if settings.zstore.quantized_gradient_bits != 4 and not zero.zero_quantized_gradients:
+        yield Notice(
+            "zstore.quantized_gradient_bits", "no effect: zero_optimization.zero_quantized_gradients is not set"
+        )
 
 
 def _contradictions(settings: Settings) -> Iterator[Problem]:
@@ -260,10 +291,44 @@ def _contradictions(settings: Settings) -> Iterator[Problem]:
     if own.durability == "step" and own.durability_path is None and not nvme:
         message = '"step" needs a folder for its snapshots, and nothing is on a drive: give the absolute path of one'
         yield Problem(("zstore.durability", "zstore.durability_path"), message)
+    if own.activations == "disk" and own.activations_path is None and not nvme:
+        message = '"disk" needs a folder, and nothing else is on a drive: give the absolute path of one'
+        yield Problem(("zstore.activations", "zstore.activations_path"), message)
+    checkpointing = settings.activation_checkpointing
+    if checkpointing.contiguous_memory_optimization and not (
+        checkpointing.partition_activations and checkpointing.number_checkpoints
+    ):
+        message = "true needs partition_activations and number_checkpoints, the places of its buffers; set both"
+        yield Problem(("activation_checkpointing.contiguous_memory_optimization",), message)
     if own.durability_path is not None and len(own.durability_path) > 1:
         message = f"expected one folder, got {len(own.durability_path)}: a snapshot is in one place"
         yield Problem(("zstore.durability_path",), message)
+    yield from _elasticity(settings)
     threads, aio = own.io_threads, settings.aio
     if threads is not None and "thread_count" in aio.model_fields_set and threads != aio.thread_count:
         message = f"these are the same setting, but one is {threads} and one {aio.thread_count}; keep one"
         yield Problem(("zstore.io_threads", "aio.thread_count"), message)
+
+
+def _elasticity(settings: Settings) -> Iterator[Problem]:
+    """Yield what is wrong with a section `elasticity` that is enabled, by itself and with the batch sizes beside it."""
+    section = settings.elasticity
+    if not section.enabled:
+        return
+    missing = [key for key in ("max_train_batch_size", "micro_batch_sizes") if getattr(section, key) is None]
+    for key in missing:
+        kind = expected(type_of(type(section).model_fields[key]))
+        yield Problem((f"elasticity.{key}",), f"the key is missing, and elasticity is enabled; expected {kind}")
+    beside = [key for key in BATCH_KEYS if getattr(settings, key) not in (None, "auto")]
+    if beside and not section.ignore_non_elastic_batch_info:
+        message = (
+            "elasticity gives the batch sizes; remove the key, or write "
+            '"ignore_non_elastic_batch_info": true into the section elasticity'
+        )
+        for key in beside:
+            yield Problem((key,), message)
+    if not missing:
+        try:
+            section.batch()
+        except ValueError as error:
+            yield Problem(("elasticity",), str(error))

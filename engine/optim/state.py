@@ -240,7 +240,8 @@ class OptimizerState:
         """Return how an array of the parameter is divided among the ranks."""
         if name in self._own_shapes:
             return make_grid(self.store.spec(name).stored_shape, record.world_size)
-        return record.grid.packed() if _is_packed(name) else record.grid
+        grid = record.state_grid if self.is_sharded else record.grid
+        return grid.packed() if _is_packed(name) else grid
 
     def grid_in_files(self, record: ParameterRecord, name: str) -> Grid:
         """Return how an array of the parameter is cut in a checkpoint."""

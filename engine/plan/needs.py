@@ -85,22 +85,30 @@ def find_needs(
 ) -> list[Need]:
     """Return what each parameter needs on `rank`; `slots` are those of the trained ones, by name; `units` the names of the
     parameters that each unit gathers, in the order in which units run."""
-    sharding = Sharding.of_stage(config.stage, world_size)
+    sharding = Sharding.of_stage(config.stage, world_size, copy_size=config.copy_size)
     rests_apart = sharding.parameters or config.offload_param.device != "none"
     types = GradientTypes.of(config, world_size)
     persistence = _Persistence(config.persistence_threshold_numel, config.zero.stage3_model_persistence_threshold)
     needs: list[Need] = []
     for one in shapes:
         spec = ArraySpec(name=model_array(one.name), shape=one.shape, dtype=one.dtype)
+        over_all = make_grid(spec.stored_shape, world_size)
+        stays_gathered = not (rests_apart and one.is_called and not persistence.keeps(spec.numel))
+        secondary_numel = 0
+        if config.secondary_size is not None and not stays_gathered:
+            second = over_all.joined(world_size // config.secondary_size)
+            secondary_numel = second.shard_valid_numel(rank % config.secondary_size)
         needs.append(
             Need(
                 name=one.name,
-                grid=make_grid(spec.stored_shape, world_size if sharding.optimizer_state else 1),
-                shard=rank if sharding.optimizer_state else 0,
+                grid=sharding.state_grid(spec.stored_shape),
+                shard=sharding.state_shard(rank),
                 dtype=one.dtype,
                 gradient_dtype=dtype_name(types.planned(getattr(torch, one.dtype))),
                 slots=slots.get(one.name),
-                stays_gathered=not (rests_apart and one.is_called and not persistence.keeps(spec.numel)),
+                stays_gathered=stays_gathered,
+                secondary_numel=secondary_numel,
+                reduced_numel=over_all.shard_numel * world_size,
                 whole_gradient=world_size > 1 and not sharding.gradients,
                 state_ranks=world_size if sharding.optimizer_state else 1,
                 splits_master=config.own.split_master,
@@ -156,13 +164,16 @@ def placement_settings(config: Config, *, budget_bytes: int | None, device_is_ho
 
 
 def buffer_bytes(config: Config, budget_bytes: int | None) -> int:
-    """Return the bytes of one rank's transfer buffers: of the update, of parameters and of gradients on their way."""
+    """Return the bytes of one rank's transfer buffers: of the update, of parameters, gradients and activations on their
+    way."""
     options = StoreOptions(host_budget_bytes=budget_bytes, block_bytes=config.io.block_bytes)
     pools = [options.pool_bytes]
     if config.offload_param.device != "none":
         pools.append(parameter_pool_bytes(config, options))
     if budget_bytes is not None and config.offload_optimizer.device == "nvme":
         pools.append(spill_pool_bytes(budget_bytes))
+    if config.activations == "disk":
+        pools.append(activation_pool_bytes(budget_bytes))
     return sum(round_up(nbytes, PAGE_BYTES) for nbytes in pools)
 
 
@@ -178,3 +189,11 @@ SPILL_POOL_BYTES = 16 * 1024 * 1024
 def spill_pool_bytes(budget_bytes: int) -> int:
     """Return the bytes of the buffers through which gradients pass, where a host budget may send them to disk."""
     return min(SPILL_POOL_BYTES, budget_bytes // 16)
+
+
+ACTIVATION_POOL_BYTES = 32 * 1024 * 1024
+
+
+def activation_pool_bytes(budget_bytes: int | None) -> int:
+    """Return the bytes of the buffers through which activations pass to the disk and back."""
+    return ACTIVATION_POOL_BYTES if budget_bytes is None else min(ACTIVATION_POOL_BYTES, budget_bytes // 16)

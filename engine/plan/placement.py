@@ -142,6 +142,12 @@ def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterat
     forwards = settings.accumulation_steps
     split = need.splits_master and need.slots is not None and need.dtype == "bfloat16"
     own_master = split or _is_own_master(need, place)
+    fetches = need.fetches * forwards
+    if need.secondary_numel:
+        # The first gather of a step brings the rows, of a frozen parameter the first of all.
+        fetches = 0 if need.slots is None else 1
+        nbytes = need.secondary_numel * numpy_dtype(need.dtype).itemsize
+        yield replace(one("secondary parameters", "device", need.dtype, field="parameter"), nbytes=nbytes)
     if need.slots is not None and not own_master:
         yield one("master", place.state, FP32)
     # Every micro-batch gathers it; the update reads it only where it is (in) the master.
@@ -151,7 +157,7 @@ def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterat
         need.dtype,
         field="state" if need.slots is None or own_master else "parameter",
         whole=need.stays_gathered,
-        reads=need.fetches * forwards + own_master,
+        reads=fetches + own_master,
         writes=0 if need.slots is None else 1,
     )
     if need.slots is None:

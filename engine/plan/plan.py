@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -47,6 +47,23 @@ class Traffic:
     def total(self) -> int:
         """Bytes in both directions."""
         return self.read + self.written
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """Bytes that a rank sends to others in a step, padding included."""
+
+    within: int = 0
+    """To ranks of its group; to all others where there are no groups."""
+    between: int = 0
+    """To ranks of other groups."""
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(within=self.within + other.within, between=self.between + other.between)
+
+    def times(self, count: int) -> Sent:
+        """Return what `count` of these send."""
+        return Sent(within=self.within * count, between=self.between * count)
 
 
 Rest = Literal["device", "host", "disk"]
@@ -98,6 +115,10 @@ class Need:
     is still there."""
     state_ranks: int = 1
     """Ranks that `grid` cuts for."""
+    secondary_numel: int = 0
+    """Elements of this rank's part of a second copy of the parameter (`zero_hpz_partition_size`), on the device."""
+    reduced_numel: int = 0
+    """Elements of the parameter as it is cut over all ranks, padding included."""
     splits_master: bool = False
     """The master is kept as the bf16 parameter and what that lacks; see [Note: the split]."""
 
@@ -183,8 +204,8 @@ class Plan:
     stay_gathered: frozenset[str]
     """Parameters of which every rank has all values on its device always."""
     held: Mapping[str, Held]
-    """By kind: "parameters" (with fp32 masters that are the parameter), "gradients" (none where they are used as they
-    arrive), "master", each slot, "buffers"."""
+    """By kind: "parameters" (with fp32 masters that are the parameter), "secondary parameters" (of
+    `zero_hpz_partition_size`), "gradients" (none where they are used as they arrive), "master", each slot, "buffers"."""
     traffic: Mapping[str, Traffic]
     """Of a step, by kind: "parameters", "gradients", "optimizer state"."""
     files: tuple[tuple[Field, int], ...]
@@ -198,6 +219,13 @@ class Plan:
     """Most bytes of parameters gathered at a time: a unit in use and the next one. Beside the budget."""
     update_bytes: int = 0
     """Most bytes of tensors that are brought together for an update of the whole. Beside the budget."""
+    sent: Mapping[str, Sent] = field(default_factory=dict)
+    """What this rank sends to others in a step, by kind: "gradients", "parameters". Nothing by a rank alone."""
+    group_size: int | None = None
+    """Ranks of a group, where ranks are in groups (`mics_shard_size`, `zero_hpz_partition_size`, quantized gradients of
+    several machines)."""
+    tells_sent: bool = False
+    """Whether what is sent is worth a line: it depends on keys of the config other than the stage."""
 
     @property
     def file_bytes(self) -> int:
@@ -216,6 +244,11 @@ class Plan:
     def held_total(self) -> Held:
         """Bytes of all kinds."""
         return sum(self.held.values(), Held())
+
+    @property
+    def sent_total(self) -> Sent:
+        """Bytes sent in a step of all kinds."""
+        return sum(self.sent.values(), Sent())
 
     @property
     def traffic_total(self) -> Traffic:

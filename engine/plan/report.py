@@ -27,6 +27,7 @@ def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1, notes: bo
     whose = "" if world_size == 1 else f" (rank 0 of {world_size}; the others hold as much or less)"
     what = "training state rests" if trains else "parameters rest"
     lines = [f"where the {what}{whose}:", *_table(plan), *_budget(plan), *_traffic(plan, local_ranks, trains)]
+    lines += _sent(plan, world_size)
     if notes:
         lines += [*_beside(plan), *_drive(plan, local_ranks)]
     return "\n".join(lines)
@@ -115,6 +116,18 @@ def _traffic(plan: Plan, local_ranks: int, trains: bool) -> list[str]:
     if not trains:
         return [f"  each forward reads {read} from disk{sharers}"]
     return [f"  each step reads {read} from disk and writes {written}{sharers}"]
+
+
+def _sent(plan: Plan, world_size: int) -> list[str]:
+    """Say what a step sends, where that depends on groups of ranks, or on what travels as integers."""
+    if not plan.tells_sent:
+        return []
+    if plan.group_size is None:
+        parts = ", ".join(f"{kind} {format_bytes(sent.within)}" for kind, sent in plan.sent.items())
+        return [f"  each step sends {format_bytes(plan.sent_total.within)} from each rank to the others: {parts}"]
+    sent, groups = plan.sent_total, world_size // plan.group_size
+    within = f"each step sends {format_bytes(sent.within)} from each rank within its group of {plan.group_size}"
+    return [f"  {within} and {format_bytes(sent.between)} to other groups ({groups} groups)"]
 
 
 def _beside(plan: Plan) -> list[str]:

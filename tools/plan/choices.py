@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.plan.needs import find_needs, placement_settings
 from zstore.engine.plan.placement import make_plan
 from zstore.engine.plan.plan import OffloadTier, Plan
+from zstore.engine.plan.sent import with_sent
 from zstore.errors import BudgetError
 from zstore.sizes import format_bytes
 
@@ -88,16 +90,53 @@ def _rungs(job: Job) -> Iterator[tuple[str, Choice]]:
 
 def weigh(job: Job, choice: Choice, title: str = "") -> Outcome:
     """Return what `choice` needs, and what of it this machine lacks."""
-    machine = job.machine
     activations = activation_bytes(job, choice)
     config = make_config(job, choice)
-    plan = plan_of(job, config)
-    if "nvme" in (choice.optimizer, choice.parameters):
+    plan, too_small = _planned(job, config)
+    if too_small is not None:
+        config = _without_budget(config)
+    asks_budget = (config.get("zstore") or {}).get("host_budget_bytes") is not None
+    if not asks_budget and "nvme" in (choice.optimizer, choice.parameters):
         # A budget keeps in memory what fits; where it cannot even hold what must be there, the sizes without one say so.
         with contextlib.suppress(BudgetError):
             budgeted = make_config(job, choice, budget_bytes=_budget_bytes(job, choice, plan, activations))
             config, plan = budgeted, plan_of(job, budgeted)
-    transit = transit_bytes(job, choice, plan)
+    return _outcome(job, choice, title, config, plan)
+
+
+def weigh_given(job: Job) -> Outcome:
+    """Return what the job's own config needs, as it is written, and what of it this machine lacks."""
+    raw = dict(job.base or {})
+    resolved = _resolved(job, raw)
+    choice = Choice(
+        stage=resolved.stage,
+        optimizer=resolved.offload_optimizer.device,
+        parameters=resolved.offload_param.device,
+        micro_batch=resolved.batch.micro_batch_size,
+    )
+    plan, too_small = _planned(job, raw)
+    outcome = _outcome(job, choice, "as it is written", raw, plan)
+    if too_small is None:
+        return outcome
+    return replace(outcome, lacking=(f"host budget: {too_small}", *outcome.lacking))
+
+
+def _planned(job: Job, config: dict[str, Any]) -> tuple[Plan, BudgetError | None]:
+    """Return the plan of a config; where its host budget is too small, of the config without one, and the error."""
+    try:
+        return plan_of(job, config), None
+    except BudgetError as error:
+        return plan_of(job, _without_budget(config)), error
+
+
+def _without_budget(config: dict[str, Any]) -> dict[str, Any]:
+    own = {key: value for key, value in (config.get("zstore") or {}).items() if key != "host_budget_bytes"}
+    return config | {"zstore": own}
+
+
+def _outcome(job: Job, choice: Choice, title: str, config: dict[str, Any], plan: Plan) -> Outcome:
+    machine = job.machine
+    activations, transit = activation_bytes(job, choice), transit_bytes(job, choice, plan)
     held = plan.held_total
     on_device = held.device + transit + activations
     outcome = Outcome(
@@ -108,7 +147,7 @@ def weigh(job: Job, choice: Choice, title: str = "") -> Outcome:
         activations_bytes=activations,
         transit_bytes=transit,
         device_bytes=0 if machine.device_is_host else on_device,
-        host_bytes=machine.num_ranks * (held.host + held.pinned) + (on_device if machine.device_is_host else 0),
+        host_bytes=machine.num_ranks * (held.host + held.pinned + (on_device if machine.device_is_host else 0)),
         disk_bytes=machine.num_ranks * plan.file_bytes,
         seconds=step_seconds(job, choice, plan),
         lacking=(),
@@ -118,6 +157,8 @@ def weigh(job: Job, choice: Choice, title: str = "") -> Outcome:
 
 def make_config(job: Job, choice: Choice, budget_bytes: int | None = None) -> dict[str, Any]:
     """Return the config of a choice; `budget_bytes` is the machine's host budget."""
+    if job.base is not None:
+        return changed_config(job.base, choice, job.micro_batch, str(job.nvme_path), budget_bytes)
     zero: dict[str, Any] = {"stage": choice.stage}
     if job.machine.num_ranks > 1:
         zero |= {"reduce_bucket_size": BUCKET_NUMEL, "allgather_bucket_size": BUCKET_NUMEL}
@@ -140,24 +181,63 @@ def make_config(job: Job, choice: Choice, budget_bytes: int | None = None) -> di
     return config
 
 
+def changed_config(
+    base: Mapping[str, Any], choice: Choice, samples_per_rank: int, nvme_path: str, budget_bytes: int | None = None
+) -> dict[str, Any]:
+    """Return a copy of the config `base` with stage, offload and micro-batch of `choice`; a step keeps its samples.
+
+    A section of offload that asks for the same tier is kept as it is.
+    """
+    config = copy.deepcopy(dict(base))
+    for key in ("train_batch_size", "elasticity"):
+        config.pop(key, None)
+    config["train_micro_batch_size_per_gpu"] = choice.micro_batch
+    config["gradient_accumulation_steps"] = max(1, samples_per_rank // choice.micro_batch)
+    written = config.get("zero_optimization")
+    zero: dict[str, Any] = written if isinstance(written, dict) else {}
+    zero["stage"] = choice.stage
+    for older in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"):
+        zero.pop(older, None)
+    for key, tier in (("offload_optimizer", choice.optimizer), ("offload_param", choice.parameters)):
+        section = zero.get(key) or {}
+        if tier == "none":
+            zero.pop(key, None)
+        elif section.get("device") != tier:
+            kept = {name: value for name, value in section.items() if name == "pin_memory"}
+            zero[key] = {"device": tier} | ({"nvme_path": nvme_path} if tier == "nvme" else {}) | kept
+    config["zero_optimization"] = zero
+    if budget_bytes is not None:
+        config["zstore"] = {**(config.get("zstore") or {}), "host_budget_bytes": budget_bytes}
+    return config
+
+
 def plan_of(job: Job, config: dict[str, Any]) -> Plan:
     """Return rank 0's plan of a config, as the engine makes it. Raises ConfigError and BudgetError as the engine does."""
     machine = job.machine
-    resolved: Config = load_config(config).resolve(
-        ResolveContext(
-            world_size=machine.num_ranks,
-            hidden_size=job.model.hidden,
-            device_supports_bf16=job.precision == "bf16",
-            device_supports_fp16=job.precision == "fp16",
-        )
-    )
+    resolved = _resolved(job, config)
     budget = resolved.own.host_budget_bytes
+    if budget == "auto":
+        budget = machine.memory_bytes * _BUDGET_PERCENT // 100
     share = budget // machine.num_ranks if isinstance(budget, int) else None
     settings = placement_settings(resolved, budget_bytes=share, device_is_host=machine.device_is_host)
     slots = {one.name: _ADAM_SLOTS for one in job.model.shapes}
     units = job.model.units
     needs = find_needs(job.model.shapes, slots, resolved, world_size=machine.num_ranks, rank=0, units=units)
-    return make_plan(needs, settings, units)
+    ranks, native = machine.num_ranks, not machine.device_is_host
+    plan = make_plan(needs, settings, units)
+    return with_sent(plan, needs, resolved, ranks, native=native, local_world_size=ranks)
+
+
+def _resolved(job: Job, config: dict[str, Any]) -> Config:
+    return load_config(config).resolve(
+        ResolveContext(
+            world_size=job.machine.num_ranks,
+            hidden_size=job.model.hidden,
+            device_supports_bf16=job.precision == "bf16",
+            device_supports_fp16=job.precision == "fp16",
+            answers=job.answers,
+        )
+    )
 
 
 def _budget_bytes(job: Job, choice: Choice, plan: Plan, activations: int) -> int:
@@ -173,11 +253,16 @@ def _usable(nbytes: int) -> int:
     return nbytes * (100 - HEADROOM_PERCENT) // 100
 
 
-def _lacking(outcome: Outcome, machine: Machine) -> Iterator[str]:
-    for name, needed, usable in (
+def memories(outcome: Outcome, machine: Machine) -> list[tuple[str, int, int | None]]:
+    """Return (name, bytes needed, bytes that may be used or None where that is not known) of each memory."""
+    return [
         ("device", outcome.device_bytes, _usable(machine.gpu_bytes)),
         ("host", outcome.host_bytes, _usable(machine.memory_bytes)),
         ("disk", outcome.disk_bytes, machine.disk_bytes),
-    ):
+    ]
+
+
+def _lacking(outcome: Outcome, machine: Machine) -> Iterator[str]:
+    for name, needed, usable in memories(outcome, machine):
         if usable is not None and needed > usable:
             yield f"{name}: {format_bytes(needed)} needed, {format_bytes(usable)} usable"

@@ -54,14 +54,14 @@ def notes_of(job: Job, first: Outcome | None) -> list[str]:
 def print_plan(job: Job, choices: Sequence[Outcome], rungs: Sequence[Outcome], first: Outcome | None) -> None:
     """Print the tables, and of the first rung that fits the plan and the config."""
     console = make_console()
-    console.print(_headline(job), soft_wrap=True)
-    table = _table(job, "what fits where", ("stage", "optimizer", "parameters"))
+    console.print(headline(job), soft_wrap=True)
+    table = make_outcome_table(job, "what fits where", ("stage", "optimizer", "parameters"))
     for one in choices:
-        table.add_row(str(one.choice.stage), one.choice.optimizer, one.choice.parameters, *_cells(job, one))
+        table.add_row(str(one.choice.stage), one.choice.optimizer, one.choice.parameters, *cells(job, one))
     console.print(table)
-    table = _table(job, "the ladder: each rung adds to the ones before", ("rung",))
+    table = make_outcome_table(job, "the ladder: each rung adds to the ones before", ("rung",))
     for one in rungs:
-        table.add_row(one.title + (" <- the first that fits" if one is first else ""), *_cells(job, one))
+        table.add_row(one.title + (" <- the first that fits" if one is first else ""), *cells(job, one))
     console.print(table)
     if first is None:
         return
@@ -71,7 +71,8 @@ def print_plan(job: Job, choices: Sequence[Outcome], rungs: Sequence[Outcome], f
     console.print(json_module.dumps(first.config, indent=2), soft_wrap=True)
 
 
-def _headline(job: Job) -> str:
+def headline(job: Job) -> str:
+    """Return the line that says what is planned."""
     machine, model = job.machine, job.model
     devices = f"{machine.gpus} GPU(s) of {format_bytes(machine.gpu_bytes)}" if machine.gpus else "the CPU"
     disk = "" if machine.disk_bytes is None else f", {format_bytes(machine.disk_bytes)} of disk"
@@ -81,14 +82,16 @@ def _headline(job: Job) -> str:
     )
 
 
-def _table(job: Job, title: str, names: Sequence[str]) -> Table:
+def make_outcome_table(job: Job, title: str, names: Sequence[str]) -> Table:
+    """Return a table whose rows end with what choices need."""
     columns = ("host", "disk", "written per step", "s per step")
     table = make_table(names, columns if job.machine.device_is_host else ("each device", *columns), title)
     table.add_column("fits", overflow="fold")
     return table
 
 
-def _cells(job: Job, one: Outcome) -> list[str]:
+def cells(job: Job, one: Outcome) -> list[str]:
+    """Return the row of a choice in such a table, after its names."""
     written = one.plan.traffic_total.written * job.machine.num_ranks
     cells = [_size(one.host_bytes), _size(one.disk_bytes), _size(written), _seconds(one)]
     if not job.machine.device_is_host:
@@ -112,22 +115,28 @@ def document(
     job: Job, choices: Sequence[Outcome], rungs: Sequence[Outcome], first: Outcome | None, notes: list[str]
 ) -> dict[str, Any]:
     """Return what `--json` prints."""
-    model = {
-        name: getattr(job.model, name) for name in ("name", "num_parameters", "hidden", "num_layers", "vocab_size")
-    }
     return {
-        "model": model,
-        "machine": asdict(job.machine),
-        "job": {"micro_batch": job.micro_batch, "seq_length": job.seq_length, "precision": job.precision},
-        "choices": [_outcome(one) for one in choices],
-        "ladder": [_outcome(one) for one in rungs],
+        **shape_document(job),
+        "choices": [outcome_document(one) for one in choices],
+        "ladder": [outcome_document(one) for one in rungs],
         "first_that_fits": None if first is None else first.title,
         "config": None if first is None else first.config,
         "notes": notes,
     }
 
 
-def _outcome(one: Outcome) -> dict[str, Any]:
+def shape_document(job: Job) -> dict[str, Any]:
+    """Return what `--json` prints of the model, the machine and what is trained."""
+    names = ("name", "num_parameters", "hidden", "num_layers", "vocab_size")
+    return {
+        "model": {name: getattr(job.model, name) for name in names},
+        "machine": asdict(job.machine),
+        "job": {"micro_batch": job.micro_batch, "seq_length": job.seq_length, "precision": job.precision},
+    }
+
+
+def outcome_document(one: Outcome) -> dict[str, Any]:
+    """Return what `--json` prints of a choice."""
     names = (
         "title",
         "lacking",
@@ -147,5 +156,6 @@ def _outcome(one: Outcome) -> dict[str, Any]:
             "held": {kind: asdict(held) for kind, held in one.plan.held.items()},
             "disk_traffic_of_a_step": {kind: asdict(moved) for kind, moved in one.plan.traffic.items()},
             "file_bytes": one.plan.file_bytes,
+            "sent_in_a_step": {kind: asdict(sent) for kind, sent in one.plan.sent.items()},
         },
     }

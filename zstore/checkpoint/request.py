@@ -105,7 +105,9 @@ class SaveRequest(CheckpointPlan):
             if pin.tier != "disk" or self.disk_folders.get(name, self.disk_folder) in elsewhere
             if (known := self.unchanged(name)) is None or known.identity[0] != here or not known.is_there()
         ]
-        needed = self.world_size * sum(self.file_bytes(n, self.rank) for n in written if n not in self.pieces)
+        needed = sum(
+            self.grid(name).num_shards * self.file_bytes(name, 0) for name in written if name not in self.pieces
+        )
         # For a while a piece and the whole are both there.
         needed += sum(self.file_bytes(name, 0) for name in self.small)
         needed += sum(self.file_bytes(name, 0) + self.specs[name].nbytes for name in self.pieces)

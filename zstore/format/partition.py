@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ALIGN_NUMEL = 16
 BITS = 8
@@ -92,6 +92,11 @@ class Grid:
         """Return how many leading chunks of the shard hold at least one element; the rest are marked missing."""
         first, stop = self.shard_range(shard)
         return -(-(stop - first) // self.chunk_rows) * self.chunks_per_row
+
+    def joined(self, count: int) -> Grid:
+        """Return the grid of the same chunks whose shards are `count` of this one's: what `count` ranks hold, one rank
+        holds."""
+        return replace(self, shard_rows=self.shard_rows * count)
 
     def packed(self, numel: int = BITS) -> Grid:
         """Return how an array of one value for each `numel` elements is cut, 1-D: with the elements, chunk by chunk.

@@ -172,9 +172,9 @@ def check_optimizer(source: Source, client: torch.optim.Optimizer) -> None:
     if section is None:
         return
     params = section.params
-    kind = "AdamW" if isinstance(params, AdamParams) and params.adam_w_mode else section.type
+    kind: str = "AdamW" if isinstance(params, AdamParams) and params.adam_w_mode else section.type
+    stated = {} if kind == "Muon" else params.arguments()  # its groups differ
     kind = {"Muon": "MuonWithAdam"}.get(kind, kind)
-    stated = {} if kind == "MuonWithAdam" else params.arguments()
     differing = [
         f"params.{name} is {value}, there it is {client.defaults.get(name)}"
         for name, value in stated.items()

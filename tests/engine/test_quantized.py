@@ -1,0 +1,211 @@
+"""ZeRO++: matrices travel as integers, the bytes are those of the formula, and what rests stays exact."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import zstore
+from tests.engine.bits import digest
+from zstore.engine.access.safe_access import safe_get_full_fp32_param
+from zstore.engine.params.quantized import BLOCK_NUMEL, BlockCode, encoded_bytes
+from zstore.testing.ranks import run_ranks
+
+ROWS, WIDTH, STEPS = 96, 160, 3
+"""A rank's rows of a matrix of 96 x 160 on four ranks are 3,840 elements: 15 blocks."""
+
+
+# -- the code -----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def _coded(draw: st.DrawFn) -> tuple[BlockCode, torch.Tensor]:
+    lengths = draw(st.lists(st.integers(1, 70).map(lambda n: 16 * n), min_size=1, max_size=3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    values = torch.randn(draw(st.integers(1, 3)), sum(lengths), generator=generator)
+    values *= 10.0 ** torch.randint(-30, 30, values.shape, generator=generator).float().mul(
+        draw(st.sampled_from([0, 1]))
+    )
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    return BlockCode(tuple(lengths), draw(st.sampled_from([4, 8]))), values.to(dtype)
+
+
+@settings(max_examples=40, deadline=None)
+@given(_coded())
+def test_a_decoded_value_is_off_by_half_a_scale_at_most(coded: tuple[BlockCode, torch.Tensor]) -> None:
+    code, values = coded
+    encoded = code.encode(values)
+    assert encoded.shape == (len(values), sum(n * code.bits // 8 + 4 * math.ceil(n / 256) for n in code.lengths))
+    decoded = code.decode(encoded, torch.empty(values.shape))
+    first = 0
+    for length in code.lengths:
+        for start in range(first, first + length, BLOCK_NUMEL):
+            block = slice(start, min(start + BLOCK_NUMEL, first + length))
+            exact = values[:, block].double()
+            scale = exact.abs().amax(dim=1, keepdim=True) / (127 if code.bits == 8 else 7)
+            error = (decoded[:, block].double() - exact).abs()
+            assert (error <= scale / 2 * (1 + 1e-5) + 1e-38).all()
+        first += length
+    assert torch.equal(code.decode(encoded, torch.ones(values.shape), add=True), decoded + 1)
+
+
+def test_a_block_with_a_value_that_is_not_finite_has_none_that_is() -> None:
+    for value in (math.inf, -math.inf, math.nan):
+        for bits in (4, 8):
+            values = torch.ones(1, 3 * BLOCK_NUMEL)
+            values[0, BLOCK_NUMEL + 5] = value
+            decoded = BlockCode((3 * BLOCK_NUMEL,), bits).decode(
+                BlockCode((3 * BLOCK_NUMEL,), bits).encode(values), values.clone()
+            )
+            finite = decoded.isfinite().view(3, BLOCK_NUMEL)
+            assert finite.all(dim=1).tolist() == [True, False, True]
+            assert not finite[1].any()
+
+
+# -- runs ---------------------------------------------------------------------------------------------------------------
+
+
+class _Net(nn.Module):
+    """Two matrices in units of their own, biases, and a norm that persists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, ROWS), nn.Linear(ROWS, WIDTH)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def _config(zero: dict[str, Any], own: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "bf16": {"enabled": True},
+        # Biases persist.
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 200} | zero,
+        "zstore": {"journal": False} | (own or {}),
+        "steps_per_print": 0,
+    } | keys
+
+
+def _train(rank: int, config: dict[str, Any], load: str | None = None, save: str | None = None) -> dict[str, Any]:
+    """Train for some steps; return what was sent in the last of them, what was planned, and bits."""
+    torch.manual_seed(0)
+    seen: dict[str, str] = {}
+    with zstore.initialize(model=_Net(), config=config)[0] as engine:
+        if load is not None:
+            engine.load_checkpoint(load)
+        dtype = next(engine.module.parameters()).dtype
+        layer = engine.module.layers[0]
+        layer.register_forward_pre_hook(lambda *_: seen.update(weight=digest(layer.weight.data.clone())))
+        before = engine.statistics()
+        for step in range(STEPS):
+            before = engine.statistics()
+            for micro in range(engine.gradient_accumulation_steps()):
+                generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+                x = torch.randn(2, WIDTH, generator=generator).to(dtype)
+                engine.backward(engine(x).float().square().mean())
+                engine.step()
+        after = engine.statistics()
+        if save is not None:
+            engine.save_checkpoint(save)
+        masters = {
+            name: digest(safe_get_full_fp32_param(parameter)) for name, parameter in engine.module.named_parameters()
+        }
+        sent = {kind: after.sent_bytes[kind] - before.sent_bytes.get(kind, 0) for kind in after.sent_bytes}
+        return {
+            "sent": {kind: nbytes for kind, nbytes in sent.items() if nbytes and kind not in ("control", "broadcast")},
+            "reach": [
+                after.links[name].bytes - before.links[name].bytes if name in after.links else 0
+                for name in ("within_group", "between_groups")
+            ],
+            "planned": {kind: [sent.within, sent.between] for kind, sent in engine.training_state.plan.sent.items()},
+            "weight": seen["weight"],
+            "masters": masters,
+        }
+
+
+QW, QG = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+
+
+def _variants(folder: str) -> dict[str, dict[str, Any]]:
+    nvme = {"device": "nvme", "nvme_path": folder}
+    cpu = {"device": "cpu"}
+    return {
+        "exact": _config({}),
+        "both": _config(QW | QG),
+        "both, no prefetch, small buckets": _config(
+            QW | QG | {"stage3_prefetch_bucket_size": 0, "allgather_bucket_size": 5000, "reduce_bucket_size": 5000}
+        ),
+        "both, in the backward, on the host": _config(
+            QW | QG | {"offload_optimizer": cpu, "offload_param": cpu}, {"step_overlap": "backward"}
+        ),
+        "both, behind the step, on disk": _config(
+            QW | QG | {"offload_optimizer": nvme, "offload_param": nvme}, {"step_overlap": "forward"}
+        ),
+        "gradients, 8 bits, stage 2": _config(QG | {"stage": 2}, {"quantized_gradient_bits": 8}),
+        "both, fp32": _config(QW | QG, bf16={"enabled": False}),
+    }
+
+
+def _run_all(rank: int, folder: str) -> dict[str, dict[str, Any]]:
+    os.environ["LOCAL_WORLD_SIZE"] = "4"
+    found = {name: _train(rank, config) for name, config in _variants(folder).items()}
+    # Two machines of two ranks.
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    found["two hops"] = _train(rank, _config(QG))
+    found["two hops and a second copy"] = _train(rank, _config(QW | QG | {"zero_hpz_partition_size": 2}))
+    found["copies"] = _train(rank, _config(QW | {"mics_shard_size": 2}))
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(_run_all, 4, str(tmp_path_factory.mktemp("quantized")))
+
+
+def test_the_bytes_sent_are_those_of_the_formula_and_of_the_plan(runs: list[dict[str, dict[str, Any]]]) -> None:
+    for found in runs:
+        for name, run in found.items():
+            planned = {kind: sum(run["planned"][kind]) for kind in ("parameters", "gradients")}
+            assert run["sent"] == {"all_gather": planned["parameters"], "reduce_scatter": planned["gradients"]}, name
+        for name in ("two hops", "two hops and a second copy"):
+            reach = [sum(reach) for reach in zip(*found[name]["planned"].values(), strict=True)]
+            assert found[name]["reach"] == reach
+    matrices = 2 * ROWS * WIDTH
+    # A rank's rows are padded to 16 elements: of the norm, and of two biases.
+    vectors = sum(16 * math.ceil(n / 64) for n in (WIDTH, WIDTH, ROWS, WIDTH))
+    code = {bits: 2 * encoded_bytes(ROWS * WIDTH // 4, bits) for bits in (4, 8)}
+    assert code[8] == matrices / 4 * (1 + 4 / 256)
+    assert code[4] == matrices / 4 * (1 / 2 + 4 / 256)
+    forwards, others = 2, 3
+    updated = others * 2 * vectors  # what persists is gathered after the update, in its own type
+    gradients = forwards * others * 2 * vectors
+    sent = runs[0]["both"]["sent"]
+    # The last unit of the forward is there for the backward.
+    last = encoded_bytes(ROWS * WIDTH // 4, 8)
+    assert sent["all_gather"] == forwards * others * (2 * code[8] - last) + updated
+    assert sent["reduce_scatter"] == forwards * others * code[4] + gradients
+    assert runs[0]["two hops"]["sent"]["reduce_scatter"] == forwards * (1 * 2 + 1) * code[4] + gradients
+
+
+def test_every_rank_computes_with_the_same_bits_and_they_repeat(runs: list[dict[str, dict[str, Any]]]) -> None:
+    for name in runs[0]:
+        assert len({found[name]["weight"] for found in runs}) == 1
+        assert all(found[name]["masters"] == runs[0][name]["masters"] for found in runs)
+    same = [run["masters"] for name, run in runs[0].items() if name.startswith("both,") and "fp32" not in name]
+    assert len(same) == 3
+    assert all(masters == runs[0]["both"]["masters"] for masters in same)
+    assert runs[0]["both"]["masters"] != runs[0]["exact"]["masters"]
