@@ -1,0 +1,240 @@
+"""Which names of DeepSpeed's are answered, by module; and of others, what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_OPTIMIZERS = ("DeepSpeedCPUAdam", "FusedAdam")
+_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
+_INIT = ("GatheredParameters", "Init", "MiCS_Init", "register_external_parameter", "unregister_external_parameter")
+_ENUMS = ("OffloadDeviceEnum", "OffloadStateTypeEnum")
+_SAFE = tuple(
+    f"safe_{verb}_full_{what}"
+    for verb, whats in (("get", ("fp32_param", "grad", "optimizer_state")), ("set", ("fp32_param", "optimizer_state")))
+    for what in whats
+)
+_LEAVES = ("set_z3_leaf_modules", "unset_z3_leaf_modules", "get_z3_leaf_modules", "z3_leaf_module")
+_TO_FP32 = (
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+)
+_TORCH_COMM = (
+    "ReduceOp",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "destroy_process_group",
+    "gather",
+    "get_backend",
+    "get_global_rank",
+    "get_rank",
+    "get_world_size",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+)
+_COMM = (
+    *_TORCH_COMM,
+    "get_all_ranks_from_group",
+    "get_local_rank",
+    "get_world_group",
+    "init_distributed",
+    "log_summary",
+)
+_PROFILER = ("FlopsProfiler", "get_model_profile")
+_ZERO2_MEMORY = tuple(f"estimate_zero2_model_states_mem_needs{which}" for which in ("", "_all_cold", "_all_live"))
+_ZERO3_MEMORY = tuple(f"estimate_zero3_model_states_mem_needs{which}" for which in ("", "_all_cold", "_all_live"))
+_SPARSE = (
+    "BSLongformerSparsityConfig",
+    "BigBirdSparsityConfig",
+    "DenseSparsityConfig",
+    "FixedSparsityConfig",
+    "SparseSelfAttention",
+    "SparsityConfig",
+    "VariableSparsityConfig",
+)
+_CHECKPOINTING = (
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "non_reentrant_checkpoint",
+    "reset",
+)
+_ELASTICITY = (
+    "ElasticityConfigError",
+    "ElasticityError",
+    "ElasticityIncompatibleWorldSize",
+    "compute_elastic_config",
+    "elasticity_enabled",
+    "ensure_immutable_elastic_config",
+)
+_GROUPS = tuple(
+    f"{start}get_{kind}_parallel_{what}"
+    for kind in ("data", "model", "tensor_model", "sequence", "sequence_data", "expert")
+    for start, what in (
+        ("", "world_size"),
+        ("", "rank"),
+        ("", "group"),
+        ("_", "world_size"),
+        ("_", "rank"),
+        ("_", "group"),
+    )
+    if kind != "expert" or what != "group"
+)
+
+MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "deepspeed": {
+        "root": ("__git_branch__", "__git_hash__", "__version__", "version"),
+        "engine": ("DeepSpeedEngine",),
+        "initialize": ("add_config_arguments", "init_distributed", "initialize"),
+        "utils": ("OnDevice", "log_dist", "logger"),
+        "accelerator": ("get_accelerator",),
+    },
+    "deepspeed.accelerator": {"accelerator": ("get_accelerator",)},
+    "deepspeed.accelerator.real_accelerator": {"accelerator": ("get_accelerator",)},
+    "deepspeed.checkpoint": {},
+    "deepspeed.checkpoint.utils": {"utils": ("clone_tensors_for_torch_save",)},
+    "deepspeed.checkpointing": {"checkpointing": _CHECKPOINTING},
+    "deepspeed.comm": {"comm": _COMM},
+    "deepspeed.comm.comm": {"comm": _COMM},
+    "deepspeed.elasticity": {"elasticity": _ELASTICITY},
+    "deepspeed.elasticity.elasticity": {"elasticity": _ELASTICITY},
+    "deepspeed.git_version_info": {"root": ("version",)},
+    "deepspeed.ops": {},
+    "deepspeed.ops.adagrad": {"optimizers": ("DeepSpeedCPUAdagrad",)},
+    "deepspeed.ops.adam": {"optimizers": _OPTIMIZERS},
+    "deepspeed.ops.adam.cpu_adam": {"optimizers": ("DeepSpeedCPUAdam",)},
+    "deepspeed.ops.adam.fused_adam": {"optimizers": ("FusedAdam",)},
+    "deepspeed.ops.lamb": {"optimizers": ("FusedLamb",)},
+    "deepspeed.ops.lamb.fused_lamb": {"optimizers": ("FusedLamb",)},
+    "deepspeed.ops.lion": {"optimizers": ("DeepSpeedCPULion", "FusedLion")},
+    "deepspeed.ops.lion.cpu_lion": {"optimizers": ("DeepSpeedCPULion",)},
+    "deepspeed.ops.lion.fused_lion": {"optimizers": ("FusedLion",)},
+    "deepspeed.ops.sparse_attention": {"sparse_attention": _SPARSE},
+    "deepspeed.profiling": {},
+    "deepspeed.profiling.flops_profiler": {"profiling": _PROFILER},
+    "deepspeed.profiling.flops_profiler.profiler": {"profiling": _PROFILER},
+    "deepspeed.runtime": {},
+    "deepspeed.runtime.activation_checkpointing": {},
+    "deepspeed.runtime.activation_checkpointing.checkpointing": {"checkpointing": _CHECKPOINTING},
+    "deepspeed.runtime.engine": {"engine": ("DeepSpeedEngine",)},
+    "deepspeed.runtime.lr_schedules": {"lr_schedules": (*_SCHEDULES, "VALID_LR_SCHEDULES")},
+    "deepspeed.runtime.utils": {"runtime": ("see_memory_usage", "set_random_seed")},
+    "deepspeed.runtime.zero": {"zero": _INIT},
+    "deepspeed.runtime.zero.config": {"zero_types": ("ZeroStageEnum",)},
+    "deepspeed.runtime.zero.muon": {},
+    "deepspeed.runtime.zero.muon.original_muon": {"optimizers": ("Muon", "MuonWithAuxAdam")},
+    "deepspeed.runtime.zero.offload_config": {"zero_types": _ENUMS},
+    "deepspeed.runtime.zero.partition_parameters": {
+        "zero": (*_INIT, "zero_wrapper_for_fp_tensor_constructor"),
+        "zero_types": ("ZeroParamStatus",),
+        "accelerator": ("get_accelerator",),
+    },
+    "deepspeed.runtime.zero.stage3": {"profiling": _ZERO3_MEMORY},
+    "deepspeed.runtime.zero.stage_1_and_2": {"profiling": _ZERO2_MEMORY},
+    "deepspeed.runtime.zero.utils": {"zero": ("is_zero_param",)},
+    "deepspeed.utils": {
+        "utils": ("OnDevice", "RepeatingLoader", "instrument_w_nvtx", "log_dist", "logger", *_LEAVES),
+        "safe_access": _SAFE,
+    },
+    "deepspeed.utils.groups": {"groups": _GROUPS},
+    "deepspeed.utils.logging": {"utils": ("log_dist", "logger")},
+    "deepspeed.utils.tensor_fragment": {"safe_access": _SAFE},
+    "deepspeed.utils.zero_to_fp32": {"zero_to_fp32": _TO_FP32},
+    "deepspeed.zero": {"zero": _INIT},
+}
+"""DeepSpeed's module -> this package's module -> names that it gives."""
+
+INSTEAD: Mapping[str, str] = {
+    "autotuning": "`zstore tune --config FILE -- SCRIPT` searches for a config",
+    "checkpointing": "wrap the model's blocks in torch.utils.checkpoint",
+    "comm": "use torch.distributed, whose groups these are",
+    "compression": "nothing is compressed",
+    "DeepSpeedConfig": "a config is a dict or a path",
+    "add_tuning_arguments": "write arguments of the script's own; the schedule stands in the config",
+    "DeepSpeedTransformerConfig": "there are no transformer kernels; use torch's attention",
+    "DeepSpeedTransformerLayer": "there are no transformer kernels; use torch's attention",
+    "elasticity.elastic_agent": "`zstore run` and torchrun start ranks anew",
+    "HybridEngine": "there is no inference engine",
+    "inference": "there is no inference engine; `zstore consolidate` writes safetensors for a server",
+    "InferenceEngine": "there is no inference engine; `zstore consolidate` writes safetensors for a server",
+    "init_inference": "there is no inference engine; `zstore consolidate` writes safetensors for a server",
+    "launcher": "`zstore run` starts the ranks",
+    "linear": "take LoRA from peft",
+    "module_inject": "modules are not replaced; use torch's attention",
+    "moe": "there is no expert parallelism; the experts of transformers' models are parameters like any others",
+    "monitor": "engine.monitor takes a script's values; the config says where they go",
+    "ops": "kernels are torch's; Adam, AdamW and Adagrad are in ops.adam and ops.adagrad",
+    "pipe": "there is no pipeline parallelism; use ZeRO stage 3, with offload_param for models larger than memory",
+    "PipelineEngine": "there is no pipeline parallelism; use ZeRO stage 3",
+    "PipelineModule": "there is no pipeline parallelism; use ZeRO stage 3, with offload_param for models larger than memory",
+    "profiling": "use profiling.flops_profiler, or torch.profiler",
+    "runtime.config": "a config is a dict or a path",
+    "runtime.lr_schedules.add_tuning_arguments": "write arguments of the script's own; the schedule stands in the config",
+    "runtime.pipe": "there is no pipeline parallelism; use ZeRO stage 3",
+    "runtime.sequence_parallel": "there is no sequence parallelism",
+    "runtime.zero.stage_1_and_2": "the memory estimators are there; the optimizer is engine.optimizer",
+    "runtime.zero.stage3": "the memory estimators are there; the optimizer is engine.optimizer",
+    "runtime.zero.tiling": "a module's parameters are gathered as a whole; make several modules in a ModuleList",
+    "sequence": "there is no sequence parallelism",
+    "tp_model_init": "there is no tensor parallelism",
+    "utils.groups": "there is one group, of all ranks",
+    "utils.safe_get_local_fp32_param": "read the whole with safe_get_full_fp32_param",
+    "utils.safe_get_local_grad": "read the whole with safe_get_full_grad",
+    "utils.safe_get_local_optimizer_state": "read the whole with safe_get_full_optimizer_state",
+    "utils.timer": 'set "wall_clock_breakdown": true, or read engine.statistics()',
+    "zero.estimate_zero2_model_states_mem_needs_all_live": "it is in runtime.zero.stage_1_and_2",
+    "zero.estimate_zero3_model_states_mem_needs_all_live": "it is in runtime.zero.stage3",
+    "zero.TiledLinear": "a module's parameters are gathered as a whole; make several modules in a ModuleList",
+}
+"""Name within deepspeed, or a module's -> what to use instead, for it and all in it."""
+
+ENGINE_INSTEAD: Mapping[str, str] = {
+    "allreduce_gradients": "engine.step() does it",
+    "clip_fp32_gradients": 'engine.step() does it; set "gradient_clipping" in the config',
+    "deepspeed_io": "pass training_data to initialize(), or use a loader of the script's own",
+    "flops_profiler": "make deepspeed.profiling.flops_profiler.FlopsProfiler(engine.module, engine)",
+    "get_pld_theta": "layers are not dropped",
+    "load_universal_checkpoint": "engine.load_checkpoint() loads it",
+    "mpu": "there is no model parallelism",
+    "print_forward_breakdown": 'set "wall_clock_breakdown": true, or read engine.statistics()',
+    "set_custom_curriculum_learning_schedule": "order the data in the data set",
+    "set_data_post_process_func": "do it in the data set or loader",
+    "set_dataloader": "use a loader of the script's own",
+}
+"""Attribute of DeepSpeed's engine -> what to use instead."""
+
+_WHO = "zstore answers `import deepspeed` in this run (--as-deepspeed)"
+_WHERE = "docs/deepspeed.md lists the names that are there"
+
+
+def missing(dotted: str) -> str:
+    """Return the message about a name that is not there."""
+    inner = dotted.removeprefix("deepspeed.").split(".")
+    paths = (".".join(inner[:depth]) for depth in range(len(inner), 0, -1))
+    instead = next((INSTEAD[path] for path in paths if path in INSTEAD), None)
+    return f"{dotted} is not there: {_WHO}. " + (f"Instead: {instead}. {_WHERE}" if instead else _WHERE)
+
+
+def missing_of_engine(name: str) -> str | None:
+    """Return the message about an attribute of DeepSpeed's engine that is not there; None where nothing is known of it."""
+    instead = ENGINE_INSTEAD.get(name)
+    return None if instead is None else f"engine.{name} is not there: {_WHO}. Instead: {instead}. {_WHERE}"
