@@ -6,8 +6,9 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
+from zstore.checkpoint.moments import Moments
 from zstore.engine.config.config import Config, load_config, read_config
 from zstore.engine.config.resolve import ResolveContext, stand_ins
 from zstore.engine.params.tensors import PRECISIONS
@@ -30,6 +31,8 @@ from .model import DEFAULT_VOCAB, ModelShape, shape_of_model, shape_of_numbers
 from .options import PlanOptions
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
+GroupKey = Literal["mics_shard_size", "zero_hpz_partition_size"]
+
 _DEFAULT_NVME = PurePosixPath("/local_nvme")
 
 
@@ -53,6 +56,8 @@ class Job:
     """The config that is weighed, as JSON; a choice replaces its stage, offload and batch sizes. None: there is none."""
     answers: Mapping[str, Any] = field(default_factory=dict)
     """What stands for its "auto"."""
+    moments: Moments = "fp32"
+    """What the optimizer's moments are kept in."""
 
     @property
     def itemsize(self) -> int:
@@ -69,6 +74,8 @@ class Choice:
     parameters: OffloadTier = "none"
     micro_batch: int
     checkpointing: bool = False
+    groups: GroupKey | None = None
+    """Key that makes the ranks of a machine a group; None: there are no groups."""
 
 
 def make_job(options: PlanOptions) -> Job:
@@ -99,6 +106,7 @@ def make_job(options: PlanOptions) -> Job:
         memory_bytes=memory,
         disk_bytes=disk,
         rates=rates,
+        machines=options.machines,
     )
     nvme = _DEFAULT_NVME if given is None else given.nvme_path
     if options.measure is not None:
@@ -114,6 +122,7 @@ def make_job(options: PlanOptions) -> Job:
         precision_note=precision.note,
         base=None if given is None else given.raw,
         answers={} if given is None else given.answers,
+        moments=options.moments.value,
     )
 
 
