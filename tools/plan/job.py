@@ -53,6 +53,8 @@ class Job:
     """The config that is weighed, as JSON; a choice replaces its stage, offload and batch sizes. None: there is none."""
     answers: Mapping[str, Any] = field(default_factory=dict)
     """What stands for its "auto"."""
+    base_micro_batch: int | None = None
+    """Its samples in one forward."""
 
     @property
     def itemsize(self) -> int:
@@ -114,6 +116,7 @@ def make_job(options: PlanOptions) -> Job:
         precision_note=precision.note,
         base=None if given is None else given.raw,
         answers={} if given is None else given.answers,
+        base_micro_batch=None if given is None else given.resolved.batch.micro_batch_size,
     )
 
 
