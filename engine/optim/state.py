@@ -195,7 +195,7 @@ class OptimizerState:
 
     def moment(self, record: ParameterRecord, slot: str) -> tuple[list[str], MomentTiles]:
         """Return the arrays that rest of one of the kernel's slots, and what makes its values out of them."""
-        found = [one for one in self.slots_of(record) if one.name == slot or one.entry == slot]
+        found = [one for one in self.slots_of(record) if slot in (one.name, one.entry)]
         names = [optimizer_array(one.name, record.name) for one in found]
         return names, MomentTiles(found, record.name, 0, record.owned_range[0])
 

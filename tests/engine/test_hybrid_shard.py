@@ -3,7 +3,6 @@ bytes by formula."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 import zstore
-from tests.engine.bits import Case, compare_all, digest, engine_digests
+from tests.engine.bits import Case, compare, digest, engine_digests
 from tests.engine.block_models import Base, ids_of
 from tests.engine.models import Block, batch, make_net
 from tests.engine.resume_runs import config as resumed_config
@@ -47,10 +46,13 @@ def _cases() -> list[Case]:
     ]
 
 
+def _compare(rank: int) -> list[str]:
+    return [f"{case}: {found}" for case in _cases() for found in compare(case, rank, RANKS, steps=2)]
+
+
 def test_bits_are_those_of_the_plain_loop() -> None:
-    cases = [asdict(case) for case in _cases()]
-    for failed in run_ranks(compare_all, RANKS, RANKS, cases, timeout_s=120):
-        assert failed == []
+    for differences in run_ranks(_compare, RANKS, timeout_s=120):
+        assert differences == []
 
 
 def _step_bytes(rank: int, folder: str, changes: list[dict[str, Any]]) -> list[dict[str, int]]:
@@ -113,10 +115,10 @@ def _step_bytes(rank: int, folder: str, changes: list[dict[str, Any]]) -> list[d
 
 def test_bytes_are_those_of_the_formulas_and_of_the_plan(tmp_path: Path) -> None:
     offloads = {"offload_optimizer": {}, "offload_param": {}}
-    changes = [{}, MICS, HPZ, HPZ | offloads, MICS | {"stage": 2}, MICS | {"stage": 1, "reduce_scatter": False}]
+    changes = [{}, MICS, HPZ, HPZ | offloads, MICS | {"stage": 1, "reduce_scatter": False}]
     near, far = GROUP - 1, RANKS - GROUP
     by_rank = run_ranks(_step_bytes, RANKS, str(tmp_path), changes)
-    for full, mics, hpz, offloaded, second_stage, first_stage in by_rank:
+    for full, mics, hpz, offloaded, first_stage in by_rank:
         whole, large = full["all padded"], full["large padded"]
         small = whole - large
         gathers = MICRO * (2 * large - full["turn padded"])
@@ -131,12 +133,10 @@ def test_bytes_are_those_of_the_formulas_and_of_the_plan(tmp_path: Path) -> None
         assert hpz["between"] == (MICRO * whole + large + small) * far // RANKS
         later = gathers_near - full["large near"]
         assert hpz["within"] == (MICRO * whole + large + small) * near // RANKS + later * near // GROUP
-        assert second_stage["between"] == mics["between"]
-        assert second_stage["within"] == MICRO * whole * near // RANKS + full["all near"] * near // GROUP
         # An all-reduce a step, over all ranks.
         assert first_stage["between"] == 2 * whole * far // RANKS
         assert first_stage["within"] == 2 * whole * near // RANKS + full["all near"] * near // GROUP
-        for one in (mics, hpz, offloaded, second_stage, first_stage):
+        for one in (mics, hpz, offloaded, first_stage):
             assert (one["within"], one["between"]) == (one["planned within"], one["planned between"])
             assert one["within"] + one["between"] == one["all"]
             assert one["second"] == one["planned second"]
@@ -176,9 +176,9 @@ def _load_and_save(rank: int, folder: str, keys: dict[str, Any], loads: str, sav
     with _engine(keys, folder, 1) as engine:
         engine.load_checkpoint(f"{folder}/ckpt", loads)
         engine.save_checkpoint(f"{folder}/ckpt", saves)
+        # What is left out is compared by digests with what the load before gave.
+        engine.load_checkpoint(f"{folder}/part", "part")
         train(engine, 1)
-    with _engine(keys, folder, 0) as engine:
-        engine.load_checkpoint(f"{folder}/part", "part")  # compares frozen parameters by their digests
 
 
 def test_checkpoints_of_copies_are_written_once_and_load_anywhere(tmp_path: Path) -> None:
@@ -187,14 +187,13 @@ def test_checkpoints_of_copies_are_written_once_and_load_anywhere(tmp_path: Path
         assert linked > 0
         assert resumed == expected
     run_ranks(_load_and_save, 3, folder, {}, "copies", "of-three")
-    run_ranks(_load_and_save, RANKS, folder, HPZ, "of-three", "second")
-    run_ranks(_load_and_save, RANKS, folder, MICS, "second", "back")
+    run_ranks(_load_and_save, RANKS, folder, MICS, "of-three", "back")
     with open_checkpoint(tmp_path / "ckpt", "copies") as copies:
         embed = copies.array("model/embed.weight")
         assert embed.grid.num_shards == GROUP
         files = [path for path in (tmp_path / "ckpt" / "copies").rglob("c.*") if "model/embed.weight" in str(path)]
         assert len(files) == GROUP
-        for tag in ("of-three", "second", "back"):
+        for tag in ("of-three", "back"):
             with open_checkpoint(tmp_path / "ckpt", tag) as other:
                 assert verify_checkpoint(other) == []
                 assert copies.arrays.keys() == other.arrays.keys()
@@ -222,10 +221,10 @@ def _masters(engine: Engine) -> dict[str, str]:
 
 
 def _with_others(rank: int) -> dict[str, Any]:
-    """Train with an optimizer of whole tensors by three configs, the last one from a model built in shards; and reduce as
+    """Train with an optimizer of whole tensors by three configs, one of them from a model built in shards; and reduce as
     other backends do."""
     found: list[dict[str, str]] = []
-    for keys, built in (({}, False), (MICS, False), (MICS, True), (HPZ, True)):
+    for keys, built in (({}, False), (MICS, True), (HPZ, False)):
         config = make_config(3, "cpu", optimizer={"type": "adafactor", "params": {"lr": 1e-2}}, scheduler=None)
         config["zero_optimization"] |= keys
         with zstore.Init(config=config, enabled=built):
@@ -255,7 +254,7 @@ _TWO_COPIES = Sharding.of_stage(3, RANKS, copy_size=GROUP)
 
 def test_whole_tensors_models_in_shards_and_reductions_of_other_backends() -> None:
     for one in run_ranks(_with_others, RANKS):
-        assert one["masters"][1:] == one["masters"][:1] * 3
+        assert one["masters"][1:] == one["masters"][:1] * 2
         assert one["close"]
         assert one["sent"]["within_group"] == one["bytes"] * (GROUP - 1) // GROUP
         assert one["sent"]["between_groups"] == 2 * one["bytes"] * (COPIES - 1) // RANKS

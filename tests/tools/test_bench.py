@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import (
     activations,
@@ -18,6 +19,7 @@ from bench import (
     disk,
     durability,
     limits,
+    named_optimizers,
     offload,
     optimizer,
     overhead,
@@ -59,6 +61,21 @@ def test_step_benchmark_counts_the_bytes_of_a_step(tmp_path: Path, monkeypatch: 
     # Master and two moments, read and written; small parameters rest in memory, padding and checksums add to the others.
     assert 20 < figures["bytes_per_parameter"] < 27
     assert 0 < figures["save_new_blocks_percent"] < 25  # of a tiny model, the small parameters are much
+
+
+def test_named_optimizers_are_compared_with_their_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "named.json"
+    arguments = ["--path", str(tmp_path), "--names", "Lion", "Adafactor", "--steps", "2", "--tokens", "16"]
+    monkeypatch.setattr(sys, "argv", ["named_optimizers", *arguments, "--json", str(out)])
+    threads = torch.get_num_threads()
+    try:
+        named_optimizers.main()
+    finally:
+        torch.set_num_threads(threads)
+    lion, adafactor = json.loads(out.read_text())["rows"]
+    assert lion["most_apart"] == adafactor["most_apart"] == 0
+    assert lion["slot_bytes_per_parameter"] == 4
+    assert 0 < adafactor["slot_bytes_per_parameter"] < 0.2
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")

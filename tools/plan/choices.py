@@ -73,9 +73,9 @@ def ladder(job: Job) -> list[Outcome]:
 
 
 def _rungs(job: Job) -> Iterator[tuple[str, Choice]]:
-    choice = Choice(stage=0, micro_batch=job.micro_batch)
+    choice = Choice(stage=0, micro_batch=job.base_micro_batch or job.micro_batch)
     yield "as asked, stage 0", choice
-    if job.micro_batch > 1:
+    if choice.micro_batch > 1:
         choice = replace(choice, micro_batch=1)
         yield "micro-batch 1", choice
     choice = replace(choice, checkpointing=True)

@@ -58,6 +58,8 @@ class Job:
     """What stands for its "auto"."""
     moments: Moments = "fp32"
     """What the optimizer's moments are kept in."""
+    base_micro_batch: int | None = None
+    """Its samples in one forward."""
 
     @property
     def itemsize(self) -> int:
@@ -123,6 +125,7 @@ def make_job(options: PlanOptions) -> Job:
         base=None if given is None else given.raw,
         answers={} if given is None else given.answers,
         moments=options.moments.value,
+        base_micro_batch=None if given is None else given.resolved.batch.micro_batch_size,
     )
 
 

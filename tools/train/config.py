@@ -78,6 +78,14 @@ class TrainOptions:
         int | None, typer.Option(help="Tokens in a sample (default: the resumed run's, or 128).", min=2, metavar="N")
     ] = None
     lr: Annotated[float | None, typer.Option(help="Learning rate; overrides the configuration.", metavar="X")] = None
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Optimizer by name, as AdamW, SGD, Lion, Lamb, Adafactor or Muon; overrides the configuration, and where that "
+            "names another one its arguments.",
+            metavar="NAME",
+        ),
+    ] = None
     micro_batch: Annotated[
         int | None,
         typer.Option(
@@ -130,6 +138,8 @@ def load_train_config(options: TrainOptions) -> Config:
     raw.setdefault("steps_per_print", 0)
     if options.micro_batch is not None:
         raw[_BATCH] = options.micro_batch
+    if options.optimizer is not None:
+        _set_optimizer(raw, options.optimizer)
     if options.lr is not None:
         _set_lr(raw, options.lr)
     _keep(options, raw)
@@ -175,10 +185,20 @@ def _section(raw: dict[str, Any], name: str) -> dict[str, Any]:
     return section
 
 
+def _set_optimizer(raw: dict[str, Any], name: str) -> None:
+    """Name another optimizer; its learning rate and other arguments are not the former one's."""
+    section = _section(raw, "optimizer")
+    if str(section.get("type")).lower() != name.lower():
+        raw["optimizer"] = {"type": name}
+
+
 def _set_lr(raw: dict[str, Any], lr: float) -> None:
     optimizer = _section(raw, "optimizer")
     optimizer.setdefault("type", "AdamW")
-    _section(optimizer, "params")["lr"] = lr
+    params = _section(optimizer, "params")
+    params["lr"] = lr
+    for name in ("muon_lr", "adam_lr"):  # they would stand in its place
+        params.pop(name, None)
     schedule: Mapping[str, Any] = raw.get("scheduler") or {}
     params = schedule.get("params") or {}
     if "warmup_max_lr" in params:

@@ -97,7 +97,7 @@ class _Reshard:
         codes = codes_of_scales(name)
         if fqn and not group and model_array(fqn) in specs:
             grid = make_grid(specs[model_array(fqn)].stored_shape, world_size).packed()
-        elif codes in specs and specs[name] == scales_spec(specs[codes]):
+        elif codes is not None and codes in specs and specs[name] == scales_spec(specs[codes]):
             whole = specs[codes].stored_shape
             grid = make_grid(whole, world_size).packed(block_numel(whole))
         return grid_in_checkpoint(shape, specs[name].itemsize, grid, world_size)
