@@ -6,7 +6,8 @@ process has resident in steps after the first, less what it had before that: act
 waited for the drive. Ratios are to the row that keeps everything. The losses of all rows are the same bits. "host" is not
 among them: on a CPU it is where activations are anyway.
 
-    python -m bench.activations [--tokens 4096] [--hidden 384] [--layers 12] [--steps 4] [--path FOLDER] [--json FILE]
+    python -m bench.activations [--tokens 4096] [--hidden 384] [--layers 12] [--steps 4] [--rows ROW ...] [--path FOLDER]
+                                [--json FILE]
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--steps", type=int, default=4, help="steps of each row; the first warms up")
+    parser.add_argument(
+        "--rows", nargs="+", choices=list(_ROWS)[1:], default=list(_ROWS)[1:], help="rows beside the first"
+    )
     parser.add_argument("--path", type=Path, help="folder on the drive to be measured; by default a temporary one")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
@@ -60,7 +64,8 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         f"{'activations':32}{'peak MiB':>10}{'ratio':>8}{'s a step':>10}{'ratio':>8}{'MiB moved':>11}{'waited s':>10}"
     )
     rows: dict[str, dict[str, Any]] = {}
-    for name, own in _ROWS.items():
+    for name in ("kept", *options.rows):
+        own = _ROWS[name]
         rows[name] = row = run_ranks(_train, 1, own, shape, folder, timeout_s=600)[0]
         first = rows["kept"]
         row |= {"peak_ratio": row["peak_bytes"] / first["peak_bytes"], "step_ratio": row["step_s"] / first["step_s"]}

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bench import (
+    activations,
     checkpoint,
     command_ranks,
     convergence,
@@ -308,6 +309,17 @@ def test_trainer_benchmark_sets_steps_saves_and_memory_beside_trainer_alone(
     assert figures["step"]["ratio"] > 0
     assert 0 < figures["save"]["new_bytes"] <= figures["save"]["total_bytes"]
     assert figures["save"]["weights_bytes"] > 4 * figures["parameters"]
+
+
+def test_activations_benchmark_trains_the_same_in_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "activations.json"
+    shape = ["--tokens", "256", "--hidden", "128", "--layers", "2", "--steps", "2"]
+    shape += ["--rows", "computed again, inputs on disk"]
+    monkeypatch.setattr(sys, "argv", ["activations", "--path", str(tmp_path), *shape, "--json", str(out)])
+    activations.main()  # raises where the losses differ
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["written_bytes"] > 0 for row in rows.values()] == [False, True]
+    assert all(row["step_s"] > 0 for row in rows.values())
 
 
 def test_convergence_benchmark_sets_cases_beside_the_exact_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
