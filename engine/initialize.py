@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from zstore.attention import apply as apply_sparse_attention
 from zstore.errors import ConfigError, UsageError
 from zstore.io.files import Files
 from zstore.ranks.world import World
@@ -27,7 +28,9 @@ from .engine import Engine
 from .loader import Collate, TrainingLoader
 from .lr_schedules import LRSchedule, named_schedule
 from .optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
+from .optim.tensor_kernel import needs_whole_tensors
 from .plan.rates import MatmulRates, find_rates, tell_choice, warn_of_slow
+from .report.comms import open_comms_log
 from .report.monitors import open_monitors
 from .runtime.distributed import init_distributed
 from .runtime.messages import show_messages
@@ -96,16 +99,22 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             device_supports_bf16=rates is not None and "bf16" in rates.native,
             device_supports_fp16=rates is not None and "fp16" in rates.native,
             client_optimizer=optimizer is not None,
+            whole_tensors=optimizer is not None and needs_whole_tensors(type(optimizer)),
             client_scheduler=lr_scheduler is not None,
             frozen=frozen,
             answers=answers,
         )
     )
+    if resolved.settings.log_level is not None:
+        _log.setLevel(resolved.settings.log_level.upper())
     if world.rank == 0:
         for line in resolved.report():
             _log.warning("%s: %s", resolved.source, line)
         if rates is not None:
             _say_precision(loaded, resolved, rates)
+    if resolved.settings.sparse_attention is not None:
+        apply_sparse_attention(model, resolved.settings.sparse_attention.pattern())
+    world.log = open_comms_log(resolved.settings.comms_logger, world)
     with _watched(world, resolved.own.silent_rank_s or None):
         require_shared_folder(resolved, world)
         facade = _optimizer(resolved, optimizer, model_parameters, model)

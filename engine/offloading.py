@@ -67,7 +67,7 @@ class OffloadedStates:
 
         self._access.finished(call, check, changes=True, moves=True)
         if self._access.units is not None:
-            self._access.units.forget()
+            self._access.units.values_change()
         try:
             with self._training.world.agreeing():
                 self._move(names, tier)

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from zstore.errors import NonFiniteError, UsageError
+from zstore.ranks.groups import Groups
 from zstore.ranks.world import World
 
+from .activations.offload import ActivationOffload
 from .build.compiled import CompiledUnits, Compiler
 from .config.config import Config
 from .config.resolve import BatchSizes
@@ -24,6 +26,7 @@ from .optim.in_backward import OptimizerInBackward
 from .optim.loss_scale import LossScaler
 from .optim.optimizer import ZeroOptimizer
 from .optim.state import OptimizerState
+from .optim.tensor_step import TensorStep
 from .optim.update import StepSettings, Update
 from .optim.updater import StepMode, Updater
 from .params.record import ParameterRecord, Residency, Sharding
@@ -209,6 +212,10 @@ class Training:
     """The parts of a run on this rank, wired by `initialize`."""
 
     world: World
+    copy_world: World
+    """The ranks that hold one copy of what is sharded: all, or those of a group."""
+    groups: tuple[Groups, ...]
+    """Of ranks that hold one copy of the state, or of the parameters; none where each is for itself."""
     config: Config
     accumulation: Accumulation
     sharding: Sharding
@@ -228,7 +235,11 @@ class Training:
     run_id: str
     """Of the whole training run; a resumed one keeps it."""
     client_step: ClientStep | None
-    """Takes the steps of an optimizer that must see whole tensors."""
+    """Takes the steps of an optimizer of the client's that is not known, over whole tensors."""
+    tensor_step: TensorStep | None = None
+    """Takes the steps of one that is known to need whole tensors."""
+    activations: ActivationOffload | None = None
+    """None where activations stay on the device."""
     compiled: CompiledUnits | None = None
     """None where no unit is compiled, or the whole model is."""
     counters: Counters = field(default_factory=Counters)
@@ -277,6 +288,8 @@ class Training:
 
     def compile(self, compiler: Compiler) -> None:
         """Compile the model, or where parameters come and go its units; what was compiled before is compiled anew."""
+        if self.activations is not None:
+            self.activations.take_all()
         if self.hooks is None:
             self.model._compiled_call_impl = compiler(self.model._call_impl)
             return
@@ -340,11 +353,15 @@ class Training:
             # Not before: ranks whose forwards differ meet in the backward's own collectives, which tell them.
             error, self._error_behind = self._error_behind, None
             self.pending.agree(error)
+            if self.activations is not None:
+                self.activations.end_backward()
         except BaseException as raised:
             self.abandon_backward(raised)
             raise
         if self.pending.is_in_backward and self.pending.in_backward is not None:
             self.pending.in_backward.end_backward()
+            if self.hooks is not None:
+                self.hooks.units.values_change(by_step=True)
         self.accumulation.backwards += 1
 
     def abandon_backward(self, raised: BaseException) -> None:
@@ -383,9 +400,7 @@ class Training:
             self.gradients.reduce()
             if self._needs_gradients:
                 self._require_gradients()
-            self._raw_norm = global_norm(
-                self.trained, self.gradients, self.world, state_is_sharded=self.state.is_sharded
-            )
+            self._raw_norm = global_norm(self.trained, self.gradients, self.world, sharding=self.sharding)
         return self._raw_norm
 
     def step(self) -> None:
@@ -396,7 +411,7 @@ class Training:
         gradient UsageError, before any state is changed; the gradients are dropped.
         """
         if self.hooks is not None:
-            self.hooks.units.forget()  # what a forward without a backward left is old now
+            self.hooks.units.values_change(by_step=True)  # what a forward without a backward left is old now
         try:
             norm = self.measure()
             self.norm = norm / self.scaler.scale
@@ -450,7 +465,9 @@ class Training:
 
         def at_once() -> None:
             update = Update(self.state, records, settings, self.gradients.take)
-            if self.client_step is None:
+            if self.tensor_step is not None:
+                self.tensor_step.run(update)
+            elif self.client_step is None:
                 update.run()
             else:
                 self.client_step.run(records, settings.factor, self.gradients.take)
@@ -479,7 +496,7 @@ class Training:
         """Bring every rank's rows of resident parameters to all ranks, after their owners changed them."""
         if self.state.is_sharded:
             resident = [record for record in records if record.residency is Residency.RESIDENT]
-            all_gather_rows(self.world, resident, self._gather_numel, lambda record: record.full)
+            all_gather_rows(self.copy_world, resident, self._gather_numel, lambda record: record.full)
 
     def _count(self, overflow: bool) -> None:
         """Count the step and let loss scale and schedule follow."""
@@ -507,4 +524,8 @@ class Training:
             self.compiled.remove()
         if self.hooks is not None:
             self.hooks.remove()
+        for groups in self.groups:
+            groups.release()
+        if self.activations is not None:
+            self.activations.close()
         self.state.store.close()

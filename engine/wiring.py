@@ -5,16 +5,23 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
 
 from zstore.errors import UsageError
 from zstore.io.files import Files
+from zstore.ranks.groups import Groups, make_groups
 from zstore.ranks.world import World
 from zstore.store import TensorStore
 
+from .activations.blocks import find_blocks
+from .activations.offload import ActivationOffload
+from .activations.recompute import set_up_checkpointing
+from .activations.tiers import ActivationTier, DiskPieces, HostPieces
 from .build.layout import Layout
 from .build.model import check_model, place_buffers
 from .build.store import open_store, store_key
@@ -27,20 +34,26 @@ from .optim.client_step import ClientStep, WholeKernel, check_client
 from .optim.in_backward import OptimizerInBackward
 from .optim.kernel import ELEMENT_WISE, Kernel, kernel_for
 from .optim.loss_scale import LossScaler
+from .optim.moments import check_moments
 from .optim.optimizer import ZeroOptimizer, group_of_parameters
 from .optim.state import OptimizerState
+from .optim.tensor_kernel import TensorKernel, kernels_for, needs_whole_tensors
+from .optim.tensor_step import TensorStep
 from .optim.updater import StepMode, Updater
 from .params.gradient_types import GradientTypes
-from .params.record import Sharding, named_parameters
+from .params.record import ParameterRecord, Sharding, named_parameters
 from .params.tensors import PRECISIONS
 from .params.units import Unit, find_units
-from .plan.needs import spill_pool_bytes
-from .plan.plan import Plan
+from .plan.needs import activation_pool_bytes, spill_pool_bytes
+from .plan.plan import Plan, Slots, TensorSlot
 from .plan.run import budget_of_rank, check_drives, plan_run
 from .runtime.allocator import map_large_blocks
 from .training import Accumulation, PendingUpdate, Training
+from .zero.copies import CopiesReduction
 from .zero.gradients import GradientRules, Gradients, WholeGradients
 from .zero.hooks import UnitHooks
+from .zero.quantized_gradients import quantized_reducer
+from .zero.secondary import SecondaryShards
 from .zero.spill import GradientSpill
 from .zero.unit_gradients import UnitGradients
 from .zero.unshard import make_sharded_units
@@ -64,20 +77,24 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     `files` is what the run's store touches its disks through, `streams` what copies between host and device.
     """
     offloads_parameters = config.offload_param.device != "none"
-    sharding = Sharding.of_stage(config.stage, world.world_size, offloads_parameters=offloads_parameters)
+    sharding = Sharding.of_stage(
+        config.stage, world.world_size, offloads_parameters=offloads_parameters, copy_size=config.copy_size
+    )
     groups = {} if config.frozen else group_of_parameters(optimizer, model)
     kernels = _kernels(optimizer, config)
+    section = config.settings.activation_checkpointing
+    set_up_checkpointing(model, section, enable=config.own.gradient_checkpointing and not config.frozen)
     names = list(named_parameters(model))
     check_model(model, world, gathers=sharding.parameters)
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
     built = BuiltModel(model, world, copies=config.frozen)
     streams = streams or streams_for(world.device)
-    slots = {name: kernels[groups[p]].slots for name, _, p in names if p in groups}
+    slots = {name: _kept(kernels[groups[p]], p) for name, _, p in names if p in groups}
     plan, store = _open(model, config, built, slots, streams, files)
     if config.frozen:
         model.requires_grad_(False)
     transfers = Transfers(streams, store.links)
-    if config.offload_optimizer.nvme_paths or config.offload_param.nvme_paths:
+    if config.offload_optimizer.nvme_paths or config.offload_param.nvme_paths or config.activations_paths:
         map_large_blocks()
     try:
         _require_own_snapshots(config, store, world)
@@ -92,6 +109,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             is_sharded=sharding.optimizer_state,
             splits=config.own.split_master,
             keeps_whole=whole,
+            moments=config.moments,
             types=types,
         )
         layout = Layout(config, sharding, built, plan)
@@ -101,16 +119,25 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         live_numel = config.zero.stage3_max_live_parameters if sharding.parameters else None
         units = find_units(model, {record.parameter: record for record in records}, live_numel)
         updater, mode = Updater(store, transfers), StepMode(config.step_overlap)
-        hooks = None
+        hooks, rank_groups = None, _groups(config, sharding, world)
+        copy_world = world if sharding.num_copies == 1 else rank_groups[0].within
         if sharding.parameters:
-            hooks = UnitHooks(model, units, make_sharded_units(units, config, store, world, transfers))
+            secondary = None
+            if rank_groups and sharding.num_copies == 1:
+                secondary = SecondaryShards(rank_groups[0].within, rank_groups[0].between.world_size)
+            sharded = make_sharded_units(
+                units, config, store, transfers, world=world, copy_world=copy_world, secondary=secondary
+            )
+            hooks = UnitHooks(model, units, sharded)
             hooks.units.on_ready(updater.wait_for)
-        gradients = _gradients(state, units, hooks, config, sharding, world)
+        gradients = _gradients(state, units, hooks, config, sharding, world, rank_groups)
         in_backward = None
         if mode is StepMode.BACKWARD and isinstance(gradients, UnitGradients):
             in_backward = OptimizerInBackward(model, state, gradients, updater)
         return Training(
             world=world,
+            copy_world=copy_world,
+            groups=rank_groups,
             config=config,
             accumulation=Accumulation(batch=config.batch, world_size=world.world_size),
             sharding=sharding,
@@ -127,17 +154,37 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             loader=loader,
             run_id=world.broadcast_object(uuid.uuid4().hex),
             client_step=ClientStep(optimizer.client, state) if whole else None,
+            tensor_step=TensorStep(state, copy_world)
+            if any(isinstance(one, TensorKernel) for one in kernels)
+            else None,
+            activations=_activations(model, records, config, store, transfers),
         )
     except BaseException:
         store.close()
         raise
 
 
+def _activations(
+    model: nn.Module, records: Sequence[ParameterRecord], config: Config, store: TensorStore, transfers: Transfers
+) -> ActivationOffload | None:
+    """Return what takes activations off the device; None where they stay."""
+    tier: ActivationTier
+    if config.activations == "disk":
+        tier = DiskPieces(store, transfers, activation_pool_bytes(store.options.host_budget_bytes))
+    elif config.activations == "host" and not transfers.streams.device_is_host:
+        tier = HostPieces(store, transfers)
+    else:
+        if config.activations == "host":
+            _log.info("activations stay where they are: the CPU computes, in host memory")
+        return None
+    return ActivationOffload(model, records, find_blocks(model), tier, transfers)
+
+
 def _open(
     model: nn.Module,
     config: Config,
     built: BuiltModel,
-    slots: Mapping[str, tuple[str, ...]],
+    slots: Mapping[str, Slots],
     streams: Streams,
     files: Files | None,
 ) -> tuple[Plan, TensorStore]:
@@ -163,14 +210,31 @@ def _require_own_snapshots(config: Config, store: TensorStore, world: World) -> 
             )
 
 
+def _kept(kernel: Kernel, parameter: nn.Parameter) -> Slots:
+    """Return what the optimizer keeps of a parameter, for the plan."""
+    if isinstance(kernel, TensorKernel):
+        return tuple(TensorSlot(slot.name, slot.shape) for slot in kernel.arrays_of(parameter.shape))
+    return kernel.slots
+
+
 def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
     """Return the kernel of each parameter group. Raises UsageError where the config does not let the optimizer do what it
     does."""
+    if needs_whole_tensors(optimizer.kind):
+        kernels = kernels_for(optimizer.kind, optimizer.param_groups)
+        check_moments(config.moments, [kernel.slots for kernel in kernels], optimizer.kind.__name__)
+        return kernels
     whole = config.stage == 0 and config.offload_optimizer.device == "none"
     if optimizer.kind in ELEMENT_WISE or not whole:
-        return [kernel_for(optimizer.kind, group) for group in optimizer.param_groups]
+        kernels = [kernel_for(optimizer.kind, group) for group in optimizer.param_groups]
+        check_moments(config.moments, [kernel.slots for kernel in kernels], optimizer.kind.__name__)
+        return kernels
     check_client(optimizer.client)
-    for key, unfit in (("step_overlap", config.step_overlap == "backward"), ("split_master", config.own.split_master)):
+    for key, unfit in (
+        ("step_overlap", config.step_overlap == "backward"),
+        ("split_master", config.own.split_master),
+        ("moments", config.moments != "fp32"),
+    ):
         if unfit:
             raise UsageError(
                 f"optimizer {optimizer.kind.__name__} is not known to update each element by itself, and steps whole fp32 "
@@ -198,6 +262,16 @@ def _present_bytes(store: TensorStore) -> Counter[Path]:
     return present
 
 
+def _groups(config: Config, sharding: Sharding, world: World) -> tuple[Groups, ...]:
+    """Return the groups of ranks that hold one copy of the state, or of the parameters; the last ones are for reductions.
+    None, where every rank is for itself (all ranks)."""
+    if sharding.num_copies == 1:
+        return () if config.secondary_size is None else (make_groups(world, config.secondary_size),)
+    groups = make_groups(world, sharding.copy_size)
+    # Gathers come in another order than reductions within a group, which gloo has none of: see CopiesReduction.
+    return (groups,) if world.backend == "gloo" else (groups, make_groups(world, sharding.copy_size))
+
+
 def _gradients(
     state: OptimizerState,
     units: list[Unit],
@@ -205,6 +279,7 @@ def _gradients(
     config: Config,
     sharding: Sharding,
     world: World,
+    groups: tuple[Groups, ...],
 ) -> Gradients:
     trained = [record for record in state.records if record.group is not None]
     # These get gradients that nobody asked for.
@@ -223,7 +298,10 @@ def _gradients(
         to_host=frozenset(state.gradients_on_host.union(state.spilled)),
         keeps_rows=config.offload_optimizer.device == "none",
         squares_at_once=in_backward,
+        copies=sharding.num_copies,
     )
+    if sharding.num_copies > 1:
+        rules = replace(rules, reduce=partial(CopiesReduction, groups[-1]))
     if not by_unit:
         everywhere = not (sharding.optimizer_state and rules.scatter)
         return WholeGradients(trained, others, world, rules, everywhere=everywhere)
@@ -232,4 +310,6 @@ def _gradients(
         budget_bytes = state.store.options.host_budget_bytes
         spill = GradientSpill(state.store, state.spilled, state.transfers, spill_pool_bytes(budget_bytes or 0))
     arrived = None if hooks is None else hooks.arrived
+    if (quantizer := quantized_reducer(config, world)) is not None:
+        rules = replace(rules, quantizer=quantizer)
     return UnitGradients(units, others, world, rules, state.transfers, spill=spill, arrived=arrived)

@@ -40,6 +40,8 @@ COMMANDS = {
 }
 _MODULES = {"train": ".train.command", "run": ".run.command", "plan": ".plan.command", "tune": ".tune.command"}
 """Modules of the commands that are not in a file of their name."""
+_BY_ALL_RANKS = ("verify", "diff", "consolidate", "reshard", "convert")
+"""Those that several ranks of a launcher carry out together."""
 _WITH_TORCH = ("train", "run", "plan", "tune", "config", "doctor")
 
 
@@ -57,7 +59,12 @@ class Commands(TyperGroup):
             "epilog": getattr(module, "EPILOG", None),
             "context_settings": getattr(module, "CONTEXT_SETTINGS", None),
         }
-        one.command(name, help=COMMANDS[str(name)], **told)(for_typer(getattr(module, f"{name}_command")))
+        command = for_typer(getattr(module, f"{name}_command"))
+        if name in _BY_ALL_RANKS:
+            from .ranks import by_all_ranks
+
+            command = by_all_ranks(command)
+        one.command(name, help=COMMANDS[str(name)], **told)(command)
         return name, typer.main.get_command(one), rest
 
 
@@ -86,6 +93,8 @@ def main() -> None:
     if sys.argv[1:2] and sys.argv[1] not in _WITH_TORCH:
         # The others multiply no matrices, for which numpy would start threads: a tenth of the time of `zstore inspect`.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if int(os.environ.get("RANK", "0")) and sys.argv[1:2] and sys.argv[1] in _BY_ALL_RANKS:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - rank 0 says what is wrong with the arguments
     try:
         app()
     except (ZstoreError, OSError) as error:

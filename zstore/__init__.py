@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from zstore import zero
+    from zstore import checkpointing, profiling, zero
     from zstore.engine import Init, add_config_arguments, from_pretrained, gather, init_distributed
     from zstore.engine.initialize import initialize
 
@@ -25,12 +25,14 @@ __all__ = [
     "ZstoreError",
     "__version__",
     "add_config_arguments",
+    "checkpointing",
     "from_pretrained",
     "gather",
     "init_distributed",
     "initialize",
     "load_state_dict",
     "open_checkpoint",
+    "profiling",
     "zero",
 ]
 
@@ -39,12 +41,14 @@ _HOMES = {
     "TensorStore": "zstore.store",
     "ZstoreError": "zstore.errors",
     "add_config_arguments": "zstore.engine",
+    "checkpointing": "zstore.checkpointing",
     "from_pretrained": "zstore.engine",
     "gather": "zstore.engine",
     "init_distributed": "zstore.engine",
     "initialize": "zstore.engine",
     "load_state_dict": "zstore.open.checkpoint",
     "open_checkpoint": "zstore.open.checkpoint",
+    "profiling": "zstore.profiling",
     "zero": "zstore.zero",
 }
 """Public name -> the module that defines it, or is it."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zstore.errors import UsageError
-from zstore.format.arrays import model_array, optimizer_array
+from zstore.format.arrays import model_array
 from zstore.format.partition import BITS
 from zstore.tensors import as_torch
 
@@ -29,6 +29,7 @@ from .statedict import StateDictGuard
 
 if TYPE_CHECKING:
     from ..optim.loss_scale import LossScaler
+    from ..optim.moments import MomentTiles
     from ..optim.state import OptimizerState
     from ..training import PendingUpdate
     from ..zero.gradients import Gradients
@@ -155,14 +156,14 @@ class Access:
         scalars = self.state.scalars[record]
         if slot in scalars:
             return torch.tensor(scalars[slot]) if self.world.rank == 0 or not rank0_only else None
-        return self._whole(self.source(record, f"optimizer/{slot}"), rank0_only)
+        return self._whole(self._slot(record, slot), rank0_only)
 
     def _record_with(self, name: str, slot: str) -> ParameterRecord:
         """Return the record of a parameter of which the optimizer keeps `slot`."""
         record = self.record(name)
         if record.group is None:
             raise UsageError(f"parameter {name!r} is not trained, so there is no optimizer state of it")
-        slots = (*self.state.kernels[record.group].slots, *self.state.scalars[record])
+        slots = (*(slot.name for slot in self.state.slots_of(record)), *self.state.scalars[record])
         if slot not in slots:
             raise UsageError(f"the optimizer has no {slot!r} of parameter {name!r}; {_nearest(slot, slots)}")
         return record
@@ -202,6 +203,22 @@ class Access:
 
         return Source(record=record, name=model_array(record.name), dtype=torch.float32, begin=begin)
 
+    def _slot(self, record: ParameterRecord, slot: str) -> Source:
+        """Return this rank's rows of what the optimizer keeps of a parameter, of moments in fp32 however they rest."""
+        state, group = self.state, f"optimizer/{slot}"
+        names, moment = state.moment(record, slot)
+        if state.store.spec(names[0]).dtype == "float32":
+            return self.source(record, group)
+
+        def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
+            parts = [
+                (name, first // block, -(-stop // block)) for name, block in zip(names, moment.blocks, strict=True)
+            ]
+            tickets = [state.store.read(*part) for part in parts]
+            return lambda: moment.expand([as_torch(ticket.wait()) for ticket in tickets])[0]
+
+        return Source(record=record, name=names[0], dtype=torch.float32, begin=begin)
+
     def source(self, record: ParameterRecord, group: str) -> Source:
         """Return this rank's rows of an array of a parameter, as `WholeArrays` wants them."""
         store, name = self.state.store, f"{group}/{record.name}"
@@ -210,8 +227,10 @@ class Access:
             ticket = store.read(name, first, stop)
             return lambda: as_torch(ticket.wait())
 
-        dtype: torch.dtype = getattr(torch, store.spec(name).dtype)
-        return Source(record=record, name=name, dtype=dtype, begin=begin)
+        spec = store.spec(name)
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        shape = None if spec.shape == tuple(record.parameter.shape) else spec.shape
+        return Source(record=record, name=name, dtype=dtype, begin=begin, shape=shape)
 
     def read_into(
         self, targets: Mapping[ParameterRecord, torch.Tensor], sources: Sequence[Source], *, rank0_only: bool = False
@@ -232,9 +251,10 @@ class Access:
 
     def _whole(self, source: Source, rank0_only: bool) -> torch.Tensor | None:
         record, wanted = source.record, self.world.rank == 0 or not rank0_only
-        out = torch.empty(record.numel if wanted else 0, dtype=source.dtype)
+        shape = record.parameter.shape if source.shape is None else torch.Size(source.shape)
+        out = torch.empty(shape.numel() if wanted else 0, dtype=source.dtype)
         self.read_into({record: out}, [source], rank0_only=rank0_only)
-        return out.view(record.parameter.shape) if wanted else None
+        return out.view(shape) if wanted else None
 
     # -- changing ---------------------------------------------------------------------------------------------------
 
@@ -276,8 +296,12 @@ class Access:
             scalars[slot] = float(self.world.broadcast_object(float(values)))
             return
         full = self._from_rank0(record, values, torch.float32)
+        names, moment = self.state.moment(record, slot)
         with self._changing():
-            self._fill(record, full, optimizer_array(slot, record.name))
+            if len(names) == 1:
+                self._fill(record, full, *names)
+            else:
+                self._fill_moment(record, full, names, moment)
 
     def _check_values(self, record: ParameterRecord, values: Any) -> None:
         if values is None and self.world.rank > 0:
@@ -322,11 +346,22 @@ class Access:
             for tile in tiles:
                 state.put_master(rows[tile.first : tile.stop], [as_torch(view) for view in tile.views])
 
+    def _fill_moment(
+        self, record: ParameterRecord, full: torch.Tensor, names: Sequence[str], moment: MomentTiles
+    ) -> None:
+        """Set this rank's rows of a moment that is in codes and scales to those of `full`."""
+        rows = full[slice(*record.owned_range)]
+        with self.state.passing([names], "fill") as tiles:
+            for tile in tiles:
+                views = [as_torch(view) for view in tile.views]
+                part = rows[tile.first : tile.stop].to(views[0].device, copy=True)
+                moment.reduce([part], views, tile.first)
+
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Change the state in the block, on every rank or with an error on every rank, and then it is torn (all ranks)."""
         if self.units is not None:
-            self.units.forget()
+            self.units.values_change()
         self._pending.torn = True
         with self.world.agreeing("The state was changed in part: load a checkpoint before going on."):
             yield

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from zstore.format.partition import Grid
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import Grid, make_grid
 from zstore.ranks.world import World
 
 from ..params.record import ParameterRecord
@@ -41,6 +42,14 @@ class Source:
     dtype: torch.dtype
     begin: Callable[[int, int], Read]
     """Begins to read local flat elements `[first, stop)` of this rank's shard."""
+    shape: tuple[int, ...] | None = None
+    """Of the whole array, where it is not the parameter's, and it is cut by its own rows."""
+
+    def grid(self, num_ranks: int) -> Grid:
+        """Return how it is cut over `num_ranks` ranks that share the state."""
+        if self.shape is None:
+            return self.record.state_grid
+        return make_grid(ArraySpec(name=self.name, shape=self.shape, dtype="float32").stored_shape, num_ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +110,7 @@ class WholeArrays:
 
     def _plans(self) -> Iterator[_Plan]:
         for source in self._sources:
-            grid = source.record.state_grid
+            grid = source.grid(self._world.world_size if self._sharded else 1)
             for shard in range(grid.num_shards):
                 valid, step = grid.shard_valid_numel(shard), _step_numel(grid)
                 for first in range(0, valid, step):
@@ -145,7 +154,8 @@ class WholeArrays:
         return values
 
     def _hand_over(self, plan: _Plan, values: torch.Tensor, take: Callable[[Piece], None]) -> None:
-        first = plan.shard * plan.source.record.state_grid.shard_numel + plan.first
+        grid = plan.source.grid(self._world.world_size if self._sharded else 1)
+        first = plan.shard * grid.shard_numel + plan.first
         try:
             take(Piece(source=plan.source, first=first, values=values.cpu()))
         except Exception as error:

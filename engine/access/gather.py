@@ -220,7 +220,7 @@ class _RunBlock:
     def _is_changed(self, record: ParameterRecord, version: int) -> bool:
         if record.parameter._version not in (version, self._access.accepted.get(record)):
             return True
-        if record.shard is None or record.residency is not Residency.GATHERED:
+        if record.shard is None or record.residency is not Residency.GATHERED or record.is_rounded:
             return False
         first, stop = record.owned_range
         return _bits_differ(record.full[first:stop], record.shard)

@@ -19,7 +19,7 @@ class StoreKey:
     """What a store is opened by."""
 
     paths: tuple[tuple[Path, ...], ...]
-    """Folders for the optimizer's state, and for parameters."""
+    """Folders for the optimizer's state, for parameters, and for activations."""
     io: IoConfig
     host_budget_bytes: int | Literal["auto"] | None
     verify: bool
@@ -29,7 +29,7 @@ class StoreKey:
 def store_key(config: Config) -> StoreKey:
     """Return what the store of a config is opened by, whether or not there will be an optimizer."""
     written = replace(config, frozen=False)
-    paths = (written.offload_optimizer.nvme_paths, written.offload_param.nvme_paths)
+    paths = (written.offload_optimizer.nvme_paths, written.offload_param.nvme_paths, written.activations_paths)
     return StoreKey(paths, config.io, config.own.host_budget_bytes, config.own.verify_reads, written.pin_memory)
 
 
@@ -41,12 +41,14 @@ def open_store(
     registers them, if not torch's."""
     io = config.io
     optimizer, parameters = config.offload_optimizer.nvme_paths, config.offload_param.nvme_paths
-    usual = optimizer or parameters
+    activations = config.activations_paths
+    usual = optimizer or parameters or activations
+    groups = {"parameter": parameters, "activation": activations}
     options = StoreOptions(
         run_path=usual[0] if usual else None,
         other_paths=usual[1:],
         shares_folders=True,
-        group_paths={"parameter": parameters} if parameters else {},
+        group_paths={group: paths for group, paths in groups.items() if paths},
         host_budget_bytes=budget_bytes,
         num_threads=io.num_threads,
         queue_depth=io.queue_depth,

@@ -2,16 +2,18 @@
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from zstore.checkpoint.moments import Moments
 from zstore.errors import ConfigError, UsageError
 from zstore.store.runfolder import RUN_FOLDER
 
 from .answers import problem_text
 from .jsonc import load_jsonc
+from .optimizers import WHOLE_TENSORS, AdamParams
 from .parse import Notice, parse
 from .resolve import BatchSizes, ResolveContext, answered, default_weight_decay, resolve_settings
 from .scheduler import SchedulerSection
@@ -23,16 +25,12 @@ from .zero import OffloadOptimizerSection, OffloadParamSection, ZeroSection
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Adam's arguments."""
+    """An optimizer to make."""
 
-    type: Literal["Adam", "AdamW"]
-    """As written; `adam_w_mode` says what is meant."""
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    adam_w_mode: bool
-    """Whether weight decay is decoupled (AdamW)."""
+    kind: str
+    """Name of its class: that of the section's `type`, but AdamW for an Adam whose weight decay is decoupled."""
+    arguments: Mapping[str, Any]
+    """Of the class, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +65,8 @@ class Config:
     resolved: bool = False
     frozen: bool = False
     """Of an engine without an optimizer: there is no state to offload, and no step."""
+    whole_tensors: bool = False
+    """The optimizer's step needs whole tensors, which ranks exchange."""
 
     def notices(self) -> list[Notice]:
         """Return each key that was set and does not act, once, with the reason."""
@@ -103,7 +103,11 @@ class Config:
                 notices.append(Notice(key, f"no effect: the {key} passed to initialize() is used"))
         if defaults:
             notices.append(_defaults_notice(defaults))
-        resolved = replace(self, settings=settings, reported=tuple(notices), resolved=True)
+        if context.world_size == 1:
+            notices += _alone(settings.zero_optimization, {notice.key for notice in notices})
+        named = settings.optimizer is not None and settings.optimizer.type in WHOLE_TENSORS
+        whole = named or context.whole_tensors
+        resolved = replace(self, settings=settings, reported=tuple(notices), resolved=True, whole_tensors=whole)
         overlap = resolved._overlap_notice(context.world_size)
         return resolved if overlap is None else replace(resolved, reported=(*notices, overlap))
 
@@ -112,7 +116,12 @@ class Config:
         asked = self.own.step_overlap
         gathers = self.stage == 3 and (world_size > 1 or self.offload_param.device != "none")
         message = None
-        if asked in ("backward", "forward") and self.step_overlap == "forward" and not gathers:
+        if asked in ("backward", "forward") and self.whole_tensors:
+            message = (
+                'acts as "none": this optimizer needs whole tensors, which ranks exchange, and only one thread of a rank may '
+                "exchange at a time"
+            )
+        elif asked in ("backward", "forward") and self.step_overlap == "forward" and not gathers:
             message = (
                 'acts as "none": only what is gathered before its use (stage 3, with several ranks or offload_param) can be '
                 "updated behind step()"
@@ -179,16 +188,20 @@ class Config:
         section = self.settings.optimizer
         if section is None:
             return None
-        params, decoupled = section.params, section.type == "AdamW" or section.params.adam_w_mode
-        decay = default_weight_decay(section)
-        return OptimizerConfig(
-            type=section.type,
-            lr=self._plain(params.lr),
-            betas=self._plain(params.betas),
-            eps=self._plain(params.eps),
-            weight_decay=self._plain(decay if params.weight_decay is None else params.weight_decay),
-            adam_w_mode=decoupled,
-        )
+        arguments, kind = self._plain(section.params.arguments()), section.type
+        if isinstance(section.params, AdamParams):
+            kind = "AdamW" if section.params.adam_w_mode else kind
+            if section.params.weight_decay is None:
+                arguments["weight_decay"] = default_weight_decay(section)
+        return OptimizerConfig(kind=kind, arguments=arguments)
+
+    @property
+    def moments(self) -> Moments:
+        """What the optimizer's moments are kept in."""
+        section = self.settings.optimizer
+        asked = self.settings.bf16.bf16_optimizer_states
+        asked = asked or (section is not None and not section.params.fp32_optimizer_states)
+        return self.own.moments or ("bf16" if asked else "fp32")
 
     @property
     def scheduler(self) -> SchedulerSection | None:
@@ -221,10 +234,27 @@ class Config:
         return _offload(self.zero.offload_param)
 
     @property
+    def activations(self) -> Literal["device", "host", "disk"]:
+        """Where what a forward keeps for its backward rests."""
+        if self.frozen:
+            return "device"
+        on_host: Literal["device", "host"] = (
+            "host" if self.settings.activation_checkpointing.cpu_checkpointing else "device"
+        )
+        return self.own.activations or on_host
+
+    @property
+    def activations_paths(self) -> tuple[Path, ...]:
+        """Folders of the drives that activations go to; none where they stay in memory."""
+        if self.activations != "disk":
+            return ()
+        return self.own.activations_path or self.offload_optimizer.nvme_paths or self.offload_param.nvme_paths
+
+    @property
     def step_overlap(self) -> Literal["none", "backward", "forward"]:
         """When updates run. Within the backward no norm can be awaited; "auto" runs behind where state or parameters are
         offloaded, for then an update moves bytes, and the computation can go on meanwhile."""
-        chosen = "none" if self.frozen else self.own.step_overlap
+        chosen = "none" if self.frozen or self.whole_tensors else self.own.step_overlap
         if chosen == "auto":
             offloads = any(each.device != "none" for each in (self.offload_optimizer, self.offload_param))
             chosen = "forward" if offloads else "none"
@@ -240,6 +270,24 @@ class Config:
             (self.offload_param, self.zero.offload_param),
         )
         return any(used.device != "none" and section.pin_memory for used, section in pairs)
+
+    @property
+    def copy_size(self) -> int | None:
+        """Ranks that hold one copy of what is sharded; None: all."""
+        return self.zero.mics_shard_size if self.zero.mics_shard_size > 0 else None
+
+    @property
+    def secondary_size(self) -> int | None:
+        """Ranks that hold a second copy of the parameters among them; None: there is none."""
+        return self.zero.zero_hpz_partition_size if self.zero.zero_hpz_partition_size > 1 else None
+
+    def quantized_group(self, world_size: int, local_world_size: int | None) -> int | None:
+        """Return how many ranks reduce quantized gradients among them before these travel between such groups; None where
+        none are quantized, or in one hop. `local_world_size` ranks share a machine; None: all."""
+        if not self.zero.zero_quantized_gradients or self.stage < 2:
+            return None
+        size = self.secondary_size or local_world_size or world_size
+        return size if 1 < size < world_size and world_size % size == 0 else None
 
     @property
     def reduce_bucket_numel(self) -> int:
@@ -294,6 +342,7 @@ _OF_TRAINING = (
     "optimizer", "scheduler", "gradient_", "prescale_gradients", "fp16.", "steps_per_print", "wall_clock_breakdown",
     "memory_breakdown", "zero_optimization.offload_optimizer", "zero_optimization.reduce_", "zstore.durability",
     "zstore.step_overlap", "zstore.split_master",
+    "zstore.moments", "bf16.bf16_optimizer_states",
 )  # fmt: skip
 """How the keys begin that say nothing to an engine without an optimizer."""
 
@@ -301,6 +350,13 @@ _OF_TRAINING = (
 def _offload(section: OffloadOptimizerSection | OffloadParamSection) -> OffloadConfig:
     used = section.device == "nvme"
     return OffloadConfig(device=section.device, nvme_paths=section.nvme_path or () if used else ())
+
+
+def _alone(zero: ZeroSection, known: Container[str]) -> Iterator[Notice]:
+    """Yield what one rank has no use for, of what is not `known` to do nothing."""
+    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if getattr(zero, name) and f"zero_optimization.{name}" not in known:
+            yield Notice(f"zero_optimization.{name}", "no effect: one rank sends nothing to others")
 
 
 def _defaults_notice(defaults: Mapping[str, Any]) -> Notice:

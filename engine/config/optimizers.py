@@ -1,39 +1,28 @@
-"""The section `optimizer`: optimizers that a config may name, and their arguments."""
+"""The section `optimizer`: optimizers that a config may name, each with its own arguments and their defaults."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from .keys import Section, built, no_effect, not_built, refused
-from .optimizer_names import advice_on
-from .sections import FP32, KERNEL
-from .values import Anything, Auto, BelowOne, Bool, OneOf, Real, Words
+from pydantic import Field, PlainValidator
+from pydantic_core.core_schema import ValidationInfo
 
-_CLIENT = "pass an optimizer that does it to initialize(optimizer=...)"
+from .keys import Section, Status, about, built, no_effect, refused
+from .optimizer_names import ALIASES, advice_on
+from .sections import KERNEL
+from .values import Anything, Auto, BelowOne, Bool, Number, OneOf, Positive, Real, Words
+
 _OTHER = "it belongs to another optimizer and has no meaning for Adam; remove it"
 
 Betas = Annotated[tuple[BelowOne, BelowOne], Words("two numbers, each from 0 to below 1")]
+Pair = Annotated[tuple[Real, Real], Words("two numbers of at least 0")]
+EpsPair = Annotated[tuple[Real | None, Real], Words("two numbers of at least 0; null for the first is fp32's epsilon")]
 
 
 class OptimizerParams(Section):
-    """Arguments of Adam and AdamW."""
+    """Arguments of an optimizer."""
 
-    lr: Real | Auto = built(1e-3)
-    """Learning rate; the default is torch's and DeepSpeed's."""
-    betas: Betas | Auto = built((0.9, 0.999))
-    """Decay of the two moments, each below 1."""
-    eps: Real | Auto = built(1e-8)
-    """Added to the denominator."""
-    weight_decay: Real | Auto | None = built(None)
-    """Decay of the weights per step, times lr. Unset: 0, but 0.01 for AdamW with torch_adam, as torch has it."""
-    adam_w_mode: Bool = built(True)
-    """Decoupled weight decay (AdamW) for type Adam too; false: weight decay as a part of the gradient."""
-    torch_adam: Bool = built(False)
-    """torch's own Adam. The update is torch's in any case; this only chooses the default of weight_decay."""
-    bias_correction: Bool = refused(True, f"the moments are always bias-corrected; {_CLIENT}")
-    """Correct the moments for starting at zero."""
-    amsgrad: Bool = refused(False, _CLIENT)
-    """Use the largest second moment seen."""
-    maximize: Bool = refused(False, _CLIENT)
-    """Ascend."""
+    lr: Real | Auto | None = built(None)
+    """Learning rate."""
     max_grad_norm: Real = refused(0.0, "set gradient_clipping at the top of the config instead")
     """Clipping inside the optimizer."""
     fused: Bool = no_effect(True, KERNEL)
@@ -48,8 +37,38 @@ class OptimizerParams(Section):
     """Differentiate through the step."""
     set_grad_none: Bool = no_effect(True, "the engine owns the gradients")
     """How gradients are cleared."""
-    fp32_optimizer_states: Bool = not_built(True, FP32)
-    """Keep moments in fp32."""
+    fp32_optimizer_states: Bool = built(True)
+    """Keep moments in fp32; false: in bf16, as `zstore.moments` "bf16" does."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keys that act, by name: arguments of the class."""
+        fields = type(self).model_fields.items()
+        found = {name: getattr(self, name) for name, field in fields if about(field)[0] is Status.BUILT}
+        del found["fp32_optimizer_states"]  # the state's, not the class's
+        return found
+
+
+class AdamParams(OptimizerParams):
+    """Arguments of Adam and AdamW."""
+
+    lr: Real | Auto = built(1e-3)
+    """Learning rate; the default is torch's and DeepSpeed's."""
+    betas: Betas | Auto = built((0.9, 0.999))
+    """Decay of the two moments, each below 1."""
+    eps: Real | Auto = built(1e-8)
+    """Added to the denominator."""
+    weight_decay: Real | Auto | None = built(None)
+    """Decay of the weights per step, times lr. Unset: 0, but 0.01 for AdamW with torch_adam, as torch has it."""
+    adam_w_mode: Bool = built(True)
+    """Decoupled weight decay (AdamW) for type Adam too; false: weight decay as a part of the gradient."""
+    torch_adam: Bool = built(False)
+    """torch's own Adam. The update is torch's in any case; this only chooses the default of weight_decay."""
+    bias_correction: Bool = built(True)
+    """Correct the moments for starting at zero; false: use them as they are."""
+    amsgrad: Bool = built(False)
+    """Use the largest second moment seen, which is kept too: 4 bytes a parameter more."""
+    maximize: Bool = built(False)
+    """Ascend."""
     freeze_step: Anything = no_effect(None, _OTHER)
     """Warm-up steps of 1-bit Adam."""
     var_freeze_step: Anything = no_effect(None, _OTHER)
@@ -71,12 +90,285 @@ class OptimizerParams(Section):
     momentum: Anything = no_effect(None, _OTHER)
     """Of SGD."""
 
+    def arguments(self) -> dict[str, Any]:
+        """Return what the class takes, and `bias_correction` where it is off."""
+        found = super().arguments()
+        for name in ("adam_w_mode", "torch_adam", *(("bias_correction",) if self.bias_correction else ())):
+            del found[name]
+        return found
+
+
+class _Decayed(OptimizerParams):
+    """Arguments that most have."""
+
+    weight_decay: Real | Auto = built(0.0)
+    """Decay of the weights, as a part of the gradient."""
+    maximize: Bool = built(False)
+    """Ascend."""
+
+
+class SGDParams(_Decayed):
+    """Arguments of SGD. Without momentum nothing is kept beside the master."""
+
+    lr: Real | Auto = built(1e-3)
+    """Learning rate; the default is torch's."""
+    momentum: Real = built(0.0)
+    """Momentum; 0: none is kept."""
+    dampening: Real = built(0.0)
+    """Dampening of the momentum."""
+    nesterov: Bool = built(False)
+    """Nesterov's momentum; needs momentum, and no dampening."""
+
+
+class AdagradParams(_Decayed):
+    """Arguments of Adagrad."""
+
+    lr: Real | Auto = built(1e-2)
+    """Learning rate; the default is torch's and DeepSpeed's."""
+    lr_decay: Real = built(0.0)
+    """The rate is lr / (1 + (step - 1) x lr_decay)."""
+    initial_accumulator_value: Real = built(0.0)
+    """What the sum of squares starts from."""
+    eps: Real | Auto = built(1e-10)
+    """Added to the denominator."""
+    amsgrad: Bool = refused(False, "Adagrad has no such form; remove it")
+    """An argument of DeepSpeedCPUAdagrad."""
+
+
+class RMSpropParams(_Decayed):
+    """Arguments of RMSprop."""
+
+    lr: Real | Auto = built(1e-2)
+    """Learning rate; the default is torch's."""
+    alpha: Real = built(0.99)
+    """Decay of the mean of squares."""
+    eps: Real | Auto = built(1e-8)
+    """Added to the denominator."""
+    momentum: Real = built(0.0)
+    """Momentum; 0: none is kept."""
+    centered: Bool = built(False)
+    """Divide by an estimate of the variance, which keeps the mean of gradients too."""
+
+
+class NAdamParams(_Decayed):
+    """Arguments of NAdam."""
+
+    lr: Real | Auto = built(2e-3)
+    """Learning rate; the default is torch's."""
+    betas: Betas | Auto = built((0.9, 0.999))
+    """Decay of the two moments."""
+    eps: Real | Auto = built(1e-8)
+    """Added to the denominator."""
+    momentum_decay: Real = built(4e-3)
+    """Decay of the momentum's schedule."""
+    decoupled_weight_decay: Bool = built(False)
+    """Decay as in AdamW."""
+
+
+class AdamaxParams(_Decayed):
+    """Arguments of Adamax."""
+
+    lr: Real | Auto = built(2e-3)
+    """Learning rate; the default is torch's."""
+    betas: Betas | Auto = built((0.9, 0.999))
+    """Decay of the moment and of the largest gradient."""
+    eps: Real | Auto = built(1e-8)
+    """Added to the denominator."""
+
+
+class RAdamParams(_Decayed):
+    """Arguments of RAdam."""
+
+    lr: Real | Auto = built(1e-3)
+    """Learning rate; the default is torch's."""
+    betas: Betas | Auto = built((0.9, 0.999))
+    """Decay of the two moments."""
+    eps: Real | Auto = built(1e-8)
+    """Added to the denominator."""
+    decoupled_weight_decay: Bool = built(False)
+    """Decay as in AdamW."""
+
+
+class AdadeltaParams(_Decayed):
+    """Arguments of Adadelta."""
+
+    lr: Real | Auto = built(1.0)
+    """Factor of the update; the default is torch's."""
+    rho: BelowOne = built(0.9)
+    """Decay of the two means of squares."""
+    eps: Real | Auto = built(1e-6)
+    """Added to numerator and denominator."""
+
+
+class ASGDParams(_Decayed):
+    """Arguments of ASGD."""
+
+    lr: Real | Auto = built(1e-2)
+    """Learning rate; the default is torch's."""
+    lambd: Real = built(1e-4)
+    """Decay of the weights and of the rate."""
+    alpha: Real = built(0.75)
+    """Power of the rate's decay."""
+    t0: Real = built(1e6)
+    """Step at which averaging starts."""
+
+
+class RpropParams(OptimizerParams):
+    """Arguments of Rprop."""
+
+    lr: Real | Auto = built(1e-2)
+    """First step size; the default is torch's."""
+    etas: Pair = built((0.5, 1.2))
+    """Factors by which a step size shrinks, below 1, and grows, above 1."""
+    step_sizes: Pair = built((1e-6, 50.0))
+    """Smallest and largest step size."""
+    maximize: Bool = built(False)
+    """Ascend."""
+
+
+class LionParams(OptimizerParams):
+    """Arguments of Lion, which keeps one moment: 4 bytes a parameter."""
+
+    lr: Real | Auto = built(1e-3)
+    """Learning rate; the default is DeepSpeed's. Lion wants a rate of a tenth to a third of AdamW's."""
+    betas: Betas | Auto = built((0.9, 0.99))
+    """Weight of the moment in the update, and its decay."""
+    weight_decay: Real | Auto = built(0.0)
+    """Decoupled decay of the weights per step, times lr."""
+    maximize: Bool = built(False)
+    """Ascend."""
+
+
+class LambParams(OptimizerParams):
+    """Arguments of LAMB: Adam whose step is scaled, for each tensor, by the norm of the weights over that of the update."""
+
+    lr: Real | Auto = built(1e-3)
+    """Learning rate; the default is DeepSpeed's."""
+    betas: Betas | Auto = built((0.9, 0.999))
+    """Decay of the two moments."""
+    eps: Real | Auto = built(1e-8)
+    """Added to the denominator."""
+    eps_inside_sqrt: Bool = built(False)
+    """Add eps under the square root."""
+    weight_decay: Real | Auto = built(0.0)
+    """Decay of the weights, a part of the update before it is scaled."""
+    bias_correction: Bool = built(True)
+    """Correct the moments for starting at zero."""
+    max_coeff: Real = built(10.0)
+    """Largest factor of a tensor's step."""
+    min_coeff: Real = built(0.01)
+    """Smallest factor of a tensor's step."""
+    amsgrad: Bool = refused(False, "LAMB has no such form; remove it")
+    """An argument of FusedLamb."""
+
+
+class AdafactorParams(OptimizerParams):
+    """Arguments of Adafactor, as torch has them: of a matrix it keeps one number for each row and each column."""
+
+    lr: Real | Auto = built(1e-2)
+    """Learning rate; the default is torch's. The step is at most 1 / sqrt(steps), times the weights' root mean square."""
+    beta2_decay: Annotated[Number, Field(le=0), Words("a number of at most 0")] = built(-0.8)
+    """The second moment's decay is 1 - step to this power."""
+    eps: EpsPair = built((None, 1e-3))
+    """Least of the second moment, and least root mean square of the weights."""
+    d: Annotated[Real, Field(ge=1), Words("a number of at least 1")] = built(1.0)
+    """Updates with a larger root mean square are scaled down to it."""
+    weight_decay: Real | Auto = built(0.0)
+    """Decoupled decay of the weights per step, times lr."""
+    maximize: Bool = built(False)
+    """Ascend."""
+
+
+class MuonParams(OptimizerParams):
+    """Arguments of Muon for matrices, and of AdamW for embeddings, heads and parameters that are no matrices. A parameter with
+    an attribute `use_muon` of its own goes where that says."""
+
+    lr: Real | Auto | None = built(None)
+    """Learning rate of both. Unset: 0.02 for Muon and 0.0003 for Adam, as DeepSpeed has it."""
+    muon_lr: Real | None = built(None)
+    """Learning rate of Muon, in place of lr."""
+    adam_lr: Real | None = built(None)
+    """Learning rate of Adam, in place of lr."""
+    momentum: BelowOne = built(0.95)
+    """Muon's momentum."""
+    nesterov: Bool = built(True)
+    """Nesterov's momentum, which DeepSpeed always uses."""
+    ns_steps: Annotated[Positive, Field(le=99)] = built(5)
+    """Newton-Schulz iterations."""
+    adjust_lr_fn: Annotated[Literal["original", "match_rms_adamw"], OneOf()] = built("original")
+    """How Muon's rate follows a matrix's shape: sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns))."""
+    betas: Betas | Auto = built((0.9, 0.95))
+    """Decay of Adam's moments."""
+    eps: Real | Auto = built(1e-10)
+    """Added to Adam's denominator."""
+    weight_decay: Real | Auto = built(0.0)
+    """Decoupled decay of the weights per step, times the rate, of both."""
+    ns_method: Anything = no_effect(None, "the standard iteration runs; the other gives the same up to rounding")
+    """DeepSpeed's choice between two forms of the iteration."""
+
+
+OPTIMIZERS: Mapping[str, type[OptimizerParams]] = {
+    "Adam": AdamParams,
+    "AdamW": AdamParams,
+    "SGD": SGDParams,
+    "Adagrad": AdagradParams,
+    "RMSprop": RMSpropParams,
+    "NAdam": NAdamParams,
+    "Adamax": AdamaxParams,
+    "RAdam": RAdamParams,
+    "Adadelta": AdadeltaParams,
+    "ASGD": ASGDParams,
+    "Rprop": RpropParams,
+    "Lion": LionParams,
+    "Lamb": LambParams,
+    "Adafactor": AdafactorParams,
+    "Muon": MuonParams,
+}
+OptimizerName = Literal[
+    "Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "Adamax", "RAdam", "Adadelta", "ASGD", "Rprop",
+    "Lion", "Lamb", "Adafactor", "Muon",
+]  # fmt: skip
+
+
+WHOLE_TENSORS = ("Lamb", "Adafactor", "Muon")
+"""Those whose step needs whole tensors, which ranks exchange."""
+
+
+def _by_type(value: object, info: ValidationInfo) -> object:
+    """Read the arguments as the optimizer's own; where its name is wrong, only that is reported."""
+    kind = OPTIMIZERS.get(info.data.get("type", ""))
+    return OptimizerParams() if kind is None else kind.model_validate(value)
+
+
+def _usual_name(data: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the section as written, with the usual name of the optimizer."""
+    name = data.get("type")
+    usual = ALIASES.get(name.lower()) if isinstance(name, str) else None
+    return {**data} if usual is None else {**data, "type": usual}
+
 
 class OptimizerSection(Section):
     """The optimizer. Without this section one is passed to `initialize`."""
 
-    type: Annotated[Literal["Adam", "AdamW"], OneOf(advice_on)]
-    """Adam means AdamW unless adam_w_mode is false."""
-    params: OptimizerParams = OptimizerParams()
+    variants: ClassVar[Mapping[str, Mapping[str, type[Section]]]] = {"params": OPTIMIZERS}
+
+    type: Annotated[OptimizerName, OneOf(advice_on)]
+    """Name of the optimizer. Adam means AdamW unless adam_w_mode is false; FusedAdam, CPUAdam and DeepSpeedCPUAdam are
+    other names of Adam, CPUAdagrad of Adagrad, FusedLion and CPULion of Lion, FusedLamb of Lamb: there is one update on
+    every device."""
+    params: Annotated[OptimizerParams, PlainValidator(_by_type)]
     legacy_fusion: Bool = no_effect(False, KERNEL)
     """An older fused kernel."""
+
+    @classmethod
+    def rewrite(cls, data: object) -> object:
+        """Take missing arguments for none, and other names of an optimizer for its usual one."""
+        if not isinstance(data, Mapping):
+            return data
+        found = _usual_name(data)
+        return found if found.get("params") is not None else found | {"params": {}}
+
+    @classmethod
+    def section_at(cls, name: str, raw: object = None) -> "type[Section] | None":
+        """See Section; other names of an optimizer count too."""
+        return super().section_at(name, _usual_name(raw) if isinstance(raw, Mapping) else raw)

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from .keys import Section, Status, about, known_keys, type_of
+from .optimizers import AdamParams
 from .schema import BATCH_KEYS, Settings
 from .values import expected, refusal, show
 
@@ -223,14 +224,23 @@ def _idle(settings: Settings) -> Iterator[Notice]:
             "not built: parameters are offloaded at stage 3 only. At stage "
             f'{zero.stage} they stay whole on the device; write "stage": 3 to offload them',
         )
+    yield from _idle_quantization(settings)
     if zero.offload_optimizer.device == "cpu" and zero.offload_optimizer.nvme_path is not None:
         yield Notice("zero_optimization.offload_optimizer.nvme_path", 'no effect: the device is "cpu"')
+    if own.activations != "disk" and own.activations_path is not None:
+        yield Notice("zstore.activations_path", 'no effect: zstore.activations is not "disk"')
     if own.durability != "step" and own.durability_path is not None:
         yield Notice("zstore.durability_path", 'no effect: zstore.durability is not "step"')
     for key in ("wall_clock_breakdown", "memory_breakdown"):
         if getattr(settings, key) and settings.steps_per_print == 0:
             yield Notice(key, "no effect: its line comes with those of progress, and steps_per_print is 0")
-    if optimizer is not None and optimizer.type == "AdamW" and not optimizer.params.adam_w_mode:
+    params = None if optimizer is None else optimizer.params
+    if (
+        optimizer is not None
+        and optimizer.type == "AdamW"
+        and isinstance(params, AdamParams)
+        and not params.adam_w_mode
+    ):
         message = 'no effect: AdamW always decouples weight decay, as in DeepSpeed; write type "Adam" for the other'
         yield Notice("optimizer.params.adam_w_mode", message)
     if settings.elasticity.enabled and settings.elasticity.ignore_non_elastic_batch_info:
@@ -243,9 +253,33 @@ def _idle(settings: Settings) -> Iterator[Notice]:
         )
 
 
+def _idle_quantization(settings: Settings) -> Iterator[Notice]:
+    """Yield the keys of ZeRO++ that do nothing at this stage."""
+    zero = settings.zero_optimization
+    if zero.zero_quantized_weights and zero.stage != 3:
+        yield Notice(
+            "zero_optimization.zero_quantized_weights",
+            f"no effect: parameters are gathered for each use at stage 3 only, and the stage is {zero.stage}; what an update "
+            "changed is gathered in its own type",
+        )
+    if zero.zero_quantized_gradients and zero.stage < 2:
+        yield Notice(
+            "zero_optimization.zero_quantized_gradients",
+            f"no effect: gradients are sharded at stages 2 and 3, and the stage is {zero.stage}",
+        )
+    if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
+        yield Notice(
+            "zero_optimization.zeropp_loco_param", "no effect: zero_optimization.zero_quantized_gradients is not set"
+        )
+    if settings.zstore.quantized_gradient_bits != 4 and not zero.zero_quantized_gradients:
+        yield Notice(
+            "zstore.quantized_gradient_bits", "no effect: zero_optimization.zero_quantized_gradients is not set"
+        )
+
+
 def _contradictions(settings: Settings) -> Iterator[Problem]:
     """Yield what is wrong between keys that are each right by themselves."""
-    zero, own = settings.zero_optimization, settings.zstore
+    zero, own, optimizer = settings.zero_optimization, settings.zstore, settings.optimizer
     if settings.fp16.enabled is True and settings.bf16.enabled is True:
         yield Problem(("fp16.enabled", "bf16.enabled"), "both are true; set one of them to false")
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
@@ -261,10 +295,25 @@ def _contradictions(settings: Settings) -> Iterator[Problem]:
     if own.durability == "step" and own.durability_path is None and not nvme:
         message = '"step" needs a folder for its snapshots, and nothing is on a drive: give the absolute path of one'
         yield Problem(("zstore.durability", "zstore.durability_path"), message)
+    if own.activations == "disk" and own.activations_path is None and not nvme:
+        message = '"disk" needs a folder, and nothing else is on a drive: give the absolute path of one'
+        yield Problem(("zstore.activations", "zstore.activations_path"), message)
+    checkpointing = settings.activation_checkpointing
+    if checkpointing.contiguous_memory_optimization and not (
+        checkpointing.partition_activations and checkpointing.number_checkpoints
+    ):
+        message = "true needs partition_activations and number_checkpoints, the places of its buffers; set both"
+        yield Problem(("activation_checkpointing.contiguous_memory_optimization",), message)
     if own.durability_path is not None and len(own.durability_path) > 1:
         message = f"expected one folder, got {len(own.durability_path)}: a snapshot is in one place"
         yield Problem(("zstore.durability_path",), message)
     yield from _elasticity(settings)
+    asked = {
+        "bf16.bf16_optimizer_states": settings.bf16.bf16_optimizer_states,
+        "optimizer.params.fp32_optimizer_states": optimizer is not None and not optimizer.params.fp32_optimizer_states,
+    }
+    for key in (key for key, value in asked.items() if value and own.moments not in (None, "bf16")):
+        yield Problem((key, "zstore.moments"), f'one asks for moments in bf16, one for "{own.moments}"; keep one')
     threads, aio = own.io_threads, settings.aio
     if threads is not None and "thread_count" in aio.model_fields_set and threads != aio.thread_count:
         message = f"these are the same setting, but one is {threads} and one {aio.thread_count}; keep one"

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 from pydantic.fields import FieldInfo
 
 from .keys import Section, answer_type
-from .optimizers import OptimizerSection
+from .optimizers import AdamParams, OptimizerSection
 from .schema import BATCH_KEYS, Settings
+from .zero_groups import group_problems
 
 S = TypeVar("S", bound=Section)
 _WARMUP_MAX = "scheduler.params.warmup_max_lr"
@@ -27,6 +28,8 @@ class ResolveContext:
     device_supports_fp16: bool = False
     client_optimizer: bool = False
     """Whether an optimizer was passed: then the config's section is not read."""
+    whole_tensors: bool = False
+    """Whether that optimizer's steps need whole tensors, which ranks exchange."""
     client_scheduler: bool = False
     """Whether a scheduler was passed: then the config's section is not read."""
     frozen: bool = False
@@ -173,6 +176,7 @@ def resolve_settings(settings: Settings, context: ResolveContext) -> tuple[Setti
             "zstore.split_master: true needs bf16, since it keeps a part of each master as the bf16 weight; set "
             '"bf16": {"enabled": true}, or leave split_master out'
         )
+    problems += group_problems(settings.zero_optimization, context.world_size)
     derived, defaults, missing = _fill(settings, context.hidden_size)
     return _replaced(settings, values | derived | defaults), (*problems, *missing), defaults
 
@@ -200,7 +204,11 @@ def _fill(settings: Settings, hidden_size: int | None) -> tuple[dict[str, Any], 
         elif key == _WARMUP_MAX:
             # With an optimizer of the caller's own: each group's.
             derived[key] = None if optimizer is None else defaults.get("optimizer.params.lr", optimizer.params.lr)
-        elif key == "optimizer.params.weight_decay" and optimizer is not None:
+        elif (
+            key == "optimizer.params.weight_decay"
+            and optimizer is not None
+            and isinstance(optimizer.params, AdamParams)
+        ):
             defaults[key] = default_weight_decay(optimizer)
         elif key not in (*BATCH_KEYS, *_PRECISION_KEYS):
             info = _field(settings, key)
@@ -216,7 +224,8 @@ def _fill(settings: Settings, hidden_size: int | None) -> tuple[dict[str, Any], 
 def default_weight_decay(section: OptimizerSection) -> float:
     """Return the weight decay of an optimizer that names none: DeepSpeed's, or torch's where that was asked for."""
     params = section.params
-    return 0.01 if params.torch_adam and (section.type == "AdamW" or params.adam_w_mode) else 0.0
+    as_torch = isinstance(params, AdamParams) and params.torch_adam and (section.type == "AdamW" or params.adam_w_mode)
+    return 0.01 if as_torch else 0.0
 
 
 def _field(section: Section, path: str) -> FieldInfo:

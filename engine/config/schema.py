@@ -13,7 +13,7 @@ from .autotuning import AutotuningSection
 from .elasticity import ElasticitySection
 from .keys import Section, built, no_effect, not_built, refused
 from .optimizers import OptimizerSection
-from .profiling import CommsLoggerSection, FlopsProfilerSection
+from .profiling import CommsLoggerSection, FlopsProfilerSection, TimersSection
 from .scheduler import SchedulerSection
 from .sections import (
     KERNEL,
@@ -26,6 +26,7 @@ from .sections import (
     TensorboardSection,
     WandbSection,
 )
+from .sparse_attention import SparseAttentionSection
 from .values import Auto, Bool, Count, DataType, Folder, Folders, OneOf, Options, Positive, Real, Rules, Unread, Words
 from .zero import ZeroSection
 
@@ -77,9 +78,30 @@ class ZstoreSection(Section):
     with clipping or loss scaling it acts as "forward". "auto": "forward" where state or parameters are offloaded, else
     "none". What is not gathered before its use (stages 0 to 2; a rank alone without offload_param; parameters that persist)
     is always updated in step(); and at stages 0 and 1 of several ranks "backward" acts as "none"."""
+    quantized_gradient_bits: Annotated[Literal[4, 8], OneOf()] = built(4)
+    """Bits of an element of a gradient that `zero_optimization.zero_quantized_gradients` sends: 4, as in DeepSpeed, or 8, which
+    sends twice as much and is about 18 times as exact."""
     split_master: Bool = built(False)
     """Keep each fp32 master as the bf16 weight and the remaining bits, 2 1/8 bytes an element in place of 4: less memory and
     traffic, the same bits. Needs bf16."""
+    moments: Annotated[Literal["fp32", "bf16", "int8"], OneOf()] | None = built(None)
+    """What the optimizer's moments are kept in, at every tier and in checkpoints: averages of gradients and of their
+    squares, as exp_avg and exp_avg_sq. "bf16": 2 bytes an element each. "int8": a little over 1, codes with a scale for each
+    block of at most 256. The update computes in fp32 and rounds stochastically, alike on every tier, at every world size
+    and after a resume. Unset: "fp32", whose bits are the plain loop's, or "bf16" where bf16.bf16_optimizer_states or
+    fp32_optimizer_states of the optimizer's params asks for that. See docs/moments.md."""
+    activations: Annotated[Literal["device", "host", "disk"], OneOf()] | None = built(None)
+    """Where tensors that the forward keeps for the backward rest between the two: inputs of checkpointed blocks, and of
+    blocks without checkpointing all that autograd saves. "host": copied to host memory behind the forward. "disk": written
+    to the drive behind the forward, and read ahead of the backward. The bits are the same. Unset: on the device, or as
+    activation_checkpointing.cpu_checkpointing says. See docs/activations.md."""
+    activations_path: Folders | None = built(None)
+    """Folder on the drive for "activations": "disk", or one on each drive. Unset: the nvme_path of offload_optimizer, else
+    that of offload_param."""
+    gradient_checkpointing: Bool = built(False)
+    """Keep only the inputs of the model's blocks, and compute them again in the backward: the same bits, a third more
+    computation. The blocks are transformers' own where the model has `gradient_checkpointing_enable()`, else the modules
+    in its outermost ModuleLists."""
     durability: Annotated[Literal["checkpoint", "step"], OneOf()] = built("checkpoint")
     """What survives a killed process: the last checkpoint, or the last finished step. "step" snapshots every step: state
     on disk costs links, state in memory is written. After a power cut the last checkpoint counts in both."""
@@ -134,10 +156,8 @@ class Settings(Section):
     """Metrics for Trackio."""
     dataloader_drop_last: Bool = built(False)
     """Drop the last batch of an epoch where it is short."""
-    log_level: Unread = not_built(
-        None, 'messages keep their levels; write logging.getLogger("zstore").setLevel(...) into the script'
-    )
-    """How much is logged."""
+    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], OneOf()] | None = built(None)
+    """Least level of what the logger `zstore` lets pass, on every rank. Unset: as the script configured it, else "info"."""
     disable_python_gc: Bool = built(False)
     """Disable Python's garbage collector until the engine is closed, since a collection on one rank holds up all. Call
     gc.collect() where it suits."""
@@ -180,10 +200,7 @@ class Settings(Section):
     """Order of process groups."""
     vocabulary_size: Unread = no_effect(None, "it follows from the model")
     """Size for a check of alignment."""
-    timers: Unread = not_built(
-        None, "throughput is not logged; engine.statistics() has times and bytes, wall_clock_breakdown logs phase times"
-    )
-    """How time is taken."""
+    timers: TimersSection = TimersSection()
     nebula: Unread = not_built(
         None,
         "checkpoints go to the folder or URL of save_checkpoint() only; with wait=False they do not hold up training",
@@ -201,8 +218,7 @@ class Settings(Section):
     """Apex mixed precision."""
     torch_autocast: Unread = refused(None, "use bf16 or fp16, or torch.autocast within the model's forward")
     """Let the engine run torch.autocast."""
-    sparse_attention: Unread = refused(None, "choose the attention in the model")
-    """Sparse attention kernels."""
+    sparse_attention: SparseAttentionSection | None = None
     compile: Unread = refused(
         None, "call engine.compile() after initialize(), which is torch.compile, unit by unit at stage 3"
     )

@@ -9,13 +9,7 @@ from .values import Auto, Bool, Count, Folders, Fraction, OneOf, Position, Posit
 Stage = Annotated[Literal[0, 1, 2, 3], OneOf()]
 Device = Annotated[Literal["none", "cpu", "nvme"], OneOf()]
 
-_EXACT = (
-    "nothing is quantized on its way, so that stages and tiers give the same bits; it takes the bytes of the full type"
-)
 _ONE_WAY = "parameters are always gathered flat, unit by unit"
-_ALL_RANKS = (
-    "parameters are sharded over all ranks, and gathered from all: the least memory, and more traffic between nodes"
-)
 _PIPELINE = "an update always prefetches and writes back in the background, as far as its buffers allow"
 
 
@@ -78,6 +72,16 @@ class OffloadParamSection(Section):
     max_in_cpu: Count | None = built(None)
     """Elements of parameters kept in host memory with "nvme", in whole parameters. Unset: as many as the host budget
     has room for, none without one; DeepSpeed's default is 1e9."""
+
+
+class LocoSection(Section):
+    """Error feedback for `zero_quantized_gradients` (LoCo): a rank adds to what it sends an average of what was lost before.
+    It takes memory for whole gradients in their own type on each device, and starts from zero after a load."""
+
+    err_beta: Fraction = built(0.8)
+    """Weight of the former errors in the average, 0 to 1; 0 is plain error feedback."""
+    reset_T: Positive = built(1024)  # noqa: N815 - DeepSpeed's name
+    """Backwards after which errors are forgotten, so that old ones do not pile up."""
 
 
 class ZeroSection(Section):
@@ -168,22 +172,34 @@ class ZeroSection(Section):
     """Gather parameters one at a time."""
     stage3_partition_stream_chunk_size: Count = no_effect(0, "parameters are cut by rows, whatever their size")
     """Elements of the pieces in which large parameters are sharded."""
-    zero_hpz_partition_size: Count = not_built(1, _ALL_RANKS)
-    """Ranks that keep a second copy of the parameters among them (ZeRO++ hpZ)."""
-    zero_quantized_weights: Bool = not_built(False, _EXACT)
-    """Gather weights in 8 bits (ZeRO++ qwZ)."""
+    zero_hpz_partition_size: Count = built(1)
+    """Ranks that keep a second copy of the parameters among them (ZeRO++ hpZ, stage 3): neighbouring ones, as many as a fast
+    link joins. After the first gather of a step, which is from all ranks, parameters are gathered within the group. The same
+    bits; in device memory the bytes of the parameters over so many ranks. 0 and 1: none, which takes the least memory."""
+    zero_quantized_weights: Bool = built(False)
+    """Gather parameters as 8-bit integers (ZeRO++ qwZ; stage 3): one byte an element and 4 bytes for each 256, half of what
+    16 bits take. Each rank's own rows, masters and checkpoints stay exact. Biases, norms and parameters below the persistence
+    threshold travel in their own type, as the second copy of `zero_hpz_partition_size` does. Off by default: it changes the
+    numbers that the model computes with."""
     zero_quantized_nontrainable_weights: Bool = not_built(
         False, "frozen weights keep the type that the model computes in, and take that memory"
     )
     """Keep frozen weights in 8 bits."""
-    zero_quantized_gradients: Bool = not_built(False, _EXACT)
-    """Reduce gradients in 4 bits (ZeRO++ qgZ)."""
-    zeropp_loco_param: Unread = not_built(None, _EXACT)
-    """Error feedback of quantized gradients."""
-    mics_shard_size: Position = not_built(-1, _ALL_RANKS)
-    """Ranks that share one copy of the parameters (MiCS)."""
-    mics_hierarchical_params_gather: Bool = not_built(False, _ALL_RANKS)
-    """Gather within and then between nodes (MiCS)."""
+    zero_quantized_gradients: Bool = built(False)
+    """Reduce gradients of matrices as 4-bit integers (ZeRO++ qgZ; stages 2 and 3; `zstore.quantized_gradient_bits` takes 8):
+    an all-to-all, the mean in fp32. Of several machines, or groups of `zero_hpz_partition_size` ranks, within each group
+    first and then between them. Off by default: it changes the gradients."""
+    zeropp_loco_param: LocoSection | None = None
+    mics_shard_size: Position = built(-1)
+    """Ranks that share one copy of all that the stage shards (MiCS; FSDP's HYBRID_SHARD): neighbouring ones, as many as a
+    fast link joins; the other groups hold the same. Stages 1 to 3. The same bits, and parameters are gathered within the
+    group alone. -1 and 0: all ranks, which takes the least memory."""
+    mics_hierarchical_params_gather: Bool = no_effect(
+        False,
+        "a group's parameters are gathered in one collective, whose way over nodes is the backend's; with a group of the ranks "
+        "of one node nothing crosses nodes",
+    )
+    """Gather the parameters of a group that spans nodes within and then between nodes (MiCS)."""
     memory_efficient_linear: Bool = no_effect(True, "linear layers are torch's own")
     """Replace linear layers by ones that save less for backward."""
     override_module_apply: Bool = no_effect(True, "modules are not patched")

@@ -7,7 +7,8 @@ so that vectorised code gives the bits that it gives over the whole tensor.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from zstore.errors import UsageError
+
+from .classes.lion import Lion
 
 Scalars = dict[str, float]
 """What an optimizer keeps of a parameter beside its slots, as the step count or NAdam's product: exact as Python
@@ -32,6 +35,7 @@ ELEMENT_WISE = (
     torch.optim.Adadelta,
     torch.optim.ASGD,
     torch.optim.Rprop,
+    Lion,
 )
 """Optimizers whose update of an element depends on that element's own history and on scalars alone."""
 
@@ -58,6 +62,8 @@ class SlotArray:
     """Entry of the class's state that it belongs to."""
     part: str | None = None
     """What it is of the entry's value, where that is a tensor made of several."""
+    shape: tuple[int, ...] | None = None
+    """Its shape, where that is not the parameter's and it is cut over the ranks by its own rows."""
 
 
 class Kernel(Protocol):
@@ -83,12 +89,19 @@ def fp32_arrays(slots: Sequence[str]) -> list[SlotArray]:
 
 
 class FusedAdam:
-    """Adam, or AdamW where weight decay is `decoupled`, by torch's fused kernel."""
+    """Adam, or AdamW where weight decay is `decoupled`, by torch's fused kernel; without `corrects`, moments are used as they
+    are."""
 
     slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, decoupled: bool) -> None:
+    def __init__(
+        self, decoupled: bool, *, amsgrad: bool = False, maximize: bool = False, corrects: bool = True
+    ) -> None:
         self.decoupled = decoupled
+        self._form = {"amsgrad": amsgrad, "maximize": maximize}
+        self._corrects = corrects
+        if amsgrad:
+            self.slots = (*self.slots, "max_exp_avg_sq")
         self._last: _FusedAdamStep | None = None
 
     def arrays(self, numel: int) -> Sequence[SlotArray]:
@@ -110,27 +123,29 @@ class FusedAdam:
         settings |= {"beta1": float(beta1), "beta2": float(beta2)}
         step, last = scalars["step"] + 1, self._last
         if last is None or last.step != step or last.settings != settings:
-            self._last = last = _FusedAdamStep(self.decoupled, settings, step)
+            kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+            # After endless steps there is nothing to correct.
+            counted = step if self._corrects else math.inf
+            self._last = last = _FusedAdamStep(partial(kernel, **self._form, **settings), settings, step, counted)
         return last
 
 
 class _FusedAdamStep:
     """A step by torch's fused kernel, which takes the step count as a tensor on the device."""
 
-    def __init__(self, decoupled: bool, settings: Mapping[str, float], step: float) -> None:
+    def __init__(self, kernel: Callable[..., Any], settings: Mapping[str, float], step: float, counted: float) -> None:
         self.settings = settings
         self.step = step
-        self._kernel = partial(
-            torch._fused_adamw_ if decoupled else torch._fused_adam_, amsgrad=False, maximize=False, **settings
-        )
+        self._kernel = kernel
+        self._counted = counted
         self._counts: dict[torch.device, list[torch.Tensor]] = {}
 
     def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
         """See ParameterStep."""
         counts = self._counts.get(master.device)
         if counts is None:
-            counts = self._counts[master.device] = [torch.tensor(self.step, device=master.device)]
-        self._kernel([master], [gradient], [slots[0]], [slots[1]], [], counts)
+            counts = self._counts[master.device] = [torch.tensor(self._counted, device=master.device)]
+        self._kernel([master], [gradient], [slots[0]], [slots[1]], list(slots[2:]), counts)
 
     def scalars(self) -> Scalars:
         """See ParameterStep."""
@@ -255,10 +270,15 @@ def kernel_for(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> K
         names = ", ".join(known.__name__ for known in ELEMENT_WISE)
         raise UsageError(
             f"optimizer {kind.__name__} is not known to update each element by itself, but state that is sharded (stages 1 "
-            f"to 3) or offloaded is updated in tiles; use one of {names}, or stage 0 without offload, where it steps whole "
-            "tensors"
+            f"to 3) or offloaded is updated in tiles; use one of {names}; Adafactor, Muon, zstore.optim.Lamb or "
+            "MuonWithAdam, whose tensors ranks bring together; or stage 0 without offload, where it steps whole tensors"
         )
     plain = not any(group.get(name, False) for name in ("amsgrad", "maximize", "capturable", "differentiable"))
-    if kind in (torch.optim.Adam, torch.optim.AdamW) and plain:
-        return FusedAdam(kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay", False)))
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        decoupled = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay", False))
+        if group.get("bias_correction") is False:  # torch's classes have no such argument; a config does
+            form = {name: bool(group.get(name)) for name in ("amsgrad", "maximize")}
+            return FusedAdam(decoupled, **form, corrects=False)
+        if plain:
+            return FusedAdam(decoupled)
     return TorchKernel(kind, group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -9,14 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from zstore.errors import UsageError
+from zstore.errors import ConfigError, UsageError
 
 from ..config.config import OptimizerConfig
 from ..runtime.messages import warn_once
+from .classes.lamb import Lamb
+from .classes.muon import MuonWithAdam, split_for_muon
 from .kernel import ELEMENT_WISE
 from .loss_scale import LossScaler
+from .tensor_kernel import needs_whole_tensors
 
 Groups = list[dict[str, Any]]
+_CLASSES = {kind.__name__: kind for kind in (*ELEMENT_WISE, Lamb, torch.optim.Adafactor)}
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -72,7 +77,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._in_engine_step = True
         try:
             self.step()
-            if self.kind in ELEMENT_WISE:  # any other took the step itself
+            if self.kind in ELEMENT_WISE or needs_whole_tensors(self.kind):  # any other took the step itself
                 # No parameter has a gradient now, so this changes nothing; a scheduler on the client's object counts it.
                 self.client.step()
         finally:
@@ -94,9 +99,38 @@ def optimizer_from_config(config: OptimizerConfig, parameters: Any, model: nn.Mo
 
     Groups keep the settings that they bring.
     """
-    groups = _as_groups(model.parameters() if parameters is None else parameters)
-    kind = torch.optim.AdamW if config.adam_w_mode else torch.optim.Adam
-    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+    groups, arguments = _as_groups(model.parameters() if parameters is None else parameters), dict(config.arguments)
+    if config.kind == "Muon":
+        return MuonWithAdam(_muon_groups(groups, arguments, model))
+    for group in groups if "bias_correction" in arguments and config.kind != "Lamb" else ():
+        group.setdefault("bias_correction", arguments["bias_correction"])
+    kind: Any = _CLASSES[config.kind]
+    arguments = {
+        name: value for name, value in arguments.items() if name in inspect.signature(kind.__init__).parameters
+    }
+    try:
+        made: torch.optim.Optimizer = kind(groups, **arguments)
+    except ValueError as error:
+        raise ConfigError(f"optimizer.params: {config.kind} does not take these arguments: {error}") from error
+    return made
+
+
+def _muon_groups(groups: Groups, arguments: Mapping[str, Any], model: nn.Module) -> Groups:
+    """Return each group as two, one for Muon and one for Adam, where it has parameters for both."""
+    rates = {name: arguments[name] or arguments["lr"] for name in ("muon_lr", "adam_lr")}
+    muon = {name: arguments[name] for name in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "weight_decay")}
+    adam = {name: arguments[name] for name in ("betas", "eps", "weight_decay")}
+    found: Groups = []
+    for group in groups:
+        own = {name: value for name, value in group.items() if name != "params"}
+        parts = zip(split_for_muon(model, group["params"]), ((True, muon), (False, adam)), strict=True)
+        for parameters, (uses, settings) in parts:
+            rate = rates["muon_lr" if uses else "adam_lr"]
+            named = {} if rate is None else {"lr": rate}
+            known = {name: value for name, value in own.items() if name in settings or name == "lr"}
+            if parameters:
+                found.append({**settings, **named, **known, "params": parameters, "use_muon": uses})
+    return found
 
 
 def _as_groups(parameters: Iterable[Any]) -> Groups:

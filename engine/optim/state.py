@@ -14,9 +14,10 @@ from typing import Literal
 
 import torch
 
+from zstore.checkpoint.moments import Moments
 from zstore.checkpoint.split import LOW, TIE, ties_spec
-from zstore.format.arrays import model_array, optimizer_array
-from zstore.format.partition import BITS, Grid, grid_in_checkpoint
+from zstore.format.arrays import ArraySpec, model_array, optimizer_array
+from zstore.format.partition import BITS, Grid, grid_in_checkpoint, make_grid
 from zstore.store import TensorStore
 from zstore.store.store import ModeName
 from zstore.store.stream import Tile
@@ -27,7 +28,9 @@ from ..params.gradient_types import GradientTypes
 from ..params.record import ParameterRecord
 from ..plan.plan import Placement
 from .kernel import Kernel, Scalars, SlotArray
+from .moments import MomentTiles, slots_at_rest
 from .split_master import join_master, split_master
+from .tensor_kernel import TensorKernel
 
 TierName = Literal["device", "host", "disk"]
 Tiles = Generator[Tile, None, None]
@@ -44,7 +47,8 @@ class RowsInStore:
 
 class OptimizerState:
     """This rank's arrays. `kernels` has one entry for each parameter group; `splits` says whether masters are split,
-    `keeps_whole` whether `whole_master` is asked for, and `types` in which type gradients on disk wait for the update."""
+    `keeps_whole` whether `whole_master` is asked for, `moments` in what moments rest, and `types` in which type gradients on
+    disk wait for the update."""
 
     def __init__(
         self,
@@ -55,6 +59,7 @@ class OptimizerState:
         is_sharded: bool = False,
         splits: bool = False,
         keeps_whole: bool = False,
+        moments: Moments = "fp32",
         types: GradientTypes | None = None,
     ) -> None:
         self.store = store
@@ -64,6 +69,7 @@ class OptimizerState:
         self._has_disk = bool(store.options.all_paths)
         self._splits = splits
         self._keeps_whole = keeps_whole
+        self._moments: Moments = moments
         self.owns_fp32 = False
         """Whether fp32 parameters are their own masters wherever their slots rest; set before `add`."""
         self._types = types or GradientTypes()
@@ -77,6 +83,8 @@ class OptimizerState:
         self.gradients_on_host: set[ParameterRecord] = set()
         """Parameters whose gradients wait for the update in host memory, wherever the device is."""
         self._own_master: set[ParameterRecord] = set()
+        self._own_shapes: dict[str, SlotArray] = {}
+        """Arrays that have another shape than their parameter."""
         self._whole_masters: dict[ParameterRecord, torch.Tensor] = {}
 
     def add(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, placement: Placement) -> None:
@@ -158,18 +166,47 @@ class OptimizerState:
 
     def _create_slot(self, record: ParameterRecord, slot: SlotArray, tier: TierName) -> None:
         name = f"optimizer/{slot.name}"
-        if slot.block == 1:
+        if slot.block == 1 and slot.shape is None:
             self._create(record, name, slot.dtype, tier)
             return
-        grid, elements = record.state_grid.packed(slot.block), record.spec(name, slot.dtype)
-        spec = replace(elements, shape=(grid.rows,))
+        elements, grid = record.spec(name, slot.dtype), self.state_grid_of(record, slot)
+        spec = replace(elements, shape=slot.shape or (grid.rows,))
+        if slot.shape is not None:
+            self._own_shapes[spec.name] = slot
         self.store.create(spec, grid=grid, shard=record.state_shard, tier=tier)
 
     def slots_of(self, record: ParameterRecord) -> Sequence[SlotArray]:
         """Return what is kept of a parameter beside its master, in the kernel's order; nothing of a frozen one."""
         if record.group is None:
             return ()
-        return self.kernels[record.group].arrays(record.owned_numel)
+        slots = self.kernel_slots(record)
+        return slots if self._moments == "fp32" else slots_at_rest(slots, self._moments, _stored_shape(record.shape))
+
+    def kernel_slots(self, record: ParameterRecord) -> Sequence[SlotArray]:
+        """Return what the kernel of a trained parameter works on beside its master, in its order."""
+        kernel, _ = self.kernel_of(record)
+        return kernel.arrays_of(record.shape) if isinstance(kernel, TensorKernel) else kernel.arrays(record.owned_numel)
+
+    def moment_tiles(self, record: ParameterRecord, step: int) -> MomentTiles | None:
+        """Return what makes a kernel's slots out of those at rest in step number `step`; None: they are what rests."""
+        if self._moments == "fp32":
+            return None
+        return MomentTiles(self.slots_of(record), record.name, step, record.owned_range[0])
+
+    def moment(self, record: ParameterRecord, slot: str) -> tuple[list[str], MomentTiles]:
+        """Return the arrays that rest of one of the kernel's slots, and what makes its values out of them."""
+        found = [one for one in self.slots_of(record) if one.name == slot or one.entry == slot]
+        names = [optimizer_array(one.name, record.name) for one in found]
+        return names, MomentTiles(found, record.name, 0, record.owned_range[0])
+
+    def state_grid_of(self, record: ParameterRecord, slot: SlotArray | None = None) -> Grid:
+        """Return how this rank's state of a parameter is cut: an array of its shape, or that of `slot`."""
+        if slot is None or (slot.shape is None and slot.block == 1):
+            return record.state_grid
+        if slot.shape is None:
+            return record.state_grid.packed(slot.block)
+        shape = _stored_shape(slot.shape)
+        return record.over_copy(shape) if self.is_sharded else make_grid(shape, 1)
 
     def is_master(self, record: ParameterRecord) -> bool:
         """Return whether the fp32 master is the parameter itself, in its memory or at rest."""
@@ -224,20 +261,35 @@ class OptimizerState:
 
     def grid_of_ranks(self, record: ParameterRecord, name: str) -> Grid:
         """Return how an array of the parameter is divided among the ranks."""
-        return record.grid.packed() if _is_packed(name) else record.grid
+        if name in self._own_shapes:
+            return record.over_copy(self.store.spec(name).stored_shape)
+        grid, numel = record.state_grid if self.is_sharded else record.grid, self._numel_per_value(record, name)
+        return grid if numel == 1 else grid.packed(numel)
 
-    def grid_in_files(self, record: ParameterRecord, name: str) -> Grid:
-        """Return how an array of the parameter is cut in a checkpoint."""
+    def grid_in_files(self, record: ParameterRecord, name: str, world_size: int) -> Grid:
+        """Return how an array of the parameter is cut in a checkpoint of so many ranks."""
         spec = self.store.spec(name)
-        return grid_in_checkpoint(spec.stored_shape, spec.itemsize, self.grid_of_ranks(record, name))
+        return grid_in_checkpoint(spec.stored_shape, spec.itemsize, self.grid_of_ranks(record, name), world_size)
 
     def owned_range(self, record: ParameterRecord, name: str) -> tuple[int, int]:
         """Return the global flat elements `[first, stop)` of an array of the parameter that this rank holds."""
+        if name in self._own_shapes:
+            grid = self.state_grid_of(record, self._own_shapes[name])
+            rows = grid.shard_range(record.state_shard)
+            return rows[0] * grid.row_numel, rows[1] * grid.row_numel
         first, stop = record.owned_range
-        if not _is_packed(name):
-            return first, stop
-        # A rank without rows has no bits, wherever it would begin.
-        return first // BITS, -(-stop // BITS) if first < stop else first // BITS
+        numel = self._numel_per_value(record, name)
+        # A rank without rows has none, wherever it would begin.
+        return first // numel, -(-stop // numel) if first < stop else first // numel
+
+    def _numel_per_value(self, record: ParameterRecord, name: str) -> int:
+        """Return how many elements of the parameter a value of an array of it is for."""
+        if name.startswith(f"{TIE}/"):
+            return BITS
+        if self._moments != "int8":
+            return 1
+        slots = self.slots_of(record)
+        return next((slot.block for slot in slots if optimizer_array(slot.name, record.name) == name), 1)
 
     def kernel_of(self, record: ParameterRecord) -> tuple[Kernel, int]:
         """Return the kernel of a trained parameter, and the number of its group."""
@@ -283,6 +335,5 @@ class OptimizerState:
                 self.transfers.copy_into(rows, as_torch(tile.views[0]))
 
 
-def _is_packed(name: str) -> bool:
-    """Return whether an array has a bit for each element of a parameter."""
-    return name.startswith(f"{TIE}/")
+def _stored_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return ArraySpec(name="model/shape", shape=shape, dtype="float32").stored_shape

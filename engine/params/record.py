@@ -10,6 +10,12 @@ ahead, or kept, has its memory and points at the placeholder.
 
 Between its uses a sharded parameter has this rank's rows in `shard`, or, offloaded, in the array `rest` of the store.
 Gathered memory and `shard` have room for the padding of the grid, so that rows travel without being copied.
+
+[Note: copies]
+With `mics_shard_size` k of N ranks there are N / k copies of what is sharded, each over a group of k consecutive ranks. A
+shard of a copy is N / k neighbouring shards of the grid over all ranks, so that cuts fall where they fall without copies:
+chunks, updates and sums of squares have the same bits. Of the shards that a rank holds, the one with the number of its
+group is the one that it reduces and whose squares it adds up.
 """
 
 from __future__ import annotations
@@ -47,17 +53,38 @@ class Sharding:
     """Gradients, reduced to their owners during every backward (stages 2 and 3); else once a step, whole."""
     parameters: bool
     """Parameters, gathered by unit for forward and backward (stage 3)."""
+    copy_size: int
+    """Ranks that hold one copy of what is sharded: all, or with `mics_shard_size` groups of so many consecutive ones."""
 
     @staticmethod
-    def of_stage(stage: int, world_size: int, *, offloads_parameters: bool = False) -> Sharding:
-        """Return what `stage` (0 to 3) shards over `world_size` ranks."""
+    def of_stage(
+        stage: int, world_size: int, *, offloads_parameters: bool = False, copy_size: int | None = None
+    ) -> Sharding:
+        """Return what `stage` (0 to 3) shards over `world_size` ranks, in copies over `copy_size` each (None: one)."""
         many = world_size > 1
         return Sharding(
             world_size=world_size,
+            copy_size=copy_size or world_size,
             optimizer_state=many and stage >= 1,
             gradients=many and stage >= 2,
             parameters=stage >= 3 and (many or offloads_parameters),
         )
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of what is sharded."""
+        return self.world_size // self.copy_size
+
+    def state_grid(self, stored_shape: tuple[int, ...]) -> Grid:
+        """Return how the state of a parameter of `stored_shape` is cut over the ranks of a copy. See [Note: copies]."""
+        if not self.optimizer_state:
+            return make_grid(stored_shape, 1)
+        grid = make_grid(stored_shape, self.world_size)
+        return grid if self.num_copies == 1 else grid.joined(self.num_copies)
+
+    def state_shard(self, rank: int) -> int:
+        """Return the number of the shard of the state that `rank` holds."""
+        return rank % self.copy_size if self.optimizer_state else 0
 
 
 class Residency(Enum):
@@ -88,6 +115,10 @@ class ParameterRecord:
     """Number of this rank's shard on `state_grid`."""
     world_size: int
     """Ranks that `grid` cuts for."""
+    copy: int | None = None
+    """Number of the copy of the state that this rank holds a shard of; None: there is one. See [Note: copies]."""
+    copy_ranks: int = 0
+    """Ranks that hold one copy of what is sharded; 0: all of `world_size`."""
     group: int | None
     """Index of its parameter group; None: frozen, or not given to the optimizer."""
     full: torch.Tensor
@@ -98,6 +129,8 @@ class ParameterRecord:
     """Array of the store in which this rank's rows rest between uses, if they do: `parameter/<name>`, or `model/<name>`
     where that has the parameter's type."""
     residency: Residency = Residency.RESIDENT
+    is_rounded: bool = False
+    """Whether the gathered values travelled as small integers, so that this rank's rows of them differ from those at rest."""
     address: int = field(init=False)
     """Where the parameter's values begin, as long as nobody but the engine gives it other memory."""
     shape: torch.Size = field(init=False)
@@ -121,6 +154,18 @@ class ParameterRecord:
         """Global flat elements `[first, stop)` whose state this rank holds."""
         first = min(self.numel, self.state_shard * self.state_grid.shard_numel)
         return first, first + self.state_grid.shard_valid_numel(self.state_shard)
+
+    def over_copy(self, stored_shape: tuple[int, ...]) -> Grid:
+        """Return how an array of a shape of its own is cut over the ranks of a copy."""
+        return make_grid(stored_shape, self.copy_ranks or self.world_size)
+
+    @cached_property
+    def counted_range(self) -> tuple[int, int]:
+        """Elements `[first, stop)` of this rank's rows that no other rank counts. See [Note: copies]."""
+        if self.copy is None:
+            return 0, self.owned_numel
+        first = min(self.owned_numel, self.copy * self.grid.shard_numel)
+        return first, min(self.owned_numel, first + self.grid.shard_numel)
 
     @property
     def owned_numel(self) -> int:
@@ -154,7 +199,7 @@ class ParameterRecord:
     def shard_memory(self, rows: torch.Tensor | None = None) -> None:
         """Keep this rank's rows, or 1-D `rows` in place of them, in memory of their own and release the rest."""
         first, stop = self.owned_range
-        memory = self.full.new_zeros(self.grid.shard_numel)
+        memory = self.full.new_zeros(self.state_grid.shard_numel)
         self.shard = memory[: stop - first]
         self.shard.copy_(self.full[first:stop] if rows is None else rows)
         self.release()
@@ -163,20 +208,17 @@ class ParameterRecord:
         """Return `shard` with the zeros behind it, 1-D [shard_numel]."""
         if self.shard is None:
             raise UsageError(f"parameter {self.name!r} has no rows in memory of their own")
-        return self.shard.as_strided((self.grid.shard_numel,), (1,))
+        return self.shard.as_strided((self.state_grid.shard_numel,), (1,))
 
     def make_room(self) -> None:
         """Give `full` its memory back, with undefined values, before it is gathered."""
-        self.full.untyped_storage().resize_(self._padded_numel * self.full.element_size())
+        padded_numel = self.grid.shard_numel * self.world_size  # those of a copy have no more
+        self.full.untyped_storage().resize_(padded_numel * self.full.element_size())
         advise_huge_pages(self.full)
 
-    @property
-    def _padded_numel(self) -> int:
-        return self.grid.shard_numel * self.world_size
-
-    def padded_full(self) -> torch.Tensor:
-        """Return `full` with the room behind it, 1-D [world_size x shard_numel]: the rows of all ranks."""
-        return self.full.as_strided((self._padded_numel,), (1,))
+    def padded_full(self, numel: int) -> torch.Tensor:
+        """Return `full` with the room behind it, 1-D [numel]: the rows of all ranks, or of those of a copy, with padding."""
+        return self.full.as_strided((numel,), (1,))
 
     def point_at_full(self) -> None:
         """Make the gathered values the parameter's own."""
@@ -202,7 +244,7 @@ class ParameterRecord:
             self._point_at(self.full.view(self.shape))
             self.residency = Residency.RESIDENT
         elif self.shard is not None:
-            self.shard = self.full.new_zeros(self.grid.shard_numel)[: self.shard.numel()]
+            self.shard = self.full.new_zeros(self.state_grid.shard_numel)[: self.shard.numel()]
 
     def point_back(self) -> None:
         """Give the parameter the memory again that the engine gave it, where somebody put other in its place."""
@@ -229,6 +271,7 @@ class ParameterRecord:
     def release(self) -> None:
         """Free the gathered memory; the parameter becomes a view of one NaN."""
         self.point_at_placeholder()
+        self.is_rounded = False
         self.full.untyped_storage().resize_(0)
 
     def point_at_placeholder(self) -> None:
@@ -280,9 +323,11 @@ def make_record(
         aliases=aliases,
         parameter=parameter,
         grid=grid,
-        state_grid=grid if sharding.optimizer_state else make_grid(stored_shape, 1),
-        state_shard=rank if sharding.optimizer_state else 0,
+        state_grid=sharding.state_grid(stored_shape),
+        state_shard=sharding.state_shard(rank),
         world_size=sharding.world_size,
+        copy_ranks=sharding.copy_size,
+        copy=rank // sharding.copy_size if sharding.optimizer_state and sharding.num_copies > 1 else None,
         group=group,
         full=parameter.data.view(-1),
     )

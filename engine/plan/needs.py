@@ -9,17 +9,18 @@ import torch
 from torch import nn
 
 from zstore.format.arrays import ArraySpec, model_array
-from zstore.format.partition import make_grid, round_up
+from zstore.format.partition import Grid, make_grid, round_up
 from zstore.io.buffers import PAGE_BYTES
 from zstore.store import StoreOptions
 from zstore.tensors import dtype_name
 
 from ..config.config import Config
 from ..params.gradient_types import GradientTypes
+from ..params.quantized import is_matrix
 from ..params.record import Sharding, named_parameters
 from ..params.tensors import PRECISIONS
 from ..params.units import called_parameters, unit_parameters
-from .plan import Need, PlacementSettings
+from .plan import Need, PlacementSettings, Slots
 from .schedule import PrefetchLimits, count_fetches
 
 
@@ -76,39 +77,63 @@ def units_of_model(model: nn.Module, live_numel: int | None = None) -> list[list
 
 def find_needs(
     shapes: Sequence[ParameterShape],
-    slots: Mapping[str, tuple[str, ...]],
+    slots: Mapping[str, Slots],
     config: Config,
     *,
     world_size: int,
     rank: int,
     units: Sequence[Sequence[str]] = (),
+    local_world_size: int | None = None,
 ) -> list[Need]:
     """Return what each parameter needs on `rank`; `slots` are those of the trained ones, by name; `units` the names of the
-    parameters that each unit gathers, in the order in which units run."""
-    sharding = Sharding.of_stage(config.stage, world_size)
+    parameters that each unit gathers, in the order in which units run. `local_world_size` ranks share a machine; None: all."""
+    sharding = Sharding.of_stage(config.stage, world_size, copy_size=config.copy_size)
     rests_apart = sharding.parameters or config.offload_param.device != "none"
     types = GradientTypes.of(config, world_size)
     persistence = _Persistence(config.persistence_threshold_numel, config.zero.stage3_model_persistence_threshold)
     needs: list[Need] = []
     for one in shapes:
         spec = ArraySpec(name=model_array(one.name), shape=one.shape, dtype=one.dtype)
+        over_all = make_grid(spec.stored_shape, world_size)
+        stays_gathered = not (rests_apart and one.is_called and not persistence.keeps(spec.numel))
+        near_size = config.secondary_size or sharding.copy_size
+        near, secondary_numel = over_all.joined(world_size // near_size), 0
+        if config.secondary_size is not None and not stays_gathered:
+            secondary_numel = near.shard_valid_numel(rank % near_size)
         needs.append(
             Need(
                 name=one.name,
-                grid=make_grid(spec.stored_shape, world_size if sharding.optimizer_state else 1),
-                shard=rank if sharding.optimizer_state else 0,
+                grid=sharding.state_grid(spec.stored_shape),
+                shard=sharding.state_shard(rank),
                 dtype=one.dtype,
                 gradient_dtype=dtype_name(types.planned(getattr(torch, one.dtype))),
                 slots=slots.get(one.name),
-                stays_gathered=not (rests_apart and one.is_called and not persistence.keeps(spec.numel)),
+                stays_gathered=stays_gathered,
+                secondary_numel=secondary_numel,
+                reduced_numel=over_all.shard_numel * world_size,
+                near_numel=near.shard_numel * near_size,
+                error_numel=_error_numel(over_all, config, world_size, local_world_size),
                 whole_gradient=world_size > 1 and not sharding.gradients,
+                state_ranks=sharding.copy_size if sharding.optimizer_state else 1,
                 splits_master=config.own.split_master,
+                moments=config.moments,
             )
         )
     if config.frozen:  # nothing is gathered for a backward
         return [replace(need, fetches=1) for need in needs]
     fetches = _fetches(needs, units, config, world_size)
     return [replace(need, fetches=fetches.get(need.name, need.fetches)) for need in needs]
+
+
+def _error_numel(grid: Grid, config: Config, world_size: int, local_world_size: int | None) -> int:
+    """Return the elements that error feedback keeps of a parameter's gradient: of what each hop sends."""
+    zero = config.zero
+    if zero.zeropp_loco_param is None or not zero.zero_quantized_gradients:
+        return 0
+    if config.stage < 2 or world_size == 1 or not is_matrix(grid):
+        return 0
+    group = config.quantized_group(world_size, local_world_size)
+    return grid.shard_numel * (world_size + (0 if group is None else world_size // group))
 
 
 def _fetches(
@@ -155,13 +180,16 @@ def placement_settings(config: Config, *, budget_bytes: int | None, device_is_ho
 
 
 def buffer_bytes(config: Config, budget_bytes: int | None) -> int:
-    """Return the bytes of one rank's transfer buffers: of the update, of parameters and of gradients on their way."""
+    """Return the bytes of one rank's transfer buffers: of the update, of parameters, gradients and activations on their
+    way."""
     options = StoreOptions(host_budget_bytes=budget_bytes, block_bytes=config.io.block_bytes)
     pools = [options.pool_bytes]
     if config.offload_param.device != "none":
         pools.append(parameter_pool_bytes(config, options))
     if budget_bytes is not None and config.offload_optimizer.device == "nvme":
         pools.append(spill_pool_bytes(budget_bytes))
+    if config.activations == "disk":
+        pools.append(activation_pool_bytes(budget_bytes))
     return sum(round_up(nbytes, PAGE_BYTES) for nbytes in pools)
 
 
@@ -177,3 +205,11 @@ SPILL_POOL_BYTES = 16 * 1024 * 1024
 def spill_pool_bytes(budget_bytes: int) -> int:
     """Return the bytes of the buffers through which gradients pass, where a host budget may send them to disk."""
     return min(SPILL_POOL_BYTES, budget_bytes // 16)
+
+
+ACTIVATION_POOL_BYTES = 32 * 1024 * 1024
+
+
+def activation_pool_bytes(budget_bytes: int | None) -> int:
+    """Return the bytes of the buffers through which activations pass to the disk and back."""
+    return ACTIVATION_POOL_BYTES if budget_bytes is None else min(ACTIVATION_POOL_BYTES, budget_bytes // 16)

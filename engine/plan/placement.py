@@ -25,13 +25,26 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from zstore.checkpoint.moments import StoredSlot, stored_slots
 from zstore.errors import ConfigError
-from zstore.format.arrays import numpy_dtype
-from zstore.format.partition import round_up
+from zstore.format.arrays import ArraySpec, numpy_dtype
+from zstore.format.partition import Grid, make_grid, round_up
 from zstore.format.shardfile import ShardLayout
 from zstore.store.store import SMALL_SHARD_BYTES
 
-from .plan import FP32, Field, Held, Need, Placement, PlacementSettings, Plan, Rest, Traffic, cached_layout
+from .plan import (
+    FP32,
+    Field,
+    Held,
+    Need,
+    Placement,
+    PlacementSettings,
+    Plan,
+    Rest,
+    TensorSlot,
+    Traffic,
+    cached_layout,
+)
 from .report import over_budget
 
 _HOST_ALIGN_BYTES = 64
@@ -72,6 +85,7 @@ def make_plan(needs: Sequence[Need], settings: PlacementSettings, units: Sequenc
         budget_used_bytes=used_bytes,
         budget_full_bytes=full_bytes,
         gathered_bytes=_gathered_bytes(needs, units),
+        update_bytes=max((need.update_bytes for need in needs), default=0),
     )
 
 
@@ -129,6 +143,12 @@ def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterat
     forwards = settings.accumulation_steps
     split = need.splits_master and need.slots is not None and need.dtype == "bfloat16"
     own_master = split or _is_own_master(need, place)
+    fetches = need.fetches * forwards
+    if need.secondary_numel:
+        # The first gather of a step brings the rows, of a frozen parameter the first of all.
+        fetches = 0 if need.slots is None else 1
+        nbytes = need.secondary_numel * numpy_dtype(need.dtype).itemsize
+        yield replace(one("secondary parameters", "device", need.dtype, field="parameter"), nbytes=nbytes)
     if need.slots is not None and not own_master:
         yield one("master", place.state, FP32)
     # Every micro-batch gathers it; the update reads it only where it is (in) the master.
@@ -138,15 +158,17 @@ def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterat
         need.dtype,
         field="state" if need.slots is None or own_master else "parameter",
         whole=need.stays_gathered,
-        reads=need.fetches * forwards + own_master,
+        reads=fetches + own_master,
         writes=0 if need.slots is None else 1,
     )
     if need.slots is None:
         return
     if split:
         yield from _split_rest(need, place)
-    for slot in need.slots:
-        yield one(slot, place.state, FP32)
+    yield from _slots(need, place)
+    if need.error_numel:
+        nbytes = need.error_numel * numpy_dtype(need.dtype).itemsize
+        yield replace(one("gradient errors", "device", need.dtype, field="gradient"), nbytes=nbytes)
     if settings.holds_gradients:
         # A micro-batch adds to what the one before left, the first excepted; the update reads the sum.
         whole = need.whole_gradient
@@ -161,15 +183,40 @@ def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterat
         )
 
 
+def _slots(need: Need, place: Placement) -> Iterator[_Stored]:
+    """Yield what rests of the optimizer's slots."""
+    slots = [slot if isinstance(slot, TensorSlot) else TensorSlot(slot) for slot in need.slots or ()]
+    plain = [slot.name for slot in slots if slot.shape is None]
+    kept = stored_slots(plain, need.moments, (need.grid.rows, need.grid.row_numel))
+    for slot in slots:
+        if slot.shape is not None:
+            yield _of_own_shape(need, slot.name, slot.shape, place)
+            continue
+        for array in kept.get(slot.name, (StoredSlot(slot.name, FP32),)):
+            grid = need.grid if array.block == 1 else need.grid.packed(array.block)
+            yield _apart(need, slot.name, grid, array.dtype, place)
+
+
 def _split_rest(need: Need, place: Placement) -> Iterator[_Stored]:
     """Yield what a split master has beside the parameter."""
     ties = need.grid.packed()
     for grid, dtype in ((need.grid, "uint16"), (ties, "uint8")):
-        nbytes = grid.shard_valid_numel(need.shard) * numpy_dtype(dtype).itemsize
-        # As the store has it: each of these may be small where the others are not.
-        rest = "host" if place.state == "disk" and nbytes < SMALL_SHARD_BYTES else place.state
-        layout = cached_layout(grid, need.shard, dtype)
-        yield _Stored(kind="master", field="state", rest=rest, nbytes=nbytes, layout=layout, reads=1, writes=1)
+        yield _apart(need, "master", grid, dtype, place)
+
+
+def _of_own_shape(need: Need, name: str, shape: tuple[int, ...], place: Placement) -> _Stored:
+    """Return a slot of another shape than the parameter's, cut over the same ranks."""
+    stored_shape = ArraySpec(name=f"optimizer/{name}", shape=shape, dtype=FP32).stored_shape
+    return _apart(need, name, make_grid(stored_shape, need.state_ranks), FP32, place)
+
+
+def _apart(need: Need, kind: str, grid: Grid, dtype: str, place: Placement) -> _Stored:
+    """Return an array of the state that is cut in another way than the parameter, or has another type."""
+    nbytes = grid.shard_valid_numel(need.shard) * numpy_dtype(dtype).itemsize
+    # As the store has it: each of these may be small where the others are not.
+    rest = "host" if place.state == "disk" and nbytes < SMALL_SHARD_BYTES else place.state
+    layout = cached_layout(grid, need.shard, dtype)
+    return _Stored(kind=kind, field="state", rest=rest, nbytes=nbytes, layout=layout, reads=1, writes=1)
 
 
 def _is_own_master(need: Need, place: Placement) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from zstore.checkpoint.moments import Moments
 from zstore.format.arrays import numpy_dtype
 from zstore.format.partition import Grid
 from zstore.format.shardfile import ShardLayout, layout_of
@@ -48,6 +50,23 @@ class Traffic:
         return self.read + self.written
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """Bytes that a rank sends to others in a step, padding included."""
+
+    within: int = 0
+    """To ranks of its group, or without groups of its machine."""
+    between: int = 0
+    """To others."""
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(within=self.within + other.within, between=self.between + other.between)
+
+    def times(self, count: int) -> Sent:
+        """Return what `count` of these send."""
+        return Sent(within=self.within * count, between=self.between * count)
+
+
 Rest = Literal["device", "host", "disk"]
 
 
@@ -58,6 +77,19 @@ Field = Literal["parameter", "gradient", "state"]
 
 
 FP32 = "float32"
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """An fp32 array that is kept of a parameter which is updated whole."""
+
+    name: str
+    shape: tuple[int, ...] | None = None
+    """None: the parameter's."""
+
+
+Slots = tuple[str | TensorSlot, ...]
+"""The fp32 arrays that an optimizer keeps of a parameter beside its master, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +105,8 @@ class Need:
     """Type of the parameter, as "bfloat16"."""
     gradient_dtype: str
     """Type in which its gradient waits for the update."""
-    slots: tuple[str, ...] | None
-    """Names of the fp32 arrays that the optimizer keeps beside the master; None: the parameter is not trained."""
+    slots: Slots | None
+    """What the optimizer keeps beside the master; None: the parameter is not trained."""
     stays_gathered: bool
     """All values are on every rank's device always: stages 0 to 2, and below the persistence threshold."""
     whole_gradient: bool = False
@@ -82,8 +114,30 @@ class Need:
     fetches: int = 2
     """Times that a micro-batch brings it where it does not stay gathered: for forward and for backward, but once where it
     is still there."""
+    state_ranks: int = 1
+    """Ranks that `grid` cuts for."""
+    secondary_numel: int = 0
+    """Elements of this rank's part of a second copy of the parameter (`zero_hpz_partition_size`), on the device."""
+    reduced_numel: int = 0
+    """Elements of the parameter as it is cut over all ranks, padding included."""
+    near_numel: int = 0
+    """Elements of the parameter as it is cut over the ranks of a group, padding included; with one group as over all."""
+    error_numel: int = 0
+    """Elements of what quantization lost of its gradient that are kept (`zeropp_loco_param`), on the device."""
     splits_master: bool = False
     """The master is kept as the bf16 parameter and what that lacks; see [Note: the split]."""
+    moments: Moments = "fp32"
+    """What the moments among the slots rest in; all other slots in fp32."""
+
+    @property
+    def update_bytes(self) -> int:
+        """Memory of an update of the whole tensor: master, slots and gradient, four times where ranks exchange them; 0 where it
+        is updated in tiles."""
+        if not any(isinstance(slot, TensorSlot) for slot in self.slots or ()):
+            return 0
+        whole = [slot.shape for slot in self.slots or () if isinstance(slot, TensorSlot)]
+        numel = 2 * self.numel + sum(self.numel if shape is None else math.prod(shape) for shape in whole)
+        return 4 * numel * (4 if self.grid.num_shards > 1 else 1)
 
     @property
     def numel(self) -> int:
@@ -157,8 +211,9 @@ class Plan:
     stay_gathered: frozenset[str]
     """Parameters of which every rank has all values on its device always."""
     held: Mapping[str, Held]
-    """By kind: "parameters" (with fp32 masters that are the parameter), "gradients" (none where they are used as they
-    arrive), "master", each slot, "buffers"."""
+    """By kind: "parameters" (with fp32 masters that are the parameter), "secondary parameters" (of
+    `zero_hpz_partition_size`), "gradients" (none where they are used as they arrive), "gradient errors" (of
+    `zeropp_loco_param`), "master", each slot, "buffers"."""
     traffic: Mapping[str, Traffic]
     """Of a step, by kind: "parameters", "gradients", "optimizer state"."""
     files: tuple[tuple[Field, int], ...]
@@ -170,6 +225,15 @@ class Plan:
     """Budget with which nothing would be on disk (but parameters beyond `max_in_cpu_numel`)."""
     gathered_bytes: int
     """Most bytes of parameters gathered at a time: a unit in use and the next one. Beside the budget."""
+    update_bytes: int = 0
+    """Most bytes of tensors that are brought together for an update of the whole. Beside the budget."""
+    sent: Mapping[str, Sent] = field(default_factory=dict)
+    """What this rank sends to others in a step, by kind: "gradients", "parameters". Nothing by a rank alone."""
+    group_size: int | None = None
+    """Ranks of a group, where ranks are in groups (`mics_shard_size`, `zero_hpz_partition_size`, quantized gradients of
+    several machines)."""
+    tells_sent: bool = False
+    """Whether what is sent is worth a line: it depends on keys of the config other than the stage."""
 
     @property
     def file_bytes(self) -> int:
@@ -188,6 +252,11 @@ class Plan:
     def held_total(self) -> Held:
         """Bytes of all kinds."""
         return sum(self.held.values(), Held())
+
+    @property
+    def sent_total(self) -> Sent:
+        """Bytes sent in a step of all kinds."""
+        return sum(self.sent.values(), Sent())
 
     @property
     def traffic_total(self) -> Traffic:

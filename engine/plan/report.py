@@ -27,6 +27,7 @@ def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1, notes: bo
     whose = "" if world_size == 1 else f" (rank 0 of {world_size}; the others hold as much or less)"
     what = "training state rests" if trains else "parameters rest"
     lines = [f"where the {what}{whose}:", *_table(plan), *_budget(plan), *_traffic(plan, local_ranks, trains)]
+    lines += _sent(plan, world_size)
     if notes:
         lines += [*_beside(plan), *_drive(plan, local_ranks)]
     return "\n".join(lines)
@@ -35,11 +36,12 @@ def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1, notes: bo
 def check_device(plan: Plan, device_bytes: int | None) -> None:
     """Raise BudgetError where the plan needs more than the device's memory; `device_bytes` None: not known."""
     # At least one unit has to be gathered beside what rests there.
-    needed = plan.held_total.device + plan.gathered_bytes
+    transient_bytes = max(plan.gathered_bytes, plan.update_bytes)
+    needed = plan.held_total.device + transient_bytes
     if device_bytes is not None and needed > device_bytes:
         raise BudgetError(
             f"the device has {format_bytes(device_bytes)}, but this plan keeps {format_bytes(plan.held_total.device)} on "
-            f"it and gathers {format_bytes(plan.gathered_bytes)} of parameters at a time, activations not counted: use "
+            f"it and gathers {format_bytes(transient_bytes)} of parameters at a time, activations not counted: use "
             "more ranks, a higher stage, or offload_optimizer and offload_param (`zstore plan` shows what fits)"
         )
 
@@ -116,9 +118,22 @@ def _traffic(plan: Plan, local_ranks: int, trains: bool) -> list[str]:
     return [f"  each step reads {read} from disk and writes {written}{sharers}"]
 
 
+def _sent(plan: Plan, world_size: int) -> list[str]:
+    """Say what a step sends, where that depends on groups of ranks, or on what travels as integers."""
+    if not plan.tells_sent:
+        return []
+    if plan.group_size is None:
+        parts = ", ".join(f"{kind} {format_bytes(sent.within)}" for kind, sent in plan.sent.items())
+        return [f"  each step sends {format_bytes(plan.sent_total.within)} from each rank to the others: {parts}"]
+    sent, groups = plan.sent_total, world_size // plan.group_size
+    within = f"each step sends {format_bytes(sent.within)} from each rank within its group of {plan.group_size}"
+    return [f"  {within} and {format_bytes(sent.between)} to other groups ({groups} groups)"]
+
+
 def _beside(plan: Plan) -> list[str]:
     where = "the host's memory, on top of the budget" if plan.settings.device_is_host else "the device's memory"
     gathered = f"up to {format_bytes(plan.gathered_bytes)} of gathered parameters, " if plan.gathered_bytes else ""
+    gathered += f"{format_bytes(plan.update_bytes)} for updates of whole tensors, " if plan.update_bytes else ""
     return [f"  not in this table: {gathered}gradients in transit and activations, in {where}"]
 
 

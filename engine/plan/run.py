@@ -20,8 +20,9 @@ from zstore.store.tiers import Drives
 from ..config.config import Config
 from .needs import find_needs, placement_settings, shapes_of_model, units_of_model
 from .placement import make_plan
-from .plan import Plan
+from .plan import Plan, Slots
 from .report import check_device, check_host, describe
+from .sent import with_sent
 
 _AUTO_PERCENT = 60
 
@@ -49,7 +50,7 @@ def plan_run(
     model: nn.Module,
     config: Config,
     world: World,
-    slots: Mapping[str, tuple[str, ...]],
+    slots: Mapping[str, Slots],
     budget_bytes: int | None,
     *,
     device_is_host: bool,
@@ -65,14 +66,28 @@ def plan_run(
         units_of_model(model, config.zero.stage3_max_live_parameters),
     )
     with world.agreeing():
-        plan = make_plan(
-            find_needs(shapes, slots, config, world_size=world.world_size, rank=world.rank, units=units),
-            placement_settings(config, budget_bytes=budget_bytes, device_is_host=device_is_host),
-            units,
+        needs = find_needs(
+            shapes,
+            slots,
+            config,
+            world_size=world.world_size,
+            rank=world.rank,
+            units=units,
+            local_world_size=world.local_world_size,
+        )
+        settings = placement_settings(config, budget_bytes=budget_bytes, device_is_host=device_is_host)
+        plan = with_sent(
+            make_plan(needs, settings, units),
+            needs,
+            config,
+            world.world_size,
+            native=world.backend != "gloo",
+            local_world_size=world.local_world_size,
         )
         check_device(plan, torch.cuda.mem_get_info(world.device)[1] if world.device.type == "cuda" else None)
     _check_host(plan, world, memory or read_host_memory())
-    if world.rank == 0 and plan.held_total.device < plan.held_total.total - plan.held["buffers"].total:
+    offloads = plan.held_total.device < plan.held_total.total - plan.held["buffers"].total
+    if world.rank == 0 and (offloads or plan.tells_sent):
         sizes = {"world_size": world.world_size, "local_ranks": world.local_world_size}
         _log.info("%s", describe(plan, **sizes, notes=config.settings.dump_state, trains=not config.frozen))
     return plan

@@ -4,12 +4,16 @@
 `EngineStatistics.links` has, by name:
 - `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast`, `transfer`, `control`: collectives, in bytes sent to other ranks.
   On CUDA the times are the host's, which seldom waits there;
+- `within_group`, `between_groups`: what of these bytes, `control` left out, went to ranks of this rank's group and of
+  others, where the config puts ranks in groups (`mics_shard_size`, `zero_hpz_partition_size`, quantized gradients of several
+  machines); they count every collective a second time;
 - `device_to_host`, `host_to_device`: copies between the memory of a device and that of the host; where the model computes
   on the CPU these are one memory and nothing is counted;
 - `disk_read`, `disk_write`: swap files, with checksums and padding; and parts of these: `disk_prefetch`, what was read
   ahead by `prefetch`, and `optimizer_read`, `optimizer_write`, masters and slots, with parameters on disk that are
   their masters, or a part of them, whatever they are read for. A pass that is not begun waits for a save to let go of
   a shard, or for the file of a new version;
+- `activation_read`, `activation_write`: likewise, activations on their way from and to the disk;
 - `parameter_read`: this rank's rows of parameters that rest in host memory or on disk, on their way to be gathered;
 - `checkpoint_write`: bytes copied for checkpoints; files that could be linked are not among them.
 What is counted with `World.links` or `TensorStore.links` under other names stands there too. A link that was never used
@@ -25,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from zstore.io.links import LinkStatistics, total
 from zstore.store.store import StoreStatistics
 
+from ..activations.statistics import ActivationStatistics
 from ..zero.unshard import UnitStatistics
 from .memory import HeldBytes, MemoryStatistics, held_bytes, memory_statistics
 
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
     from zstore.store import TensorStore
 
     from ..optim.state import OptimizerState
+    from ..profile.utilisation import Utilisation
     from ..zero.gradients import Gradients
     from ..zero.unshard import ShardedUnits
     from .timers import PhaseTimes
@@ -60,6 +66,10 @@ class EngineStatistics:
     overlapped: int
     """Reductions of gradients that went on while this rank did something else."""
     store: StoreStatistics
+    utilisation: Utilisation | None
+    """Model FLOPs utilisation, on rank 0; None where no operations are known."""
+    activations: ActivationStatistics | None = None
+    """Of activations that leave the device, and of blocks that are timed; None where there are neither."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON data."""
@@ -79,6 +89,7 @@ def engine_statistics(
     units: ShardedUnits | None,
     times: PhaseTimes,
     saves_s: Mapping[str, float],
+    utilisation: Utilisation | None,
 ) -> EngineStatistics:
     """Return the counters now; `saves_s` has the seconds for which saves held training up, by their kind."""
     store = state.store.statistics()
@@ -89,10 +100,11 @@ def engine_statistics(
         links=link_statistics(world, state.store, store, saves_s),
         sent_bytes=dict(world.sent_bytes),
         memory=memory_statistics(state.store, world.device),
-        held=held_bytes(state, gradients),
+        held=held_bytes(state, gradients, units),
         units=None if units is None else units.statistics(),
         overlapped=gradients.overlapped,
         store=store,
+        utilisation=utilisation,
     )
 
 
@@ -131,6 +143,8 @@ def _store_links(store: StoreStatistics, saves_s: Mapping[str, float]) -> dict[s
         ),
         "optimizer_read": moved(reads, of=_OPTIMIZER),
         "optimizer_write": moved(writes, of=_OPTIMIZER),
+        "activation_read": moved(reads, of=("activation",)),
+        "activation_write": moved(writes, of=("activation",)),
         "checkpoint_write": moved(("checkpoint",), stall_s=saves_s),
     }
     return {name: link for name, link in links.items() if link.operations or link.stall_s}

@@ -18,15 +18,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from zstore.format.partition import ALIGN_NUMEL
+from zstore.format.partition import ALIGN_NUMEL, Grid
 from zstore.ranks.world import Kind, World
 
 from ..params.record import ParameterRecord
 
 TypeOf = Callable[[ParameterRecord], torch.dtype]
+GridOf = Callable[[ParameterRecord], Grid]
+"""How the ranks of a collective divide a parameter."""
 
 _SUM_NUMEL = 64 * 1024
 _GLOO_BUCKET_NUMEL = 4 * 1024 * 1024
@@ -40,6 +43,8 @@ class Segment:
     first: int
     stop: int
     offset: int
+    shard_numel: int
+    """Elements of a shard, padding included."""
 
     @property
     def columns(self) -> slice:
@@ -60,17 +65,34 @@ def _own_type(record: ParameterRecord) -> torch.dtype:
     return record.dtype
 
 
+def over_all(record: ParameterRecord) -> Grid:
+    """Return how all ranks divide a parameter."""
+    return record.grid
+
+
+def over_copy(record: ParameterRecord) -> Grid:
+    """Return how the ranks that hold one copy of the state divide a parameter: all ranks, or those of a group."""
+    return record.state_grid
+
+
 def bucket_limit(world: World, limit_numel: int) -> int:
     """Return the most elements of a bucket where the config allows `limit_numel`. See [Note: buckets]."""
     return min(limit_numel, _GLOO_BUCKET_NUMEL) if world.backend == "gloo" else limit_numel
 
 
 def plan_buckets(
-    records: Iterable[ParameterRecord], world_size: int, limit_numel: int, dtype_of: TypeOf = _own_type
+    records: Iterable[ParameterRecord],
+    world_size: int,
+    limit_numel: int,
+    dtype_of: TypeOf = _own_type,
+    grid_of: GridOf = over_all,
+    *,
+    align_numel: int = ALIGN_NUMEL,
 ) -> list[Bucket]:
-    """Return buckets of at most `limit_numel` elements (or 16 columns) that cover the records in order, one type
-    each: that in which the elements travel, by default the parameters'."""
-    limit = max(limit_numel // world_size // ALIGN_NUMEL, 1) * ALIGN_NUMEL
+    """Return buckets of at most `limit_numel` elements (or `align_numel` columns) that cover the records in order, one
+    type each: that in which the elements travel, by default the parameters'. Parameters are cut at multiples of
+    `align_numel` columns."""
+    limit = max(limit_numel // world_size // align_numel, 1) * align_numel
     buckets: list[Bucket] = []
     segments: list[Segment] = []
     cols = 0
@@ -88,12 +110,12 @@ def plan_buckets(
         if dtype_of(record) != dtype:
             close()
             dtype = dtype_of(record)
-        first = 0
-        while first < record.grid.shard_numel:
-            if cols >= limit:
+        first, shard_numel = 0, grid_of(record).shard_numel
+        while first < shard_numel:
+            if cols > limit - align_numel:
                 close()
-            stop = min(record.grid.shard_numel, first + limit - cols)
-            segments.append(Segment(record, first, stop, cols))
+            stop = min(shard_numel, first + (limit - cols) // align_numel * align_numel)
+            segments.append(Segment(record, first, stop, cols, shard_numel))
             cols += stop - first
             first = stop
     close()
@@ -113,7 +135,7 @@ def pack(bucket: Bucket, world_size: int, values: Callable[[ParameterRecord], to
             continue
         for rows, rest, part in _pieces(segment, world_size):
             if rest == 0:
-                target[rows] = source[part].view(-1, segment.record.grid.shard_numel)[:, segment.first : segment.stop]
+                target[rows] = source[part].view(-1, segment.shard_numel)[:, segment.first : segment.stop]
             else:
                 target[rows.start, :rest] = source[part]
                 target[rows.start, rest:] = 0
@@ -129,7 +151,7 @@ def unpack(bucket: Bucket, matrix: torch.Tensor, values: Callable[[ParameterReco
         source = matrix[:, segment.columns]
         for rows, rest, part in _pieces(segment, world_size):
             if rest == 0:
-                target[part].view(-1, segment.record.grid.shard_numel)[:, segment.first : segment.stop] = source[rows]
+                target[part].view(-1, segment.shard_numel)[:, segment.first : segment.stop] = source[rows]
             else:
                 target[part] = source[rows.start, :rest]
 
@@ -137,7 +159,7 @@ def unpack(bucket: Bucket, matrix: torch.Tensor, values: Callable[[ParameterReco
 def _pieces(segment: Segment, world_size: int) -> Iterator[tuple[slice, int, slice]]:
     """Yield (rows of the bucket, 0, elements of those whole shards), then (row, elements, their slice) for a partial
     one."""
-    shard_numel, numel = segment.record.grid.shard_numel, segment.record.numel
+    shard_numel, numel = segment.shard_numel, segment.record.numel
     whole = min(world_size, numel // shard_numel)
     if whole:
         yield slice(0, whole), 0, slice(0, whole * shard_numel)
@@ -149,9 +171,25 @@ def _pieces(segment: Segment, world_size: int) -> Iterator[tuple[slice, int, sli
 
 def _present_rows(segment: Segment, world_size: int) -> int:
     """Return how many leading rows of the bucket hold at least one element of the segment."""
-    shard_numel, numel = segment.record.grid.shard_numel, segment.record.numel
+    shard_numel, numel = segment.shard_numel, segment.record.numel
     whole = min(world_size, numel // shard_numel)
     return whole + (1 if whole < world_size and numel - whole * shard_numel > segment.first else 0)
+
+
+class Reducing(Protocol):
+    """A bucket's reduce-scatter under way."""
+
+    bucket: Bucket
+
+    def done(self) -> bool:
+        """Return whether `finish` would not wait."""
+
+    def finish(self) -> torch.Tensor:
+        """Wait, and return the mean of this rank's rows, [copies, cols]; see `put_rows`."""
+
+
+Reduce = Callable[[World, Bucket, torch.Tensor, Kind], Reducing]
+"""Begins the reduction of a bucket's matrix [world, cols] of whole gradients (all ranks, in one order)."""
 
 
 class Reduction:
@@ -173,9 +211,20 @@ class Reduction:
         return self._work.is_completed()
 
     def finish(self) -> torch.Tensor:
-        """Wait, and return this rank's row of the mean, [cols]."""
+        """Wait, and return this rank's row of the mean, [1, cols]."""
         self._work.wait()
-        return self._out if self._native else mean_of_rows(self._out)
+        return (self._out if self._native else mean_of_rows(self._out)).view(1, -1)
+
+
+def put_rows(bucket: Bucket, mean: torch.Tensor, put: Callable[[Segment, slice, torch.Tensor], None]) -> None:
+    """Call `put(segment, slice of this rank's rows, their mean)` for each segment of a reduced bucket and each row of
+    `mean` [copies, cols]: this rank's neighbouring shards on the grid over all ranks. See [Note: copies]."""
+    for segment in bucket.segments:
+        first, stop = segment.record.owned_range
+        for number, row in enumerate(mean):
+            base = number * segment.shard_numel
+            rows = slice(*(min(stop - first, base + at) for at in (segment.first, segment.stop)))
+            put(segment, rows, row[segment.offset : segment.offset + rows.stop - rows.start])
 
 
 def mean_of_rows(rows: torch.Tensor) -> torch.Tensor:
@@ -197,8 +246,10 @@ def all_gather_rows(
     limit_numel: int,
     target: Callable[[ParameterRecord], torch.Tensor],
 ) -> None:
-    """Fill `target(record)`, 1-D [numel], of each record with every rank's rows, which `record.owned()` gives."""
-    for bucket in plan_buckets(records, world.world_size, bucket_limit(world, limit_numel)):
+    """Fill `target(record)`, 1-D [numel], of each record with every rank's rows, which `record.owned()` gives; `world` has
+    the ranks that hold one copy of the state."""
+    limit = bucket_limit(world, limit_numel)
+    for bucket in plan_buckets(records, world.world_size, limit, grid_of=over_copy):
         device = bucket.segments[0].record.full.device
         mine = torch.zeros(bucket.cols, dtype=bucket.dtype, device=device)
         for segment in bucket.segments:
@@ -222,29 +273,31 @@ def reduce_whole(
     gradient: Callable[[ParameterRecord], torch.Tensor],
     dtype_of: TypeOf,
     *,
-    everywhere: bool,
+    scatter: Reduce | None,
     overlap: bool = True,
 ) -> int:
-    """Replace whole gradients, 1-D [numel], by their mean over ranks: all of it `everywhere`, else this rank's rows
-    alone. They travel in the type that `dtype_of` gives, whatever theirs is. Return how many reductions went on while
-    the next bucket was packed; none without `overlap`."""
-    kind: Kind = "all_reduce" if everywhere else "reduce_scatter"
-    under_way: deque[Reduction] = deque()
+    """Replace whole gradients, 1-D [numel], by their mean over ranks: this rank's rows alone, by the reductions that `scatter`
+    begins, or with None all of it. They travel in the type that `dtype_of` gives, whatever theirs is. Return how many
+    reductions went on while the next bucket was packed; none without `overlap`."""
+    kind: Kind = "all_reduce" if scatter is None else "reduce_scatter"
+    under_way: deque[Reducing] = deque()
     overlapped = 0
+    begin: Reduce = Reduction if scatter is None else scatter
+
+    def put(segment: Segment, rows: slice, mean: torch.Tensor) -> None:
+        first, stop = segment.record.owned_range
+        gradient(segment.record)[first:stop][rows].copy_(mean)
 
     def finish_one() -> None:
         reduction = under_way.popleft()
-        row = reduction.finish()
-        if everywhere:
-            _gather(world, reduction.bucket, row, gradient, kind)
-            return
-        for segment in reduction.bucket.segments:
-            first, stop = segment.record.owned_range
-            rows = gradient(segment.record)[first:stop][segment.first : segment.stop]
-            rows.copy_(row[segment.offset : segment.offset + rows.numel()])
+        mean = reduction.finish()
+        if scatter is None:
+            _gather(world, reduction.bucket, mean[0], gradient, kind)
+        else:
+            put_rows(reduction.bucket, mean, put)
 
     for bucket in plan_buckets(records, world.world_size, bucket_limit(world, limit_numel), dtype_of):
-        under_way.append(Reduction(world, bucket, pack(bucket, world.world_size, gradient), kind))
+        under_way.append(begin(world, bucket, pack(bucket, world.world_size, gradient), kind))
         overlapped += len(under_way) - 1
         if len(under_way) > 1 or not overlap:
             finish_one()

@@ -6,6 +6,8 @@ send    the collectives begin. On every rank in the same order, so only the main
         rank reaches alike. It waits for this rank's rows.
 finish  `full` of every record has its values.
 
+With copies of the state, or of the parameters (see `secondary`), the ranks of a group alone take part.
+
 Each fetch begins with a header: which unit it is, and whether this rank has its rows. A rank that failed takes part, so
 that nobody waits for it, and all ranks raise. A rank that gathers another unit than the others is an error on all. While
 an order is recorded the header is waited for before anything else is sent, for collectives of different sizes would end
@@ -33,7 +35,9 @@ from zstore.tensors import as_torch
 
 from ..device import Event, Transfers
 from ..params.record import ParameterRecord
-from .collectives import Bucket, plan_buckets, unpack
+from .collectives import Bucket, over_copy, plan_buckets, unpack
+from .quantized_gather import QuantizedGather, gathers_quantized, start_gathers
+from .secondary import SecondaryShards
 
 Ready = Callable[[Sequence[ParameterRecord]], None]
 """Waits until the records' rows are those of the last step; may be called from the reading thread."""
@@ -131,22 +135,36 @@ class Fetch:
     rows: dict[ParameterRecord, torch.Tensor] = field(default_factory=dict)
     """This rank's rows with padding, until they are sent."""
     reading: RowRead | None = None
+    near: bool = False
+    """Whether the rows are secondary ones, so that the ranks of the group alone take part."""
     sent: bool = False
     header: torch.Tensor | None = None
     error: BaseException | None = None
     works: list[Work] = field(default_factory=list)
     buckets: list[tuple[Bucket, torch.Tensor]] = field(default_factory=list)
+    quantized: list[QuantizedGather] = field(default_factory=list)
     keep: list[Any] = field(default_factory=list)
     """Memory that the collectives read."""
 
 
 class Fetcher:
-    """Carries fetches out. `reader` is None where nothing rests in the store."""
+    """Carries fetches out among the ranks of `world`, which hold one copy of the parameters. `reader` is None where nothing
+    rests in the store, `secondary` where no second copy is kept; `quantizes` sends matrices as integers."""
 
-    def __init__(self, world: World, reader: RowReader | None, limit_numel: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        reader: RowReader | None,
+        limit_numel: int,
+        secondary: SecondaryShards | None = None,
+        *,
+        quantizes: bool = False,
+    ) -> None:
         self._world = world
+        self.secondary = secondary
         self._reader = reader
         self._limit_numel = limit_numel
+        self._quantizes = quantizes
         self._late = world.device.type == "cuda"
         self._unseen: list[Fetch] = []
         self._apart = False
@@ -162,13 +180,16 @@ class Fetcher:
     def read(self, name: str, number: int, records: Sequence[ParameterRecord], *, ahead: bool) -> Fetch:
         """Start to read the rows of `records`, which have no memory, for unit `number`; `ahead` of its use or for it."""
         fetch = Fetch(name, number, list(records))
+        if self.secondary is not None and self.secondary.has(records):
+            fetch.near = True
+            return fetch
         alone = self._world.world_size == 1
         resting: list[tuple[ParameterRecord, torch.Tensor]] = []
         for record in records:
             if alone:
                 record.make_room()
             if record.rest is not None:
-                rows = record.full if alone else record.full.new_zeros(record.grid.shard_numel)
+                rows = record.full if alone else record.full.new_zeros(record.state_grid.shard_numel)
                 resting.append((record, rows))
                 fetch.rows[record] = rows
         if resting and self._reader is not None:
@@ -188,7 +209,8 @@ class Fetcher:
         if fetch.reading is not None:
             fetch.error = self._wait_for(fetch.reading)
         try:
-            self.ready([record for record in fetch.records if record.rest is None])
+            # Secondary rows are there since nothing changes the values.
+            self.ready([record for record in fetch.records if record.rest is None and not fetch.near])
         except BaseException as error:
             fetch.error = fetch.error or error
         works = self._send_header(fetch)
@@ -204,26 +226,35 @@ class Fetcher:
             return reading.ticket.error()
 
     def _send_header(self, fetch: Fetch) -> Work:
-        device = self._world.device
+        device, world = self._world.device, self._world_of(fetch)
         # Filled there: a copy from host memory would wait for all that the device was asked to do before.
         mine = torch.full((2,), fetch.number, dtype=torch.int32, device=device)
         mine[1:].fill_(fetch.error is not None)
-        fetch.header = torch.empty(2 * self._world.world_size, dtype=torch.int32, device=device)
+        fetch.header = torch.empty(2 * world.world_size, dtype=torch.int32, device=device)
         fetch.keep.append(mine)
-        return self._world.start_all_gather(fetch.header, mine, kind="control")
+        return world.start_all_gather(fetch.header, mine, kind="control")
+
+    def _world_of(self, fetch: Fetch) -> World:
+        return self.secondary.world if fetch.near and self.secondary is not None else self._world
 
     def _send_rows(self, fetch: Fetch) -> None:
-        world, small = self._world, []
+        world, small, quantized = self._world_of(fetch), [], []
+        grid_of = self.secondary.grid if fetch.near and self.secondary is not None else over_copy
+        # What a second copy holds travelled as integers before.
+        quantizes = self._quantizes and not fetch.near
         for record in fetch.records:
             record.make_room()
-            padded = record.padded_full()
+            if quantizes and gathers_quantized(record):
+                quantized.append(record)
+                continue
+            padded = record.padded_full(grid_of(record).shard_numel * world.world_size)
             if record.numel < _DIRECT_NUMEL or padded.numel() > self._limit_numel:
                 small.append(record)
                 continue
             rows = self._rows(fetch, record)
             fetch.works.append(world.start_all_gather(padded, rows))
             fetch.keep.append(rows)
-        for bucket in plan_buckets(small, world.world_size, self._limit_numel):
+        for bucket in plan_buckets(small, world.world_size, self._limit_numel, grid_of=grid_of):
             mine = torch.empty(bucket.cols, dtype=bucket.dtype, device=world.device)
             for segment in bucket.segments:
                 mine[segment.columns] = self._rows(fetch, segment.record)[segment.first : segment.stop]
@@ -231,9 +262,14 @@ class Fetcher:
             fetch.works.append(world.start_all_gather(matrix.view(-1), mine))
             fetch.keep.append(mine)
             fetch.buckets.append((bucket, matrix))
+        for gather in start_gathers(world, quantized, self._limit_numel, partial(self._rows, fetch)):
+            fetch.works.append(gather.work)
+            fetch.quantized.append(gather)
         fetch.rows.clear()
 
     def _rows(self, fetch: Fetch, record: ParameterRecord) -> torch.Tensor:
+        if fetch.near and self.secondary is not None:
+            return self.secondary.rows(record)
         return fetch.rows[record] if record in fetch.rows else record.padded_shard()
 
     def finish(self, fetch: Fetch, *, expected: bool) -> None:
@@ -254,6 +290,11 @@ class Fetcher:
             work.wait()
         for bucket, matrix in fetch.buckets:
             unpack(bucket, matrix, _full)
+        for gather in fetch.quantized:
+            gather.finish()
+        fetch.quantized.clear()
+        if self.secondary is not None and not fetch.near:
+            self.secondary.keep(fetch.records)
         fetch.buckets.clear()
         fetch.keep.clear()
         fetch.works.clear()
@@ -262,22 +303,22 @@ class Fetcher:
         """Look at the headers of all ranks."""
         if fetch.header is None:
             return
-        headers = fetch.header.view(-1, 2).tolist()
+        headers, world = fetch.header.view(-1, 2).tolist(), self._world_of(fetch)
         units = [unit for unit, _ in headers]
         if any(unit != fetch.number for unit in units):
             self._apart = True
             raise UsageError(
-                f"rank {self._world.rank} needs unit {fetch.name!r} (number {fetch.number}), while the ranks need units "
-                f"{units}: every rank must run the same modules in the same order where parameters are sharded; let no "
+                f"rank {world.global_rank(world.rank)} needs unit {fetch.name!r} (number {fetch.number}), while the ranks need "
+                f"units {units}: every rank must run the same modules in the same order where parameters are sharded; let no "
                 "rank skip a module by its data"
             )
         if fetch.error is not None:
             raise fetch.error
-        failed = [rank for rank, (_, bad) in enumerate(headers) if bad]
+        failed = [world.global_rank(rank) for rank, (_, bad) in enumerate(headers) if bad]
         if failed:
             raise RankError(
-                f"rank {', '.join(map(str, failed))} of {self._world.world_size} failed to read the parameters of unit "
-                f"{fetch.name!r}; rank {self._world.rank} stops with it",
+                f"rank {', '.join(map(str, failed))} of {world.num_ranks} failed to read the parameters of unit "
+                f"{fetch.name!r}; rank {world.global_rank(world.rank)} stops with it",
                 dict.fromkeys(failed, f"reading the parameters of unit {fetch.name!r} failed"),
             )
 
@@ -304,6 +345,7 @@ class Fetcher:
         fetch.works.clear()
         fetch.keep.clear()
         fetch.buckets.clear()
+        fetch.quantized.clear()
         return True
 
     def close(self) -> None:

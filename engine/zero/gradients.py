@@ -20,12 +20,14 @@ from zstore.ranks.world import World
 
 from ..params.gradient_types import GradientTypes, add_in, is_narrower
 from ..params.record import ParameterRecord
-from .collectives import reduce_whole
+from .collectives import Reduce, Reduction, reduce_whole
+from .quantized_gradients import QuantizedReducer
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientRules:
-    """How gradients are averaged over the ranks and where they wait for the update. The bits depend on `types` alone."""
+    """How gradients are averaged over the ranks and where they wait for the update. The bits depend on `types` and `quantizer`
+    alone."""
 
     bucket_numel: int
     """Most elements of one reduction."""
@@ -40,6 +42,12 @@ class GradientRules:
     """Parameters whose rows wait in host memory, wherever the device is."""
     keeps_rows: bool = True
     """Keep the rows' memory from step to step; else it is free as soon as an update took it."""
+    reduce: Reduce = Reduction
+    """Begins a reduction of which each rank gets its rows."""
+    copies: int = 1
+    """Shards of the grid over all ranks that a rank's rows are: one of each copy of the state."""
+    quantizer: QuantizedReducer | None = None
+    """Reduces what travels as integers (stages 2 and 3); None: nothing does."""
     squares_at_once: bool = False
     """Take sums of squares as gradients become final: an update may take them before the norm is asked for."""
 
@@ -214,7 +222,7 @@ class WholeGradients(Gradients):
                 self._rules.bucket_numel,
                 self._flat,
                 self._rules.reduced,
-                everywhere=self._everywhere,
+                scatter=None if self._everywhere else self._rules.reduce,
                 overlap=self._rules.overlap,
             )
 
@@ -234,7 +242,7 @@ class WholeGradients(Gradients):
         found = self._zeros(record) if held is None else held.reshape(-1).clone()
         if self._world.world_size > 1:
             reduce_whole(
-                self._world, [record], self._rules.bucket_numel, lambda _: found, self._rules.reduced, everywhere=True
+                self._world, [record], self._rules.bucket_numel, lambda _: found, self._rules.reduced, scatter=None
             )
         return found
 

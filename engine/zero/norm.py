@@ -22,7 +22,7 @@ import torch
 
 from zstore.ranks.world import World
 
-from ..params.record import ParameterRecord
+from ..params.record import ParameterRecord, Sharding
 from .gradients import Gradients
 
 ROW_NUMEL = 4096
@@ -108,22 +108,28 @@ def norm_of_sums(sums: Sequence[tuple[str, Sequence[float]]]) -> float:
     return math.sqrt(total) if total >= 0 else math.nan
 
 
-def global_norm(
-    records: Sequence[ParameterRecord], gradients: Gradients, world: World, *, state_is_sharded: bool
-) -> float:
+def counted(record: ParameterRecord, rows: torch.Tensor) -> torch.Tensor:
+    """Return those of this rank's rows whose squares it adds up: all, or one shard of a copy's. See [Note: copies]."""
+    first, stop = record.counted_range
+    return rows[first:stop]
+
+
+def global_norm(records: Sequence[ParameterRecord], gradients: Gradients, world: World, *, sharding: Sharding) -> float:
     """Return the norm of the averaged gradients over all parameters and ranks, as they are scaled (all ranks)."""
     here = [record for record in records if gradients.has(record)]
     if not here:
         return 0.0
-    cut = [[_known_or_rows(record, gradients)] if state_is_sharded else _shards(record, gradients) for record in here]
+    sharded = sharding.optimizer_state
+    cut = [[_known_or_rows(record, gradients)] if sharded else _shards(record, gradients) for record in here]
     sums = iter(sums_of_squares([one for shards in cut for one in shards if isinstance(one, torch.Tensor)]))
     found = [[next(sums) if isinstance(one, torch.Tensor) else one for one in shards] for shards in cut]
-    if not state_is_sharded:  # every rank has all rows
+    if not sharded:  # every rank has all rows
         return norm_of_sums([(record.name, shards) for record, shards in zip(here, found, strict=True)])
     mine = torch.tensor([shards[0] for shards in found], dtype=torch.float64, device=world.device)
     everyone = torch.empty(world.world_size * len(here), dtype=torch.float64, device=world.device)
     world.all_gather(everyone, mine, kind="control")
-    columns = everyone.view(world.world_size, -1).t().tolist()
+    # Of rank r of copy c: shard r copies + c.
+    columns = everyone.view(sharding.num_copies, sharding.copy_size, -1).permute(2, 1, 0).flatten(1).tolist()
     return norm_of_sums([(record.name, shards) for record, shards in zip(here, columns, strict=True)])
 
 
@@ -133,7 +139,7 @@ def _known_or_rows(record: ParameterRecord, gradients: Gradients) -> float | tor
     if known is not None:
         return known
     rows = gradients.owned(record)
-    return 0.0 if rows is None else rows
+    return 0.0 if rows is None else counted(record, rows)
 
 
 def _shards(record: ParameterRecord, gradients: Gradients) -> list[float | torch.Tensor]:

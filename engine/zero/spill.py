@@ -23,7 +23,7 @@ from ..device import StreamContext, Transfers
 from ..params.gradient_types import is_narrower
 from ..params.record import ParameterRecord
 from ..plan.needs import SPILL_POOL_BYTES
-from .norm import sum_of_squares
+from .norm import counted, sum_of_squares
 
 _MOST_UNDER_WAY_BYTES = 64 * 1024 * 1024
 
@@ -62,7 +62,7 @@ class GradientSpill:
         elif is_narrower(total, rows.dtype):
             rows = rows.to(total)
         self._make_room(record, rows)
-        self._squares[record] = sum_of_squares(rows)
+        self._squares[record] = sum_of_squares(counted(record, rows))
         nbytes = rows.nbytes
         while self._under_way and sum(size for _, size in self._under_way) + nbytes > _MOST_UNDER_WAY_BYTES:
             self._under_way.popleft()[0].wait()

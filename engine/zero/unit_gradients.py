@@ -31,9 +31,9 @@ from ..device import Add, D2HQueue, Transfers
 from ..params.gradient_types import add_in, is_narrower
 from ..params.record import ParameterRecord
 from ..params.units import Unit
-from .collectives import Reduction, bucket_limit, pack, plan_buckets
+from .collectives import Reduce, Reducing, Reduction, Segment, bucket_limit, pack, plan_buckets, put_rows
 from .gradients import GradientRules, Gradients, agree_any, forget_gradients, take_gradient, watch_gradient
-from .norm import sum_of_squares
+from .norm import counted, sum_of_squares
 from .spill import GradientSpill
 
 Told = Callable[[ParameterRecord], None]
@@ -113,6 +113,7 @@ class UnitGradients(Gradients):
         self._d2h = D2HQueue(transfers)
         self._spill = spill
         self._tell = arrived
+        self._quantizer = rules.quantizer
         self.on_final: Told | None = None
         """Told each record whose gradient is complete in the last backward of a step."""
         self.comes_in_parts = True
@@ -129,7 +130,7 @@ class UnitGradients(Gradients):
         self._last = False
         self._closing = False
         """The backward is over, and what is left of it is being agreed on."""
-        self._under_way: deque[tuple[Reduction, set[ParameterRecord]]] = deque()
+        self._under_way: deque[tuple[Reducing, set[ParameterRecord]]] = deque()
         self._segments_left: Counter[ParameterRecord] = Counter()
         self._handles = [watch_gradient(record, self._arrived) for record in records]
 
@@ -166,6 +167,8 @@ class UnitGradients(Gradients):
         self._last = last
         self._closing = False
         self._arrivals.start()
+        if self._quantizer is not None and self._quantizer.feedback is not None:
+            self._quantizer.feedback.begin_backward()
 
     def _arrived(self, record: ParameterRecord) -> None:
         if not self._in_backward:
@@ -227,12 +230,10 @@ class UnitGradients(Gradients):
             gradient = gradients[record]
             return None if gradient is None else gradient.view(-1)
 
-        kind: Kind = "reduce_scatter" if self._rules.scatter else "all_reduce"
-        limit = bucket_limit(self._world, self._rules.bucket_numel)
-        for bucket in plan_buckets(records, self._world.world_size, limit, self._rules.reduced):
-            matrix = pack(bucket, self._world.world_size, flat)
-            self._under_way.append((Reduction(self._reduce_world, bucket, matrix, kind), fresh))
-            self._segments_left.update(segment.record for segment in bucket.segments)
+        for reduction in self._reductions(records, flat):
+            self._under_way.append((reduction, fresh))
+            for segment in reduction.bucket.segments:
+                self._segments_left[segment.record] += self._rules.copies
             if self._rules.overlap and self._rules.scatter:
                 self.overlapped += 1
             else:
@@ -241,21 +242,39 @@ class UnitGradients(Gradients):
         while self._under_way and self._under_way[0][0].done():
             self._add_up()
 
+    def _reductions(
+        self, records: Sequence[ParameterRecord], flat: Callable[[ParameterRecord], torch.Tensor | None]
+    ) -> Iterator[Reducing]:
+        """Begin the reductions of the gradients that `flat` gives, bucket by bucket."""
+        kind: Kind = "reduce_scatter" if self._rules.scatter else "all_reduce"
+        reduce: Reduce = self._rules.reduce if self._rules.scatter else Reduction
+        world_size, limit = self._world.world_size, bucket_limit(self._world, self._rules.bucket_numel)
+        if (quantizer := self._quantizer) is not None:
+            quantized = [record for record in records if quantizer.takes(record)]
+            for bucket in quantizer.buckets(quantized, world_size, limit, self._rules.reduced):
+                yield quantizer.start(bucket, pack(bucket, world_size, flat), kind)
+            records = [record for record in records if not quantizer.takes(record)]
+        for bucket in plan_buckets(records, world_size, limit, self._rules.reduced):
+            yield reduce(self._reduce_world, bucket, pack(bucket, world_size, flat), kind)
+
     def _add_up(self) -> None:
         """Wait for the oldest reduction; its rows are the first of the step, or are added to those held."""
         reduction, fresh = self._under_way.popleft()
-        row = reduction.finish()
+        mean = reduction.finish()
         if not self._rules.scatter:
-            everyone = row.new_empty(self._world.world_size * row.numel())
-            self._reduce_world.all_gather(everyone, row, kind="all_reduce")
-        for segment in reduction.bucket.segments:
+            everyone = mean.new_empty(self._world.world_size, mean.shape[1])
+            self._reduce_world.all_gather(everyone.view(-1), mean[0], kind="all_reduce")
+            first = reduction.bucket.segments[0].record.state_shard * self._rules.copies
+            mean = everyone[first : first + self._rules.copies]
+
+        def put(segment: Segment, rows: slice, part: torch.Tensor) -> None:
             record = segment.record
             held = self._rows.get(record)
-            if held is None or is_narrower(held.dtype, self._room(record, row.dtype)):
-                held = self._rows[record] = self._empty(record, row)
-            rows = held[segment.first : segment.stop]
-            part = row[segment.offset : segment.offset + rows.numel()]
-            self._put(record, rows, part, add=record not in fresh)
+            if held is None or is_narrower(held.dtype, self._room(record, part.dtype)):
+                held = self._rows[record] = self._empty(record, part)
+            self._put(record, held[rows], part, add=record not in fresh)
+
+        put_rows(reduction.bucket, mean, put)
 
     # -- rows: see [Note: types of gradients] -------------------------------------------------------------------------
 
@@ -327,7 +346,7 @@ class UnitGradients(Gradients):
     def _finish(self, record: ParameterRecord) -> None:
         """Tell that the gradient is final, and there to be used."""
         if self._rules.squares_at_once and record in self._rows:
-            self._squares[record] = sum_of_squares(self._rows[record])
+            self._squares[record] = sum_of_squares(counted(record, self._rows[record]))
         self._final.add(record)
         if self.on_final is None:
             return
@@ -407,12 +426,15 @@ class UnitGradients(Gradients):
 
     def held_bytes(self) -> int:
         """See Gradients."""
+        feedback = None if self._quantizer is None else self._quantizer.feedback
         # A copy: an update in the backward takes rows meanwhile.
-        return sum(rows.nbytes for rows in list(self._rows.values()))
+        return sum(rows.nbytes for rows in list(self._rows.values())) + (0 if feedback is None else feedback.nbytes)
 
     def close(self) -> None:
         """See Gradients."""
         super().close()
         self._reduce_world.release()
+        if self._quantizer is not None:
+            self._quantizer.release()
         if self._spill is not None:
             self._spill.close()

@@ -25,6 +25,7 @@ from ..params.units import Unit
 from ..plan.needs import parameter_pool_bytes, prefetch_limits
 from ..plan.schedule import NO_SCHEDULE, PrefetchLimits, Recorder, Schedule, Use, make_schedule
 from .fetch import Fetch, Fetcher, Ready, RowReader
+from .secondary import SecondaryShards
 
 Fill = Callable[[Sequence[ParameterRecord]], None]
 """Sets `full` of the records, which has room, to the values of all ranks."""
@@ -134,6 +135,15 @@ class ShardedUnits:
                 "in the same order where parameters are sharded"
             )
         return [Use(unit, last) for unit, last in everyone[0]]
+
+    def values_change(self, *, by_step: bool = False) -> None:
+        """Release what holds values that are about to change: by a step those of what is trained, else all (all ranks)."""
+        self.forget()
+        secondary = self.fetcher.secondary
+        if secondary is not None and by_step:
+            secondary.make_old()
+        elif secondary is not None:
+            secondary.free()
 
     def forget(self) -> None:
         """Release what is kept or brought ahead: the iteration is over, or values are about to change."""
@@ -322,11 +332,20 @@ class ShardedUnits:
 
 
 def make_sharded_units(
-    units: Sequence[Unit], config: Config, store: TensorStore, world: World, transfers: Transfers
+    units: Sequence[Unit],
+    config: Config,
+    store: TensorStore,
+    transfers: Transfers,
+    *,
+    world: World,
+    copy_world: World,
+    secondary: SecondaryShards | None,
 ) -> ShardedUnits:
-    """Return the sharded units of `units` as the config says; nothing is gathered."""
+    """Return the sharded units of `units` as the config says; nothing is gathered. The ranks of `copy_world` hold one copy of
+    the parameters; `secondary`: where a second one is kept."""
     reader = None
     if any(record.rest is not None for unit in units for record in unit.owned):
         reader = RowReader(store, store.make_pool(parameter_pool_bytes(config, store.options)), transfers)
-    fetcher = Fetcher(world, reader, config.allgather_bucket_numel)
+    quantizes = config.zero.zero_quantized_weights
+    fetcher = Fetcher(copy_world, reader, config.allgather_bucket_numel, secondary, quantizes=quantizes)
     return ShardedUnits(units, world, fetcher, prefetch_limits(config), overlap=config.zero.overlap_comm)

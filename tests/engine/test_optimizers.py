@@ -17,7 +17,12 @@ from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config
 from tests.reference import Reference
 from zstore.engine import Engine
-from zstore.errors import UsageError
+from zstore.engine.config.config import load_config
+from zstore.engine.config.optimizers import OPTIMIZERS
+from zstore.engine.config.resolve import ResolveContext
+from zstore.engine.optim.optimizer import optimizer_from_config
+from zstore.errors import ConfigError, UsageError
+from zstore.optim import Lamb, Lion, MuonWithAdam, split_for_muon
 from zstore.testing.ranks import run_ranks
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -38,6 +43,7 @@ ELEMENT_WISE: dict[str, Make] = {
     "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
     "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
     "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "Lion": lambda p: Lion(p, lr=0.01, weight_decay=0.1),
 }
 
 
@@ -213,8 +219,6 @@ class TrustedAdam(torch.optim.Adam):
 
 
 NOT_ELEMENT_WISE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "Adafactor": lambda net: torch.optim.Adafactor(net.parameters()),
-    "Muon": lambda net: torch.optim.Muon([p for p in net.parameters() if p.ndim == 2]),
     "LBFGS": lambda net: torch.optim.LBFGS(net.parameters()),
     "RowMuon": lambda net: RowMuon(net.parameters()),
     "TrustedAdam": lambda net: TrustedAdam(net.parameters()),
@@ -232,6 +236,96 @@ def test_others_are_refused_by_name(name: str, stage: int, tier: str, tmp_path: 
         zstore.initialize(model=net, optimizer=NOT_ELEMENT_WISE[name](net), config=config)
     assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
     assert list(tmp_path.iterdir()) == []
+
+
+# -- by name -----------------------------------------------------------------------------------------------------------
+
+VALUES: dict[str, Any] = {
+    "betas": (0.7, 0.8), "eps": 1e-5, "etas": (0.4, 1.3), "step_sizes": (1e-5, 10.0), "beta2_decay": -0.5, "d": 2.0,
+    "momentum": 0.5, "nesterov": True, "dampening": 0.0, "t0": 10.0, "alpha": 0.9, "rho": 0.8,
+}  # fmt: skip
+
+
+def from_section(kind: str, params: dict[str, Any]) -> torch.optim.Optimizer:
+    config = load_config({"optimizer": {"type": kind, "params": params}, "train_batch_size": 1})
+    asked = config.resolve(ResolveContext(world_size=1)).optimizer
+    assert asked is not None
+    return optimizer_from_config(asked, None, model())
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("Adam", "Muon")])
+def test_a_name_makes_the_class_with_its_defaults_and_every_key_reaches_it(name: str) -> None:
+    kind = {"Lion": Lion, "Lamb": Lamb}.get(name) or getattr(torch.optim, name)
+    usual, made = kind(model().parameters()).defaults, from_section(name, {})
+    assert type(made) is kind
+    other = {"AdamW": {"weight_decay": 0.0}, "Lion": {"lr": 1e-3}}.get(name, {})  # DeepSpeed's
+    assert {key: value for key, value in made.param_groups[0].items() if key != "params"} == usual | other
+    keys = set(OPTIMIZERS[name]().arguments()) - {"adam_w_mode", "torch_adam"}
+    values = {
+        key: VALUES.get(key, not usual[key] if isinstance(usual[key], bool) else 0.25)
+        for key in keys
+        if key != "bias_correction" or name == "Lamb"
+    }
+    if name == "Adafactor":
+        values["eps"] = (1e-7, 0.5)
+    group = from_section(name, values).param_groups[0]
+    assert {key: group[key] for key in values} == values
+    assert all(usual[key] != value for key, value in values.items() if key != "dampening")
+
+
+def test_muon_and_adam_have_groups_with_rates_of_their_own() -> None:
+    params = {"lr": 0.5, "adam_lr": 0.25, "ns_steps": 3, "betas": [0.5, 0.6], "momentum": 0.9, "weight_decay": 0.1}
+    muon, adam = from_section("muon", params).param_groups
+    assert [tuple(p.shape) for p in muon["params"]] == [(301, 64), (70, 301)]
+    assert (muon["use_muon"], muon["lr"], muon["ns_steps"], muon["momentum"]) == (True, 0.5, 3, 0.9)
+    assert (adam["use_muon"], adam["lr"], adam["betas"], adam["eps"]) == (False, 0.25, (0.5, 0.6), 1e-10)
+    assert muon["weight_decay"] == adam["weight_decay"] == 0.1
+    muon, adam = from_section("Muon", {}).param_groups
+    assert (muon["lr"], muon["momentum"], adam["lr"], adam["betas"]) == (0.02, 0.95, 3e-4, (0.9, 0.95))
+    net = make_net()
+    split = split_for_muon(net)
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    assert {names[p] for p in split[0]} == {
+        "unused.weight",
+        *(f"blocks.{i}.{which}.weight" for i in (0, 1) for which in ("up", "down")),
+    }
+    net.unused.weight.use_muon = False  # type: ignore[assignment]
+    assert len(split_for_muon(net)[0]) == len(split[0]) - 1
+    net.mix.use_muon = True  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="'mix' has use_muon = True, but Muon is for matrices"):
+        split_for_muon(net)
+    with pytest.raises(UsageError, match=r"expected groups .* split_for_muon\(model\) makes them"):
+        MuonWithAdam([{"params": list(net.parameters())}])
+
+
+def test_arguments_that_a_class_refuses_are_an_error_of_the_config() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.params: SGD does not take these arguments: Nesterov"):
+        from_section("SGD", {"nesterov": True})
+    with pytest.raises(UsageError, match=r"Lion\(betas=\(0\.9, 1\)\): expected two numbers"):
+        Lion(model().parameters(), betas=(0.9, 1))
+    with pytest.raises(UsageError, match=r"Lamb\(lr=-1\): expected a number of at least 0"):
+        Lamb(model().parameters(), lr=-1)
+
+
+def test_moments_are_used_as_they_are_without_bias_correction(tmp_path: Path) -> None:
+    params = {"lr": 0.01, "bias_correction": False, "amsgrad": True, "maximize": True, "weight_decay": 0.1}
+    net, plain = model(), model()
+    section = {"type": "Adam", "params": params}
+    engine = zstore.initialize(model=net, config=on_disk(tmp_path, optimizer=section))[0]
+    kept = {p: [torch.zeros_like(p) for _ in range(3)] for p in plain.parameters()}
+    with engine, torch.no_grad():
+        for number in range(3):
+            with torch.enable_grad():
+                train(engine, number)
+                plain(inputs(number)).square().mean().backward()
+            for p, (moment, squares, largest) in kept.items():
+                moment.lerp_(-p.grad, 0.1)
+                squares.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+                torch.maximum(largest, squares, out=largest)
+                p.mul_(1 - 0.01 * 0.1).sub_(0.01 * moment / (largest.sqrt() + 1e-8))
+                p.grad = None
+        for name, p in plain.named_parameters():
+            torch.testing.assert_close(engine.get_full_parameter(name), p.detach(), rtol=1e-5, atol=1e-6)
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from bench import checkpoint, disk, durability, limits, offload, optimizer, overhead, scale, step, trainer
+from bench import (
+    checkpoint,
+    command_ranks,
+    convergence,
+    disk,
+    durability,
+    limits,
+    offload,
+    optimizer,
+    overhead,
+    scale,
+    step,
+    trainer,
+)
 from bench.checkpoint_figures import describe, goals, medians
 from bench.children import Outcome, limited_memory, run_contender
 from bench.offload import Limits, figures_of
@@ -192,7 +205,8 @@ def test_scale_benchmark_plans_without_data(
     assert figures["arrays"] == len(specs)
     assert figures["parameters"] == sum(spec.numel for spec in specs.values()) // 3
     grids = [
-        grid_in_checkpoint(spec.stored_shape, spec.itemsize, make_grid(spec.stored_shape, 8)) for spec in specs.values()
+        grid_in_checkpoint(spec.stored_shape, spec.itemsize, make_grid(spec.stored_shape, 8), 8)
+        for spec in specs.values()
     ]
     assert any(grid.num_shards == 1 for grid in grids)
     assert figures["files"] == sum(grid.num_shards for grid in grids)
@@ -277,3 +291,26 @@ def test_trainer_benchmark_sets_steps_saves_and_memory_beside_trainer_alone(
     assert figures["step"]["ratio"] > 0
     assert 0 < figures["save"]["new_bytes"] <= figures["save"]["total_bytes"]
     assert figures["save"]["weights_bytes"] > 4 * figures["parameters"]
+
+
+def test_convergence_benchmark_sets_cases_beside_the_exact_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "convergence.json"
+    arguments = ["--groups", "quantized", "--cases", "both", "--ranks", "2", "--steps", "2", "--tokens", "16"]
+    monkeypatch.setattr(sys, "argv", ["convergence", *arguments, "--json", str(out)])
+    convergence.main()
+    exact, both = json.loads(out.read_text())["rows"]
+    assert exact["mean_ratio"] == 1
+    assert 0.99 < both["mean_ratio"] < 1.01
+    assert all(len(row["losses"]) == 2 for row in (exact, both))
+
+
+def test_benchmark_of_commands_on_ranks_plans_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "ranks.json"
+    monkeypatch.setattr(command_ranks.subprocess, "run", warm.run)
+    shape = ["--mib", "4", "--rounds", "1", "--layers", "2", "--hidden", "512", "--processes", "4"]
+    monkeypatch.setattr(sys, "argv", ["command_ranks", "--path", str(tmp_path), *shape, "--out", str(out)])
+    command_ranks.main()
+    figures = json.loads(out.read_text())
+    assert all(1 <= row["over_mean"] < 1.5 for row in figures["planned"])
+    assert {row["command"] for row in figures["measured"]} == {"verify", "consolidate", "reshard"}
+    assert [path.name for path in tmp_path.iterdir()] == ["ranks.json"]

@@ -30,7 +30,7 @@ from zstore.tools.consolidate import consolidate_command
 from zstore.tools.train.command import OFFLOAD_ENVIRONMENT, train_command
 
 FIELDS = (
-    "step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s", "forward_s", "backward_s", "optimizer_s",
+    "step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s", "mfu", "forward_s", "backward_s", "optimizer_s",
     "disk_read_bytes", "disk_write_bytes", "peak_memory_bytes", "links",
 )  # fmt: skip
 
@@ -57,6 +57,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(tmp_path: Path, 
     for name in ("loss", "lr", "grad_norm"):
         assert [row[name] for row in first[2:]] == [row[name] for row in second]
     assert all(tuple(row) == FIELDS for row in first)
+    assert all(0 < row["mfu"] < 2 for row in first)  # asked for with --metrics, and so from the first step on
     assert first[1]["disk_read_bytes"] > 0 < first[1]["disk_write_bytes"]
     assert first[0]["peak_memory_bytes"] > 10**8
     for row in first:

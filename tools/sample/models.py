@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,18 +56,24 @@ SHIPPED = {
 class Attention(nn.Module):
     """Causal self-attention; query, key and value come from one projection."""
 
+    attend: Callable[..., Tensor] = staticmethod(F.scaled_dot_product_attention)
+
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.c_attn = nn.Linear(config.hidden, 3 * config.hidden)
         self.c_proj = nn.Linear(config.hidden, config.hidden)
 
+    def use_attention(self, attend: Callable[..., Tensor]) -> None:
+        """Compute attention by `attend(query, key, value, is_causal=True)`, as `sparse_attention` asks for."""
+        self.attend = attend
+
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, hidden] -> the same."""
         batch, tokens, hidden = x.shape
         heads = self.c_attn(x).view(batch, tokens, 3, self.num_heads, -1)  # [batch, tokens, 3, heads, head_dim]
         query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # [batch, heads, tokens, head_dim]
+        mixed = self.attend(query, key, value, is_causal=True)  # [batch, heads, tokens, head_dim]
         projected: Tensor = self.c_proj(mixed.transpose(1, 2).reshape(batch, tokens, hidden))
         return projected
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -86,6 +86,18 @@ class TrainOptions:
             metavar="N",
         ),
     ] = None
+    gradient_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--gradient-checkpointing", help="Keep only the inputs of the model's blocks, and compute them again."
+        ),
+    ] = False
+    activations: Annotated[
+        Literal["device", "host", "disk"] | None,
+        typer.Option(
+            help="Where activations rest until the backward: device, host or disk; overrides the configuration."
+        ),
+    ] = None
     storage_option: StorageOption = None
 
     def __post_init__(self) -> None:
@@ -100,7 +112,9 @@ class TrainOptions:
         words = [word for option in self.storage_option or () for word in ("--storage-option", option)]
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and field.name not in ("nproc", "storage_option"):
+            if field.name == "gradient_checkpointing":
+                words += ["--gradient-checkpointing"] * bool(value)
+            elif value is not None and field.name not in ("nproc", "storage_option"):
                 words += [f"--{field.name.replace('_', '-')}", str(value)]
         return words
 
@@ -119,6 +133,10 @@ def load_train_config(options: TrainOptions) -> Config:
     if options.lr is not None:
         _set_lr(raw, options.lr)
     _keep(options, raw)
+    if options.gradient_checkpointing:
+        _section(raw, "zstore")["gradient_checkpointing"] = True
+    if options.activations is not None:
+        _section(raw, "zstore")["activations"] = options.activations
     if options.storage_option:
         own = _section(raw, "zstore")
         own["storage_options"] = {**(own.get("storage_options") or {}), **parse_options(options.storage_option)}

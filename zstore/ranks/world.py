@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 import torch.distributed as torch_dist
@@ -37,7 +37,9 @@ from .watch import Watch, store_port
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "transfer", "control"]
+    from .comms_log import CommsLog
+
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "transfer", "control"]
 """What bytes were sent for; "control" is agreement between ranks (counts, flags, errors), not tensors."""
 
 
@@ -128,13 +130,18 @@ class World:
     """What rank 0 asks all ranks for; it travels with `raise_together` where it is not empty."""
     heard: str = ""
     """What rank 0 asked when something last travelled: the same on all ranks after the same call."""
+    log: CommsLog | None = None
+    """Times each collective, where somebody wants to know; a second world shares it."""
     when_broken: list[Callable[[], None]] = field(default_factory=list)
     """What else is to be given up where the run is broken; called from the watch's thread."""
+    near_ranks: int | None = None
+    """Of the other ranks, those in this rank's group (see `groups`); None where ranks are in no groups. With groups, what is
+    sent, but for "control", is also counted as `within_group` and `between_groups`."""
 
     @property
     def sent_bytes(self) -> Counter[str]:
         """Bytes that this rank sent to others, by `Kind`."""
-        return Counter({kind: link.bytes for kind, link in self.links.statistics().items()})
+        return Counter({kind: link.bytes for kind, link in self.links.statistics().items() if kind in get_args(Kind)})
 
     @staticmethod
     def current() -> World:
@@ -163,10 +170,11 @@ class World:
         """
         if self.world_size == 1:
             return self
+        if self.world_size != torch_dist.get_world_size():
+            raise ValueError("a second process group of some ranks: make_groups() makes another one of each group")
         with self._within("new_group"):
             group = torch_dist.new_group()
-        if self.watch is not None:
-            self._know_connections()
+        self.know_connections()
         return World(**{**self.__dict__, "group": group})
 
     def release(self) -> None:
@@ -225,6 +233,29 @@ class World:
         if self.watch is not None:
             self.watch.escaped(error)
 
+    def _count_reach(self, kind: Kind, sent_bytes: int, target: int | None = None) -> None:
+        """Count what is sent to all others alike, or to rank `target`, by whether it leaves this rank's group."""
+        if self.near_ranks is None or self.world_size == 1 or kind == "control":
+            return
+        size = self.near_ranks + 1
+        if target is None:
+            near_bytes = sent_bytes * self.near_ranks // (self.world_size - 1)
+        else:
+            near_bytes = sent_bytes if target // size == self.rank // size else 0
+        if near_bytes:
+            self.links.begin("within_group", near_bytes)
+        if sent_bytes > near_bytes:
+            self.links.begin("between_groups", sent_bytes - near_bytes)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the whole run, whichever of them this world has."""
+        return self.world_size if self.group is None else torch_dist.get_world_size()
+
+    def global_rank(self, rank: int) -> int:
+        """Return the number among all ranks of one of this world."""
+        return rank if self.group is None else torch_dist.get_global_rank(self.group, rank)
+
     @contextmanager
     def _within(self, collective: str, *, enters: bool = True) -> Iterator[None]:
         """Enter a collective, or wait for one that was entered; where it fails, raise what the watch knows of it."""
@@ -240,6 +271,11 @@ class World:
             raise self.watch.lost(error) from error
         finally:
             self.activity.collective = ""
+
+    def know_connections(self) -> None:
+        """Note the connections to the other ranks anew, where they are watched: a process group was made (all ranks)."""
+        if self.watch is not None:
+            self._know_connections()
 
     def _know_connections(self) -> None:
         everyone = self.all_gather_object(listed(store_port(_store())))
@@ -266,7 +302,7 @@ class World:
         everyone = torch.empty(self.world_size * longest, dtype=torch.uint8, device=self.device)
         self.all_gather(everyone, mine, kind="control")
         rows = everyone.cpu().view(self.world_size, longest)
-        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes.tolist(), strict=True)]
+        return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Return rank `source`'s `value` (JSON data) on every rank."""
@@ -318,8 +354,8 @@ class World:
             # Where the backend's collectives want it; a model may be built on the host, and NCCL sends the device's alone.
             whole = tensor.to(self.device).contiguous()
             sent_bytes = (self.world_size - 1) * whole.nbytes if self.rank == source else 0
-            with self.links.moving("broadcast", sent_bytes), self._within("broadcast"):
-                torch_dist.broadcast(whole.view(-1).view(torch.uint8), source, group=self.group)
+            with self._moving("broadcast", "broadcast", sent_bytes, whole.nbytes), self._within("broadcast"):
+                torch_dist.broadcast(whole.view(-1).view(torch.uint8), self.global_rank(source), group=self.group)
             if whole is not tensor:
                 tensor.copy_(whole)
 
@@ -329,11 +365,13 @@ class World:
             return
         flat = tensor.view(-1).view(torch.uint8)
         sent_bytes = tensor.nbytes if self.rank == source else 0
-        with self.links.moving("transfer", sent_bytes), self._within("transfer", enters=False):
+        operation = "send" if self.rank == source else "recv"
+        moving = self._moving("transfer", operation, sent_bytes, tensor.nbytes, target)
+        with moving, self._within("transfer", enters=False):
             if self.rank == source:
-                torch_dist.send(flat, target, group=self.group)
+                torch_dist.send(flat, self.global_rank(target), group=self.group)
             else:
-                torch_dist.recv(flat, source, group=self.group)
+                torch_dist.recv(flat, self.global_rank(source), group=self.group)
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> None:
         """Fill `out` [world * n] with every rank's `mine` [n] in rank order. Any data type; bits are moved, not
@@ -342,7 +380,8 @@ class World:
             out.copy_(mine)
             return
         if mine.numel():
-            with self.links.moving(kind, (self.world_size - 1) * mine.nbytes), self._within(kind):
+            sent_bytes = (self.world_size - 1) * mine.nbytes
+            with self._moving(kind, "all_gather", sent_bytes, out.nbytes), self._within(kind):
                 _all_gather_single(out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
 
     def start_all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> Work:
@@ -355,13 +394,27 @@ class World:
         gather = partial(
             _all_gather_single, out.view(torch.uint8), mine.view(torch.uint8), group=self.group, async_op=True
         )
-        return self._start(kind, (self.world_size - 1) * mine.nbytes, gather)
+        return self._start(kind, "all_gather", (self.world_size - 1) * mine.nbytes, out.nbytes, gather)
 
-    def _start(self, kind: Kind, sent_bytes: int, collective: Callable[[], Work]) -> Work:
-        self.links.begin(kind, sent_bytes)
-        with self._within(kind):
-            work = collective()
-        return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
+    def _moving(
+        self, kind: Kind, operation: str, sent_bytes: int, nbytes: int, target: int | None = None
+    ) -> AbstractContextManager[None]:
+        """Count a `with` block as a collective of `nbytes`, whose whole time the caller waits; one that sends to `target`
+        alone where it is given."""
+        self._count_reach(kind, sent_bytes, target)
+        moving = self.links.moving(kind, sent_bytes)
+        return moving if self.log is None else self.log.timing(moving, operation, kind, nbytes)
+
+    def _start(self, kind: Kind, operation: str, sent_bytes: int, nbytes: int, collective: Callable[[], Work]) -> Work:
+        self._count_reach(kind, sent_bytes)
+
+        def begin() -> Work:
+            self.links.begin(kind, sent_bytes)
+            with self._within(kind):
+                work = collective()
+            return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
+
+        return begin() if self.log is None else self.log.watch(begin, operation, kind, nbytes)
 
     def all_to_all(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
         """Send row r of `send` [world, n] to rank r, whose row this rank finds in row r of `out`. Returns at once.
@@ -372,7 +425,8 @@ class World:
             return Done()
         flat_out, flat_send = out.view(-1).view(torch.uint8), send.view(-1).view(torch.uint8)
         exchange = partial(torch_dist.all_to_all_single, flat_out, flat_send, group=self.group, async_op=True)
-        return self._start(kind, send.nbytes * (self.world_size - 1) // self.world_size, exchange)
+        sent_bytes = send.nbytes * (self.world_size - 1) // self.world_size
+        return self._start(kind, "all_to_all", sent_bytes, send.nbytes, exchange)
 
     def reduce_scatter_mean(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
         """Fill `out` [n] with the mean over ranks of this rank's row of `send` [world, n], by the backend's own
@@ -382,7 +436,8 @@ class World:
         reduce = partial(
             _reduce_scatter_single, out, send.view(-1), op=torch_dist.ReduceOp.AVG, group=self.group, async_op=True
         )
-        return self._start(kind, send.nbytes * (self.world_size - 1) // self.world_size, reduce)
+        sent_bytes = send.nbytes * (self.world_size - 1) // self.world_size
+        return self._start(kind, "reduce_scatter", sent_bytes, send.nbytes, reduce)
 
 
 def _backend(cuda: bool) -> str:

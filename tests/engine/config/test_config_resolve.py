@@ -31,6 +31,7 @@ CALLER = ResolveContext(
     },
 )
 SMALL = st.integers(1, 40)
+_PLAIN = {"amsgrad": False, "maximize": False}
 
 
 def resolved(config: dict[str, Any], **context: Any) -> Config:
@@ -57,9 +58,8 @@ def test_the_largest_config_in_full() -> None:
     config = load_config(CONFIGS[0].parent / "zero3_nvme_everything.json").resolve(CALLER)
     assert config.batch == BatchSizes(train_batch_size=6, micro_batch_size=3, accumulation_steps=1)
     assert (config.precision, config.loss_scaling) == ("bf16", None)
-    assert config.optimizer == OptimizerConfig(
-        type="AdamW", lr=2e-4, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1, adam_w_mode=True
-    )
+    arguments = {"lr": 2e-4, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+    assert config.optimizer == OptimizerConfig(kind="AdamW", arguments=arguments | _PLAIN)
     assert config.scheduler is not None
     assert dict(config.scheduler.params) == {
         "warmup_min_lr": 0.0,
@@ -101,9 +101,8 @@ def test_what_nobody_answers_is_the_default_and_one_line_tells_it() -> None:
     answers = read_answers({"train_batch_size": 4})
     config = load_config(path).resolve(ResolveContext(world_size=2, answers=answers))
     assert config.batch == BatchSizes(train_batch_size=4, micro_batch_size=2, accumulation_steps=1)
-    assert config.optimizer == OptimizerConfig(
-        type="AdamW", lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True
-    )
+    arguments = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    assert config.optimizer == OptimizerConfig(kind="AdamW", arguments=arguments | _PLAIN)
     assert config.scheduler is not None
     params = config.scheduler.params
     assert isinstance(params, WarmupLRParams)
@@ -206,7 +205,7 @@ def test_an_answer_that_is_not_asked_for_is_not_used() -> None:
     answers = read_answers({"optimizer.params.lr": 1.0, "train_batch_size": 9, "bf16.enabled": True})
     config = resolved({"optimizer": {"type": "Adam", "params": {"lr": 0.5}}}, answers=answers)
     assert config.optimizer is not None
-    assert (config.optimizer.lr, config.precision, config.batch.train_batch_size) == (0.5, "fp32", 1)
+    assert (config.optimizer.arguments["lr"], config.precision, config.batch.train_batch_size) == (0.5, "fp32", 1)
 
 
 def test_answers_that_contradict_are_refused() -> None:
@@ -272,8 +271,8 @@ def test_the_fp16_section_becomes_dynamic_or_static_loss_scaling() -> None:
 def test_adam_is_adamw_unless_told_otherwise(kind: str, params: dict[str, Any], decoupled: bool, decay: float) -> None:
     optimizer = resolved({"optimizer": {"type": kind, "params": params}}).optimizer
     assert optimizer is not None
-    assert (optimizer.adam_w_mode, optimizer.weight_decay) == (decoupled, decay)
-    assert (optimizer.lr, optimizer.betas, optimizer.eps) == (1e-3, (0.9, 0.999), 1e-8)
+    assert (optimizer.kind, optimizer.arguments["weight_decay"]) == ("AdamW" if decoupled else "Adam", decay)
+    assert [optimizer.arguments[name] for name in ("lr", "betas", "eps")] == [1e-3, (0.9, 0.999), 1e-8]
 
 
 def test_the_warm_up_ends_at_the_optimizers_lr() -> None:

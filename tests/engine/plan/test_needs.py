@@ -13,6 +13,7 @@ from tests.engine.models import batch, make_net
 from zstore.engine.plan.needs import find_needs, placement_settings, shapes_of_model, units_of_model
 from zstore.engine.plan.placement import make_plan
 from zstore.engine.plan.plan import Plan
+from zstore.engine.plan.sent import with_sent
 from zstore.testing.ranks import run_ranks
 from zstore.tools.sample.models import SHIPPED, Gpt, build_model
 
@@ -69,7 +70,7 @@ def _plan_of(engine: Any, model: torch.nn.Module) -> Plan:
     )
     needs = find_needs(shapes, slots, config, world_size=world.world_size, rank=world.rank, units=units)
     settings = placement_settings(config, budget_bytes=None, device_is_host=True)
-    return make_plan(needs, settings, units)
+    return with_sent(make_plan(needs, settings, units), needs, config, world.world_size, native=False)
 
 
 def _count(rank: int, which: str, nvme: str, every: int) -> list[tuple[dict[str, int], dict[str, int]]]:

@@ -1,0 +1,48 @@
+"""What `bench.convergence` compares: configs whose keys change numbers, each beside the exact run that it departs from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """An exact run and what is set beside it."""
+
+    exact: Mapping[str, Any]
+    """Changes to the common config; sections are merged."""
+    cases: Mapping[str, Mapping[str, Any]]
+    """By name, changes to `exact`."""
+    ranks: tuple[int, ...] = (2,)
+    """Ranks of its runs."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the benchmark that this group needs otherwise."""
+
+
+def _zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": keys}
+
+
+GROUPS: dict[str, Group] = {
+    "quantized": Group(
+        # The model is small: all of its matrices are sharded.
+        exact=_zero(stage=3, stage3_param_persistence_threshold=2048),
+        cases={
+            "zero_quantized_weights": _zero(zero_quantized_weights=True),
+            "zero_quantized_gradients": _zero(zero_quantized_gradients=True),
+            "zeropp_loco_param": _zero(
+                zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 0.8, "reset_T": 1024}
+            ),
+            "both": _zero(zero_quantized_weights=True, zero_quantized_gradients=True),
+        },
+        ranks=(2, 4),
+    ),
+    "moments": Group(
+        exact=_zero(stage=1, offload_optimizer={"device": "nvme", "nvme_path": "FOLDER"}),
+        cases={kind: {"zstore": {"moments": kind}} for kind in ("bf16", "int8")},
+        ranks=(1,),
+    ),
+}
+"""By area. A group's name is what `--groups` takes."""

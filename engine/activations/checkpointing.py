@@ -1,0 +1,299 @@
+"""Blocks whose activations are computed again in the backward: torch's checkpointing, with what DeepSpeed's adds to it.
+
+[Note: a block]
+`checkpoint(function, *args)` keeps the tensors in `args`, and not what `function` computes from them. It is torch's
+non-reentrant checkpointing: random numbers and autocast are as they were, so the bits are those without it. The tensors
+are saved through autograd, so that the engine's saved-tensor hooks take them off the device (see `offload`), and
+`partition_activations` keeps this rank's part of them (see `partition`).
+
+What `configure` says holds for the whole process; before it is called, the section of the engine that was made last.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint as torch_checkpoint
+
+from zstore.errors import UsageError
+
+from ..config.activations import ActivationCheckpointingSection
+from ..config.config import Config, load_config
+from .offload import ActivationOffload, active_offload
+from .partition import Pack, Partition, Slots, Unpack
+from .rng_tracker import RngTracker, seed_model_parallel
+from .statistics import ActivationStatistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """How blocks are checkpointed."""
+
+    partition: bool = False
+    in_cpu: bool = False
+    """Inputs go to host memory where no engine takes them off the device."""
+    synchronize: bool = False
+    profile: bool = False
+    group: dist.ProcessGroup | None = None
+    """Ranks that share inputs."""
+    slots: Slots | None = None
+    """Buffers for their parts."""
+
+
+@dataclass
+class BlockTimes:
+    """Blocks that ran while `profile` was on, and their time with the device waited for."""
+
+    blocks: int = 0
+    forward_s: float = 0.0
+    recomputed: int = 0
+    recompute_s: float = 0.0
+
+
+@dataclass
+class _Process:
+    """What holds for this process."""
+
+    configured: Choices | None = None
+    section: Choices = field(default_factory=Choices)
+    """Of the engine that was made last."""
+    times: BlockTimes = field(default_factory=BlockTimes)
+    tracker: RngTracker = field(default_factory=RngTracker)
+
+    @property
+    def choices(self) -> Choices:
+        return self.configured or self.section
+
+
+_process = _Process()
+
+
+def configure(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Say how `checkpoint` keeps the inputs of blocks in this process, until the next call.
+
+    `mpu_` tells which ranks run a block on the same inputs: an object with `get_model_parallel_group()` or
+    `get_tensor_model_parallel_group()`. `deepspeed_config`, a dict or a path, has defaults for the others in its section
+    `activation_checkpointing`, which says what they do. Raises ConfigError for a config that is wrong, UsageError for
+    `contiguous_checkpointing` without `partition_activations` and `num_checkpoints`, and for an `mpu_` without a group.
+    """
+    section = ActivationCheckpointingSection()
+    if deepspeed_config is not None:
+        section = _section_in(deepspeed_config)
+    given = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    section = section.model_copy(update={name: value for name, value in given.items() if value is not None})
+    if section.contiguous_memory_optimization and not (section.partition_activations and section.number_checkpoints):
+        raise UsageError(
+            "configure(contiguous_checkpointing=True) needs partition_activations=True and num_checkpoints=N, the places of "
+            "its buffers"
+        )
+    choices = replace(_choices(section), group=None if mpu_ is None else _group_of(mpu_))
+    _process.configured = choices
+    _process.times = BlockTimes()
+
+
+def _section_in(source: Any) -> ActivationCheckpointingSection:
+    """Return the section of a config; other sections are not looked at."""
+    raw = source
+    if isinstance(source, str | os.PathLike):
+        return load_config(source).settings.activation_checkpointing
+    if isinstance(raw, Mapping):
+        raw = {"activation_checkpointing": raw.get("activation_checkpointing") or {}}
+    return load_config(raw).settings.activation_checkpointing
+
+
+def _choices(section: ActivationCheckpointingSection) -> Choices:
+    number = section.number_checkpoints if section.contiguous_memory_optimization else None
+    return Choices(
+        partition=section.partition_activations,
+        in_cpu=section.cpu_checkpointing,
+        synchronize=section.synchronize_checkpoint_boundary,
+        profile=section.profile,
+        slots=None if number is None else Slots(number),
+    )
+
+
+def _group_of(mpu: Any) -> dist.ProcessGroup | None:
+    for name in ("get_model_parallel_group", "get_tensor_model_parallel_group"):
+        if hasattr(mpu, name):
+            group: dist.ProcessGroup | None = getattr(mpu, name)()
+            return group
+    raise UsageError(
+        f"configure(mpu_=...): expected an object with get_model_parallel_group(), got {type(mpu).__name__} without it"
+    )
+
+
+def use_section(section: ActivationCheckpointingSection) -> None:
+    """Let blocks be checkpointed as an engine's config says, where `configure` was not called."""
+    # Its `cpu_checkpointing` is carried out by the engine, for what else the forward keeps too.
+    _process.section = replace(_choices(section), in_cpu=False)
+    _process.times = BlockTimes()
+
+
+def is_configured() -> bool:
+    """Return whether `configure` was called."""
+    return _process.configured is not None
+
+
+def reset() -> None:
+    """Let go of the buffers of `contiguous_checkpointing`; the next block makes them anew."""
+    if _process.configured is not None and _process.configured.slots is not None:
+        _process.configured = replace(_process.configured, slots=_process.configured.slots.emptied())
+
+
+def block_times() -> BlockTimes:
+    """Return a copy of the times of blocks so far."""
+    return replace(_process.times)
+
+
+def activation_statistics(offload: ActivationOffload | None, config: Config) -> ActivationStatistics | None:
+    """Return the counters of an engine's activations, and of the process's blocks; None where there are neither."""
+    timed = asdict(_process.times) if _process.choices.profile else {}
+    if offload is not None:
+        return replace(offload.statistics(), **timed)
+    return ActivationStatistics(tier="device", **timed) if config.settings.activation_checkpointing.profile else None
+
+
+def get_cuda_rng_tracker() -> RngTracker:
+    """Return the process's named streams of random numbers; blocks are computed again with the states that they had."""
+    return _process.tracker
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the default stream with `seed`, and "model-parallel-rng" with one of this rank's own in the group that
+    `configure` was given."""
+    group = _process.choices.group
+    seed_model_parallel(_process.tracker, seed, 0 if group is None else dist.get_rank(group))
+
+
+def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)`, of which the backward computes the activations again. See [Note: a block].
+
+    Tensors anywhere else than directly in `args` are kept as they are.
+    """
+    choices = _process.choices
+    run = function
+    if choices.synchronize or choices.profile or _process.tracker.get_states():
+        run = _Block(function, choices)
+    with _keeping(choices):
+        return torch_checkpoint.checkpoint(run, *args, use_reentrant=False)
+
+
+def checkpoint_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return `function(*args, **kwargs)` as `checkpoint` does; without gradients nothing is kept anyway."""
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if not kwargs:
+        return checkpoint(function, *args)
+    return checkpoint(partial(_with_names, function, tuple(kwargs), len(args)), *args, *kwargs.values())
+
+
+def _with_names(function: Callable[..., Any], names: tuple[str, ...], num_plain: int, *values: Any) -> Any:
+    return function(*values[:num_plain], **dict(zip(names, values[num_plain:], strict=True)))
+
+
+def _keeping(choices: Choices) -> AbstractContextManager[object]:
+    """Return a context in which the inputs of a block are kept as was chosen."""
+    if not torch.is_grad_enabled():
+        return nullcontext()
+    offload = active_offload()
+    group = choices.group if choices.partition else None
+    if group is None or dist.get_world_size(group) == 1:
+        on_cpu = choices.in_cpu and offload is None
+        return (
+            torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available(), device_type=_device_type())
+            if on_cpu
+            else nullcontext()
+        )
+    pack: Pack = _as_it_is
+    unpack: Unpack = _as_it_is
+    if offload is not None:
+        pack, unpack = offload.pack, offload.unpack
+    elif choices.in_cpu:
+        pack, unpack = _to_cpu, _from_cpu
+    slots = choices.slots if pack is _as_it_is else None
+    hooks = Partition(group, pack, unpack, slots)
+    return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+
+
+def _device_type() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _to_cpu(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+    return tensor.device, tensor.cpu()
+
+
+def _from_cpu(kept: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+    device, tensor = kept
+    return tensor.to(device)
+
+
+class _Block:
+    """A function that is called once forward, and again in the backward: timed, and with the same named random streams."""
+
+    def __init__(self, function: Callable[..., Any], choices: Choices) -> None:
+        self._function = function
+        self._choices = choices
+        self._states: dict[str, torch.Tensor] | None = None
+        """Of the named streams before the forward; None: there was none yet."""
+
+    def __call__(self, *args: Any) -> Any:
+        again = self._states is not None
+        tracker = _process.tracker
+        present = tracker.get_states()
+        if self._states is None:
+            self._states = present
+        else:
+            tracker.set_states(self._states)
+        self._wait()
+        started = time.perf_counter()
+        try:
+            return self._function(*args)
+        finally:  # torch ends a recomputation by an exception, once it has what is needed
+            self._wait()
+            if self._choices.profile:
+                _count(again, time.perf_counter() - started)
+            if again:
+                tracker.set_states(present)
+
+    def _wait(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+def _count(again: bool, seconds: float) -> None:
+    times = _process.times
+    if again:
+        times.recomputed += 1
+        times.recompute_s += seconds
+    else:
+        times.blocks += 1
+        times.forward_s += seconds

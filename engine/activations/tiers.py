@@ -1,0 +1,133 @@
+"""Where activations rest off the device: in host memory, or in arrays of the store on disk.
+
+A piece is the memory of one storage, as bytes. `write` and `read` are carried out by threads of `ActivationOffload`, each
+of which has one stream of pieces; `make` and `free` are called by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from zstore.format.arrays import ArraySpec
+from zstore.format.partition import make_grid
+from zstore.store import TensorStore
+from zstore.tensors import as_torch
+
+from ..device import Event, Transfers
+
+Place = Any
+"""Of one piece; only the tier that made it knows more."""
+
+_WORD_BYTES = 4
+"""Bytes of an element of an array on disk; chunks are cut by elements."""
+
+
+class ActivationTier(ABC):
+    """A resting place for pieces."""
+
+    name: str
+
+    @abstractmethod
+    def make(self, nbytes: int) -> Place:
+        """Return a place for `nbytes`. Raises BudgetError or DiskFullError where there is none."""
+
+    @abstractmethod
+    def write(self, place: Place, source: torch.Tensor, after: Event) -> None:
+        """Copy `source`, uint8 on the device, to the place, after that event; done on return."""
+
+    @abstractmethod
+    def read(self, place: Place, target: torch.Tensor, after: Event) -> None:
+        """Copy what is there into `target`, uint8 on the device, after that event; done on return."""
+
+    @abstractmethod
+    def free(self, place: Place) -> None:
+        """Take a place back."""
+
+
+class HostPieces(ActivationTier):
+    """Host memory, pinned where that can be, within the store's budget."""
+
+    name = "host"
+
+    def __init__(self, store: TensorStore, transfers: Transfers) -> None:
+        self._budget = store.budget
+        self._transfers = transfers
+
+    def make(self, nbytes: int) -> torch.Tensor:
+        """See ActivationTier."""
+        self._budget.require(
+            nbytes, 'an activation ("activations": "host")', ', or set zstore.activations to "disk" or "device"'
+        )
+        memory = self._transfers.streams.empty_host(nbytes, torch.uint8)
+        self._budget.take(nbytes)
+        return memory
+
+    def write(self, place: torch.Tensor, source: torch.Tensor, after: Event) -> None:
+        """See ActivationTier."""
+        self._transfers.begin(place, source, after=after).wait()
+
+    def read(self, place: torch.Tensor, target: torch.Tensor, after: Event) -> None:
+        """See ActivationTier."""
+        self._transfers.begin(target, place, after=after).wait()
+
+    def free(self, place: torch.Tensor) -> None:
+        """See ActivationTier."""
+        self._budget.release(place.nbytes)
+
+
+class DiskPieces(ActivationTier):
+    """Arrays of the store, which writes them with checksums; one is used again for the next piece of its size."""
+
+    name = "disk"
+
+    def __init__(self, store: TensorStore, transfers: Transfers, pool_bytes: int) -> None:
+        self._store = store
+        self._transfers = transfers
+        # Each its own: a read must not wait for the writes behind the forward.
+        self._writing = store.make_pool(pool_bytes // 2)
+        self._reading = store.make_pool(pool_bytes // 2)
+        self._free: dict[int, list[str]] = defaultdict(list)
+        """Arrays that nothing rests in, by their number of words."""
+        self._made = 0
+
+    def make(self, nbytes: int) -> str:
+        """See ActivationTier."""
+        words = -(-nbytes // _WORD_BYTES)
+        if self._free[words]:
+            return self._free[words].pop()
+        spec = ArraySpec(name=f"activation/{self._made}", shape=(words,), dtype="int32")
+        self._store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier="disk")
+        self._made += 1
+        return spec.name
+
+    def write(self, place: str, source: torch.Tensor, after: Event) -> None:
+        """See ActivationTier."""
+        with closing(self._store.stream([[place]], "fill", pool=self._writing)) as tiles:
+            for tile in tiles:
+                part = source[tile.first * _WORD_BYTES : tile.stop * _WORD_BYTES]
+                self._copy(as_torch(tile.views[0]).view(torch.uint8)[: part.numel()], part, after)
+
+    def read(self, place: str, target: torch.Tensor, after: Event) -> None:
+        """See ActivationTier."""
+        with closing(self._store.stream([[place]], "read", pool=self._reading, ahead=True)) as tiles:
+            for tile in tiles:
+                part = target[tile.first * _WORD_BYTES : tile.stop * _WORD_BYTES]
+                self._copy(part, as_torch(tile.views[0]).view(torch.uint8)[: part.numel()], after)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
+        if self._transfers.link(source, target) is None:
+            # One memcpy, without torch's threads, which the computation has.
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
+        else:
+            # The buffer is given back when the next tile is asked for.
+            self._transfers.begin(target, source, after=after).wait()
+
+    def free(self, place: str) -> None:
+        """See ActivationTier."""
+        self._free[self._store.valid_numel(place)].append(place)

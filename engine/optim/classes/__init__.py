@@ -1,0 +1,1 @@
+"""Optimizer classes that torch does not have; `zstore.optim` hands them out."""

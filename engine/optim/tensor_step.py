@@ -1,0 +1,249 @@
+"""Steps of optimizers that need whole tensors, where each rank has rows of them: ranks take turns as owners.
+
+[Note: owners]
+Tensors are taken in rounds of as many as there are ranks, the largest first, and rank i of a round owns its i-th tensor for
+that time. Each round:
+1. every rank reads its rows of master, slots and gradient of all tensors of the round, from wherever they rest, the gradient
+   in fp32 and multiplied once (see [Note: the update]);
+2. one exchange brings each owner its whole tensor, and the class's own step runs over it, on the device that computes;
+3. one exchange brings master and slots back, and every rank writes its rows and casts the parameter's own.
+So the bits are those of the class over the whole tensor, whatever tier, stage or number of ranks; and memory is bounded by
+what belongs to one tensor, four times over: read, received, whole, and on its way back. Where every rank has all rows
+nothing is exchanged, and each takes every tensor.
+
+A rank that fails goes on through the exchanges, since the others wait in them, and raises at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zstore.format.partition import ALIGN_NUMEL, Grid, round_up
+from zstore.ranks.world import World
+from zstore.store.store import ModeName
+from zstore.tensors import as_torch
+
+from ..device import GradientTiles
+from ..params.record import ParameterRecord
+from .kernel import SlotArray
+from .state import OptimizerState
+from .tensor_kernel import TensorKernel
+from .update import Update
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Rows of one array of a tensor, in a row of what is exchanged."""
+
+    slot: SlotArray | None
+    """None: the master, or the gradient."""
+    shape: tuple[int, ...]
+    """Of the whole array."""
+    grid: Grid
+    """How it is cut over those that exchange."""
+    offset: int
+    """Where its rows begin."""
+
+    @property
+    def stop(self) -> int:
+        """Where its rows end, padding included."""
+        return self.offset + self.grid.shard_numel
+
+
+class _Tensor:
+    """One tensor of a round: master, slots and gradient, in this order."""
+
+    def __init__(self, state: OptimizerState, record: ParameterRecord) -> None:
+        self.record = record
+        self.slots = state.kernel_slots(record)
+        shape = tuple(record.shape)
+        arrays = [(None, shape), *((slot, slot.shape or shape) for slot in self.slots), (None, shape)]
+        self.parts: list[_Part] = []
+        offset = 0
+        for slot, whole in arrays:
+            grid = state.state_grid_of(record, slot)
+            self.parts.append(_Part(slot=slot, shape=whole, grid=grid, offset=offset))
+            offset += round_up(grid.shard_numel, ALIGN_NUMEL)  # as aligned as memory of its own
+        self.numel = offset
+        """Elements of a row with all of them."""
+        self.kept_numel = self.parts[-1].offset
+        """Elements of a row without the gradient."""
+
+
+class TensorStep:
+    """Takes the updates of a run with an optimizer that needs whole tensors (all ranks). See [Note: owners]."""
+
+    def __init__(self, state: OptimizerState, world: World) -> None:
+        self._state = state
+        self._world = world
+        self._parties = world.world_size if state.is_sharded else 1
+        self._error: Exception | None = None
+
+    def run(self, update: Update) -> None:
+        """Carry out an update: what is updated element by element in tiles, and then the whole tensors."""
+        whole = [r for r in update.records if r.numel and isinstance(self._state.kernel_of(r)[0], TensorKernel)]
+        apart, self._error = set(whole), None
+        others = [record for record in update.records if record not in apart]
+        try:
+            Update(self._state, others, update.settings, update.rows).run()
+        except Exception as error:
+            self._error = error
+        whole.sort(key=lambda record: -record.numel)
+        for first in range(0, len(whole), self._parties):
+            self._take(update, [_Tensor(self._state, record) for record in whole[first : first + self._parties]])
+        if self._error is not None:
+            raise self._error
+
+    def _take(self, update: Update, tensors: Sequence[_Tensor]) -> None:
+        device, parties = self._world.device, self._parties
+        sent = torch.zeros(parties, max(tensor.numel for tensor in tensors), device=device)
+        self._try_read(update, tensors, sent)
+        received = sent
+        if parties > 1:
+            received = torch.empty_like(sent)
+            self._world.all_to_all(received, sent, kind="all_to_all").wait()
+        rank, back = self._world.rank if parties > 1 else 0, received
+        if parties > 1:
+            back = torch.zeros(parties, max(tensor.kept_numel for tensor in tensors), device=device)
+        if rank < len(tensors) and self._error is None:
+            self._try_step(update, tensors[rank], received, back)
+        del received
+        if parties > 1:
+            rows = sent.view(-1)[: back.numel()].view(back.shape)
+            self._world.all_to_all(rows, back, kind="all_to_all").wait()
+            back = rows
+        if self._error is None:
+            self._try_write(tensors, back, update.settings.step)
+
+    # -- 1. ---------------------------------------------------------------------------------------------------------
+
+    def _try_read(self, update: Update, tensors: Sequence[_Tensor], sent: torch.Tensor) -> None:
+        try:
+            with torch.no_grad():
+                self._read_state(tensors, sent)
+                for row, tensor in zip(sent, tensors, strict=False):
+                    self._read_gradient(update, tensor.record, self._rows(tensor.parts[-1], row))
+        except Exception as error:
+            self._error = self._error or error
+
+    def _rows(self, part: _Part, row: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of an array, in a row that it exchanges."""
+        rank = self._world.rank if self._parties > 1 else 0
+        return row[part.offset : part.offset + part.grid.shard_valid_numel(rank)]
+
+    def _read_state(self, tensors: Sequence[_Tensor], sent: torch.Tensor) -> None:
+        state = self._state
+        groups = list(self._groups(tensors, sent))
+        by_master = {state.master_arrays(tensor.record)[0]: tensor.record for tensor in tensors}
+        with state.passing([names for names, _, _ in groups], "read") as tiles:
+            for tile in tiles:
+                names, num_master, targets = groups[tile.group]
+                views = [as_torch(view) for view in tile.views]
+                values = [state.take_master(views[:num_master])] if num_master else []
+                slots = views[num_master:]
+                if num_master and (moments := state.moment_tiles(by_master[names[0]], 0)) is not None:
+                    slots = moments.expand(slots)
+                for target, one in zip(targets, [*values, *slots], strict=True):
+                    state.transfers.copy_into(target[tile.first : tile.stop], one)
+
+    def _groups(
+        self, tensors: Sequence[_Tensor], rows: torch.Tensor
+    ) -> Iterator[tuple[list[str], int, list[torch.Tensor]]]:
+        """Yield (arrays that pass together, how many of them are the master, their rows among `rows`), of this rank's arrays
+        of the tensors."""
+        for row, tensor in zip(rows, tensors, strict=False):
+            record, parts = tensor.record, tensor.parts[:-1]
+            names = self._state.master_arrays(record)
+            alike = [part for part in parts[1:] if part.slot is not None and part.slot.shape is None]
+            if record.owned_numel:
+                # A moment that rests in codes has its scales beside it.
+                kept = [slot for slot in self._state.slots_of(record) if slot.shape is None]
+                slots = [f"optimizer/{slot.name}/{record.name}" for slot in kept]
+                yield [*names, *slots], len(names), [self._rows(part, row) for part in (parts[0], *alike)]
+            for part in parts[1:]:
+                if part.slot is not None and part.slot.shape is not None and self._rows(part, row).numel():
+                    yield [f"optimizer/{part.slot.name}/{record.name}"], 0, [self._rows(part, row)]
+
+    def _read_gradient(self, update: Update, record: ParameterRecord, target: torch.Tensor) -> None:
+        if not record.owned_numel:
+            return
+        state, rows = self._state, update.rows(record)
+        if rows is not None:
+            target.copy_(GradientTiles(state.transfers, rows).tile(0, target.numel(), target))
+        else:
+            with state.passing([[state.spilled[record]]], "read") as tiles:
+                for tile in tiles:
+                    state.transfers.copy_into(target[tile.first : tile.stop], as_torch(tile.views[0]))
+        if update.settings.factor != 1.0:
+            target.mul_(update.settings.factor)
+
+    # -- 2. ---------------------------------------------------------------------------------------------------------
+
+    def _try_step(self, update: Update, tensor: _Tensor, received: torch.Tensor, back: torch.Tensor) -> None:
+        try:
+            with torch.no_grad():
+                self._step(update, tensor, received, back)
+        except Exception as error:
+            self._error = self._error or error
+
+    def _step(self, update: Update, tensor: _Tensor, received: torch.Tensor, back: torch.Tensor) -> None:
+        wholes = [
+            received[:, part.offset : part.stop].reshape(-1)[: math.prod(part.shape)].view(part.shape)
+            for part in tensor.parts
+        ]
+        kernel, group = self._state.kernel_of(tensor.record)
+        if isinstance(kernel, TensorKernel):
+            slots = {slot.name: values for slot, values in zip(tensor.slots, wholes[1:-1], strict=True)}
+            scalars = self._state.scalars[tensor.record]
+            kernel.update(update.settings.groups[group], scalars, wholes[0], wholes[-1], slots)
+        if self._parties == 1:  # they are where they were read
+            return
+        for part, whole in zip(tensor.parts[:-1], wholes[:-1], strict=True):
+            flat, step = whole.view(-1), part.grid.shard_numel
+            for row, first in zip(back, range(0, flat.numel(), step), strict=False):
+                rows = flat[first : first + step]
+                row[part.offset : part.offset + rows.numel()] = rows
+
+    # -- 3. ---------------------------------------------------------------------------------------------------------
+
+    def _try_write(self, tensors: Sequence[_Tensor], back: torch.Tensor, number: int) -> None:
+        try:
+            with torch.no_grad():
+                self._write(tensors, back, number)
+        except Exception as error:
+            self._error = error
+
+    def _write(self, tensors: Sequence[_Tensor], back: torch.Tensor, number: int) -> None:
+        state = self._state
+        groups = list(self._groups(tensors, back))
+        by_master = {state.master_arrays(tensor.record)[0]: tensor.record for tensor in tensors}
+        arrays: list[list[str]] = []
+        for names, _, _ in groups:
+            record = by_master.get(names[0])
+            rest = None if record is None else record.rest
+            arrays.append([*names, *([rest] if rest is not None and rest not in names else [])])
+        mode: ModeName = "fill"
+        with state.passing(arrays, mode) as tiles:
+            for tile in tiles:
+                names, num_master, sources = groups[tile.group]
+                views = [as_torch(view) for view in tile.views]
+                values = [source[tile.first : tile.stop] for source in sources]
+                if not num_master:
+                    state.transfers.copy_into(views[0], values[0])
+                    continue
+                state.put_master(values[0], views[:num_master])
+                record, moments = by_master[names[0]], state.moment_tiles(by_master[names[0]], number)
+                if moments is not None:
+                    there = [one.to(views[num_master].device) for one in values[1:]]
+                    moments.reduce(there, views[num_master : len(names)], tile.first)
+                else:
+                    for view, one in zip(views[num_master:], values[1:], strict=False):
+                        state.transfers.copy_into(view, one)
+                if len(views) > len(names):
+                    state.transfers.copy_into(views[-1], values[0])
+                elif record.rest is None and num_master == 1 and not state.is_master(record):
+                    state.transfers.copy_into(record.owned()[tile.first : tile.stop], values[0])

@@ -1,0 +1,144 @@
+"""Bytes that a rank sends to others in a step, by formula. Pure.
+
+[Note: bytes sent]
+Of P bytes, padding included, each of N ranks sends (N - 1) / N P in a reduce-scatter or a gather, and twice that in an
+all-reduce. With groups of k ranks, (k - 1) of the N - 1 others are within the group. Copies of the state in c = N / k groups
+(`mics_shard_size`): gathers are within the group, (k - 1) / k P; a reduction is as [Note: the mean of copies] has it. Second
+copies of the parameters (`zero_hpz_partition_size`): a step's first gather is over all ranks, the others within the group.
+
+Gradients are reduced once a micro-batch (stages 2 and 3) or once a step, in the type in which they travel; every trained
+parameter is taken to have one. What travels as integers counts as [Note: blocks] says, in two hops over groups as
+[Note: quantized reductions] does: with g ranks in each of n groups (g - 1) n rows within the group and n - 1 between groups.
+Parameters that stay gathered are gathered once, after the update; others, at stage 3, as
+often as `Need.fetches` says in each micro-batch. Agreement between ranks (counts, flags, norms) is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from zstore.format.arrays import numpy_dtype
+
+from ..config.config import Config
+from ..params.gradient_types import GradientTypes
+from ..params.quantized import WEIGHT_BITS, encoded_bytes, is_matrix
+from ..params.record import Sharding
+from .plan import Need, Plan, Sent
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ranks:
+    """How many ranks there are, and in a group."""
+
+    world_size: int
+    group: int
+    """Ranks of a group; all where there are no groups."""
+
+    def over_all(self, nbytes: int) -> Sent:
+        """Return what a reduce-scatter or a gather of `nbytes` over all ranks sends."""
+        shard = nbytes // self.world_size
+        return Sent(within=shard * (self.group - 1), between=shard * (self.world_size - self.group))
+
+    def in_group(self, nbytes: int) -> Sent:
+        """Return what a reduce-scatter or a gather of `nbytes` within the group sends."""
+        return Sent(within=nbytes // self.group * (self.group - 1))
+
+    def between_copies(self, nbytes: int) -> Sent:
+        """Return what a gather between the groups of each rank's shard of `nbytes` sends."""
+        return Sent(between=nbytes // self.world_size * (self.world_size // self.group - 1))
+
+    def in_two_hops(self, row_bytes: int) -> Sent:
+        """Return what a quantized reduction of rows of so many bytes sends; all ranks are one hop."""
+        num_groups = self.world_size // self.group
+        return Sent(within=(self.group - 1) * num_groups * row_bytes, between=(num_groups - 1) * row_bytes)
+
+
+def with_sent(
+    plan: Plan,
+    needs: Iterable[Need],
+    config: Config,
+    world_size: int,
+    *,
+    native: bool,
+    local_world_size: int | None = None,
+) -> Plan:
+    """Return `plan` with what a rank sends in a step; see `planned_sent`."""
+    sent = planned_sent(needs, config, world_size, native=native, local_world_size=local_world_size)
+    group = config.secondary_size or config.copy_size or config.quantized_group(world_size, local_world_size)
+    quantizes = config.zero.zero_quantized_weights or config.zero.zero_quantized_gradients
+    return replace(
+        plan,
+        sent=sent,
+        group_size=group if group != world_size or config.secondary_size else None,
+        tells_sent=bool(sent) and (group is not None or quantizes),
+    )
+
+
+def planned_sent(
+    needs: Iterable[Need], config: Config, world_size: int, *, native: bool, local_world_size: int | None = None
+) -> dict[str, Sent]:
+    """Return what a rank sends in a step, by kind: "gradients", "parameters". See [Note: bytes sent].
+
+    `native`: the backend has reductions of its own, as NCCL. `local_world_size` ranks share a machine; None: all. Nothing is
+    sent by one rank.
+    """
+    if world_size == 1:
+        return {}
+    sharding = Sharding.of_stage(config.stage, world_size, copy_size=config.copy_size)
+    group = config.secondary_size or config.quantized_group(world_size, local_world_size)
+    # Without groups those of a machine count as one.
+    near_size = local_world_size if local_world_size and world_size % local_world_size == 0 else world_size
+    ranks = _Ranks(
+        world_size=world_size,
+        group=group or (sharding.copy_size if sharding.num_copies > 1 and sharding.optimizer_state else near_size),
+    )
+    types, sent = GradientTypes.of(config, world_size), {"gradients": Sent(), "parameters": Sent()}
+    micro_batches = 1 if config.frozen else config.batch.accumulation_steps
+    for need in needs:
+        if need.slots is not None and not config.frozen:
+            reduced = types.reduced(getattr(torch, need.dtype)).itemsize
+            if config.zero.zero_quantized_gradients and sharding.gradients and _is_quantized(need):
+                row_bytes = encoded_bytes(need.reduced_numel // world_size, config.own.quantized_gradient_bits)
+                one = ranks.in_two_hops(row_bytes)
+                if not (config.zero.reduce_scatter or sharding.parameters):
+                    one += ranks.over_all(need.reduced_numel * reduced)
+            else:
+                one = _reduction(need.reduced_numel * reduced, config, sharding, ranks, native=native)
+            sent["gradients"] += one.times(micro_batches if sharding.gradients else 1)
+        sent["parameters"] += _gathers(need, config, sharding, ranks, micro_batches)
+    return sent
+
+
+def _reduction(nbytes: int, config: Config, sharding: Sharding, ranks: _Ranks, *, native: bool) -> Sent:
+    if not sharding.optimizer_state or not (config.zero.reduce_scatter or sharding.parameters):
+        return ranks.over_all(nbytes).times(2)
+    if sharding.num_copies == 1:
+        return ranks.over_all(nbytes)
+    if native:
+        return ranks.in_group(nbytes) + ranks.between_copies(nbytes).times(2)
+    return ranks.over_all(nbytes) + ranks.between_copies(nbytes)
+
+
+def _gathers(need: Need, config: Config, sharding: Sharding, ranks: _Ranks, micro_batches: int) -> Sent:
+    """Return what gathers of a parameter send in a step."""
+    itemsize, one_copy = numpy_dtype(need.dtype).itemsize, sharding.num_copies == 1
+    far = ranks.over_all if one_copy else ranks.in_group
+    near_bytes = need.near_numel * itemsize
+    far_bytes = need.reduced_numel * itemsize if one_copy else near_bytes
+    if not sharding.parameters or need.stays_gathered:
+        updated = sharding.optimizer_state and need.slots is not None and not config.frozen
+        return far(far_bytes) if updated else Sent()
+    count = need.fetches * micro_batches
+    if config.zero.zero_quantized_weights and _is_quantized(need):
+        far_bytes = encoded_bytes(need.grid.shard_numel, WEIGHT_BITS) * sharding.copy_size
+    if config.secondary_size is None:
+        return far(far_bytes).times(count)
+    first = need.slots is not None and not config.frozen
+    return ranks.in_group(near_bytes).times(count - first) + (far(far_bytes) if first else Sent())
+
+
+def _is_quantized(need: Need) -> bool:
+    return getattr(torch, need.dtype).is_floating_point and is_matrix(need.grid)

@@ -1,0 +1,72 @@
+"""Gathers of parameters as 8-bit integers (ZeRO++ qwZ).
+
+Each rank encodes its rows of the matrices that a unit gathers, all ranks get the bytes of all, and each decodes them, its
+own too: so every rank computes with the same bits. The rows at rest stay as they are. See [Note: blocks].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from zstore.ranks.world import Work, World
+
+from ..params.quantized import BLOCK_NUMEL, WEIGHT_BITS, BlockCode, is_matrix
+from ..params.record import ParameterRecord
+from .collectives import Bucket, over_copy, plan_buckets, unpack
+
+Rows = Callable[[ParameterRecord], torch.Tensor]
+"""Gives this rank's rows of a parameter with padding, 1-D [shard_numel]."""
+
+
+def gathers_quantized(record: ParameterRecord) -> bool:
+    """Return whether the parameter is gathered as integers, where the config asks for it: a matrix of a floating type."""
+    return record.dtype.is_floating_point and is_matrix(record.grid)
+
+
+@dataclass
+class QuantizedGather:
+    """A gather under way. The memory of its parameters must be there when it is finished."""
+
+    work: Work
+    bucket: Bucket
+    code: BlockCode
+    sent: torch.Tensor
+    """uint8 [1, row_bytes]"""
+    gathered: torch.Tensor
+    """uint8 [world, row_bytes]"""
+
+    def finish(self) -> None:
+        """Decode what has arrived into `full` of the parameters."""
+        target = self._target()
+        if target is not None:
+            self.code.decode(self.gathered, target)
+        else:
+            matrix = torch.empty(
+                self.gathered.shape[0], self.bucket.cols, dtype=self.bucket.dtype, device=self.gathered.device
+            )
+            unpack(self.bucket, self.code.decode(self.gathered, matrix), lambda record: record.full)
+        for segment in self.bucket.segments:
+            segment.record.is_rounded = True
+
+    def _target(self) -> torch.Tensor | None:
+        """Return the parameter's own memory [world, cols], where the gather is of one parameter and of all of it."""
+        first = self.bucket.segments[0]
+        if len(self.bucket.segments) > 1 or self.bucket.cols != first.shard_numel:
+            return None
+        return first.record.padded_full(self.gathered.shape[0] * self.bucket.cols).view(-1, self.bucket.cols)
+
+
+def start_gathers(
+    world: World, records: Iterable[ParameterRecord], limit_numel: int, rows: Rows
+) -> Iterator[QuantizedGather]:
+    """Begin to gather the parameters in buckets of at most `limit_numel` elements (all ranks, in one order)."""
+    for bucket in plan_buckets(records, world.world_size, limit_numel, grid_of=over_copy, align_numel=BLOCK_NUMEL):
+        code = BlockCode(tuple(segment.stop - segment.first for segment in bucket.segments), WEIGHT_BITS)
+        parts = [rows(segment.record)[segment.first : segment.stop] for segment in bucket.segments]
+        sent = code.encode(torch.cat(parts)[None] if len(parts) > 1 else parts[0][None])
+        gathered = sent.new_empty(world.world_size, code.row_bytes)
+        work = world.start_all_gather(gathered.view(-1), sent.view(-1))
+        yield QuantizedGather(work, bucket, code, sent, gathered)

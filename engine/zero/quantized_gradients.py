@@ -1,0 +1,186 @@
+"""Reductions of gradients as 4- or 8-bit integers (ZeRO++ qgZ).
+
+[Note: quantized reductions]
+A bucket's matrix [world, cols] is encoded row by row (see [Note: blocks]) and travels as an all-to-all of rows. Each rank
+decodes what it got and adds it up in the order of ranks, in fp32: the mean is rounded once, to the type in which it would
+travel otherwise, so bits repeat from run to run.
+
+Of several groups of ranks (machines, or groups of `zero_hpz_partition_size`) there are two such hops: each member of a group
+gets the rows of the ranks with its place in all groups, their mean over the group is encoded anew, and travels between the
+groups. With g ranks in each of n groups a rank sends (g - 1) n rows within its group and n - 1 between groups, not
+g n - g: a g-th of the bytes leave it.
+
+With error feedback (LoCo) a rank adds to what it encodes an average of what encoding lost before, `error <- beta x error
++ (1 - beta) x (values - decoded)`, an array for each parameter and hop; every `reset_steps` backwards they start from zero,
+and where a gradient is not finite. Source: Xie et al., LoCo: Low-Bit Communication Adaptor for Large-scale Model Training
+(https://arxiv.org/abs/2407.04480).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zstore.ranks.groups import make_groups
+from zstore.ranks.world import Kind, Work, World
+
+from ..config.config import Config
+from ..params.quantized import BLOCK_NUMEL, BlockCode, is_matrix
+from ..params.record import ParameterRecord
+from .collectives import Bucket, TypeOf, plan_buckets
+
+
+@dataclass(kw_only=True)
+class ErrorFeedback:
+    """What encoding lost of each parameter's gradient. See [Note: quantized reductions]."""
+
+    beta: float
+    """Weight of the former error, 0 to 1."""
+    reset_steps: int
+    """Backwards after which errors are forgotten."""
+    _errors: dict[tuple[int, ParameterRecord], torch.Tensor] = field(default_factory=dict)
+    """By hop, [rows, shard_numel] in the parameter's type."""
+    _backwards: int = 0
+
+    def begin_backward(self) -> None:
+        """Count a backward, and forget errors where it is time."""
+        if self._backwards == self.reset_steps:
+            self._backwards = 0
+            self._errors.clear()
+        self._backwards += 1
+
+    def encode(self, hop: int, bucket: Bucket, code: BlockCode, values: torch.Tensor) -> torch.Tensor:
+        """Return the code of `values` [rows, cols] with the errors of before, and keep those of now."""
+        values = values.float()
+        parts = [
+            self._of(hop, segment.record, values.shape[0])[:, segment.first : segment.stop]
+            for segment in bucket.segments
+        ]
+        errors = torch.cat(parts, 1)
+        values = values + errors
+        encoded = code.encode(values)
+        lost = values.sub_(code.decode(encoded, torch.empty_like(values)))
+        new = lost.mul_(1 - self.beta).add_(errors, alpha=self.beta).nan_to_num_(0.0, 0.0, 0.0)
+        for segment in bucket.segments:
+            self._errors[hop, segment.record][:, segment.first : segment.stop] = new[:, segment.columns]
+        return encoded
+
+    def _of(self, hop: int, record: ParameterRecord, num_rows: int) -> torch.Tensor:
+        found = self._errors.get((hop, record))
+        if found is None:
+            shape = (num_rows, record.grid.shard_numel)
+            found = self._errors[hop, record] = torch.zeros(shape, dtype=record.dtype, device=record.full.device)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all errors."""
+        return sum(errors.nbytes for errors in self._errors.values())
+
+
+class QuantizedReducer:
+    """Starts reductions of gradients that travel as integers (all ranks make one). `group_size` ranks make a group; all of
+    them is one hop, on the process group of `world`. See [Note: quantized reductions]."""
+
+    def __init__(self, world: World, bits: int, *, group_size: int, feedback: ErrorFeedback | None = None) -> None:
+        self.bits = bits
+        self.feedback = feedback
+        self.hops: Sequence[World]
+        if group_size < world.world_size:
+            groups = make_groups(world, group_size)
+            self.hops = [groups.within, groups.between]
+        else:
+            self.hops = [world.second()]
+
+    def takes(self, record: ParameterRecord) -> bool:
+        """Return whether gradients of the parameter travel as integers: those of matrices."""
+        return record.dtype.is_floating_point and is_matrix(record.grid)
+
+    def buckets(
+        self, records: Sequence[ParameterRecord], world_size: int, limit_numel: int, dtype_of: TypeOf
+    ) -> list[Bucket]:
+        """Return buckets of at most `limit_numel` elements of gradients in the types that they have on this rank."""
+        return plan_buckets(records, world_size, limit_numel, dtype_of, align_numel=BLOCK_NUMEL)
+
+    def start(self, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> QuantizedReduction:
+        """Begin to reduce `matrix` [world, cols] (all ranks, in one order)."""
+        return QuantizedReduction(self, bucket, matrix, kind)
+
+    def encode(self, hop: int, bucket: Bucket, code: BlockCode, values: torch.Tensor) -> torch.Tensor:
+        """Return what travels in a hop for `values` [rows, cols]."""
+        return code.encode(values) if self.feedback is None else self.feedback.encode(hop, bucket, code, values)
+
+    def release(self) -> None:
+        """Give the process groups back, once nothing is under way."""
+        for world in self.hops:
+            if world.world_size > 1:
+                world.release()
+
+
+class QuantizedReduction:
+    """A bucket's reduce-scatter under way, hop by hop."""
+
+    def __init__(self, reducer: QuantizedReducer, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> None:
+        self.bucket = bucket
+        self._reducer = reducer
+        self._kind = kind
+        self._code = BlockCode(tuple(segment.stop - segment.first for segment in bucket.segments), reducer.bits)
+        self._hop = 0
+        size = reducer.hops[0].world_size
+        if size < matrix.shape[0]:
+            # Each member of the group gets the rows of its place in all groups: [members, groups x cols].
+            matrix = matrix.view(-1, size, bucket.cols).transpose(0, 1).reshape(matrix.shape)
+        self._send(matrix)
+
+    def _send(self, matrix: torch.Tensor) -> None:
+        """Begin a hop of `matrix` [members x rows, cols]."""
+        world = self._reducer.hops[self._hop]
+        sent = self._reducer.encode(self._hop, self.bucket, self._code, matrix)
+        self._sent = sent.view(world.world_size, -1)
+        self._got = torch.empty_like(self._sent)
+        self._work: Work = world.all_to_all(self._got, self._sent, kind=self._kind)
+
+    def _mean(self) -> torch.Tensor:
+        """Return the mean over the members of the hop that is done, fp32 [rows, cols]."""
+        parts = self._got.view(self._got.shape[0], -1, self._code.row_bytes)  # [members, rows, row_bytes]
+        total = torch.zeros(parts.shape[1], self.bucket.cols, dtype=torch.float32, device=parts.device)
+        for part in parts:
+            self._code.decode(part, total, add=True)
+        return total.mul_(1.0 / parts.shape[0])
+
+    def done(self) -> bool:
+        """Return whether `finish` would not wait; where a hop is done, the next one begins."""
+        while self._work.is_completed():
+            if not self._advance():
+                return True
+        return False
+
+    def _advance(self) -> bool:
+        """Begin the next hop; return False where there is none. To be called once the one under way is complete."""
+        if self._hop + 1 == len(self._reducer.hops):
+            return False
+        self._work.wait()
+        mean = self._mean()
+        self._hop += 1
+        self._send(mean)
+        return True
+
+    def finish(self) -> torch.Tensor:
+        """Wait, and return this rank's row of the mean, [1, cols]."""
+        while True:
+            self._work.wait()
+            if not self._advance():
+                return self._mean().to(self.bucket.dtype)
+
+
+def quantized_reducer(config: Config, world: World) -> QuantizedReducer | None:
+    """Return what reduces gradients as the config says (all ranks); None where they travel in their own type."""
+    if not config.zero.zero_quantized_gradients or world.world_size == 1:
+        return None
+    group_size = config.quantized_group(world.world_size, world.local_world_size) or world.world_size
+    loco, feedback = config.zero.zeropp_loco_param, None
+    if loco is not None:
+        feedback = ErrorFeedback(beta=loco.err_beta, reset_steps=loco.reset_T)
+    return QuantizedReducer(world, config.own.quantized_gradient_bits, group_size=group_size, feedback=feedback)

@@ -1,0 +1,75 @@
+"""A second copy of the parameters, sharded within groups of ranks (ZeRO++ hpZ, `zero_hpz_partition_size`).
+
+[Note: the secondary shards]
+State, and the parameters' own rows, are sharded over all ranks. When a parameter was gathered from all, each rank keeps
+the part of it that is its place in its group: the groups' ranks together have all values. Until those change, the parameter
+is gathered from these, within the group: by the backward, and by the micro-batches that follow. A step makes the secondary
+shards of what it trains old, and the next gather is over all ranks again; those of frozen parameters stay. They hold bits
+that were gathered, so whatever they serve has the same bits.
+
+They lie in the device's memory, wherever the parameters rest. Whether there are any is the same on all ranks: they come
+with a gather, and go where all ranks change values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from zstore.format.partition import Grid
+from zstore.ranks.world import World
+
+from ..params.record import ParameterRecord
+
+
+class SecondaryShards:
+    """This rank's, in the group `world` of one of `num_groups`. See [Note: the secondary shards]."""
+
+    def __init__(self, world: World, num_groups: int) -> None:
+        self.world = world
+        self._num_groups = num_groups
+        self._rows: dict[ParameterRecord, torch.Tensor] = {}
+        self._sound: set[ParameterRecord] = set()
+        """Those whose rows have the present values."""
+
+    def grid(self, record: ParameterRecord) -> Grid:
+        """Return how the ranks of the group divide a parameter: cuts are among those of all ranks."""
+        return record.grid.joined(self._num_groups)
+
+    def has(self, records: Iterable[ParameterRecord]) -> bool:
+        """Return whether all of them can be gathered within the group."""
+        return all(record in self._sound for record in records)
+
+    def rows(self, record: ParameterRecord) -> torch.Tensor:
+        """Return this rank's rows of a parameter, 1-D with padding, of undefined values."""
+        return self._rows[record]
+
+    def keep(self, records: Sequence[ParameterRecord]) -> None:
+        """Keep this rank's rows of parameters whose `full` has all values."""
+        for record in records:
+            if record not in self._sound:
+                numel = self.grid(record).shard_numel
+                mine = record.padded_full(self.world.world_size * numel)[self.world.rank * numel :][:numel]
+                if record in self._rows:
+                    self._rows[record].copy_(mine)
+                else:
+                    self._rows[record] = mine.clone()
+                self._sound.add(record)
+
+    def make_old(self) -> None:
+        """Note that a step changes what is trained; the memory stays for the values to come."""
+        self._sound = {record for record in self._sound if record.group is None}
+
+    def free(self) -> None:
+        """Forget everything, and give the memory back."""
+        self._sound.clear()
+        self._rows.clear()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the rows, padding left out."""
+        found = 0
+        for record, rows in self._rows.items():
+            found += self.grid(record).shard_valid_numel(self.world.rank) * rows.element_size()
+        return found

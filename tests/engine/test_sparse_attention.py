@@ -1,0 +1,309 @@
+"""Sparse attention: layouts as their papers and DeepSpeed's section describe them, attention as dense attention under the
+same mask, and the section at work in models."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import zstore
+from bench import sparse_attention
+from zstore.attention import (
+    BigBird,
+    BSLongformer,
+    Dense,
+    Fixed,
+    Pattern,
+    Variable,
+    apply,
+    attend,
+    block_mask,
+    dense_mask,
+)
+from zstore.attention.patterns import pattern_of
+from zstore.engine.config.config import load_config
+from zstore.errors import ConfigError, UsageError
+from zstore.tools.sample.models import Attention, Gpt, GptConfig
+
+PATTERNS = {
+    "fixed": Fixed(block=8),
+    "fixed, causal, by head": Fixed(
+        block=8, attention="unidirectional", different_layout_per_head=True, num_different_global_patterns=4
+    ),
+    "fixed, horizontal": Fixed(block=8, num_local_blocks=6, num_global_blocks=2, horizontal_global_attention=True),
+    "variable": Variable(block=16, local_window_blocks=(1, 2, 3), num_random_blocks=2, global_block_indices=(0, 5)),
+    "variable, ranges": Variable(block=8, global_block_indices=(1, 7), global_block_end_indices=(3, 8)),
+    "bigbird": BigBird(block=8, different_layout_per_head=True),
+    "bigbird, causal": BigBird(block=24, attention="unidirectional", num_sliding_window_blocks=5),
+    "bslongformer": BSLongformer(block=8, num_sliding_window_blocks=5, global_block_indices=(0, 9)),
+    "dense, causal": Dense(attention="unidirectional"),
+}
+
+
+def plain_layout(pattern: Pattern, head: int, blocks: int) -> np.ndarray[Any, Any]:
+    """What the modes without random blocks say, pair by pair."""
+    found = np.zeros((blocks, blocks), bool)
+    for row in range(blocks):
+        for column in range(blocks):
+            found[row, column] = row == column or (
+                (column <= row or not pattern.is_causal) and _attends(pattern, head, row, column, blocks)
+            )
+    return found
+
+
+def _attends(pattern: Pattern, head: int, row: int, column: int, blocks: int) -> bool:
+    if isinstance(pattern, Fixed):
+        window, each = pattern.num_local_blocks, pattern.num_global_blocks
+        if row // window == column // window:
+            return True
+        place = window - (1 + head % pattern.num_different_global_patterns) * each
+
+        def is_global(block: int) -> bool:
+            first = min(block // window * window + place, blocks - each)
+            return first <= block < first + each
+
+        return is_global(column) or (pattern.horizontal_global_attention and is_global(row))
+    if isinstance(pattern, BSLongformer):
+        near = abs(row - column) <= pattern.num_sliding_window_blocks // 2
+        return near or row in pattern.global_block_indices or column in pattern.global_block_indices
+    if isinstance(pattern, Variable):
+        starts, row_window, column_window, start, number = [], -1, -2, 0, 0
+        while start < blocks:
+            size = pattern.local_window_blocks[min(number, len(pattern.local_window_blocks) - 1)]
+            row_window = number if start <= row < start + size else row_window
+            column_window = number if start <= column < start + size else column_window
+            start, number = start + size, number + 1
+        ends = pattern.global_block_end_indices or [i + 1 for i in pattern.global_block_indices]
+        starts = list(zip(pattern.global_block_indices, ends, strict=True))
+        return row_window == column_window or any(first <= column < end for first, end in starts)
+    return True
+
+
+@given(
+    blocks=st.integers(1, 23),
+    name=st.sampled_from([name for name in PATTERNS if "bigbird" not in name and name != "variable"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_layouts_are_what_their_sources_describe(blocks: int, name: str) -> None:
+    pattern = PATTERNS[name]
+    layout = pattern.layout(4, blocks)
+    for head in range(4):
+        expected = plain_layout(pattern, head, blocks)
+        assert (layout[head if len(layout) > 1 else 0] == expected).all()
+
+
+@given(blocks=st.integers(1, 40), count=st.integers(0, 4), causal=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_random_blocks_are_as_many_as_asked_and_always_the_same(blocks: int, count: int, causal: bool) -> None:
+    direction: Any = "unidirectional" if causal else "bidirectional"
+    arguments = {"different_layout_per_head": True, "num_sliding_window_blocks": 1, "num_global_blocks": 0}
+    bigbird = BigBird(num_random_blocks=count, attention=direction, **arguments)  # type: ignore[arg-type]
+    layout = bigbird.layout(3, blocks)
+    assert (layout == bigbird.layout(3, blocks)).all()
+    for head in layout:
+        for row, columns in enumerate(head):
+            assert columns[row]
+            most = row + 1 if causal else blocks
+            assert not columns[most:].any()
+            # One of them may be the block itself.
+            assert min(count, most) <= columns.sum() <= min(count, most) + 1
+    if blocks > 30 and count:
+        assert len(layout) == 3
+        assert (layout[0] != layout[1]).any()
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("tokens", [37, 200])
+def test_attention_and_its_gradients_are_those_of_dense_attention_under_the_mask(name: str, tokens: int) -> None:
+    pattern, (batch, heads) = PATTERNS[name], (2, 4)
+    blocks = -(-tokens // pattern.block)
+    layout = torch.from_numpy(pattern.layout(heads, blocks))
+    mask = layout.repeat_interleave(pattern.block, 1).repeat_interleave(pattern.block, 2)[None, :, :tokens, :tokens]
+    mask = mask.tril() if pattern.is_causal else mask
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = inputs = tuple(
+        torch.randn(batch, heads, tokens, 16, generator=generator, requires_grad=True) for _ in range(3)
+    )
+    outgoing = torch.randn(batch, heads, tokens, 16, generator=generator)
+    padding = (torch.arange(tokens) < tokens - 5)[None, None, None]
+    assert dense_mask(pattern, heads, tokens).expand_as(mask).equal(mask)
+    for more in (None, padding, (mask & padding).expand(batch, -1, -1, -1)):
+        allowed = mask if more is None else mask & more
+        expected = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
+        gradients = torch.autograd.grad(expected, inputs, outgoing)
+        kernels: tuple[Any, ...] = ("blocks", "dense")
+        for kernel in kernels:
+            found = attend(query, key, value, pattern, mask=more, kernel=kernel)
+            torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+            for mine, theirs in zip(torch.autograd.grad(found, inputs, outgoing), gradients, strict=True):
+                torch.testing.assert_close(mine, theirs, atol=5e-6, rtol=0)
+
+
+def test_flex_attention_takes_the_mask_and_gives_the_same() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    pattern = PATTERNS["fixed, causal, by head"]
+    query, key, value = torch.randn(3, 1, 4, 256, 16, generator=torch.Generator().manual_seed(0))
+    mask = block_mask(pattern, 4, 256)
+    with torch.no_grad(), pytest.warns(UserWarning, match="flex_attention called without torch.compile"):
+        mixed = flex_attention(query, key, value, block_mask=mask)
+    torch.testing.assert_close(mixed, attend(query, key, value, pattern), atol=2e-6, rtol=0)
+    # Blocks of 128 x 128 that nothing attends to are left out.
+    assert block_mask(BSLongformer(attention="unidirectional"), 4, 1024).sparsity() > 60
+
+
+def test_fewer_heads_of_keys_and_a_cache_of_keys() -> None:
+    pattern = Fixed(block=4, attention="unidirectional")
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 50, 8, generator=generator)
+    key, value = torch.randn(2, 1, 2, 50, 8, generator=generator)
+    whole = attend(query, key, value, pattern, kernel="blocks")
+    each = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=dense_mask(pattern, 4, 50), enable_gqa=True, scale=None
+    )
+    torch.testing.assert_close(whole, each, atol=2e-6, rtol=0)
+    last = attend(query[:, :, -3:], key, value, pattern)
+    torch.testing.assert_close(last, whole[:, :, -3:], atol=2e-6, rtol=0)
+    with pytest.raises(UsageError, match=r"got \(1, 4, 50, 8\), \(1, 3, 50, 8\)"):
+        attend(query, torch.zeros(1, 3, 50, 8), torch.zeros(1, 3, 50, 8), pattern)
+
+
+SECTION: dict[str, Any] = {"mode": "fixed", "block": 4, "num_local_blocks": 2, "attention": "unidirectional"}
+
+
+def _losses(model: nn.Module, tokens: torch.Tensor, steps: int = 3) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    losses = []
+    for _ in range(steps):
+        loss = model(tokens, labels=tokens)
+        loss = loss if isinstance(loss, torch.Tensor) else loss.loss
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses
+
+
+def _engine_losses(model: nn.Module, tokens: torch.Tensor, steps: int = 3) -> list[float]:
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "sparse_attention": SECTION,
+        "zstore": {"journal": False},
+    }
+    engine, *_ = zstore.initialize(model=model, config=config)
+    losses = []
+    with engine:
+        for _ in range(steps):
+            loss = engine(tokens, labels=tokens)
+            loss = loss if isinstance(loss, torch.Tensor) else loss.loss
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            engine.step()
+    return losses
+
+
+def test_the_section_acts_on_the_shipped_models() -> None:
+    tokens = torch.randint(0, 256, (2, 48), generator=torch.Generator().manual_seed(0))
+
+    def build() -> Gpt:
+        torch.manual_seed(0)
+        return Gpt(GptConfig(hidden=32, num_layers=2, num_heads=2, max_positions=64))
+
+    masked = build()
+    mask = dense_mask(pattern_of(**SECTION), 2, 48)
+    for module in masked.modules():
+        if isinstance(module, Attention):
+            module.use_attention(lambda q, k, v, is_causal: F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+    expected = _losses(masked, tokens)
+    found = _engine_losses(build(), tokens)
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert _losses(build(), tokens)[0] != pytest.approx(expected[0], abs=1e-5)
+
+
+def test_the_section_acts_on_transformers_models() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokens = torch.randint(0, 64, (2, 40), generator=torch.Generator().manual_seed(0))
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        return LlamaForCausalLM(LlamaConfig(**shape, **heads, attn_implementation="sdpa"))
+
+    plain = build()
+    mask = dense_mask(pattern_of(**SECTION), 4, 40)
+    forward = plain.forward
+    plain.forward = lambda ids, labels: forward(ids, attention_mask=mask.expand(2, 1, -1, -1), labels=labels)
+    expected = _losses(plain, tokens)
+    assert _engine_losses(build(), tokens) == pytest.approx(expected, abs=1e-5)
+    # Padded tokens are not attended to.
+    sparse, present = build(), torch.ones(2, 40, dtype=torch.int64)
+    present[1, :7] = 0
+    assert apply(sparse, pattern_of(**SECTION)) == 1
+    with torch.no_grad():
+        first = sparse(tokens, attention_mask=present).logits
+        tokens[1, :7] = 3
+        assert sparse(tokens, attention_mask=present).logits[1, 7:].equal(first[1, 7:])
+        text = sparse.generate(tokens, max_new_tokens=3, do_sample=False, use_cache=True)
+        again = sparse.generate(tokens, max_new_tokens=3, do_sample=False, use_cache=False)
+    assert text.equal(again)
+
+
+def test_a_model_without_exchangeable_attention_is_refused() -> None:
+    with pytest.raises(UsageError, match="Linear has no attention that can be exchanged"):
+        apply(nn.Linear(2, 2), Dense())
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"mode": "strided"}, "sparse_attention.mode"),
+        ({"mode": "bigbird", "num_local_blocks": 2}, "num_local_blocks is not an argument of mode bigbird"),
+        ({"num_local_blocks": 4, "num_global_blocks": 3}, "must be a multiple of num_global_blocks"),
+        ({"num_different_global_patterns": 2}, "set different_layout_per_head to true"),
+        ({"attention": "unidirectional", "horizontal_global_attention": True}, "horizontal_global_attention needs"),
+        ({"mode": "bslongformer", "global_block_indices": [1], "global_block_end_indices": [1]}, "after its start"),
+        ({"mode": "variable", "global_block_indices": [1], "global_block_end_indices": [2, 3]}, "has 2 entries"),
+    ],
+)
+def test_a_section_that_cannot_be_is_an_error(section: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config({"train_batch_size": 1, "sparse_attention": section})
+
+
+def test_deepspeeds_names() -> None:
+    from zstore.as_deepspeed.sparse_attention import BigBirdSparsityConfig, FixedSparsityConfig, SparseSelfAttention
+
+    config = FixedSparsityConfig(2, 8, False, 2, 1, "unidirectional")
+    assert config.make_layout(48).equal(
+        torch.from_numpy(Fixed(block=8, num_local_blocks=2).layout(1, 6)).tril().long().expand(2, -1, -1)
+    )
+    with pytest.raises(ValueError, match="a multiple of block"):
+        config.make_layout(20)
+    query, key, value = torch.randn(3, 2, 2, 48, 8, generator=torch.Generator().manual_seed(0))
+    padding = torch.zeros(2, 48)
+    padding[:, 40:] = -10000.0
+    found = SparseSelfAttention(BigBirdSparsityConfig(num_heads=2, block=8))(
+        query, key, value, key_padding_mask=padding
+    )
+    allowed = dense_mask(BigBird(block=8), 2, 48) & (torch.arange(48) < 40)
+    torch.testing.assert_close(
+        found, F.scaled_dot_product_attention(query, key, value, attn_mask=allowed), atol=2e-6, rtol=0
+    )
+
+
+def test_the_benchmark_sets_each_mode_beside_dense_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    sparse_attention.main(["--tokens", "64", "--heads", "2", "--head-dim", "8", "--repeats", "1", "--blocks", "8"])
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.partition(",")[0] for line in lines] == list(sparse_attention.MODES)
+    assert all(re.search(r"[0-9.]+ times as long, dense causal [0-9.]+$", line) for line in lines)

@@ -1,0 +1,156 @@
+"""Optimizers that need whole tensors: the bits of the class in a plain loop, at every stage, tier and world size."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zstore
+from tests.engine.bits import digest, engine_digests
+from tests.engine.models import batch, make_net
+from tests.engine.runs import make_config
+from tests.reference import Reference
+from zstore.engine import Engine
+from zstore.engine.report.placement import placed_arrays
+from zstore.optim import Lamb, MuonWithAdam
+from zstore.testing.ranks import run_ranks
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "Lamb": {"lr": 1e-2, "weight_decay": 0.01},
+    "Adafactor": {"lr": 1e-2, "weight_decay": 0.01},
+    "Muon": {"muon_lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.01},
+}
+SETTINGS = [
+    (3, "nvme", "bf16", 0.25, 2, "nvme"),
+    (2, "cpu", "fp32", 0.0, 1, "none"),
+    (1, "nvme", "fp32", 0.25, 2, "none"),
+    (0, "none", "bf16", 0.0, 1, "none"),
+]
+"""Stage, tier of the state, precision, clip, micro-batches of a step, tier of the parameters."""
+
+
+def made(name: str, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """The class in a plain loop; Muon's groups are written down here."""
+    if name == "Lamb":
+        return Lamb(masters.values(), **PARAMS[name])
+    if name == "Adafactor":
+        return torch.optim.Adafactor(masters.values(), **PARAMS[name])
+    hidden = [p for n, p in masters.items() if n in MATRICES]
+    others = [p for n, p in masters.items() if n not in MATRICES]
+    muon = {"params": hidden, "use_muon": True, "lr": 0.02, "weight_decay": 0.01}
+    adam = {"params": others, "use_muon": False, "lr": 3e-3, "weight_decay": 0.01, "fused": True}
+    return MuonWithAdam([muon, adam])
+
+
+MATRICES = {"unused.weight", *(f"blocks.{i}.{which}.weight" for i in (0, 1) for which in ("up", "down"))}
+
+
+def config_of(name: str, folder: str, stage: int, tier: str, **keys: Any) -> dict[str, Any]:
+    section = {"type": name.lower(), "params": PARAMS[name]}
+    plain = {"gradient_accumulation_steps": 1, "bf16": {"enabled": False}, "scheduler": None, "optimizer": section}
+    return make_config(stage, tier, folder, **(plain | keys))
+
+
+def rows_of(whole: torch.Tensor, state: Any, record: Any, name: str) -> str:
+    first, stop = state.owned_range(record, name)
+    return digest(whole.detach().reshape(-1)[first:stop].clone())
+
+
+def expected_of(engine: Engine, reference: Reference) -> dict[str, str]:
+    """Return the hashes of this rank's rows of what the plain loop has."""
+    state = engine.training_state.state
+    found: dict[str, str] = {}
+    for record in state.records:
+        if record.name not in reference.masters:
+            continue
+        master = reference.masters[record.name]
+        first, stop = record.owned_range
+        found[record.name] = digest(reference.trained[record.name].detach().reshape(-1)[first:stop].clone())
+        found[f"model/{record.name}"] = digest(master.detach().reshape(-1)[first:stop].clone())
+        if master.grad is not None:
+            for array in state.arrays_of(record)[len(state.master_arrays(record)) :]:
+                slot = reference.optimizer.state[master][array.split("/")[1]]
+                assert tuple(state.store.spec(array).shape) == tuple(slot.shape)
+                found[array] = rows_of(slot, state, record, array)
+    return found
+
+
+def misplanned(engine: Engine) -> list[str]:
+    """Return the slots whose planned bytes are not those that there are."""
+    training = engine.training_state
+    measured: Counter[tuple[str, str]] = Counter()
+    for name, tier, _, nbytes in placed_arrays(training.state):
+        measured[name.split("/")[1], tier] += nbytes
+    slots = {slot.name for record in training.state.scalars for slot in training.state.slots_of(record)}
+    held = {slot: training.plan.held[slot] for slot in slots}
+    planned = {(slot, tier): getattr(held[slot], tier) for slot in slots for tier in ("device", "host", "disk")}
+    return [f"{key}: {nbytes}, {measured[key]}" for key, nbytes in planned.items() if nbytes != measured[key]]
+
+
+def trained(
+    rank: int, world_size: int, name: str, settings: tuple[int, str, str, float, int, str], saves: str
+) -> list[str]:
+    """Return what differs between engine and plain loop over three steps, the last one resumed."""
+    stage, tier, precision, clip, accumulation, parameters = settings
+    differences: list[str] = []
+    reference = Reference(
+        make_net(),
+        world_size,
+        stage=stage,
+        precision=precision,
+        accumulation=accumulation,
+        clip=clip,
+        adam={"lr": 0.0},
+    )
+    reference.optimizer = made(name, reference.masters)
+    with tempfile.TemporaryDirectory() as folder:
+        keys = {"bf16": {"enabled": precision == "bf16"}, "gradient_clipping": clip}
+        keys |= {"gradient_accumulation_steps": accumulation, "zstore": {"split_master": precision == "bf16"}}
+        config = config_of(name, folder, stage, tier, **keys)
+        if parameters != "none":
+            config["zero_optimization"]["offload_param"] = {"device": parameters, "nvme_path": folder}
+        for steps in (range(2), range(2, 3)):
+            with zstore.initialize(model=make_net(), config=config)[0] as engine:
+                assert misplanned(engine) == []
+                if steps.start:
+                    engine.load_checkpoint(saves)
+                for number in steps:
+                    batches = [[batch(number, micro, r) for r in range(world_size)] for micro in range(accumulation)]
+                    reference.step(batches)
+                    for micro in batches:
+                        engine.backward(engine(*micro[rank]))
+                        engine.step()
+                    if engine.get_global_grad_norm() != reference.norm:
+                        differences.append(f"step {number}: norm")
+                    expected, found = expected_of(engine, reference), engine_digests(engine)
+                    differences += [f"step {number}: {key}" for key in expected if found.get(key) != expected[key]]
+                if not steps.start:
+                    engine.save_checkpoint(saves)
+                for record in engine.training_state.state.scalars:
+                    for slot in engine.training_state.state.slots_of(record):
+                        whole = engine.get_optimizer_state(record.name, slot.name)
+                        own = reference.optimizer.state[reference.masters[record.name]].get(slot.name)
+                        if own is not None and not torch.equal(whole, own):
+                            differences.append(f"whole {slot.name} of {record.name}")
+    return differences
+
+
+def _trained(rank: int, world_size: int, saves: str) -> list[tuple[str, Any, list[str]]]:
+    found = []
+    for number, name in enumerate(PARAMS):
+        for settings in (SETTINGS[number], SETTINGS[3]) if number else SETTINGS[:1]:
+            one = trained(rank, world_size, name, settings, f"{saves}/{name}-{settings[0]}")
+            found += [(name, settings, one)] if one else []
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_each_does_what_its_class_does_bit_for_bit_and_resumes(world_size: int, tmp_path: Path) -> None:
+    for failed in run_ranks(_trained, world_size, world_size, str(tmp_path), timeout_s=240):
+        assert failed == []

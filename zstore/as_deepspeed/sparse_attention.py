@@ -1,0 +1,141 @@
+"""`deepspeed.ops.sparse_attention`: its configs, whose layouts are zstore's patterns, and `SparseSelfAttention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from zstore.attention import attend
+from zstore.attention.patterns import Pattern, pattern_of
+from zstore.errors import UsageError
+
+
+class SparsityConfig:
+    """A pattern for `num_heads` heads; the other arguments are those of the config's section `sparse_attention`."""
+
+    mode = "dense"
+
+    def __init__(self, num_heads: int, *args: Any, **kwargs: Any) -> None:
+        names = _ORDER[self.mode]
+        if len(args) > len(names):
+            raise UsageError(f"{type(self).__name__}: expected at most {len(names) + 1} arguments, got {len(args) + 1}")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        self.num_heads = num_heads
+        self.pattern: Pattern = pattern_of(self.mode, **{n: v for n, v in given.items() if v is not None})
+        self.block = self.pattern.block
+        self.different_layout_per_head = self.pattern.different_layout_per_head
+
+    def make_layout(self, seq_len: int) -> torch.Tensor:
+        """Return which blocks attend to which: int64 [heads, blocks, blocks] of 0 and 1.
+
+        Raises ValueError where `seq_len` is not a multiple of the block.
+        """
+        if seq_len % self.block:
+            raise ValueError(f"expected a sequence of a multiple of block ({self.block}) tokens, got {seq_len}")
+        layout = torch.from_numpy(self.pattern.layout(self.num_heads, seq_len // self.block))
+        return layout.long().expand(self.num_heads, -1, -1).contiguous()
+
+
+class DenseSparsityConfig(SparsityConfig):
+    """See zstore.attention.Dense."""
+
+
+class FixedSparsityConfig(SparsityConfig):
+    """See zstore.attention.Fixed."""
+
+    mode = "fixed"
+
+
+class VariableSparsityConfig(SparsityConfig):
+    """See zstore.attention.Variable."""
+
+    mode = "variable"
+
+
+class BigBirdSparsityConfig(SparsityConfig):
+    """See zstore.attention.BigBird."""
+
+    mode = "bigbird"
+
+
+class BSLongformerSparsityConfig(SparsityConfig):
+    """See zstore.attention.BSLongformer."""
+
+    mode = "bslongformer"
+
+
+_FIRST = ("block", "different_layout_per_head")
+_ORDER = {
+    "dense": _FIRST,
+    "fixed": (
+        *_FIRST,
+        "num_local_blocks",
+        "num_global_blocks",
+        "attention",
+        "horizontal_global_attention",
+        "num_different_global_patterns",
+    ),
+    "variable": (
+        *_FIRST,
+        "num_random_blocks",
+        "local_window_blocks",
+        "global_block_indices",
+        "global_block_end_indices",
+        "attention",
+        "horizontal_global_attention",
+    ),
+    "bigbird": (*_FIRST, "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks", "attention"),
+    "bslongformer": (
+        *_FIRST,
+        "num_sliding_window_blocks",
+        "global_block_indices",
+        "global_block_end_indices",
+        "attention",
+    ),
+}
+"""Arguments after `num_heads` by place, as DeepSpeed's classes have them."""
+
+
+class SparseSelfAttention(nn.Module):
+    """Attention under a pattern. Masks are 1 or 0 where their mode is "mul", and 0 or largely negative where it is "add"."""
+
+    def __init__(
+        self,
+        sparsity_config: SparsityConfig | None = None,
+        key_padding_mask_mode: str = "add",
+        attn_mask_mode: str = "mul",
+        max_seq_length: int = 2048,
+    ) -> None:
+        super().__init__()
+        self.sparsity_config = sparsity_config or SparsityConfig(num_heads=4)
+        self._modes = (key_padding_mask_mode, attn_mask_mode)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rpe: torch.Tensor | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention [batch, heads, tokens, head_dim] of tensors of that shape.
+
+        `key_padding_mask` [batch, tokens], `attn_mask` [tokens, tokens]. Raises UsageError for `rpe`.
+        """
+        if rpe is not None:
+            raise UsageError("SparseSelfAttention: rpe is not supported; add positions to query and key")
+        mask = None
+        if key_padding_mask is not None:
+            mask = _allowed(key_padding_mask, self._modes[0]).reshape(query.shape[0], 1, 1, -1)
+        if attn_mask is not None:
+            whole = _allowed(attn_mask, self._modes[1])[None, None]
+            mask = whole if mask is None else mask & whole
+        return attend(query, key, value, self.sparsity_config.pattern, mask=mask)
+
+
+def _allowed(mask: torch.Tensor, mode: str) -> torch.Tensor:
+    """Return where a mask lets attend."""
+    return mask > -1000 if mode == "add" else mask != 0
