@@ -59,7 +59,8 @@ def check_moments(moments: Moments, slots: Sequence[Sequence[str]], kind: str) -
     kept = ", ".join(dict.fromkeys(name for names in slots for name in names)) or "nothing"
     raise UsageError(
         f'"moments": "{moments}": expected an optimizer that keeps averages of gradients or of their squares, got {kind}, '
-        f"which keeps {kept}: in fewer bits that would not be what it is for; leave the key out, or use Adam or SGD with momentum"
+        f"which keeps {kept}: in fewer bits that would not be what it is for; leave the key out, or use Adam or SGD with "
+        "momentum"
     )
 
 

@@ -50,7 +50,7 @@ class OptimizerState:
     `keeps_whole` whether `whole_master` is asked for, `moments` in what moments rest, and `types` in which type gradients on
     disk wait for the update."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords, each of a rule of the config
         self,
         store: TensorStore,
         kernels: Sequence[Kernel],

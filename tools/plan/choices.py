@@ -116,6 +116,7 @@ def weigh_given(job: Job) -> Outcome:
         optimizer=resolved.offload_optimizer.device,
         parameters=resolved.offload_param.device,
         micro_batch=resolved.batch.micro_batch_size,
+        checkpointing=resolved.own.gradient_checkpointing,
     )
     plan, too_small = _planned(job, raw)
     outcome = _outcome(job, choice, "as it is written", raw, plan)
@@ -218,9 +219,10 @@ def changed_config(
             kept = {name: value for name, value in section.items() if name == "pin_memory"}
             zero[key] = {"device": tier} | ({"nvme_path": nvme_path} if tier == "nvme" else {}) | kept
     config["zero_optimization"] = zero
+    own: dict[str, Any] = {"gradient_checkpointing": True} if choice.checkpointing else {}
     if budget_bytes is not None:
-        config["zstore"] = {**(config.get("zstore") or {}), "host_budget_bytes": budget_bytes}
-    return config
+        own["host_budget_bytes"] = budget_bytes
+    return config | ({"zstore": {**(config.get("zstore") or {}), **own}} if own else {})
 
 
 def plan_of(job: Job, config: dict[str, Any]) -> Plan:
