@@ -137,7 +137,8 @@ def _name(key: str, meaning: _Meaning | None, alone: bool) -> tuple[str, bool]:
 def paths_of(document: Mapping[str, Any], arrays: Iterable[str]) -> dict[str, Path]:
     """Return the path of each array of a checkpoint, given `record.state["dcp"]` (empty where it has none).
 
-    What completes split masters has none, nor have scales of moments: they belong to other arrays. Raises CorruptionError for a document that is none.
+    What completes split masters has none, nor have scales of moments: they belong to other arrays. Raises CorruptionError
+    for a document that is none.
     """
     kept = {name: path_from_json(path) for name, path in _mapping(document.get("paths", {})).items()}
     model = path_from_json(document.get("model") if document.get("model") is not None else ["model"])
