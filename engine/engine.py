@@ -28,6 +28,7 @@ from .access.export import ExportOptions, save_weights
 from .access.generation import in_step
 from .access.guard import ParameterGuard
 from .access.module_state import CustomLoad, load_module_state, module_state_dict, without_prefix
+from .activations.checkpointing import activation_statistics
 from .batches import call_with, loss_of, mean_loss, repeat, take_batches
 from .build.compiled import make_compiler
 from .checkpoint.client_state import ClientValues, check
@@ -247,7 +248,8 @@ class Engine(nn.Module):
 
     def _timed(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """Add the block's seconds to those of a phase."""
-        return _time_phase(self.times, phase, self._wait_for_device)
+        timed = _time_phase(self.times, phase, self._wait_for_device)
+        return timed if self.report.computation is None else self.report.computation.around(phase, timed)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the micro-batch under way is the last of its step, until this is called again; None: count again.
@@ -781,10 +783,15 @@ class Engine(nn.Module):
         training = self.training_state
         saves_s = _saves_s(self.checkpoints, self.steps)
         found = engine_statistics(
-            training.world, training.state, training.gradients, self.access.units, self.times, saves_s
+            training.world,
+            training.state,
+            training.gradients,
+            self.access.units,
+            self.times,
+            saves_s,
+            self.report.utilisation.now(),
         )
-        activations = training.activations
-        return found if activations is None else replace(found, activations=activations.statistics())
+        return replace(found, activations=activation_statistics(training.activations, training.config))
 
     @property
     def global_samples(self) -> int:

@@ -30,6 +30,7 @@ from .lr_schedules import LRSchedule, named_schedule
 from .optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from .optim.tensor_kernel import needs_whole_tensors
 from .plan.rates import MatmulRates, find_rates, tell_choice, warn_of_slow
+from .report.comms import open_comms_log
 from .report.monitors import open_monitors
 from .runtime.distributed import init_distributed
 from .runtime.messages import show_messages
@@ -104,6 +105,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             answers=answers,
         )
     )
+    if resolved.settings.log_level is not None:
+        _log.setLevel(resolved.settings.log_level.upper())
     if world.rank == 0:
         for line in resolved.report():
             _log.warning("%s: %s", resolved.source, line)
@@ -111,6 +114,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             _say_precision(loaded, resolved, rates)
     if resolved.settings.sparse_attention is not None:
         apply_sparse_attention(model, resolved.settings.sparse_attention.pattern())
+    world.log = open_comms_log(resolved.settings.comms_logger, world)
     with _watched(world, resolved.own.silent_rank_s or None):
         require_shared_folder(resolved, world)
         facade = _optimizer(resolved, optimizer, model_parameters, model)

@@ -53,6 +53,7 @@ from .zero.copies import CopiesReduction
 from .zero.gradients import GradientRules, Gradients, WholeGradients
 from .zero.hooks import UnitHooks
 from .zero.quantized_gradients import quantized_reducer
+from .zero.secondary import SecondaryShards
 from .zero.spill import GradientSpill
 from .zero.unit_gradients import UnitGradients
 from .zero.unshard import make_sharded_units
@@ -119,9 +120,13 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         units = find_units(model, {record.parameter: record for record in records}, live_numel)
         updater, mode = Updater(store, transfers), StepMode(config.step_overlap)
         hooks, rank_groups = None, _groups(config, sharding, world)
+        copy_world = world if sharding.num_copies == 1 else rank_groups[0].within
         if sharding.parameters:
+            secondary = None
+            if rank_groups and sharding.num_copies == 1:
+                secondary = SecondaryShards(rank_groups[0].within, rank_groups[0].between.world_size)
             sharded = make_sharded_units(
-                units, config, store, transfers, world=world, groups=rank_groups, copies=sharding.num_copies
+                units, config, store, transfers, world=world, copy_world=copy_world, secondary=secondary
             )
             hooks = UnitHooks(model, units, sharded)
             hooks.units.on_ready(updater.wait_for)
@@ -131,6 +136,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             in_backward = OptimizerInBackward(model, state, gradients, updater)
         return Training(
             world=world,
+            copy_world=copy_world,
             groups=rank_groups,
             config=config,
             accumulation=Accumulation(batch=config.batch, world_size=world.world_size),
@@ -148,7 +154,9 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             loader=loader,
             run_id=world.broadcast_object(uuid.uuid4().hex),
             client_step=ClientStep(optimizer.client, state) if whole else None,
-            tensor_step=TensorStep(state, world) if any(isinstance(one, TensorKernel) for one in kernels) else None,
+            tensor_step=TensorStep(state, copy_world)
+            if any(isinstance(one, TensorKernel) for one in kernels)
+            else None,
             activations=_activations(model, records, config, store, transfers),
         )
     except BaseException:

@@ -24,6 +24,8 @@ COMMANDS = {
     "train": "Train a model on text; `torchrun ... -m zstore train` works too.",
     "run": "Start a script's ranks, on one machine or several; --as-deepspeed for scripts that import deepspeed.",
     "plan": "Show where a model's training state fits, how long a step takes, and which config to use.",
+    "tune": "Find the fastest config for a model or a script: the plan says what fits, short runs say what is fast.",
+    "config": "Check a config: what each key does here, every problem, and what is left open comes to.",
     "doctor": "Report versions, devices, memory, the file system, and the speed of the drive.",
     "ls": "List the checkpoints in a folder: step, world size, size on disk, shared size, age.",
     "inspect": "Show a checkpoint's step, world size and size on disk, and its arrays with shapes, types and bytes.",
@@ -36,9 +38,11 @@ COMMANDS = {
     "serve": "Serve runs and checkpoints over HTTP, with a page that shows them; reads Zarr, weights and JSON.",
     "report": "Write the page of a run as one file with its data inside, to pass on.",
 }
-_MODULES = {"train": ".train.command", "run": ".run.command", "plan": ".plan.command"}
+_MODULES = {"train": ".train.command", "run": ".run.command", "plan": ".plan.command", "tune": ".tune.command"}
 """Modules of the commands that are not in a file of their name."""
-_WITH_TORCH = ("train", "run", "plan", "doctor")
+_BY_ALL_RANKS = ("verify", "diff", "consolidate", "reshard", "convert")
+"""Those that several ranks of a launcher carry out together."""
+_WITH_TORCH = ("train", "run", "plan", "tune", "config", "doctor")
 
 
 class Commands(TyperGroup):
@@ -55,7 +59,12 @@ class Commands(TyperGroup):
             "epilog": getattr(module, "EPILOG", None),
             "context_settings": getattr(module, "CONTEXT_SETTINGS", None),
         }
-        one.command(name, help=COMMANDS[str(name)], **told)(for_typer(getattr(module, f"{name}_command")))
+        command = for_typer(getattr(module, f"{name}_command"))
+        if name in _BY_ALL_RANKS:
+            from .ranks import by_all_ranks
+
+            command = by_all_ranks(command)
+        one.command(name, help=COMMANDS[str(name)], **told)(command)
         return name, typer.main.get_command(one), rest
 
 
@@ -84,6 +93,8 @@ def main() -> None:
     if sys.argv[1:2] and sys.argv[1] not in _WITH_TORCH:
         # The others multiply no matrices, for which numpy would start threads: a tenth of the time of `zstore inspect`.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if int(os.environ.get("RANK", "0")) and sys.argv[1:2] and sys.argv[1] in _BY_ALL_RANKS:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - rank 0 says what is wrong with the arguments
     try:
         app()
     except (ZstoreError, OSError) as error:

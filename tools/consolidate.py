@@ -6,12 +6,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from zstore.checkpoint.commit import new_folder
+from zstore.checkpoint.commit import new_folder_of
 from zstore.checkpoint.names import tag_folder
 from zstore.checkpoint.source import ArraySource
 from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError
@@ -103,24 +104,28 @@ def consolidate_command(
     `overflow` says otherwise); CheckpointExistsError where `out` exists; see `Which` for others.
     """
     dtype, overflow = Dtype(dtype), Overflow(overflow)
-    target = out or _beside(ckpt, which.tag, f"-{dtype}")
+    team, target = common.team, out or _beside(ckpt, which.tag, f"-{dtype}")
     with open_location(ckpt, common, which.tag) as source:
         weights, left_out = which.of(source, list_weights(source, DTYPES[dtype]))
         files = plan_files(weights, max_shard_size)
         size = f"{format_bytes(sum(file.file_bytes for file in files))} in {format_count(len(files), 'file')}"
         total_bytes = sum(source.arrays[weight.array].spec.nbytes for weight in weights)
-        with reporting(f"consolidate {source.location}", common, source, total_bytes=total_bytes) as progress:
+        title = f"consolidate {source.location}"
+        with reporting(title, common, source, total_bytes=total_bytes) as progress:
             plan = f"plan: {format_count(len(weights), 'tensor')} as {dtype}, {size}, to {target}"
             base = source.record.base
             progress.say(
                 plan + _left_out_text(left_out, source.record.absent_parameters, None if base is None else base.text)
             )
-            with new_folder(source.resources.files, target) as folder:
-                lost = write_weights(source, files, folder, overflow=overflow.value, advance=progress.advance)
+            copied = ""
+            with new_folder_of(team, source.resources.files, target) as folder:
+                writing = partial(write_weights, overflow=overflow.value, advance=progress.advance, team=team)
+                lost = writing(source, files, folder)
                 if lost and overflow is Overflow.ERROR:
                     advice = "Choose `--dtype bf16`, or `--overflow clamp` (or `inf`) to write them anyway"
                     raise CheckpointError(lost_text(lost, dtype, advice))
-                copied = copy_companions(source, folder, beside=True)
+                if team.rank == 0:
+                    copied = copy_companions(source, folder, beside=True)
             num_lost = sum(each.count for each in lost)
             became = "became infinite" if overflow is Overflow.INF else "were clamped to the largest value"
             changed = f"; {num_lost} values did not fit and {became}" if lost else ""

@@ -8,16 +8,17 @@ same as `reshard`), DCP's folder with all that the checkpoint has, and the weigh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from zstore.checkpoint.commit import new_folder, temporary_folder
+from zstore.checkpoint.commit import new_folder_of, temporary_folder
 from zstore.checkpoint.source import ArraySource
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
+from zstore.ranks.team import ALONE, Team
 from zstore.sizes import format_bytes, format_count
 from zstore.weights.companions import copy_companions
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
@@ -107,13 +108,17 @@ def convert_command(
         if options.to in _WEIGHTS_ALONE:
             names = [weight.array for weight in list_weights(source, None)]
         total_bytes = sum(source.arrays[name].spec.nbytes for name in names)
-        with reporting(f"convert {source.location}", common, source, total_bytes=total_bytes) as progress:
+        title = f"convert {source.location}"
+        parted = replace(common, team=ALONE) if options.to == Target.TORCH else common
+        with reporting(title, parted, source, total_bytes=total_bytes) as progress:
             what = f"{format_count(len(names), 'tensor')}, {format_bytes(total_bytes)}"
-            progress.say(f"plan: {what}, from {source.kind} to {_plan(source, out, options)}")
+            with common.team.agreeing():  # before any rank writes
+                planned = _plan(source, out, options)
+            progress.say(f"plan: {what}, from {source.kind} to {planned}")
             for note in source.notes:
                 progress.say(f"not carried over: {note}")
             progress.document |= {"from": source.kind, "to": options.to}
-            progress.document |= _WRITERS[Target(options.to)](source, out, options, progress)
+            progress.document |= _WRITERS[Target(options.to)](source, out, options, _Showing(progress, common.team))
     return 0
 
 
@@ -133,40 +138,54 @@ def _require_new(out: Path) -> None:
         raise CheckpointExistsError(f"{out} exists: remove it, or name another place to write")
 
 
-def _to_zstore(source: ArraySource, out: Path, options: ConvertOptions, progress: Progress) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Showing:
+    """Who writes, and where they say how far they are."""
+
+    progress: Progress
+    team: Team
+
+
+def _to_zstore(source: ArraySource, out: Path, options: ConvertOptions, show: _Showing) -> dict[str, Any]:
     ranks = options.world_size or source.record.world_size
-    path = reshard_into(source, out, ranks, progress)
-    progress.say(f"wrote {path}{copy_companions(source, out, beside=False)}")
+    path = reshard_into(source, out, ranks, show.progress, team=show.team)
+    copied = copy_companions(source, out, beside=False) if show.team.rank == 0 else ""
+    show.progress.say(f"wrote {path}{copied}")
     return {"path": str(path), "world_size": ranks}
 
 
-def _to_dcp(source: ArraySource, out: Path, options: ConvertOptions, progress: Progress) -> dict[str, Any]:
+def _to_dcp(source: ArraySource, out: Path, options: ConvertOptions, show: _Showing) -> dict[str, Any]:
     from .export_dcp import write_dcp
 
-    with new_folder(source.resources.files, out) as folder:
-        names = write_dcp(source, folder, progress.advance)
-    progress.say(f"wrote {out}")
+    with new_folder_of(show.team, source.resources.files, out) as folder:
+        names = write_dcp(source, folder, show.progress.advance, show.team)
+    show.progress.say(f"wrote {out}")
     return {"path": str(out), "files": names}
 
 
-def _to_torch(source: ArraySource, out: Path, options: ConvertOptions, progress: Progress) -> dict[str, Any]:
-    files, parent = source.resources.files, out.absolute().parent
-    with temporary_folder(files, parent, out.name) as folder:
-        part = folder / "state.pt"
-        _refuse(write_state_dict(source, part, options.stored_dtype, progress.advance), options)
-        _require_new(out)
-        files.rename(part, out)
-        files.sync_folder(parent)
-    progress.say(f"wrote {out}")
+def _to_torch(source: ArraySource, out: Path, options: ConvertOptions, show: _Showing) -> dict[str, Any]:
+    # An archive with a checksum of each tensor before the next one: one process writes it.
+    with show.team.agreeing():
+        if show.team.rank == 0:
+            files, parent = source.resources.files, out.absolute().parent
+            with temporary_folder(files, parent, out.name) as folder:
+                part = folder / "state.pt"
+                _refuse(write_state_dict(source, part, options.stored_dtype, show.progress.advance), options)
+                _require_new(out)
+                files.rename(part, out)
+                files.sync_folder(parent)
+    show.progress.say(f"wrote {out}")
     return {"path": str(out)}
 
 
-def _to_safetensors(source: ArraySource, out: Path, options: ConvertOptions, progress: Progress) -> dict[str, Any]:
-    layouts = plan_files(list_weights(source, options.stored_dtype), _MAX_FILE_BYTES)
-    with new_folder(source.resources.files, out) as folder:
-        _refuse(write_weights(source, layouts, folder, overflow="error", advance=progress.advance), options)
-        copied = copy_companions(source, folder, beside=False)
-    progress.say(f"wrote {format_count(len(layouts), 'file')} to {out}{copied}")
+def _to_safetensors(source: ArraySource, out: Path, options: ConvertOptions, show: _Showing) -> dict[str, Any]:
+    layouts, copied = plan_files(list_weights(source, options.stored_dtype), _MAX_FILE_BYTES), ""
+    with new_folder_of(show.team, source.resources.files, out) as folder:
+        advance = show.progress.advance
+        _refuse(write_weights(source, layouts, folder, overflow="error", advance=advance, team=show.team), options)
+        if show.team.rank == 0:
+            copied = copy_companions(source, folder, beside=False)
+    show.progress.say(f"wrote {format_count(len(layouts), 'file')} to {out}{copied}")
     return {"path": str(out), "files": [layout.name for layout in layouts]}
 
 

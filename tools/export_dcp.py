@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,8 @@ from zstore.interop.dcp_values import PICKLE, DcpState, decode_value
 from zstore.interop.torch_archive import Tensor, write_archive
 from zstore.io.files import Files
 from zstore.io.sink import FileSink
+from zstore.ranks.division import items_of
+from zstore.ranks.team import ALONE, Team
 from zstore.weights.from_checkpoint import whole_dtype
 
 from .export import Advance, values_of
@@ -32,28 +34,42 @@ from .opening import array_bytes
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-DATA_FILE = "__0_0.distcp"
 _BLOCK_BYTES = 256 * 1024 * 1024
 
 
-def write_dcp(source: ArraySource, folder: Path, advance: Advance) -> list[str]:
-    """Write all that the checkpoint has into `folder`, durably; return the files' names."""
+def write_dcp(source: ArraySource, folder: Path, advance: Advance, team: Team = ALONE) -> list[str]:
+    """Write all that the checkpoint has into `folder`, durably; return the files' names.
+
+    The ranks of `team` write a data file each, with about the same bytes, and rank 0 the metadata (all ranks).
+    """
     files, nbytes = Files(), array_bytes(source)
-    files.require_room(folder, nbytes, f"the checkpoint needs {nbytes} bytes")
-    with ExitStack() as opened:
-        sink = FileSink(files, folder / DATA_FILE, opened)
-        writer = _DcpWriter(source, sink, advance)
+    with team.agreeing():
+        if team.rank == 0:
+            files.require_room(folder, nbytes, f"the checkpoint needs {nbytes} bytes")
+    with team.agreeing(), ExitStack() as opened:
+        sink = FileSink(files, folder / data_file(team.rank), opened)
+        writer = _DcpWriter(source, sink, advance, team)
         writer.write_tensors()
-        writer.write_values()
+        if team.rank == 0:
+            writer.write_values()
         sink.finish()
-    Files(direct=False).write_small(folder / ".metadata", writer.metadata())
-    return [DATA_FILE, ".metadata"]
+    stored = [each for told in team.all_gather_object(writer.stored) for each in told]
+    with team.agreeing():
+        if team.rank == 0:
+            Files(direct=False).write_small(folder / ".metadata", writer.metadata(stored))
+    return [*(data_file(rank) for rank in range(team.world_size)), ".metadata"]
+
+
+def data_file(rank: int) -> str:
+    """Return the name of a rank's data file, as DCP's own writer gives it."""
+    return f"__{rank}_0.distcp"
 
 
 class _DcpWriter:
-    """One checkpoint on its way into one data file."""
+    """One checkpoint on its way into a data file, or of several ranks a part of it."""
 
-    def __init__(self, source: ArraySource, sink: FileSink, advance: Advance) -> None:
+    def __init__(self, source: ArraySource, sink: FileSink, advance: Advance, team: Team) -> None:
+        self._team = team
         self._source = source
         self._sink = sink
         self._advance = advance
@@ -63,23 +79,32 @@ class _DcpWriter:
         self._blocks = {
             name: list(_blocks(source.arrays[name].spec.shape, dtype)) for name, dtype in self._dtypes.items()
         }
-        self._stored: list[tuple[str, tuple[int, ...] | None, int, int]] = []
-        """Key, offsets in the tensor, offset and bytes in the file."""
+        self.stored: list[tuple[str, Sequence[int] | None, str, int, int]] = []
+        """Key, offsets in the tensor, file, offset and bytes in it, of what was written."""
 
     def write_tensors(self) -> None:
-        """Write every block of every tensor; tied tensors refer to the same bytes."""
-        ranges: list[tuple[str, int, int]] = []
-        for name, blocks in self._blocks.items():
-            first = 0
-            for numel in filter(None, (math.prod(sizes) for _, sizes in blocks)):
+        """Write this rank's blocks of the tensors; tied tensors refer to the same bytes."""
+        blocks, ranges = self._own_blocks(), list[tuple[str, int, int]]()
+        for name, (offsets, sizes) in blocks:
+            numel = math.prod(sizes)
+            if numel:
+                first = offsets[0] * math.prod(sizes[1:]) if offsets else 0
                 ranges.append((name, first, first + numel))
-                first += numel
         with ReadAhead(self._source, ranges) as ahead:
-            for name, path in self._tensors.items():
-                for offsets, sizes in self._blocks[name]:
-                    at, nbytes = self._write_block(ahead, name, sizes)
-                    for each in self._all_paths(name, path):
-                        self._stored.append((key_of(each), offsets, at, nbytes))
+            for name, (offsets, sizes) in blocks:
+                at, nbytes = self._write_block(ahead, name, sizes)
+                for each in self._all_paths(name, self._tensors[name]):
+                    self._add(each, offsets, at, nbytes)
+
+    def _own_blocks(self) -> list[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]]:
+        blocks = [(name, block) for name in self._tensors for block in self._blocks[name]]
+        sizes = (
+            math.prod(sizes) * numpy_dtype(self._source.arrays[name].spec.dtype).itemsize for name, (_, sizes) in blocks
+        )
+        return [blocks[number] for number in items_of(sizes, self._team.rank, self._team.world_size)]
+
+    def _add(self, path: KeyPath, offsets: Sequence[int] | None, at: int, nbytes: int) -> None:
+        self.stored.append((key_of(path), offsets, data_file(self._team.rank), at, nbytes))
 
     def _write_block(self, ahead: ReadAhead, name: str, sizes: tuple[int, ...]) -> tuple[int, int]:
         """Write a block; return where it begins and how many bytes it has."""
@@ -98,13 +123,13 @@ class _DcpWriter:
             if kind != PICKLE:
                 self._write_value(path, content)
             else:
-                self._stored.append((key_of(path), None, self._sink.offset, len(content)))
+                self._add(path, None, self._sink.offset, len(content))
                 self._sink.write(content)
             self._advance(len(content))
 
     def _write_value(self, path: KeyPath, value: Any) -> None:
         start = self._sink.offset
-        self._stored.append((key_of(path), None, start, write_archive(self._sink, value)))
+        self._add(path, None, start, write_archive(self._sink, value))
 
     def _all_paths(self, name: str, path: KeyPath) -> Iterator[KeyPath]:
         yield path
@@ -112,8 +137,8 @@ class _DcpWriter:
             for alias in self._source.arrays[name].spec.aliases:
                 yield (*path[:-1], alias)
 
-    def metadata(self) -> bytes:
-        """Return the content of `.metadata`."""
+    def metadata(self, stored: Iterable[tuple[str, Sequence[int] | None, str, int, int]]) -> bytes:
+        """Return the content of `.metadata`; `stored` is that of all ranks."""
         from torch.distributed.checkpoint.filesystem import _StorageInfo
         from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
@@ -125,8 +150,8 @@ class _DcpWriter:
         for path in (*(path for path, _ in self._state.values), *(self._state.paths[n] for n in self._state.opaque)):
             entries[key_of(path)], paths[key_of(path)] = BytesStorageMetadata(), path
         storage = {
-            MetadataIndex(key, offsets): _StorageInfo(DATA_FILE, at, nbytes)
-            for key, offsets, at, nbytes in self._stored
+            MetadataIndex(key, None if offsets is None else tuple(offsets)): _StorageInfo(file, at, nbytes)
+            for key, offsets, file, at, nbytes in stored
         }
         return pickle.dumps(Metadata(entries, planner_data=paths, storage_data=storage))
 

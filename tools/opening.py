@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,10 +14,11 @@ import typer
 
 from zstore.checkpoint.catalog import tags_text
 from zstore.checkpoint.reader import tags
-from zstore.checkpoint.source import NUM_THREADS, ArraySource
+from zstore.checkpoint.source import NUM_THREADS, ArraySource, ReadStatistics
 from zstore.errors import BudgetError, CheckpointNotFoundError
 from zstore.io.shards import IoResources, open_resources
 from zstore.open.sources import open_source, split_location
+from zstore.ranks.team import ALONE, Team
 from zstore.remote.url import is_url, parse_options
 
 from .options import Json, StorageOption, parse_size
@@ -63,6 +64,8 @@ class Common:
     storage_option: StorageOption = None
     num_pools: int = 1
     """Pools that share the memory."""
+    team: Team = ALONE
+    """The processes that carry the command out together; the memory is each one's."""
 
     def __post_init__(self) -> None:
         """Refuse a storage option that is not `key=value`, before anything is opened."""
@@ -150,10 +153,11 @@ def require_memory(common: Common, least_bytes: int, why: str) -> None:
 @contextlib.contextmanager
 def reporting(title: str, common: Common, *sources: ArraySource, total_bytes: int | None = None) -> Iterator[Progress]:
     """Show the progress of a block; then say what was read of `sources`, and with `json` print `Progress.document` with
-    that and `Progress.summary`."""
-    with Progress(title, total_bytes) as progress:
+    that and `Progress.summary`. Of several ranks all that they did together is said (all ranks)."""
+    with Progress(title, total_bytes, team=common.team) as progress:
         yield progress
-        progress.document |= read_of(progress, *sources)
+        progress.document |= read_of(progress, *sources, team=common.team)
+        progress.add_up()
     if common.json:
         print_json(progress.document | progress.summary())
 
@@ -163,17 +167,22 @@ def array_bytes(source: ArraySource) -> int:
     return sum(array.spec.nbytes for array in source.arrays.values())
 
 
-def read_of(progress: Progress, *sources: ArraySource) -> dict[str, int]:
-    """Report what was read of zstore's own checkpoints, all together, and how much of it was needed; return it for `--json`."""
+def read_of(progress: Progress, *sources: ArraySource, team: Team = ALONE) -> dict[str, int]:
+    """Report what was read of zstore's own checkpoints, all together, and how much of it was needed; return it for `--json`.
+
+    Of several ranks, what all of them read (all ranks).
+    """
     found = [done for source in sources if (done := source.reading()) is not None]
     if not found:
         return {}
-    done = replace(
-        found[0],
-        read_bytes=sum(each.read_bytes for each in found),
-        asked_bytes=sum(each.asked_bytes for each in found),
-        requests=sum(each.requests for each in found),
-    )
+    done = add_reading(found, team)
     if done.asked_bytes or done.requests:
         progress.say(done.text())
     return asdict(done)
+
+
+def add_reading(found: Sequence[ReadStatistics], team: Team = ALONE) -> ReadStatistics:
+    """Return what was read all together, on all ranks of `team` (all ranks)."""
+    everyone = team.all_gather_object([asdict(each) for each in found])
+    told = [each for part in everyone for each in part]
+    return replace(found[0], **{key: sum(each[key] for each in told) for key in asdict(found[0])})

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
+from zstore.ranks.team import ALONE, Team
 from zstore.sizes import format_bytes
 
 from .printing import printable
@@ -63,7 +64,8 @@ class Bar:
 class Progress(Bar):
     """Bytes done of `total_bytes` (None: unknown), with GB/s; a closing line gives the total, the time and the rate.
 
-    Left by an exception it closes without the last line.
+    Left by an exception it closes without the last line. Of a team's ranks each has about the same bytes: what is shown is
+    this rank's part, until `add_up`.
     """
 
     def __init__(
@@ -73,7 +75,10 @@ class Progress(Bar):
         *,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        team: Team = ALONE,
     ) -> None:
+        self._team = team
+        total_bytes = self._part_of(total_bytes)
         super().__init__(title, total_bytes, in_bytes=True, stream=stream)
         self.total_bytes = total_bytes
         self.done_bytes = 0
@@ -101,11 +106,19 @@ class Progress(Bar):
     def expect(self, total_bytes: int) -> None:
         """Tell what there is to do, where that was not known at the start."""
         with self._lock:
-            self.total_bytes = total_bytes
-            self.update(total=total_bytes)
+            self.total_bytes = self._part_of(total_bytes)
+            self.update(total=self.total_bytes)
+
+    def _part_of(self, total_bytes: int | None) -> int | None:
+        return None if total_bytes is None else -(-total_bytes // self._team.world_size)
+
+    def add_up(self) -> None:
+        """Count what the other ranks of the team did, too (all ranks), once nothing is left to do."""
+        self.done_bytes = sum(self._team.all_gather_object(self.done_bytes))
 
     def advance(self, num_bytes: int) -> None:
-        """Count `num_bytes` more as done."""
+        """Count `num_bytes` more as done. Raises RankError where another rank of the team was lost."""
+        self._team.check()
         with self._lock:
             self.done_bytes += num_bytes
             if self.update(completed=self.done_bytes):
@@ -128,7 +141,8 @@ class Progress(Bar):
         if self.total_bytes:
             done += f" of {format_bytes(self.total_bytes)} ({100 * self.done_bytes / self.total_bytes:.0f} %)"
         rate = f", {self.done_bytes / elapsed_s / 1e9:.2f} GB/s" if elapsed_s > 0 and self.done_bytes else ""
-        return f"{self.title}: {done}{rate}"
+        part = "" if self._team.world_size == 1 else f"rank {self._team.rank} of {self._team.world_size}, "
+        return f"{self.title}: {part}{done}{rate}"
 
 
 def _make_bar(stream: TextIO, *, in_bytes: bool) -> rich_progress.Progress | None:

@@ -16,6 +16,7 @@ from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.source import ArraySource
 from zstore.checkpoint.usage import count_files
 from zstore.errors import CheckpointExistsError, UsageError
+from zstore.ranks.team import ALONE, Team
 from zstore.remote.upload import upload_checkpoint
 from zstore.remote.url import is_url, shown
 from zstore.sizes import format_bytes, format_count
@@ -63,6 +64,11 @@ def reshard_command(
         raise typer.BadParameter("give the folder to write as OUT, or a URL to upload to with --to")
     if to is not None and not is_url(to):
         raise UsageError(f"--to {to}: expected a URL like s3://bucket/run; give a local folder as OUT")
+    if to is not None and common.team.world_size > 1:
+        raise UsageError(
+            f"--to {shown(to)} is for one process, and there are {common.team.world_size}: write OUT with several, then "
+            f"`zstore reshard OUT --to {shown(to)}` with one"
+        )
     with contextlib.ExitStack() as temporary:
         folder = out or Path(temporary.enter_context(tempfile.TemporaryDirectory(prefix="zstore-reshard-")))
         with open_location(ckpt, common, tag) as source:
@@ -82,7 +88,7 @@ def reshard_command(
                 compressed = "" if codec == "none" else f", compressed with {codec}"
                 ranks_text = f"from {source.record.world_size} to {format_count(ranks, 'rank')}"
                 plan += f", {ranks_text}{compressed}, into {where}{then}"
-                path, facts = _reshard(source, folder, ranks, codec, plan, kept=out is not None)
+                path, facts = _reshard(source, folder, (ranks, codec), plan, kept=out is not None, team=common.team)
                 document |= {"path": None if out is None else str(path), **facts}
                 plan = ""
         if to is not None:  # the source's buffers are free again
@@ -93,13 +99,15 @@ def reshard_command(
     return 0
 
 
-def reshard_into(source: ArraySource, folder: Path, ranks: int, progress: Progress, codec: str = "none") -> Path:
-    """Write the checkpoint into `folder`, laid out for `ranks`; return the tag's folder.
+def reshard_into(
+    source: ArraySource, folder: Path, ranks: int, progress: Progress, *, codec: str = "none", team: Team = ALONE
+) -> Path:
+    """Write the checkpoint into `folder`, laid out for `ranks`; return the tag's folder (all ranks of `team`).
 
     Raises CheckpointExistsError where its tag is there already.
     """
     try:
-        return reshard_checkpoint(source, folder, ranks, progress.advance, codec=codec)
+        return reshard_checkpoint(source, folder, ranks, progress.advance, codec=codec, team=team)
     except CheckpointExistsError as error:
         raise CheckpointExistsError(
             f"{os.fspath(folder)} has a checkpoint {source.tag!r} already: name another folder, or remove that one first"
@@ -107,16 +115,19 @@ def reshard_into(source: ArraySource, folder: Path, ranks: int, progress: Progre
 
 
 def _reshard(
-    source: ArraySource, folder: Path, ranks: int, codec: str, plan: str, *, kept: bool
+    source: ArraySource, folder: Path, made: tuple[int, str], plan: str, *, kept: bool, team: Team
 ) -> tuple[Path, dict[str, Any]]:
-    """Write it; return the tag's folder, and what was done as JSON."""
-    total_bytes = array_bytes(source)
-    with Progress(f"reshard {source.location}", total_bytes) as progress:
+    """Write it, for so many ranks and with a codec; return the tag's folder, and what was done as JSON."""
+    (ranks, codec), total_bytes = made, array_bytes(source)
+    with Progress(f"reshard {source.location}", total_bytes, team=team) as progress:
         progress.say(plan)
         for note in source.notes:
             progress.say(f"not carried over: {note}")
-        path = reshard_into(source, folder, ranks, progress, codec)
-        read = read_of(progress, source)
+        path = reshard_into(source, folder, ranks, progress, codec=codec, team=team)
+        read = read_of(progress, source, team=team)
+        progress.add_up()
+        if team.rank:
+            return path, {}  # which may not see it yet
         file_bytes = _file_bytes(path)
         num_files, size_bytes = count_files(path)
         ratio = total_bytes / file_bytes if file_bytes else 1.0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from zstore import checkpointing, zero
+    from zstore import checkpointing, profiling, zero
     from zstore.engine import Init, add_config_arguments, from_pretrained, gather, init_distributed
     from zstore.engine.initialize import initialize
 
@@ -32,6 +32,7 @@ __all__ = [
     "initialize",
     "load_state_dict",
     "open_checkpoint",
+    "profiling",
     "zero",
 ]
 
@@ -47,6 +48,7 @@ _HOMES = {
     "initialize": "zstore.engine",
     "load_state_dict": "zstore.open.checkpoint",
     "open_checkpoint": "zstore.open.checkpoint",
+    "profiling": "zstore.profiling",
     "zero": "zstore.zero",
 }
 """Public name -> the module that defines it, or is it."""

@@ -237,13 +237,14 @@ class Restore:
 
     def _know_frozen(self, reader: ArraySource, plan: LoadPlan) -> None:
         """Note the files of frozen parameters, which the next save need not write again."""
-        state, rank = self._training.state, self._training.world.rank
+        state, world = self._training.state, self._training.world
         frozen = {model_array(record.name): record for record in state.records if record.group is None}
         for one in plan.arrays:
             name = one.into[0]
             if name not in frozen or one.converts:
                 continue
-            shard = LocalShard(state.store.spec(name), state.grid_in_files(frozen[name], name), rank)
+            grid = state.grid_in_files(frozen[name], name, world.world_size)
+            shard = LocalShard(state.store.spec(name), grid, world.rank)
             found = _file_of(reader, name, shard) if shard.valid_numel else None
             version = state.store.version(name)
             known = None if found is None else KnownFile.of(found[0], version=version, crcs=tuple(found[1]))

@@ -233,7 +233,7 @@ class Checkpoints:
         grids = {name: state.grid_of_ranks(one, name) for one, name in arrays}
         pieces: dict[str, Grid] = {}
         if few_files:
-            stored = {name: state.grid_in_files(one, name) for one, name in arrays}
+            stored = {name: state.grid_in_files(one, name, training.world.world_size) for one, name in arrays}
             pieces = {name: grid for name, grid in grids.items() if stored[name] != grid}
             grids = stored
         pins: dict[str, PinnedShard] = {}

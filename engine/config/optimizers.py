@@ -347,10 +347,13 @@ def _usual_name(data: Mapping[Any, Any]) -> dict[Any, Any]:
     return {**data} if usual is None else {**data, "type": usual}
 
 
+SectionType = type[Section]
+
+
 class OptimizerSection(Section):
     """The optimizer. Without this section one is passed to `initialize`."""
 
-    variants: ClassVar[Mapping[str, Mapping[str, type[Section]]]] = {"params": OPTIMIZERS}
+    variants: ClassVar[Mapping[str, Mapping[str, "type[Section]"]]] = {"params": OPTIMIZERS}
 
     type: Annotated[OptimizerName, OneOf(advice_on)]
     """Name of the optimizer. Adam means AdamW unless adam_w_mode is false; FusedAdam, CPUAdam and DeepSpeedCPUAdam are
@@ -369,6 +372,6 @@ class OptimizerSection(Section):
         return found if found.get("params") is not None else found | {"params": {}}
 
     @classmethod
-    def section_at(cls, name: str, raw: object = None) -> "type[Section] | None":
+    def section_at(cls, name: str, raw: object = None) -> SectionType | None:
         """See Section; other names of an optimizer count too."""
         return super().section_at(name, _usual_name(raw) if isinstance(raw, Mapping) else raw)

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from .keys import Section, Status, about, known_keys, type_of
 from .optimizers import AdamParams
-from .schema import Settings
+from .schema import BATCH_KEYS, Settings
 from .values import expected, refusal, show
 
 _EVERY_KEY = tuple(path for path, _ in known_keys(Settings))
@@ -243,6 +243,14 @@ def _idle(settings: Settings) -> Iterator[Notice]:
     ):
         message = 'no effect: AdamW always decouples weight decay, as in DeepSpeed; write type "Adam" for the other'
         yield Notice("optimizer.params.adam_w_mode", message)
+    if settings.elasticity.enabled and settings.elasticity.ignore_non_elastic_batch_info:
+        for key in BATCH_KEYS:
+            if getattr(settings, key) not in (None, "auto"):
+                yield Notice(key, "no effect: elasticity gives the batch sizes")
+    if settings.autotuning.enabled:
+        yield Notice(
+            "autotuning", "acts in `zstore tune --config FILE` only; this run trains with the config as it is written"
+        )
 
 
 def _idle_quantization(settings: Settings) -> Iterator[Notice]:
@@ -258,6 +266,10 @@ def _idle_quantization(settings: Settings) -> Iterator[Notice]:
         yield Notice(
             "zero_optimization.zero_quantized_gradients",
             f"no effect: gradients are sharded at stages 2 and 3, and the stage is {zero.stage}",
+        )
+    if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
+        yield Notice(
+            "zero_optimization.zeropp_loco_param", "no effect: zero_optimization.zero_quantized_gradients is not set"
         )
     if settings.zstore.quantized_gradient_bits != 4 and not zero.zero_quantized_gradients:
         yield Notice(
@@ -295,6 +307,7 @@ def _contradictions(settings: Settings) -> Iterator[Problem]:
     if own.durability_path is not None and len(own.durability_path) > 1:
         message = f"expected one folder, got {len(own.durability_path)}: a snapshot is in one place"
         yield Problem(("zstore.durability_path",), message)
+    yield from _elasticity(settings)
     asked = {
         "bf16.bf16_optimizer_states": settings.bf16.bf16_optimizer_states,
         "optimizer.params.fp32_optimizer_states": optimizer is not None and not optimizer.params.fp32_optimizer_states,
@@ -305,3 +318,27 @@ def _contradictions(settings: Settings) -> Iterator[Problem]:
     if threads is not None and "thread_count" in aio.model_fields_set and threads != aio.thread_count:
         message = f"these are the same setting, but one is {threads} and one {aio.thread_count}; keep one"
         yield Problem(("zstore.io_threads", "aio.thread_count"), message)
+
+
+def _elasticity(settings: Settings) -> Iterator[Problem]:
+    """Yield what is wrong with a section `elasticity` that is enabled, by itself and with the batch sizes beside it."""
+    section = settings.elasticity
+    if not section.enabled:
+        return
+    missing = [key for key in ("max_train_batch_size", "micro_batch_sizes") if getattr(section, key) is None]
+    for key in missing:
+        kind = expected(type_of(type(section).model_fields[key]))
+        yield Problem((f"elasticity.{key}",), f"the key is missing, and elasticity is enabled; expected {kind}")
+    beside = [key for key in BATCH_KEYS if getattr(settings, key) not in (None, "auto")]
+    if beside and not section.ignore_non_elastic_batch_info:
+        message = (
+            "elasticity gives the batch sizes; remove the key, or write "
+            '"ignore_non_elastic_batch_info": true into the section elasticity'
+        )
+        for key in beside:
+            yield Problem((key,), message)
+    if not missing:
+        try:
+            section.batch()
+        except ValueError as error:
+            yield Problem(("elasticity",), str(error))

@@ -1,45 +1,84 @@
-"""The sections `flops_profiler` and `comms_logger`."""
+"""The sections `flops_profiler`, `comms_logger` and `timers`."""
 
-from .keys import Section, not_built
-from .values import Bool, Name, Position, Positive, Real, Unread
+from typing import Annotated, Any
 
-_FLOPS = "no operations are counted; use torch.utils.flop_counter.FlopCounterMode around a step"
-_COUNTED = "collectives are not logged; engine.statistics() counts the bytes and the waits of every link"
+from pydantic import BeforeValidator
+
+from zstore.ranks.comms_log import OPERATIONS, operation_named
+
+from .keys import Section, built, no_effect
+from .values import Bool, Name, Position, Positive, Real, Words, show
+
+
+def _operations(value: Any) -> Any:
+    """Return the operations that a list names, by our names."""
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"expected a list of names of collectives, got {show(value)}")
+    found = [operation_named(name) for name in value]
+    unknown = [name for name, known in zip(value, found, strict=True) if known is None]
+    if unknown:
+        raise ValueError(f"{show(unknown[0])} is no collective; expected some of {', '.join(OPERATIONS)}")
+    return tuple(found)
+
+
+Operations = Annotated[tuple[Name, ...], BeforeValidator(_operations), Words("a list of names of collectives")]
 
 
 class FlopsProfilerSection(Section):
-    """Count floating-point operations."""
+    """Count the floating-point operations of one step by module, and report them from rank 0. See docs/metrics.md."""
 
     switch = "enabled"
 
-    enabled: Bool = not_built(False, _FLOPS)
-    """Profile."""
-    recompute_fwd_factor: Real = not_built(0.0, _FLOPS)
-    """Forward passes that are recomputed."""
-    profile_step: Positive = not_built(1, _FLOPS)
-    """Step that is profiled."""
-    module_depth: Position = not_built(-1, _FLOPS)
-    """Depth of the report."""
-    top_modules: Positive = not_built(1, _FLOPS)
-    """Modules in the report."""
-    detailed: Bool = not_built(True, _FLOPS)
-    """Report every module."""
-    output_file: Name | None = not_built(None, _FLOPS)
-    """File of the report."""
+    enabled: Bool = built(False)
+    """Profile one step. Off, since the step that is profiled takes longer."""
+    recompute_fwd_factor: Real = built(0.0)
+    """Forwards of the model that its backward repeats, as 1.0 where all activations are checkpointed. It is for a backward
+    that the script starts by `loss.backward()`; of one that `engine.backward` runs, repeated forwards are counted."""
+    profile_step: Positive = built(1)
+    """Optimizer steps before the one that is profiled, whose first micro-batch counts. 1, so that the first step has warmed
+    everything up."""
+    module_depth: Position = built(-1)
+    """Depth of modules that the summary by depth goes down to; 0: the model alone. -1: all of them."""
+    top_modules: Positive = built(1)
+    """Classes of modules that the summary names at each depth, by parameters, operations and latency."""
+    detailed: Bool = built(True)
+    """Report each module below the summary, down to `module_depth`."""
+    output_file: Name | None = built(None)
+    """File that the report is written to; a relative path is relative to the working folder. Unset: to the log."""
 
 
 class CommsLoggerSection(Section):
-    """Log collectives."""
+    """Time each collective of the engine, on every rank, and sum up by operation and size. See docs/metrics.md."""
 
     switch = "enabled"
 
-    enabled: Bool = not_built(False, _COUNTED)
-    """Log."""
-    verbose: Bool = not_built(False, _COUNTED)
-    """Print each collective."""
-    prof_all: Bool = not_built(True, _COUNTED)
-    """Log all kinds."""
-    debug: Bool = not_built(False, _COUNTED)
-    """Name the caller."""
-    prof_ops: Unread = not_built(None, _COUNTED)
-    """Kinds to log."""
+    enabled: Bool = built(False)
+    """Time collectives. Rank 0 logs the table when the engine is closed; `zstore.profiling.comms_summary(engine)` and
+    `deepspeed.comm.log_summary()` give it before. Off, since a GPU's times take two events for each collective."""
+    verbose: Bool = built(False)
+    """Log each collective on rank 0 as it ends. On a GPU the host then waits for it."""
+    prof_all: Bool = built(True)
+    """Time all kinds; false: those in `prof_ops` alone."""
+    debug: Bool = built(False)
+    """Name the function that called, in the lines of `verbose` and in the table."""
+    prof_ops: Operations = built(())
+    """Kinds to time where `prof_all` is false: all_gather, all_to_all, reduce_scatter, broadcast, send, recv, by the names of
+    torch or DeepSpeed; or what they are for: all_reduce, which is made of others, and control, agreement between ranks."""
+
+
+class ThroughputSection(Section):
+    """How many samples a second pass."""
+
+    switch = "enabled"
+
+    enabled: Bool = built(False)
+    """Add a line of samples a second over all ranks to those of steps_per_print, the mean since the line before. Off, where
+    DeepSpeed has it on: the journal has the times of all steps."""
+    synchronized: Bool = no_effect(True, "a line of progress waits for its loss, and so for the device")
+    """Wait for the device before time is taken."""
+
+
+class TimersSection(Section):
+    """How time is taken."""
+
+    throughput: ThroughputSection = ThroughputSection()

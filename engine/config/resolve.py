@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 
 from .keys import Section, answer_type
 from .optimizers import AdamParams, OptimizerSection
-from .schema import Settings
+from .schema import BATCH_KEYS, Settings
 from .zero_groups import group_problems
 
 S = TypeVar("S", bound=Section)
@@ -91,11 +91,11 @@ def _divide(train: int, given: str, number: int, world_size: int) -> int:
     return quotient
 
 
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
 def _batch(settings: Settings, context: ResolveContext) -> BatchSizes:
     """Return the batch sizes of the config; what it leaves "auto", or all of it if it names none, is the caller's."""
+    if settings.elasticity.enabled and not context.frozen:
+        sizes = settings.elasticity.sizes_at(context.world_size)
+        return BatchSizes(train_batch_size=sizes[0], micro_batch_size=sizes[1], accumulation_steps=sizes[2])
     written = [getattr(settings, key) for key in BATCH_KEYS]
     caller = [context.answers.get(key) for key in BATCH_KEYS]
     if all(size in (None, "auto") for size in written[:2]):
@@ -129,6 +129,16 @@ def _precision(settings: Settings, context: ResolveContext) -> dict[str, bool]:
     if fp16 == "auto":
         fp16 = context.device_supports_fp16 and not bf16
     return {"bf16.enabled": bool(bf16), "fp16.enabled": bool(fp16)}
+
+
+def stand_ins(settings: Settings) -> dict[str, Any]:
+    """Return answers for what only a training script can answer: 1 for a batch size that is open, and for each "auto"
+    without a default. They are there to look at the rest of a config."""
+    found: dict[str, Any] = {key: 1 for key in open_keys(settings) if _field(settings, key).is_required()}
+    sizes = (settings.train_batch_size, settings.train_micro_batch_size_per_gpu)
+    if all(size in (None, "auto") for size in sizes) and not settings.elasticity.enabled:
+        found["train_micro_batch_size_per_gpu"] = 1
+    return found
 
 
 _PRECISION_KEYS = ("bf16.enabled", "fp16.enabled")

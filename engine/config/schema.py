@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from .activations import ActivationCheckpointingSection
+from .autotuning import AutotuningSection
+from .elasticity import ElasticitySection
 from .keys import Section, built, no_effect, not_built, refused
 from .optimizers import OptimizerSection
-from .profiling import CommsLoggerSection, FlopsProfilerSection
+from .profiling import CommsLoggerSection, FlopsProfilerSection, TimersSection
 from .scheduler import SchedulerSection
 from .sections import (
     KERNEL,
@@ -33,6 +35,9 @@ _MEAN = (
     "gradients are averaged in one fixed way, whose bits are tested; against overflow in fp16 lower "
     "fp16.initial_scale_power, or train in bf16"
 )
+
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 class ZstoreSection(Section):
@@ -151,10 +156,8 @@ class Settings(Section):
     """Metrics for Trackio."""
     dataloader_drop_last: Bool = built(False)
     """Drop the last batch of an epoch where it is short."""
-    log_level: Unread = not_built(
-        None, 'messages keep their levels; write logging.getLogger("zstore").setLevel(...) into the script'
-    )
-    """How much is logged."""
+    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], OneOf()] | None = built(None)
+    """Least level of what the logger `zstore` lets pass, on every rank. Unset: as the script configured it, else "info"."""
     disable_python_gc: Bool = built(False)
     """Disable Python's garbage collector until the engine is closed, since a collection on one rank holds up all. Call
     gc.collect() where it suits."""
@@ -197,10 +200,7 @@ class Settings(Section):
     """Order of process groups."""
     vocabulary_size: Unread = no_effect(None, "it follows from the model")
     """Size for a check of alignment."""
-    timers: Unread = not_built(
-        None, "throughput is not logged; engine.statistics() has times and bytes, wall_clock_breakdown logs phase times"
-    )
-    """How time is taken."""
+    timers: TimersSection = TimersSection()
     nebula: Unread = not_built(
         None,
         "checkpoints go to the folder or URL of save_checkpoint() only; with wait=False they do not hold up training",
@@ -212,6 +212,8 @@ class Settings(Section):
     """Another checkpoint library."""
     flops_profiler: FlopsProfilerSection = FlopsProfilerSection()
     comms_logger: CommsLoggerSection = CommsLoggerSection()
+    elasticity: ElasticitySection = ElasticitySection()
+    autotuning: AutotuningSection = AutotuningSection()
     amp: Unread = refused(None, "Apex is no longer maintained; use bf16 or fp16")
     """Apex mixed precision."""
     torch_autocast: Unread = refused(None, "use bf16 or fp16, or torch.autocast within the model's forward")
@@ -221,10 +223,6 @@ class Settings(Section):
         None, "call engine.compile() after initialize(), which is torch.compile, unit by unit at stage 3"
     )
     """DeepCompile."""
-    elasticity: Unread = refused(None, "set train_batch_size; a checkpoint resumes at any world size that divides it")
-    """Batch sizes from a list of world sizes."""
-    autotuning: Unread = refused(None, "there is no autotuner; remove the section")
-    """Search for a config."""
     pipeline: Unread = refused(None, "there is no pipeline parallelism; remove the section")
     """Pipeline parallelism."""
     tensor_parallel: Unread = refused(None, "there is no tensor parallelism; remove the section")

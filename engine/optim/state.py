@@ -49,7 +49,7 @@ class OptimizerState:
     """This rank's arrays. `kernels` has one entry for each parameter group; `splits` says whether masters are split,
     `keeps_whole` whether `whole_master` is asked for, and `types` in which type gradients on disk wait for the update."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords, each of a rule of the config
         self,
         store: TensorStore,
         kernels: Sequence[Kernel],
@@ -204,7 +204,8 @@ class OptimizerState:
             return record.state_grid
         if slot.shape is None:
             return record.state_grid.packed(slot.block)
-        return make_grid(_stored_shape(slot.shape), record.world_size if self.is_sharded else 1)
+        shape = _stored_shape(slot.shape)
+        return record.over_copy(shape) if self.is_sharded else make_grid(shape, 1)
 
     def is_master(self, record: ParameterRecord) -> bool:
         """Return whether the fp32 master is the parameter itself, in its memory or at rest."""
@@ -260,14 +261,14 @@ class OptimizerState:
     def grid_of_ranks(self, record: ParameterRecord, name: str) -> Grid:
         """Return how an array of the parameter is divided among the ranks."""
         if name in self._own_shapes:
-            return make_grid(self.store.spec(name).stored_shape, record.world_size)
+            return record.over_copy(self.store.spec(name).stored_shape)
         grid, numel = record.state_grid if self.is_sharded else record.grid, self._numel_per_value(record, name)
         return grid if numel == 1 else grid.packed(numel)
 
-    def grid_in_files(self, record: ParameterRecord, name: str) -> Grid:
-        """Return how an array of the parameter is cut in a checkpoint."""
+    def grid_in_files(self, record: ParameterRecord, name: str, world_size: int) -> Grid:
+        """Return how an array of the parameter is cut in a checkpoint of so many ranks."""
         spec = self.store.spec(name)
-        return grid_in_checkpoint(spec.stored_shape, spec.itemsize, self.grid_of_ranks(record, name))
+        return grid_in_checkpoint(spec.stored_shape, spec.itemsize, self.grid_of_ranks(record, name), world_size)
 
     def owned_range(self, record: ParameterRecord, name: str) -> tuple[int, int]:
         """Return the global flat elements `[first, stop)` of an array of the parameter that this rank holds."""

@@ -166,6 +166,9 @@ def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterat
     if split:
         yield from _split_rest(need, place)
     yield from _slots(need, place)
+    if need.error_numel:
+        nbytes = need.error_numel * numpy_dtype(need.dtype).itemsize
+        yield replace(one("gradient errors", "device", need.dtype, field="gradient"), nbytes=nbytes)
     if settings.holds_gradients:
         # A micro-batch adds to what the one before left, the first excepted; the update reads the sum.
         whole = need.whole_gradient

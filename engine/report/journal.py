@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from zstore.remote.upload import UploadPlace
     from zstore.store.statistics import StoreStatistics
 
+    from ..profile.utilisation import StepUtilisation
     from ..training import Training
     from .losses import Loss
 
@@ -62,9 +63,11 @@ class RunJournal:
     It fails as monitors do: the first failure is a warning, and training goes on.
     """
 
-    def __init__(self, training: Training, times: PhaseTimes) -> None:
+    def __init__(self, training: Training, times: PhaseTimes, utilisation: StepUtilisation) -> None:
         self._training = training
         self._times = times
+        self._utilisation = utilisation
+        self._said_flops: tuple[Any, ...] = ()
         chosen = training.config.own.journal
         self.enabled = training.world.rank == 0 and not training.config.frozen and chosen is not False
         """Whether anything is written."""
@@ -100,6 +103,7 @@ class RunJournal:
         """Say what the engine cannot know: the tokens of a step over all ranks, of the one under way and those to come until
         this is called again; the steps that the run is to have; whose loop it is ("train", "trainer", ...)."""
         self._tokens = self._tokens if tokens is None else tokens
+        self._utilisation.tokens(self._tokens)
         self._total_steps = self._total_steps if total_steps is None else total_steps
         self._loop = loop or self._loop
 
@@ -145,6 +149,8 @@ class RunJournal:
             "forward_s": spent.forward_s,
             "backward_s": spent.backward_s,
             "optimizer_s": spent.optimizer_s,
+            "mfu": self._utilisation.last,
+            **self._new_flops(),
         }
         if now_s >= self._samples.next_s:
             record |= self._samples.take(now_s, step)
@@ -152,6 +158,16 @@ class RunJournal:
         self.writer.append(record)
         if self._sink is None or self._run_id != training.run_id:
             self._open()
+
+    def _new_flops(self) -> dict[str, Any]:
+        """Return where the numbers behind `mfu` are from, for the record of the first step that knows, and when it changes."""
+        known = self._utilisation.now()
+        if known is None or (known.source, known.peak_flops) == self._said_flops:
+            return {}
+        self._said_flops = known.source, known.peak_flops
+        flops = known.step_flops * self._training.world.world_size
+        peak = {"peak_flops": known.peak_flops, "peak_source": known.peak_source}
+        return {"flops": {"step_flops": flops, "source": known.source} | peak}
 
     def _links(self, store: StoreStatistics) -> Mapping[str, LinkStatistics]:
         return link_statistics(self._training.world, self._training.state.store, store, self.saves_s())
@@ -178,6 +194,7 @@ class RunJournal:
         if self._sink is None and self._step_ended_s is None:
             self._first_step = step
         self._step_ended_s = None
+        self._utilisation.begin_anew()
         self._last_times = replace(self._times)
         self._samples.begin_anew(step)  # what the load moved is no step's
         record = {"kind": "load", "at": time.time(), "step": step, "tag": tag, "location": location}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import resource
-import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from zstore.sizes import format_bytes
+
+from ..profile.memory_usage import MAXRSS_UNIT_BYTES, resident_bytes
 
 if TYPE_CHECKING:
     from zstore.store import TensorStore
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from ..optim.state import OptimizerState
     from ..zero.gradients import Gradients
     from ..zero.unshard import ShardedUnits
-
-_MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ def memory_statistics(tensors: TensorStore, device: torch.device) -> MemoryStati
         disk_bytes=store.disk_bytes,
         buffer_bytes=store.pool_bytes,
         buffer_peak_bytes=store.pool_peak_bytes,
-        process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT_BYTES,
+        process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_UNIT_BYTES,
         cuda_peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
     )
 
@@ -74,18 +73,9 @@ def memory_now(store: StoreStatistics, device: torch.device) -> dict[str, int]:
         "host": store.host_bytes,
         "disk": store.disk_bytes,
         "buffers": store.pool_bytes,
-        "process": _resident_bytes(),
+        "process": resident_bytes(),
         "cuda": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
     }
-
-
-def _resident_bytes() -> int:
-    """Return the bytes that the process has resident; where the system does not say, the most that it had."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT_BYTES
 
 
 @dataclass(frozen=True)
@@ -97,6 +87,7 @@ class HeldBytes:
     resting: int
     """Rows of offloaded parameters in the store, on whichever tier, with fp32 masters that are the parameter."""
     gradients: int
+    """With what quantization lost of them, where that is kept (`zeropp_loco_param`)."""
     optimizer_state: int
     """fp32 masters and slots, on whichever tier; an fp32 parameter that is its own master counts as a parameter, and of
     a split master the bf16 part does."""

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from ..activations.checkpointing import block_times
 from ..config.keys import acting
+from ..profile.utilisation import StepUtilisation
+from ..profile.watch import ComputationWatch
+from .comms import log_comms_summary
 from .journal import RunJournal
 from .losses import Loss, StepLosses, value_of
 from .memory import memory_statistics
@@ -39,14 +44,22 @@ class RunReport:
         self._training = training
         self._times = times
         self.monitors = monitors
-        self.journal = RunJournal(training, times)
+        self.utilisation = StepUtilisation(training)
+        self.utilisation.measures = bool(monitors)
+        self.journal = RunJournal(training, times, self.utilisation)
         self._every = training.config.settings.steps_per_print
-        self.enabled = training.world.rank == 0 and (self._every > 0 or bool(monitors) or self.journal.enabled)
+        says = self._every > 0 or bool(monitors) or self.journal.enabled
+        self.enabled = training.world.rank == 0 and (says or training.config.settings.flops_profiler.enabled)
         """Whether there is ever something to say of a step."""
+        self.computation: ComputationWatch | None = None
+        """Is around each phase, for as long as it counts something."""
+        if self.enabled:
+            self._watch_computation(counts=says)
         self._losses = StepLosses()
         self._last_step = PhaseTimes()
         self._last_line = PhaseTimes()
         self._line_step = training.counters.global_steps
+        self._line_samples, self._line_s = training.samples, time.perf_counter()
         if training.config.settings.dump_state and training.world.rank == 0:
             _log.info("state at the start:\n%s", state_text(training.config.settings, training.state, training.world))
 
@@ -54,11 +67,25 @@ class RunReport:
         """Note the loss of a micro-batch, before its backward; one that `is_part` of the step's is divided already."""
         self._losses.add(loss, is_new=self._training.accumulation.is_new, is_part=is_part)
 
+    def _watch_computation(self, *, counts: bool) -> None:
+        watch = ComputationWatch(self._training, self.utilisation, counts=counts)
+        self.computation = None if watch.is_done else watch
+
+    def want_utilisation(self) -> None:
+        """Have each step's utilisation known at once, on rank 0; call it before the first step."""
+        if self._training.world.rank == 0 and not self.utilisation.measures:
+            self.enabled = self.utilisation.measures = True
+            self._watch_computation(counts=True)
+
     def step_ended(self) -> None:
         """Say what is to be said after an optimizer step, taken or skipped."""
         prints = self._every > 0 and self._training.counters.global_steps % self._every == 0
         if not self.enabled:
             return
+        if self.computation is not None:
+            self.computation.step_ended()
+            self.computation = None if self.computation.is_done else self.computation
+        self.utilisation.step_ended()
         taken = self._losses.take()  # the next step's may not be known
         loss: Loss = None
         if self.monitors or prints:
@@ -84,6 +111,8 @@ class RunReport:
         values["elapsed_time_ms_forward"] = spent.forward_s * 1e3
         values["elapsed_time_ms_backward"] = spent.backward_s * 1e3
         values["elapsed_time_ms_step"] = spent.optimizer_s * 1e3
+        if self.utilisation.last is not None:
+            values["mfu"] = self.utilisation.last
         self.monitors.write({_METRICS + name: value for name, value in values.items()}, training.samples)
 
     def _print(self, loss: float | None) -> None:
@@ -108,11 +137,28 @@ class RunReport:
                 *(1e3 * seconds / steps for seconds in (spent.forward_s, spent.backward_s, spent.optimizer_s)),
                 steps,
             )
+        if settings.activation_checkpointing.profile and (blocks := block_times()).blocks:
+            _log.info(
+                "step %d: a block of %d took %.2f ms forward, one of %d computed again %.2f ms, mean since the start",
+                step,
+                blocks.blocks,
+                1e3 * blocks.forward_s / blocks.blocks,
+                blocks.recomputed,
+                1e3 * blocks.recompute_s / max(blocks.recomputed, 1),
+            )
+        if settings.timers.throughput.enabled and steps > 0:
+            samples, self._line_samples = training.samples - self._line_samples, training.samples
+            now_s = time.perf_counter()
+            passed_s, self._line_s = now_s - self._line_s, now_s
+            _log.info("step %d: %.4g samples/s, mean of %d steps", step, samples / passed_s, steps)
         if settings.memory_breakdown:
             _log.info("step %d: %s", step, memory_statistics(training.state.store, training.world.device).line())
 
     def close(self) -> None:
-        """Close monitors and journal."""
+        """Log the table of collectives, where they were timed; close monitors and journal."""
+        world = self._training.world
+        if world.log is not None and world.rank == 0 and world.log.times():
+            log_comms_summary(world)
         self.monitors.close()
         self.journal.close()
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from zstore.store import TensorStore
 
     from ..optim.state import OptimizerState
+    from ..profile.utilisation import Utilisation
     from ..zero.gradients import Gradients
     from ..zero.unshard import ShardedUnits
     from .timers import PhaseTimes
@@ -65,6 +66,8 @@ class EngineStatistics:
     overlapped: int
     """Reductions of gradients that went on while this rank did something else."""
     store: StoreStatistics
+    utilisation: Utilisation | None
+    """Model FLOPs utilisation, on rank 0; None where no operations are known."""
     activations: ActivationStatistics | None = None
     """Of activations that leave the device, and of blocks that are timed; None where there are neither."""
 
@@ -86,6 +89,7 @@ def engine_statistics(
     units: ShardedUnits | None,
     times: PhaseTimes,
     saves_s: Mapping[str, float],
+    utilisation: Utilisation | None,
 ) -> EngineStatistics:
     """Return the counters now; `saves_s` has the seconds for which saves held training up, by their kind."""
     store = state.store.statistics()
@@ -100,6 +104,7 @@ def engine_statistics(
         units=None if units is None else units.statistics(),
         overlapped=gradients.overlapped,
         store=store,
+        utilisation=utilisation,
     )
 
 

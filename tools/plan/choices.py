@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from zstore.errors import BudgetError
 from zstore.sizes import format_bytes
 
 from .estimate import BUCKET_NUMEL, Seconds, activation_bytes, step_seconds, transit_bytes
-from .job import Choice, Job
+from .job import Choice, GroupKey, Job
 from .machine import Machine
 
 HEADROOM_PERCENT = 10
@@ -60,6 +61,9 @@ def all_choices(job: Job) -> list[Outcome]:
     tiers: tuple[OffloadTier, ...] = ("cpu", "nvme")
     choices += [replace(choices[stage], optimizer=tier) for tier in tiers for stage in (1, 2, 3)]
     choices += [replace(choices[3], optimizer=one, parameters=other) for one in tiers for other in tiers]
+    if job.machine.machines > 1 and job.machine.num_ranks > 1:
+        keys: tuple[GroupKey, ...] = ("mics_shard_size", "zero_hpz_partition_size")
+        choices += [replace(choices[3], groups=key) for key in keys]
     return [weigh(job, choice) for choice in choices]
 
 
@@ -69,9 +73,9 @@ def ladder(job: Job) -> list[Outcome]:
 
 
 def _rungs(job: Job) -> Iterator[tuple[str, Choice]]:
-    choice = Choice(stage=0, micro_batch=job.micro_batch)
+    choice = Choice(stage=0, micro_batch=job.base_micro_batch or job.micro_batch)
     yield "as asked, stage 0", choice
-    if job.micro_batch > 1:
+    if choice.micro_batch > 1:
         choice = replace(choice, micro_batch=1)
         yield "micro-batch 1", choice
     choice = replace(choice, checkpointing=True)
@@ -89,16 +93,54 @@ def _rungs(job: Job) -> Iterator[tuple[str, Choice]]:
 
 def weigh(job: Job, choice: Choice, title: str = "") -> Outcome:
     """Return what `choice` needs, and what of it this machine lacks."""
-    machine = job.machine
     activations = activation_bytes(job, choice)
     config = make_config(job, choice)
-    plan = plan_of(job, config)
-    if "nvme" in (choice.optimizer, choice.parameters):
+    plan, too_small = _planned(job, config)
+    if too_small is not None:
+        config = _without_budget(config)
+    asks_budget = (config.get("zstore") or {}).get("host_budget_bytes") is not None
+    if not asks_budget and "nvme" in (choice.optimizer, choice.parameters):
         # A budget keeps in memory what fits; where it cannot even hold what must be there, the sizes without one say so.
         with contextlib.suppress(BudgetError):
             budgeted = make_config(job, choice, budget_bytes=_budget_bytes(job, choice, plan, activations))
             config, plan = budgeted, plan_of(job, budgeted)
-    transit = transit_bytes(job, choice, plan)
+    return _outcome(job, choice, title, config, plan)
+
+
+def weigh_given(job: Job) -> Outcome:
+    """Return what the job's own config needs, as it is written, and what of it this machine lacks."""
+    raw = dict(job.base or {})
+    resolved = _resolved(job, raw)
+    choice = Choice(
+        stage=resolved.stage,
+        optimizer=resolved.offload_optimizer.device,
+        parameters=resolved.offload_param.device,
+        micro_batch=resolved.batch.micro_batch_size,
+        checkpointing=resolved.own.gradient_checkpointing,
+    )
+    plan, too_small = _planned(job, raw)
+    outcome = _outcome(job, choice, "as it is written", raw, plan)
+    if too_small is None:
+        return outcome
+    return replace(outcome, lacking=(f"host budget: {too_small}", *outcome.lacking))
+
+
+def _planned(job: Job, config: dict[str, Any]) -> tuple[Plan, BudgetError | None]:
+    """Return the plan of a config; where its host budget is too small, of the config without one, and the error."""
+    try:
+        return plan_of(job, config), None
+    except BudgetError as error:
+        return plan_of(job, _without_budget(config)), error
+
+
+def _without_budget(config: dict[str, Any]) -> dict[str, Any]:
+    own = {key: value for key, value in (config.get("zstore") or {}).items() if key != "host_budget_bytes"}
+    return config | {"zstore": own}
+
+
+def _outcome(job: Job, choice: Choice, title: str, config: dict[str, Any], plan: Plan) -> Outcome:
+    machine = job.machine
+    activations, transit = activation_bytes(job, choice), transit_bytes(job, choice, plan)
     held = plan.held_total
     on_device = held.device + transit + activations
     outcome = Outcome(
@@ -109,7 +151,7 @@ def weigh(job: Job, choice: Choice, title: str = "") -> Outcome:
         activations_bytes=activations,
         transit_bytes=transit,
         device_bytes=0 if machine.device_is_host else on_device,
-        host_bytes=machine.num_ranks * (held.host + held.pinned) + (on_device if machine.device_is_host else 0),
+        host_bytes=machine.num_ranks * (held.host + held.pinned + (on_device if machine.device_is_host else 0)),
         disk_bytes=machine.num_ranks * plan.file_bytes,
         seconds=step_seconds(job, choice, plan),
         lacking=(),
@@ -119,8 +161,12 @@ def weigh(job: Job, choice: Choice, title: str = "") -> Outcome:
 
 def make_config(job: Job, choice: Choice, budget_bytes: int | None = None) -> dict[str, Any]:
     """Return the config of a choice; `budget_bytes` is the machine's host budget."""
+    if job.base is not None:
+        return changed_config(job.base, choice, job.micro_batch, str(job.nvme_path), budget_bytes)
     zero: dict[str, Any] = {"stage": choice.stage}
-    if job.machine.num_ranks > 1:
+    if choice.groups is not None:
+        zero[choice.groups] = job.machine.num_ranks
+    if job.machine.world_size > 1:
         zero |= {"reduce_bucket_size": BUCKET_NUMEL, "allgather_bucket_size": BUCKET_NUMEL}
     for key, tier in (("offload_optimizer", choice.optimizer), ("offload_param", choice.parameters)):
         if tier != "none":
@@ -137,31 +183,75 @@ def make_config(job: Job, choice: Choice, budget_bytes: int | None = None) -> di
         config[job.precision] = {"enabled": True}
     config["zero_optimization"] = zero
     own: dict[str, Any] = {} if job.moments == "fp32" else {"moments": job.moments}
+    if choice.checkpointing:
+        own["gradient_checkpointing"] = True
     if budget_bytes is not None:
         own["host_budget_bytes"] = budget_bytes
     return config | ({"zstore": own} if own else {})
 
 
+def changed_config(
+    base: Mapping[str, Any], choice: Choice, samples_per_rank: int, nvme_path: str, budget_bytes: int | None = None
+) -> dict[str, Any]:
+    """Return a copy of the config `base` with stage, offload and micro-batch of `choice`; a step keeps its samples.
+
+    A section of offload that asks for the same tier is kept as it is.
+    """
+    config = copy.deepcopy(dict(base))
+    for key in ("train_batch_size", "elasticity"):
+        config.pop(key, None)
+    config["train_micro_batch_size_per_gpu"] = choice.micro_batch
+    config["gradient_accumulation_steps"] = max(1, samples_per_rank // choice.micro_batch)
+    written = config.get("zero_optimization")
+    zero: dict[str, Any] = written if isinstance(written, dict) else {}
+    zero["stage"] = choice.stage
+    if choice.stage < 3:
+        zero.pop("zero_hpz_partition_size", None)
+    if choice.stage == 0:
+        zero.pop("mics_shard_size", None)
+    for older in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"):
+        zero.pop(older, None)
+    for key, tier in (("offload_optimizer", choice.optimizer), ("offload_param", choice.parameters)):
+        section = zero.get(key) or {}
+        if tier == "none":
+            zero.pop(key, None)
+        elif section.get("device") != tier:
+            kept = {name: value for name, value in section.items() if name == "pin_memory"}
+            zero[key] = {"device": tier} | ({"nvme_path": nvme_path} if tier == "nvme" else {}) | kept
+    config["zero_optimization"] = zero
+    own: dict[str, Any] = {"gradient_checkpointing": True} if choice.checkpointing else {}
+    if budget_bytes is not None:
+        own["host_budget_bytes"] = budget_bytes
+    return config | ({"zstore": {**(config.get("zstore") or {}), **own}} if own else {})
+
+
 def plan_of(job: Job, config: dict[str, Any]) -> Plan:
     """Return rank 0's plan of a config, as the engine makes it. Raises ConfigError and BudgetError as the engine does."""
     machine = job.machine
-    resolved: Config = load_config(config).resolve(
-        ResolveContext(
-            world_size=machine.num_ranks,
-            hidden_size=job.model.hidden,
-            device_supports_bf16=job.precision == "bf16",
-            device_supports_fp16=job.precision == "fp16",
-        )
-    )
+    resolved = _resolved(job, config)
     budget = resolved.own.host_budget_bytes
+    if budget == "auto":
+        budget = machine.memory_bytes * _BUDGET_PERCENT // 100
     share = budget // machine.num_ranks if isinstance(budget, int) else None
     settings = placement_settings(resolved, budget_bytes=share, device_is_host=machine.device_is_host)
     slots = {one.name: _ADAM_SLOTS for one in job.model.shapes}
     units = job.model.units
-    needs = find_needs(job.model.shapes, slots, resolved, world_size=machine.num_ranks, rank=0, units=units)
-    ranks, native = machine.num_ranks, not machine.device_is_host
+    needs = find_needs(job.model.shapes, slots, resolved, world_size=machine.world_size, rank=0, units=units)
+    ranks, native = machine.world_size, not machine.device_is_host
     plan = make_plan(needs, settings, units)
-    return with_sent(plan, needs, resolved, ranks, native=native, local_world_size=ranks)
+    return with_sent(plan, needs, resolved, ranks, native=native, local_world_size=machine.num_ranks)
+
+
+def _resolved(job: Job, config: dict[str, Any]) -> Config:
+    return load_config(config).resolve(
+        ResolveContext(
+            world_size=job.machine.world_size,
+            hidden_size=job.model.hidden,
+            device_supports_bf16=job.precision == "bf16",
+            device_supports_fp16=job.precision == "fp16",
+            answers=job.answers,
+        )
+    )
 
 
 def _budget_bytes(job: Job, choice: Choice, plan: Plan, activations: int) -> int:
@@ -177,11 +267,16 @@ def _usable(nbytes: int) -> int:
     return nbytes * (100 - HEADROOM_PERCENT) // 100
 
 
-def _lacking(outcome: Outcome, machine: Machine) -> Iterator[str]:
-    for name, needed, usable in (
+def memories(outcome: Outcome, machine: Machine) -> list[tuple[str, int, int | None]]:
+    """Return (name, bytes needed, bytes that may be used or None where that is not known) of each memory."""
+    return [
         ("device", outcome.device_bytes, _usable(machine.gpu_bytes)),
         ("host", outcome.host_bytes, _usable(machine.memory_bytes)),
         ("disk", outcome.disk_bytes, machine.disk_bytes),
-    ):
+    ]
+
+
+def _lacking(outcome: Outcome, machine: Machine) -> Iterator[str]:
+    for name, needed, usable in memories(outcome, machine):
         if usable is not None and needed > usable:
             yield f"{name}: {format_bytes(needed)} needed, {format_bytes(usable)} usable"

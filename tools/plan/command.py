@@ -10,12 +10,17 @@ from .options import PlanOptions
 
 
 def plan_command(options: PlanOptions, json: Json = False) -> int:
-    """Print the plan on stdout, as JSON or for people; 1 where nothing that was tried fits, else 0."""
-    from .choices import all_choices, ladder
+    """Print the plan on stdout, as JSON or for people; 1 where nothing that was tried fits, or the given config does not,
+    else 0."""
+    from .choices import all_choices, ladder, weigh_given
     from .job import make_job
     from .report import document, notes_of, print_plan
 
     job = make_job(options)
+    if job.base is not None:
+        from .given import print_given
+
+        return print_given(job, weigh_given(job), ladder(job), json=json)
     choices, rungs = all_choices(job), ladder(job)
     first = next((rung for rung in rungs if rung.fits), None)
     notes = notes_of(job, first)

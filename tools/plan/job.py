@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
 
 from zstore.checkpoint.moments import Moments
+from zstore.engine.config.config import Config, load_config, read_config
+from zstore.engine.config.resolve import ResolveContext, stand_ins
 from zstore.engine.params.tensors import PRECISIONS
 from zstore.engine.plan.plan import OffloadTier
+from zstore.engine.plan.rates import MatmulRates, warn_of_slow
 from zstore.errors import UsageError
 
 from .machine import (
     Machine,
+    PrecisionChoice,
     Rates,
     device_flops,
     find_precision,
@@ -22,6 +29,9 @@ from .machine import (
 )
 from .model import DEFAULT_VOCAB, ModelShape, shape_of_model, shape_of_numbers
 from .options import PlanOptions
+
+_MICRO_BATCH = "train_micro_batch_size_per_gpu"
+GroupKey = Literal["mics_shard_size", "zero_hpz_partition_size"]
 
 _DEFAULT_NVME = PurePosixPath("/local_nvme")
 
@@ -42,6 +52,12 @@ class Job:
     """Whether the configs say "auto", which is `precision` on this machine."""
     precision_note: str | None = None
     """What there is to say about it."""
+    base: Mapping[str, Any] | None = None
+    """The config that is weighed, as JSON; a choice replaces its stage, offload and batch sizes. None: there is none."""
+    answers: Mapping[str, Any] = field(default_factory=dict)
+    """What stands for its "auto"."""
+    base_micro_batch: int | None = None
+    """Its samples in one forward."""
     moments: Moments = "fp32"
     """What the optimizer's moments are kept in."""
 
@@ -60,6 +76,8 @@ class Choice:
     parameters: OffloadTier = "none"
     micro_batch: int
     checkpointing: bool = False
+    groups: GroupKey | None = None
+    """Key that makes the ranks of a machine a group; None: there are no groups."""
 
 
 def make_job(options: PlanOptions) -> Job:
@@ -68,7 +86,12 @@ def make_job(options: PlanOptions) -> Job:
     found, found_bytes = own_gpus()
     gpus = found if options.gpus is None else options.gpus
     own = own_rates(gpus, is_this_machine=options.gpu_memory is None or options.measure is not None)
-    precision = find_precision(str(options.precision), own)
+    given = (
+        None
+        if options.config is None
+        else read_given(options.config, options, own, world_size=max(1, gpus) * options.machines)
+    )
+    precision = find_precision(str(options.precision), own) if given is None else given.precision
     model = _model(options, precision.name)
     gpu_bytes = options.gpu_memory or found_bytes
     memory = options.memory or host_memory_bytes()
@@ -77,7 +100,7 @@ def make_job(options: PlanOptions) -> Job:
             "--gpus: this machine has no GPU to read the memory size from; give --gpu-memory too, like 24GB"
         )
     rates = Rates(disk_read=options.disk_read, disk_write=options.disk_write, flops=options.flops)
-    disk = options.disk
+    disk = options.disk if options.disk is not None or given is None else given.free_bytes()
     if options.measure is not None:
         rates, free_bytes = measured_rates(options.measure, rates)
         disk = disk or free_bytes
@@ -89,19 +112,78 @@ def make_job(options: PlanOptions) -> Job:
         memory_bytes=memory,
         disk_bytes=disk,
         rates=rates,
+        machines=options.machines,
     )
-    nvme = _DEFAULT_NVME if options.measure is None else PurePosixPath(options.measure.resolve())
+    nvme = _DEFAULT_NVME if given is None else given.nvme_path
+    if options.measure is not None:
+        nvme = PurePosixPath(options.measure.resolve())
     return Job(
         model=model,
         machine=machine,
-        micro_batch=options.micro_batch,
+        micro_batch=options.micro_batch or 1 if given is None else given.samples_per_rank,
         seq_length=options.seq_length,
         precision=precision.name,
         nvme_path=nvme,
         precision_is_auto=precision.is_auto,
         precision_note=precision.note,
+        base=None if given is None else given.raw,
+        answers={} if given is None else given.answers,
+        base_micro_batch=None if given is None else given.resolved.batch.micro_batch_size,
         moments=options.moments.value,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """A config that is to be weighed."""
+
+    raw: dict[str, Any]
+    answers: dict[str, Any]
+    resolved: Config
+    precision: PrecisionChoice
+
+    @property
+    def samples_per_rank(self) -> int:
+        """Samples of a step on one rank."""
+        return self.resolved.batch.micro_batch_size * self.resolved.batch.accumulation_steps
+
+    @property
+    def nvme_path(self) -> PurePosixPath:
+        """The first drive that the config names, else the one that is proposed."""
+        paths = (*self.resolved.offload_optimizer.nvme_paths, *self.resolved.offload_param.nvme_paths)
+        return PurePosixPath(paths[0]) if paths else _DEFAULT_NVME
+
+    def free_bytes(self) -> int | None:
+        """Return the room on the config's drives, each counted once; None where it names none that is there."""
+        paths = {*self.resolved.offload_optimizer.nvme_paths, *self.resolved.offload_param.nvme_paths}
+        there = [next((one for one in (path, *path.parents) if one.is_dir()), None) for path in paths]
+        drives = {one.stat().st_dev: shutil.disk_usage(one).free for one in there if one is not None}
+        return sum(drives.values()) if drives else None
+
+
+def read_given(path: Path, options: PlanOptions, rates: MatmulRates | None, *, world_size: int) -> Given:
+    """Return the config in `path`, resolved for the planned devices. Raises ConfigError for one that is not sound, and
+    UsageError where --micro-batch contradicts it."""
+    raw = read_config(path)
+    loaded = load_config(raw, name=str(path))
+    answers = stand_ins(loaded.settings)
+    if options.micro_batch is not None:
+        if _MICRO_BATCH not in answers:
+            raise UsageError(f"--micro-batch: {path} gives the batch size; leave the option out")
+        answers[_MICRO_BATCH] = options.micro_batch
+    native = ("bf16",) if rates is None else rates.native
+    resolved = loaded.resolve(
+        ResolveContext(
+            world_size=world_size,
+            device_supports_bf16="bf16" in native,
+            device_supports_fp16="fp16" in native,
+            answers=answers,
+        )
+    )
+    is_auto = "auto" in (loaded.settings.bf16.enabled, loaded.settings.fp16.enabled)
+    note = None if rates is None else warn_of_slow(loaded, rates)
+    precision = PrecisionChoice(name=resolved.precision, is_auto=is_auto, note=note)
+    return Given(raw=raw, answers=answers, resolved=resolved, precision=precision)
 
 
 def _model(options: PlanOptions, precision: str) -> ModelShape:

@@ -33,18 +33,27 @@ class Machine:
     """One machine. Bytes are what there is of each kind, all of it."""
 
     gpus: int
-    """Devices, one rank each; 0: one rank on the CPU."""
+    """Devices, one rank each; 0: the CPU computes."""
     gpu_bytes: int
     """Memory of one device; of the host where there is none."""
     memory_bytes: int
     disk_bytes: int | None
     """Room on the drive; None: not known, and taken to be enough."""
     rates: Rates
+    cpu_ranks: int = 1
+    """Ranks where the CPU computes."""
+    machines: int = 1
+    """Machines like this one that train together."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all machines."""
+        return self.machines * self.num_ranks
 
     @property
     def num_ranks(self) -> int:
         """Ranks on this machine."""
-        return max(1, self.gpus)
+        return self.gpus or self.cpu_ranks
 
     @property
     def device_is_host(self) -> bool:

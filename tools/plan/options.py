@@ -35,6 +35,15 @@ class MomentsKind(StrEnum):
 class PlanOptions:
     """What the command line says; None: not given."""
 
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="Say whether this configuration fits, and what to change in it where it does not.",
+            exists=True,
+            dir_okay=False,
+            metavar="FILE",
+        ),
+    ] = None
     model: Annotated[
         str | None,
         typer.Option(help="gpt-tiny, gpt-small or gpt-base; or a transformers config.json or model folder (extra hf)."),
@@ -48,6 +57,9 @@ class PlanOptions:
     gpus: Annotated[
         int | None, typer.Option(help="GPUs; 0: train on the CPU (default: this machine's).", min=0, metavar="N")
     ] = None
+    machines: Annotated[
+        int, typer.Option(help="Machines like this that train together; sizes are of one.", min=1, metavar="N")
+    ] = 1
     gpu_memory: Annotated[
         int | None, typer.Option(help="Memory of one GPU, like 24GB.", metavar="SIZE", parser=parse_size)
     ] = None
@@ -55,7 +67,10 @@ class PlanOptions:
         int | None, typer.Option(help="Host memory (default: this machine's).", metavar="SIZE", parser=parse_size)
     ] = None
     disk: Annotated[int | None, typer.Option(help="Free space on the drive.", metavar="SIZE", parser=parse_size)] = None
-    micro_batch: Annotated[int, typer.Option(help="Samples per rank and step.", min=1, metavar="N")] = 1
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(help="Samples per rank and step (default: the configuration's, or 1).", min=1, metavar="N"),
+    ] = None
     seq_length: Annotated[int, typer.Option(help="Tokens in a sample.", min=2, metavar="N")] = 1024
     precision: Annotated[
         Precision, typer.Option(help="Type of parameters and gradients; auto: what this machine computes natively.")
@@ -88,3 +103,7 @@ class PlanOptions:
             raise UsageError("--model already gives the shape: leave out --params, --hidden, --layers and --vocab")
         if self.model is None and None in numbers:
             raise UsageError("name a model: --model M, or --params, --hidden and --layers together")
+        if self.config is not None and self.precision is not Precision.AUTO:
+            raise UsageError("--config says which type the model is trained in: leave out --precision")
+        if self.config is not None and self.moments is not MomentsKind.FP32:
+            raise UsageError("--config says what moments are kept in: leave out --moments")

@@ -40,6 +40,8 @@ class TrainLoop:
         engine.journal.note(
             loop="train", total_steps=options.steps, tokens=engine.train_batch_size() * position.seq_len
         )
+        if options.metrics is not None:
+            engine.report.want_utilisation()
         self._meter = StepMeter(engine, position.seq_len)
 
     def run(self) -> None:

@@ -72,12 +72,17 @@ class StepMeter:
             "grad_norm": engine.get_global_grad_norm(),
             "tokens_per_s": tokens / step_s,
             "step_s": step_s,
+            "mfu": engine.report.utilisation.of(step_s),
             **{f"{name}_s": seconds for name, seconds in self._phases.items()},
             "disk_read_bytes": sum(row[1] for row in ranks),
             "disk_write_bytes": sum(row[2] for row in ranks),
             "peak_memory_bytes": sum(row[3] for row in ranks),
             "links": now.links_since(before),
         }
+
+
+def _mfu_text(mfu: float | None) -> str:
+    return "" if mfu is None else f"MFU {100 * mfu:.1f} %  "
 
 
 class MetricsFile(contextlib.AbstractContextManager["MetricsFile"]):
@@ -136,7 +141,8 @@ class TrainProgress(Bar):
         """Show a step's row."""
         moved = row["disk_read_bytes"] + row["disk_write_bytes"]
         text = (
-            f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  disk {moved / row['step_s'] / 1e9:.2f} GB/s  "
+            f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  {_mfu_text(row['mfu'])}"
+            f"disk {moved / row['step_s'] / 1e9:.2f} GB/s  "
             f"memory {row['peak_memory_bytes'] / 1e9:.2f} GB"
         )
         if self.update(completed=row["step"], description=text):

@@ -59,7 +59,7 @@ def said_once() -> Iterator[None]:
         if rank == same[0] and not _is_others(error, told):
             say(error, _named(same))
         _stay(told)
-        raise SystemExit(exit_code(error)) from None
+        raise SystemExit(max(code for _, _, code in told.values())) from None
 
 
 def _named(ranks: list[int]) -> str:
@@ -68,12 +68,12 @@ def _named(ranks: list[int]) -> str:
 
 def _is_others(error: BaseException, told: dict[int, list[Any]]) -> bool:
     """Return whether a rank stopped only because of others, which say why themselves."""
-    return isinstance(error, RankError) and any(not is_others for is_others, _ in told.values())
+    return isinstance(error, RankError) and any(not is_others for is_others, _, _ in told.values())
 
 
 def _messages(error: BaseException, rank: int) -> dict[int, list[Any]]:
-    """Return [whether it stopped because of others, message] of each rank that failed, by rank."""
-    mine = [isinstance(error, RankError), str(error)]
+    """Return [whether it stopped because of others, message, exit code] of each rank that failed, by rank."""
+    mine = [isinstance(error, RankError), str(error), exit_code(error)]
     told = {rank: mine}
     try:
         store = _store()

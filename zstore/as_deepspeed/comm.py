@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 import torch.distributed as torch_dist
@@ -10,6 +11,9 @@ from torch.distributed import *  # noqa: F403 - `names` lists what is given on
 from torch.distributed import get_backend, get_global_rank, monitored_barrier
 
 from zstore.engine import init_distributed
+from zstore.engine.report.comms import log_comms_summary
+from zstore.errors import UsageError
+from zstore.ranks.world import World
 
 __all__ = [
     "get_all_ranks_from_group",
@@ -18,8 +22,30 @@ __all__ = [
     "get_local_rank",
     "get_world_group",
     "init_distributed",
+    "log_summary",
     "monitored_barrier",
 ]
+
+
+_worlds: list[weakref.ref[World]] = []
+"""That of the engine that was made last."""
+
+
+def know(world: World) -> None:
+    """Let `log_summary` be of this world's collectives."""
+    _worlds[:] = [weakref.ref(world)]
+
+
+def log_summary(show_straggler: bool = False) -> None:
+    """Log, on rank 0, a table of the collectives of the engine that was made last, with `"comms_logger"` enabled (all ranks).
+
+    `show_straggler` adds the seconds beyond those of the rank that spent fewest. Collectives that the script itself starts
+    are torch's, and not in it. Raises UsageError where nothing is timed.
+    """
+    world = _worlds[0]() if _worlds else None
+    if world is None:
+        raise UsageError("deepspeed.comm.log_summary(): there is no engine; call it after deepspeed.initialize()")
+    log_comms_summary(world, show_straggler=show_straggler)
 
 
 def get_world_group() -> Any:

@@ -15,6 +15,7 @@ from zstore.engine.report.monitors import Monitors
 from zstore.engine.training import Training
 from zstore.errors import UsageError
 
+from . import comm
 from .names import missing_of_engine
 from .zero import mark
 from .zero_types import ZeroParamStatus
@@ -52,6 +53,7 @@ class DeepSpeedEngine(Engine):
     def __init__(self, training: Training, monitors: Monitors) -> None:
         super().__init__(training, monitors)
         self.config = {}
+        comm.know(self.world)
         optimizer = self.optimizer
         if optimizer is not None:
             optimizer.overflow = False  # whether the last step was skipped

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 _OPTIMIZERS = ("DeepSpeedCPUAdam", "FusedAdam")
 _SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
-_INIT = ("GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter")
+_INIT = ("GatheredParameters", "Init", "MiCS_Init", "register_external_parameter", "unregister_external_parameter")
 _ENUMS = ("OffloadDeviceEnum", "OffloadStateTypeEnum")
 _SAFE = tuple(
     f"safe_{verb}_full_{what}"
@@ -49,7 +49,17 @@ _TORCH_COMM = (
     "scatter",
     "send",
 )
-_COMM = (*_TORCH_COMM, "get_all_ranks_from_group", "get_local_rank", "get_world_group", "init_distributed")
+_COMM = (
+    *_TORCH_COMM,
+    "get_all_ranks_from_group",
+    "get_local_rank",
+    "get_world_group",
+    "init_distributed",
+    "log_summary",
+)
+_PROFILER = ("FlopsProfiler", "get_model_profile")
+_ZERO2_MEMORY = tuple(f"estimate_zero2_model_states_mem_needs{which}" for which in ("", "_all_cold", "_all_live"))
+_ZERO3_MEMORY = tuple(f"estimate_zero3_model_states_mem_needs{which}" for which in ("", "_all_cold", "_all_live"))
 _SPARSE = (
     "BSLongformerSparsityConfig",
     "BigBirdSparsityConfig",
@@ -67,6 +77,14 @@ _CHECKPOINTING = (
     "model_parallel_cuda_manual_seed",
     "non_reentrant_checkpoint",
     "reset",
+)
+_ELASTICITY = (
+    "ElasticityConfigError",
+    "ElasticityError",
+    "ElasticityIncompatibleWorldSize",
+    "compute_elastic_config",
+    "elasticity_enabled",
+    "ensure_immutable_elastic_config",
 )
 _GROUPS = tuple(
     f"{start}get_{kind}_parallel_{what}"
@@ -97,13 +115,23 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed.checkpointing": {"checkpointing": _CHECKPOINTING},
     "deepspeed.comm": {"comm": _COMM},
     "deepspeed.comm.comm": {"comm": _COMM},
+    "deepspeed.elasticity": {"elasticity": _ELASTICITY},
+    "deepspeed.elasticity.elasticity": {"elasticity": _ELASTICITY},
     "deepspeed.git_version_info": {"root": ("version",)},
     "deepspeed.ops": {},
     "deepspeed.ops.adagrad": {"optimizers": ("DeepSpeedCPUAdagrad",)},
     "deepspeed.ops.adam": {"optimizers": _OPTIMIZERS},
     "deepspeed.ops.adam.cpu_adam": {"optimizers": ("DeepSpeedCPUAdam",)},
     "deepspeed.ops.adam.fused_adam": {"optimizers": ("FusedAdam",)},
+    "deepspeed.ops.lamb": {"optimizers": ("FusedLamb",)},
+    "deepspeed.ops.lamb.fused_lamb": {"optimizers": ("FusedLamb",)},
+    "deepspeed.ops.lion": {"optimizers": ("DeepSpeedCPULion", "FusedLion")},
+    "deepspeed.ops.lion.cpu_lion": {"optimizers": ("DeepSpeedCPULion",)},
+    "deepspeed.ops.lion.fused_lion": {"optimizers": ("FusedLion",)},
     "deepspeed.ops.sparse_attention": {"sparse_attention": _SPARSE},
+    "deepspeed.profiling": {},
+    "deepspeed.profiling.flops_profiler": {"profiling": _PROFILER},
+    "deepspeed.profiling.flops_profiler.profiler": {"profiling": _PROFILER},
     "deepspeed.runtime": {},
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": {"checkpointing": _CHECKPOINTING},
@@ -112,12 +140,16 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed.runtime.utils": {"runtime": ("see_memory_usage", "set_random_seed")},
     "deepspeed.runtime.zero": {"zero": _INIT},
     "deepspeed.runtime.zero.config": {"zero_types": ("ZeroStageEnum",)},
+    "deepspeed.runtime.zero.muon": {},
+    "deepspeed.runtime.zero.muon.original_muon": {"optimizers": ("Muon", "MuonWithAuxAdam")},
     "deepspeed.runtime.zero.offload_config": {"zero_types": _ENUMS},
     "deepspeed.runtime.zero.partition_parameters": {
         "zero": (*_INIT, "zero_wrapper_for_fp_tensor_constructor"),
         "zero_types": ("ZeroParamStatus",),
         "accelerator": ("get_accelerator",),
     },
+    "deepspeed.runtime.zero.stage3": {"profiling": _ZERO3_MEMORY},
+    "deepspeed.runtime.zero.stage_1_and_2": {"profiling": _ZERO2_MEMORY},
     "deepspeed.runtime.zero.utils": {"zero": ("is_zero_param",)},
     "deepspeed.utils": {
         "utils": ("OnDevice", "RepeatingLoader", "instrument_w_nvtx", "log_dist", "logger", *_LEAVES),
@@ -132,7 +164,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """DeepSpeed's module -> this package's module -> names that it gives."""
 
 INSTEAD: Mapping[str, str] = {
-    "autotuning": "there is no autotuner; `zstore plan` says what a config takes",
+    "autotuning": "`zstore tune --config FILE -- SCRIPT` searches for a config",
     "checkpointing": "wrap the model's blocks in torch.utils.checkpoint",
     "comm": "use torch.distributed, whose groups these are",
     "compression": "nothing is compressed",
@@ -140,7 +172,7 @@ INSTEAD: Mapping[str, str] = {
     "add_tuning_arguments": "write arguments of the script's own; the schedule stands in the config",
     "DeepSpeedTransformerConfig": "there are no transformer kernels; use torch's attention",
     "DeepSpeedTransformerLayer": "there are no transformer kernels; use torch's attention",
-    "elasticity": "any world size resumes a checkpoint",
+    "elasticity.elastic_agent": "`zstore run` and torchrun start ranks anew",
     "HybridEngine": "there is no inference engine",
     "inference": "there is no inference engine; `zstore consolidate` writes safetensors for a server",
     "InferenceEngine": "there is no inference engine; `zstore consolidate` writes safetensors for a server",
@@ -154,13 +186,13 @@ INSTEAD: Mapping[str, str] = {
     "pipe": "there is no pipeline parallelism; use ZeRO stage 3, with offload_param for models larger than memory",
     "PipelineEngine": "there is no pipeline parallelism; use ZeRO stage 3",
     "PipelineModule": "there is no pipeline parallelism; use ZeRO stage 3, with offload_param for models larger than memory",
-    "profiling": "use torch.profiler, or torch.utils.flop_counter",
+    "profiling": "use profiling.flops_profiler, or torch.profiler",
     "runtime.config": "a config is a dict or a path",
     "runtime.lr_schedules.add_tuning_arguments": "write arguments of the script's own; the schedule stands in the config",
     "runtime.pipe": "there is no pipeline parallelism; use ZeRO stage 3",
     "runtime.sequence_parallel": "there is no sequence parallelism",
-    "runtime.zero.stage_1_and_2": "`zstore plan` says what memory a model takes",
-    "runtime.zero.stage3": "`zstore plan` says what memory a model takes",
+    "runtime.zero.stage_1_and_2": "the memory estimators are there; the optimizer is engine.optimizer",
+    "runtime.zero.stage3": "the memory estimators are there; the optimizer is engine.optimizer",
     "runtime.zero.tiling": "a module's parameters are gathered as a whole; make several modules in a ModuleList",
     "sequence": "there is no sequence parallelism",
     "tp_model_init": "there is no tensor parallelism",
@@ -169,8 +201,8 @@ INSTEAD: Mapping[str, str] = {
     "utils.safe_get_local_grad": "read the whole with safe_get_full_grad",
     "utils.safe_get_local_optimizer_state": "read the whole with safe_get_full_optimizer_state",
     "utils.timer": 'set "wall_clock_breakdown": true, or read engine.statistics()',
-    "zero.estimate_zero2_model_states_mem_needs_all_live": "`zstore plan` says what memory a model takes",
-    "zero.estimate_zero3_model_states_mem_needs_all_live": "`zstore plan` says what memory a model takes",
+    "zero.estimate_zero2_model_states_mem_needs_all_live": "it is in runtime.zero.stage_1_and_2",
+    "zero.estimate_zero3_model_states_mem_needs_all_live": "it is in runtime.zero.stage3",
     "zero.TiledLinear": "a module's parameters are gathered as a whole; make several modules in a ModuleList",
 }
 """Name within deepspeed, or a module's -> what to use instead, for it and all in it."""
@@ -179,7 +211,7 @@ ENGINE_INSTEAD: Mapping[str, str] = {
     "allreduce_gradients": "engine.step() does it",
     "clip_fp32_gradients": 'engine.step() does it; set "gradient_clipping" in the config',
     "deepspeed_io": "pass training_data to initialize(), or use a loader of the script's own",
-    "flops_profiler": "use torch.utils.flop_counter",
+    "flops_profiler": "make deepspeed.profiling.flops_profiler.FlopsProfiler(engine.module, engine)",
     "get_pld_theta": "layers are not dropped",
     "load_universal_checkpoint": "engine.load_checkpoint() loads it",
     "mpu": "there is no model parallelism",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -265,14 +266,23 @@ class LocalFolder(Folder):
             return found
         for folder, folders, names in os.walk(self._path / top):
             inside = os.path.relpath(folder, self._path).replace(os.sep, "/")
-            for name in [*names, *(name for name in folders if os.path.islink(os.path.join(folder, name)))]:
-                status = os.lstat(os.path.join(folder, name))
-                found[f"{inside}/{name}"] = status.st_size if stat.S_ISREG(status.st_mode) else None
+            links = (name for name in folders if os.path.islink(os.path.join(folder, name)))
+            found |= plain_sizes(self._path, (f"{inside}/{name}" for name in (*names, *links)))
         return found
 
     def resources(self, res: IoResources) -> IoResources:
         """See `Folder.resources`."""
         return res
+
+
+def plain_sizes(folder: Path, files: Iterable[str]) -> dict[str, int | None]:
+    """Return the bytes of those of `files` that are in `folder`, by path inside it; None for one that is no plain file."""
+    found: dict[str, int | None] = {}
+    for file in files:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            status = os.lstat(folder / file)
+            found[file] = status.st_size if stat.S_ISREG(status.st_mode) else None
+    return found
 
 
 FolderLike = str | os.PathLike[str] | Folder

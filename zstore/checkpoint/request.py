@@ -77,10 +77,12 @@ class SaveRequest(CheckpointPlan):
         for name in [*self.pins, *self.small, *self.grids]:
             if name not in self.specs:
                 raise UsageError(f"array {name!r} has no spec in the save request")
-        for name in self.pieces:
-            if self.grid(name).num_shards > 1:
+        for name, held in self.pieces.items():
+            grid = self.grid(name)
+            if grid.num_shards > 1 and (grid.shard_rows == held.shard_rows or grid.shard_rows % held.shard_rows):
                 raise UsageError(
-                    f"array {name!r}: expected one shard, which its pieces make, got {self.grid(name).num_shards}"
+                    f"array {name!r}: expected one shard, or shards of several ranks' pieces, got {grid.num_shards} of "
+                    f"{grid.shard_rows} rows, and pieces of {held.shard_rows}"
                 )
         for name, data in self.small.items():
             spec = self.specs[name]
@@ -110,7 +112,9 @@ class SaveRequest(CheckpointPlan):
         )
         # For a while a piece and the whole are both there.
         needed += sum(self.file_bytes(name, 0) for name in self.small)
-        needed += sum(self.file_bytes(name, 0) + self.specs[name].nbytes for name in self.pieces)
+        needed += sum(
+            self.grid(name).num_shards * self.file_bytes(name, 0) + self.specs[name].nbytes for name in self.pieces
+        )
         reserved = 0 if self.disk_folder is None or self.disk_folder in elsewhere else self.reserve_bytes
         beside = f", and the next step {reserved} beside it" if reserved else ""
         self.resources.files.require_room(

@@ -4,10 +4,12 @@ order."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from ..errors import UsageError
 from ..format.arrays import ArraySpec, model_array
@@ -16,8 +18,10 @@ from ..format.partition import Grid, grid_in_checkpoint, make_grid
 from ..io.archives import write_packed
 from ..io.pool import Workers
 from ..io.shards import IoResources, ShardSummary, open_resources, write_shard
+from ..ranks.division import items_of
+from ..ranks.team import ALONE, Team
 from .build import READ_ONLY, CheckpointBuilder
-from .commit import Committer
+from .commit import Committer, require_shared
 from .format import COMPLETE
 from .lookahead import Range, ReadAhead
 from .moments import block_numel, codes_of_scales, scales_spec
@@ -37,13 +41,15 @@ def reshard_checkpoint(
     advance: Callable[[int], None] | None = None,
     *,
     codec: str = "none",
+    team: Team = ALONE,
 ) -> Path:
     """Write `reader`'s checkpoint into `folder` under its tag, laid out for `world_size` ranks (default: as many as it has).
 
     `codec`, one of `zstore.format.codecs.CODECS`, makes it an archive: its chunks are compressed. The record stays what it
     was but for the layout; what belongs to single ranks (RNG states) stays where the world size does, and is left out else.
     `advance` is told the bytes that were written, before compression. Returns the tag's folder. Raises
-    CheckpointExistsError where `folder` has that tag.
+    CheckpointExistsError where `folder` has that tag. The ranks of `team` write whole shard files, about the same bytes each,
+    and rank 0 commits (all ranks).
     """
     world_size = reader.record.world_size if world_size is None else world_size
     if world_size < 1:
@@ -51,15 +57,18 @@ def reshard_checkpoint(
     if codec not in CODECS:
         raise UsageError(f"expected one of {', '.join(CODECS)} as codec, got {codec!r}")
     with open_resources(files=reader.resources.files, pool_bytes=reader.resources.pool.nbytes) as resources:
-        return _Reshard(reader, resources, folder, world_size, CODECS[codec]).run(advance or (lambda _: None))
+        reshard = _Reshard(reader, resources, folder, (world_size, CODECS[codec]), team)
+        return reshard.run(advance or (lambda _: None))
 
 
 class _Reshard:
     """One resharding."""
 
     def __init__(
-        self, reader: ArraySource, resources: IoResources, folder: Path, world_size: int, codec: Codec | None
+        self, reader: ArraySource, resources: IoResources, folder: Path, made: tuple[int, Codec | None], team: Team
     ) -> None:
+        world_size, codec = made
+        self._team = team
         self._reader = reader
         self._resources = replace(resources, sync=False)
         self._folder = folder
@@ -70,7 +79,7 @@ class _Reshard:
             tag=reader.tag,
             step=reader.record.step,
             world_size=world_size,
-            save_id=new_save_id(),
+            save_id=team.broadcast_object(new_save_id()),
             run_id=reader.record.run,
             specs=specs,
             grids={name: self._grid(specs, name, world_size) for name in specs},
@@ -88,10 +97,10 @@ class _Reshard:
         codes = codes_of_scales(name)
         if fqn and not group and model_array(fqn) in specs:
             grid = make_grid(specs[model_array(fqn)].stored_shape, world_size).packed()
-        elif codes in specs and specs[name] == scales_spec(specs[codes]):
+        elif codes is not None and codes in specs and specs[name] == scales_spec(specs[codes]):
             whole = specs[codes].stored_shape
             grid = make_grid(whole, world_size).packed(block_numel(whole))
-        return grid_in_checkpoint(shape, specs[name].itemsize, grid)
+        return grid_in_checkpoint(shape, specs[name].itemsize, grid, world_size)
 
     def _check_chunks(self) -> None:
         for name, grid in self._plan.grids.items():
@@ -102,35 +111,94 @@ class _Reshard:
 
     def run(self, advance: Callable[[int], None]) -> Path:
         """Write, commit and return the tag's folder."""
-        plan, files, record = self._plan, self._resources.files, self._reader.record
+        plan, files, record, team = self._plan, self._resources.files, self._reader.record, self._team
         committer = Committer(files, self._folder, plan.tag, plan.save_id)
-        committer.check(overwrite=False)
-        committer.begin()
+        with team.agreeing():
+            if team.rank == 0:
+                committer.check(overwrite=False)
+                committer.begin()
         builder = CheckpointBuilder(plan, committer.temporary, files)
         try:
-            if plan.codec is None:  # nobody knows how small an archive becomes
-                plan.require_room(files, self._folder)
-            # One order for reading and writing, and one shard at a time: see [Note: spans].
-            ranges = [self._range(rank, name) for rank in range(plan.world_size) for name in self._arrays_of(rank)]
-            with ReadAhead(self._reader, ranges) as ahead, Workers(4, "zstore-reshard") as workers:
-                for rank in range(plan.world_size):
-                    names = self._arrays_of(rank)
-                    summaries = [self._write(rank, name, builder, ahead, advance) for name in names]
-                    # Many at once, and not one by one as they are written: drives coalesce concurrent flushes.
-                    written = [committer.temporary / plan.shard_path(name, rank) for name in names]
-                    workers.run([partial(files.sync_file, path) for path in written])
-                    rank_state = self._reader.rank_state(rank) if self._keeps_layout else {}
-                    builder.write_manifest(rank, COMPLETE, summaries, rank_state)
-            committer.commit(builder.finish(record.state, training_world_size=record.training_world_size))
+            with team.agreeing():
+                require_shared(committer.temporary, team)
+                if plan.codec is None and team.rank == 0:  # nobody knows how small an archive becomes
+                    plan.require_room(files, self._folder)
+            with team.agreeing():
+                left = self._write_shards(builder, advance)
+            told = team.all_gather_object([asdict(summary) for summaries in left.values() for summary in summaries])
+            with team.agreeing():
+                self._write_manifests(builder, told)
+            with team.agreeing():
+                if team.rank == 0:
+                    committer.commit(builder.finish(record.state, training_world_size=record.training_world_size))
         except BaseException as error:
-            committer.abort(str(error), alone=True)
+            if team.rank == 0:
+                committer.abort(str(error), alone=True)
             raise
         finally:
             committer.close()
         return committer.target
 
-    def _arrays_of(self, rank: int) -> list[str]:
-        return [name for name, grid in self._plan.grids.items() if grid.shard_valid_numel(rank) > 0]
+    @cached_property
+    def _shards(self) -> list[tuple[int, str]]:
+        """All shards of the new layout, by rank."""
+        grids = self._plan.grids
+        ranks = range(self._plan.world_size)
+        return [(rank, name) for rank in ranks for name, grid in grids.items() if grid.shard_valid_numel(rank) > 0]
+
+    @cached_property
+    def _mine(self) -> range:
+        """Which of them this process writes."""
+        specs, grids = self._plan.specs, self._plan.grids
+        sizes = (grids[name].shard_valid_numel(rank) * specs[name].itemsize for rank, name in self._shards)
+        own = items_of(sizes, self._team.rank, self._team.world_size)
+        return range(own[0], own[-1] + 1) if own else range(0)
+
+    def _write_shards(
+        self, builder: CheckpointBuilder, advance: Callable[[int], None]
+    ) -> dict[int, list[ShardSummary]]:
+        """Write this process's shards, and the manifests of those ranks of which it has all. Return the summaries of the
+        shards of other ranks, by rank."""
+        plan, files = self._plan, self._resources.files
+        by_rank: dict[int, list[str]] = {}
+        for number in self._mine:
+            rank, name = self._shards[number]
+            by_rank.setdefault(rank, []).append(name)
+        counts = Counter(rank for rank, _ in self._shards)
+        left: dict[int, list[ShardSummary]] = {}
+        # One order for reading and writing, and one shard at a time: see [Note: spans].
+        ranges = [self._range(rank, name) for rank, names in by_rank.items() for name in names]
+        with ReadAhead(self._reader, ranges) as ahead, Workers(4, "zstore-reshard") as workers:
+            for rank, names in by_rank.items():
+                summaries = [self._write(rank, name, builder, ahead, advance) for name in names]
+                # Many at once, and not one by one as they are written: drives coalesce concurrent flushes.
+                written = [builder.folder / plan.shard_path(name, rank) for name in names]
+                workers.run([partial(files.sync_file, path) for path in written])
+                if len(names) == counts[rank]:
+                    self._write_manifest(builder, rank, summaries)
+                else:
+                    left[rank] = summaries
+        return left
+
+    def _write_manifests(self, builder: CheckpointBuilder, told: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Write the manifests of ranks whose shards several processes wrote, which the one that has the first of them does;
+        and on rank 0 those of ranks that have none. `told` are the summaries of such shards."""
+        shared: dict[int, list[ShardSummary]] = {}
+        for each in (each for part in told for each in part):
+            summary = ShardSummary(**{**each, "crcs": tuple(each["crcs"])})
+            shared.setdefault(summary.shard, []).append(summary)
+        for number in self._mine:
+            rank = self._shards[number][0]
+            is_first = number == 0 or self._shards[number - 1][0] != rank
+            if is_first and rank in shared:
+                self._write_manifest(builder, rank, shared[rank])
+        if self._team.rank == 0:
+            for rank in sorted({*range(self._plan.world_size)} - {rank for rank, _ in self._shards}):
+                self._write_manifest(builder, rank, [])
+
+    def _write_manifest(self, builder: CheckpointBuilder, rank: int, summaries: Sequence[ShardSummary]) -> None:
+        rank_state = self._reader.rank_state(rank) if self._keeps_layout else {}
+        builder.write_manifest(rank, COMPLETE, summaries, rank_state)
 
     def _range(self, rank: int, name: str) -> Range:
         grid = self._plan.grids[name]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -12,6 +12,9 @@ from ..errors import CorruptionError, StorageError, ZstoreError
 from ..io.archives import open_shard_file
 from ..io.pool import Workers
 from ..io.shards import ShardReader
+from ..ranks.division import items_of, shares_of
+from ..ranks.team import ALONE, Team
+from .folder import plain_sizes
 from .format import parse_json
 from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
 from .reader import CheckpointReader
@@ -40,30 +43,83 @@ class Fault:
 
 
 def verify_checkpoint(
-    reader: CheckpointReader, advance: Advance | None = None, *, num_threads: int | None = None
+    reader: CheckpointReader, advance: Advance | None = None, *, num_threads: int | None = None, team: Team = ALONE
 ) -> list[Fault]:
     """Check everything in parallel and return the faults, sorted by file; an empty list means a whole checkpoint.
 
-    Memory stays within the reader's pool. Files at the top of the tag's folder that the format does not know are the
-    user's and no fault.
+    The ranks of `team` check a part each, about the same bytes, and all return all faults (all ranks). Memory stays within
+    the reader's pool. Files at the top of the tag's folder that the format does not know are the user's and no fault.
     """
-    faults = _check_metadata(reader)
-    crcs = _read_manifests(reader, faults)
-    sizes = _sizes(reader)
-    tasks: list[Callable[[], list[Fault]]] = []
-    for name, array in reader.arrays.items():
-        for shard in range(array.grid.num_shards):
-            check = _ShardCheck(reader, array, shard, sizes)
-            tasks.append(partial(check.run, crcs.pop((name, shard), None), advance))
-    faults += [
-        Fault(file=manifest_file(shard), problem=f"names shard {shard}, which the array does not have", array=name)
-        for name, shard in crcs
+    with team.agreeing():
+        faults = _Check(reader, team).run(advance, num_threads or max(4, reader.num_readers))
+    told = team.all_gather_object([asdict(fault) for fault in faults])
+    # What concerns a whole file is seen by each rank that has a part of it.
+    found = dict.fromkeys(Fault(**fault) for part in told for fault in part)
+    return sorted(found, key=lambda fault: (fault.file, fault.offset or 0))
+
+
+class _Check:
+    """What one rank of a team checks: its share of the chunks and of the manifests, and on rank 0 what there is once.
+
+    The shards lie in the order of the ranks that saved them, so that a process needs few of the manifests.
+    """
+
+    def __init__(self, reader: CheckpointReader, team: Team) -> None:
+        self._reader = reader
+        self._team = team
+        self._shares = shares_of_shards(reader.arrays, team.rank, team.world_size)
+        self._manifests = items_of([1] * reader.record.world_size, team.rank, team.world_size)
+
+    def run(self, advance: Advance | None, num_threads: int) -> list[Fault]:
+        """Return the faults of this rank's part."""
+        reader, faults = self._reader, list[Fault]()
+        if self._team.rank == 0:
+            faults += _check_metadata(reader)
+        ranks = {shard for _, shard, _, _ in self._shares if shard < reader.record.world_size}
+        crcs = _read_manifests(reader, {*self._manifests, *ranks}, faults)
+        sizes = self._sizes()
+        tasks: list[Callable[[], list[Fault]]] = []
+        for name, shard, first, stop in self._shares:
+            check = _ShardCheck(reader, reader.arrays[name], shard, sizes)
+            tasks.append(partial(check.run, (first, stop), crcs.get((name, shard)), advance))
+        faults += [
+            Fault(file=manifest_file(shard), problem=f"names shard {shard}, which the array does not have", array=name)
+            for name, shard in crcs
+            if name not in reader.arrays or shard >= reader.arrays[name].grid.num_shards
+        ]
+        with Workers(num_threads, "zstore-verify") as workers:
+            for found in workers.run(tasks):
+                faults += found
+        if self._team.rank == 0:
+            faults += _find_extra_files(reader, sizes)
+        return faults
+
+    def _sizes(self) -> dict[str, int | None]:
+        """Return the bytes of the files (see `Folder.sizes`): of all on rank 0, which looks for those too many, and behind a
+        URL, where a listing is one request."""
+        if self._team.rank == 0 or not self._reader.folder.is_local:
+            return _sizes(self._reader)
+        files = {self._reader.arrays[name].shard_file(shard) for name, shard, _, _ in self._shares}
+        return plain_sizes(self._reader.path, files)
+
+
+def shares_of_shards(arrays: Mapping[str, StoredArray], rank: int, world_size: int) -> list[tuple[str, int, int, int]]:
+    """Return what one of several ranks checks, about the same bytes each: array, shard, and chunks `[first, stop)` of it."""
+    num_shards = {name: array.grid.num_shards for name, array in arrays.items()}
+    shards = [
+        (name, shard)
+        for shard in range(max(num_shards.values(), default=0))
+        for name, count in num_shards.items()
+        if shard < count
     ]
-    with Workers(num_threads or max(4, reader.num_readers), "zstore-verify") as workers:
-        for found in workers.run(tasks):
-            faults += found
-    faults += _find_extra_files(reader, sizes)
-    return sorted(faults, key=lambda fault: (fault.file, fault.offset or 0))
+    shares = shares_of([_chunks(arrays[name], shard) for name, shard in shards], rank, world_size)
+    return [(*shards[share.item], share.first, share.stop) for share in shares]
+
+
+def _chunks(array: StoredArray, shard: int) -> tuple[int, int]:
+    """Return how many chunks a shard has, and about how many bytes each takes in the file."""
+    num_chunks = max(1, array.grid.present_chunks(shard))
+    return num_chunks, -(-array.shard_file_bytes(shard) // num_chunks)
 
 
 def _check_metadata(reader: CheckpointReader) -> list[Fault]:
@@ -93,9 +149,9 @@ def _sizes(reader: CheckpointReader) -> dict[str, int | None]:
     return sizes
 
 
-def _read_manifests(reader: CheckpointReader, faults: list[Fault]) -> _Crcs:
+def _read_manifests(reader: CheckpointReader, ranks: Collection[int], faults: list[Fault]) -> _Crcs:
     crcs: _Crcs = {}
-    for rank in range(reader.record.world_size):
+    for rank in sorted(ranks):
         try:
             crcs.update({(entry.array, entry.shard): entry.crcs for entry in reader.manifest(rank).shards})
         except (OSError, ZstoreError) as error:
@@ -116,14 +172,17 @@ class _ShardCheck:
         self._path = reader.folder.location_of(self._file)
         self._sizes = sizes
 
-    def run(self, expected: Sequence[int] | None, advance: Advance | None) -> list[Fault]:
-        """Return the file's faults; `expected` are the manifest's checksums, None where it names no such shard."""
+    def run(self, chunks: tuple[int, int], expected: Sequence[int] | None, advance: Advance | None) -> list[Fault]:
+        """Return the faults of the file and of chunks `[first, stop)` of it; `expected` are the manifest's checksums, None
+        where it names no such shard."""
         file_bytes = self._array.shard_file_bytes(self._shard)
         faults = self._check_size(file_bytes)
         if not faults:
-            faults = self._check_chunks(expected)
+            faults = self._check_chunks(chunks, expected)
         if advance is not None:
-            advance(file_bytes)
+            first, stop = chunks
+            num_chunks = max(1, self._array.grid.present_chunks(self._shard))
+            advance(file_bytes * stop // num_chunks - file_bytes * first // num_chunks)
         return faults
 
     def _fault(self, problem: str, offset: int | None = None) -> Fault:
@@ -140,7 +199,7 @@ class _ShardCheck:
         problem = f"has {found} bytes, expected {file_bytes}"
         return [self._fault(problem, min(found, file_bytes))]
 
-    def _check_chunks(self, expected: Sequence[int] | None) -> list[Fault]:
+    def _check_chunks(self, chunks: tuple[int, int], expected: Sequence[int] | None) -> list[Fault]:
         try:
             shard = open_shard_file(self._resources, self._path, self._array.cut, self._shard, check=False)
             shard.check_index()
@@ -148,24 +207,25 @@ class _ShardCheck:
             return [self._fault(str(error), 0)]
         except StorageError as error:
             return [self._fault(str(error), error.offset)]
+        first, stop = chunks[0], min(chunks[1], shard.layout.num_present)
         try:
-            crcs = shard.verify()
+            crcs = shard.verify(first, stop)
         except (CorruptionError, StorageError):
-            return self._find_bad_chunks(shard)
-        if expected is None or len(expected) != len(crcs):
+            return self._find_bad_chunks(shard, range(first, stop))
+        if expected is None or len(expected) != shard.layout.num_present:
             return [self._fault(f"{manifest_file(self._shard)} has no checksums for it")]
         return [
             self._fault(f"chunk {chunk} is whole, but not the one that the manifest names", shard.place(chunk)[0])
-            for chunk, (found, wanted) in enumerate(zip(crcs, expected, strict=True))
+            for chunk, (found, wanted) in enumerate(zip(crcs, expected[first:stop], strict=True), start=first)
             if found != wanted
         ]
 
-    def _find_bad_chunks(self, shard: ShardReader) -> list[Fault]:
+    def _find_bad_chunks(self, shard: ShardReader, chunks: range) -> list[Fault]:
         """Read a file that is known to be bad chunk by chunk, to name each."""
         faults: list[Fault] = []
         grid = self._array.grid
         base = self._shard * grid.shard_numel
-        for chunk in range(shard.layout.num_present):
+        for chunk in chunks:
             offset, nbytes = shard.place(chunk)
             # One element is enough: the chunk around it is read and checked.
             first = base + chunk * grid.chunk_numel

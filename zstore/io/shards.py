@@ -348,9 +348,10 @@ class ShardReader:
         if first < stop:
             self._scan((first - base) // numel, -(-(stop - base) // numel), take, priority)
 
-    def verify(self) -> list[int]:
-        """Check every chunk and return their crc32c."""
-        return self._scan(0, self.layout.num_present, None, Priority.READ)
+    def verify(self, first_chunk: int = 0, stop_chunk: int | None = None) -> list[int]:
+        """Check chunks `[first_chunk, stop_chunk)`, by default all, and return their crc32c."""
+        stop = self.layout.num_present if stop_chunk is None else stop_chunk
+        return self._scan(first_chunk, stop, None, Priority.READ)
 
     def _scan(
         self, first_chunk: int, stop_chunk: int, take: Callable[[int, Bytes], None] | None, priority: Priority

@@ -12,9 +12,11 @@ start    one process begins or resumes: `version` (1), `run`, `step`, `total_ste
 plan     once after a start: `host_budget_bytes`, `device_bytes`, `parts` (list of `tier`, `kind`, `planned_bytes`,
          `measured_bytes`), `arrays` (list of [name, tier, kind, bytes], on rank 0)
 step     `step`, `loss`, `lr`, `grad_norm`, `samples` and `tokens` (of this step, over all ranks), `skipped`, `step_s` (from the
-         end of the step before), `forward_s`, `backward_s`, `optimizer_s`; and every two seconds at most, counted from the
-         step that had them before: `links` (by name: `bytes`, `busy_s`, `stall_s` by cause), `links_s`, `links_steps` (the
-         seconds and steps that they are of); `memory` (bytes of `device`, `host`, `disk`, `buffers`, `process`, `cuda`)
+         end of the step before), `forward_s`, `backward_s`, `optimizer_s`, `mfu` (0 to 1); and every two seconds at most,
+         counted from the step that had them before: `links` (by name: `bytes`, `busy_s`, `stall_s` by cause), `links_s`,
+         `links_steps` (the seconds and steps that they are of); `memory` (bytes of `device`, `host`, `disk`, `buffers`,
+         `process`, `cuda`); where `mfu` is from, at the first step and when it changes: `flops` (`step_flops`, operations of
+         a step over all ranks, `source`, `peak_flops`, operations a second of rank 0's device, `peak_source`)
 save     `step`, `tag`, `location`, `state` (begun, committed, uploaded, failed), `stall_s`, `elapsed_s`, `linked_bytes`,
          `written_bytes`, `uploaded_bytes`, `problem`
 load     `step`, `tag`, `location`, `elapsed_s`, `read_bytes`

@@ -34,9 +34,9 @@ def steps(records: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
     """Return the steps as columns of one length; None where a step has no number for a column.
 
     `step`, `at`, `loss`, `lr`, `grad_norm`, `samples`, `tokens`, `step_s`, `forward_s`, `backward_s`, `optimizer_s` are the
-    journal's, and `tokens_per_s` is of the step. Where the journal has links and memory, there are `memory/<tier>` in bytes,
-    `rate/<link>` in bytes per second, `stall/<cause>` and `stall_s`, their sum, in seconds of a step: rates and stalls are
-    means over the steps since it had them before.
+    journal's, and `tokens_per_s` is of the step; `mfu` is there where some step has it. Where the journal has links and
+    memory, there are `memory/<tier>` in bytes, `rate/<link>` in bytes per second, `stall/<cause>` and `stall_s`, their sum,
+    in seconds of a step: rates and stalls are means over the steps since it had them before.
     """
     rows = last_steps(records)
     columns: dict[str, Column] = {name: [_number(row.get(name)) for row in rows] for name in _NUMBERS}
@@ -65,11 +65,14 @@ def number(value: Any) -> float:
 
 
 def measured(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return memory, rates and stalls of a step's record, by the names of their columns: NaN where a value is no number.
+    """Return utilisation, memory, rates and stalls of a step's record, by the names of their columns: NaN where a value is no
+    number.
 
     Rates that are not known are left out, and so is all that the record does not have.
     """
     found = {f"memory/{tier}": number(nbytes) for tier, nbytes in _mapping(record.get("memory")).items()}
+    if not math.isnan(mfu := number(record.get("mfu"))):
+        found["mfu"] = mfu
     if not isinstance(record.get("links"), dict):
         return found
     passed_s, count = number(record.get("links_s")), number(record.get("links_steps"))

@@ -6,21 +6,25 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoint.lookahead import Range, ReadAhead, Span, use_spans
+from ..checkpoint.lookahead import Range, ReadAhead, Span, cut_spans, use_spans
 from ..checkpoint.source import ArraySource, StoredArray
 from ..format.arrays import numpy_dtype
+from ..ranks.division import items_of
+from ..ranks.team import ALONE, Team
 from ..weights.layout import natural_key
 
 Array = npt.NDArray[Any]
 Status = Literal["same", "values", "added", "removed", "shape", "dtype"]
 
 _TILE_NUMEL = 64 * 1024
+_PIECE_BYTES = 8 * 1024 * 1024
+"""What is read by one rank of several, about."""
 
 
 @dataclass
@@ -59,10 +63,9 @@ class Comparison:
     def add_values(self, parts: Sequence[Difference], numel: int) -> None:
         """Add how the parts that were read of the array's `numel` elements differ."""
         self.numel = numel
-        self.changed = sum(part.changed for part in parts)
-        self.nonfinite = sum(part.nonfinite for part in parts)
-        self.max_abs = max(part.max_abs for part in parts)
-        self.rms = math.sqrt(sum(part.squares for part in parts) / numel)
+        whole = _sum_of(parts)
+        self.changed, self.nonfinite, self.max_abs = whole.changed, whole.nonfinite, whole.max_abs
+        self.rms = math.sqrt(whole.squares / numel)
         if self.status == "same" and self.changed:
             self.status = "values"
 
@@ -156,15 +159,22 @@ def _compare_chunks(
 
 
 def compare_values(
-    before: ArraySource, after: ArraySource, plan: ComparisonPlan, advance: Callable[[int], None]
+    before: ArraySource,
+    after: ArraySource,
+    plan: ComparisonPlan,
+    advance: Callable[[int], None],
+    *,
+    team: Team = ALONE,
 ) -> None:
     """Read what was planned, from both at once, and complete the comparisons; memory is that of the sources' pools.
 
-    `advance` is told, from several threads, how many bytes were read.
+    `advance` is told, from several threads, how many bytes were read. The ranks of `team` read a part each, about the same
+    bytes, and all have the whole outcome (all ranks).
     """
     lock = threading.Lock()
     found: dict[str, list[Difference]] = defaultdict(list)
-    with ReadAhead(after, plan.ranges) as other:
+    ranges = _share_of(plan.ranges, after, team)
+    with team.agreeing(), ReadAhead(after, ranges) as other:
 
         def use(span: Span) -> None:
             old = span.data.view(numpy_dtype(before.array(span.name).spec.dtype))
@@ -179,9 +189,34 @@ def compare_values(
             with lock:
                 found[span.name] += parts
 
-        use_spans(before, plan.ranges, use, "zstore-diff")
-    for name, parts in found.items():
+        use_spans(before, ranges, use, "zstore-diff")
+    everyone: dict[str, list[Difference]] = defaultdict(list)
+    mine = [[name, *astuple(_sum_of(parts))] for name, parts in found.items()]
+    for name, *difference in (each for told in team.all_gather_object(mine) for each in told):
+        everyone[name].append(Difference(*difference))
+    for name, parts in everyone.items():
         plan.comparisons[name].add_values(parts, before.array(name).spec.numel)
+
+
+def _share_of(ranges: Sequence[Range], source: ArraySource, team: Team) -> list[Range]:
+    """Return what this rank reads of the ranges, cut where the source's chunks end."""
+    if team.world_size == 1:
+        return list(ranges)
+    pieces: list[Range] = []
+    for name, first, stop in ranges:
+        array = source.array(name)
+        pieces += [(name, span.first, span.stop) for span in cut_spans(array, first, stop, _PIECE_BYTES)]
+    sizes = [(stop - first) * source.array(name).spec.itemsize for name, first, stop in pieces]
+    return [pieces[number] for number in items_of(sizes, team.rank, team.world_size)]
+
+
+def _sum_of(parts: Sequence[Difference]) -> Difference:
+    return Difference(
+        sum(part.changed for part in parts),
+        sum(part.nonfinite for part in parts),
+        max(part.max_abs for part in parts),
+        sum(part.squares for part in parts),
+    )
 
 
 def difference_of(old: Array, new: Array) -> Difference:

@@ -101,6 +101,11 @@ class Watch:
             "last checkpoint"
         )
 
+    def require_others(self) -> None:
+        """Raise RankError where the run is broken, any number of times."""
+        if self._broken is not None:
+            raise RankError(str(self._broken), {})
+
     def escaped(self, error: BaseException, *, final: bool = False) -> None:
         """Tell the others of an error that ends a call on this rank, and return once it is clear what follows.
 

@@ -37,6 +37,8 @@ from .watch import Watch, store_port
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+    from .comms_log import CommsLog
+
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "transfer", "control"]
 """What bytes were sent for; "control" is agreement between ranks (counts, flags, errors), not tensors."""
 
@@ -128,6 +130,8 @@ class World:
     """What rank 0 asks all ranks for; it travels with `raise_together` where it is not empty."""
     heard: str = ""
     """What rank 0 asked when something last travelled: the same on all ranks after the same call."""
+    log: CommsLog | None = None
+    """Times each collective, where somebody wants to know; a second world shares it."""
     when_broken: list[Callable[[], None]] = field(default_factory=list)
     """What else is to be given up where the run is broken; called from the watch's thread."""
     near_ranks: int | None = None
@@ -298,7 +302,7 @@ class World:
         everyone = torch.empty(self.world_size * longest, dtype=torch.uint8, device=self.device)
         self.all_gather(everyone, mine, kind="control")
         rows = everyone.cpu().view(self.world_size, longest)
-        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes.tolist(), strict=True)]
+        return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Return rank `source`'s `value` (JSON data) on every rank."""
@@ -350,8 +354,7 @@ class World:
             # Where the backend's collectives want it; a model may be built on the host, and NCCL sends the device's alone.
             whole = tensor.to(self.device).contiguous()
             sent_bytes = (self.world_size - 1) * whole.nbytes if self.rank == source else 0
-            self._count_reach("broadcast", sent_bytes)
-            with self.links.moving("broadcast", sent_bytes), self._within("broadcast"):
+            with self._moving("broadcast", "broadcast", sent_bytes, whole.nbytes), self._within("broadcast"):
                 torch_dist.broadcast(whole.view(-1).view(torch.uint8), self.global_rank(source), group=self.group)
             if whole is not tensor:
                 tensor.copy_(whole)
@@ -362,8 +365,9 @@ class World:
             return
         flat = tensor.view(-1).view(torch.uint8)
         sent_bytes = tensor.nbytes if self.rank == source else 0
-        self._count_reach("transfer", sent_bytes, target)
-        with self.links.moving("transfer", sent_bytes), self._within("transfer", enters=False):
+        operation = "send" if self.rank == source else "recv"
+        moving = self._moving("transfer", operation, sent_bytes, tensor.nbytes, target)
+        with moving, self._within("transfer", enters=False):
             if self.rank == source:
                 torch_dist.send(flat, self.global_rank(target), group=self.group)
             else:
@@ -376,8 +380,8 @@ class World:
             out.copy_(mine)
             return
         if mine.numel():
-            self._count_reach(kind, (self.world_size - 1) * mine.nbytes)
-            with self.links.moving(kind, (self.world_size - 1) * mine.nbytes), self._within(kind):
+            sent_bytes = (self.world_size - 1) * mine.nbytes
+            with self._moving(kind, "all_gather", sent_bytes, out.nbytes), self._within(kind):
                 _all_gather_single(out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
 
     def start_all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> Work:
@@ -390,14 +394,27 @@ class World:
         gather = partial(
             _all_gather_single, out.view(torch.uint8), mine.view(torch.uint8), group=self.group, async_op=True
         )
-        return self._start(kind, (self.world_size - 1) * mine.nbytes, gather)
+        return self._start(kind, "all_gather", (self.world_size - 1) * mine.nbytes, out.nbytes, gather)
 
-    def _start(self, kind: Kind, sent_bytes: int, collective: Callable[[], Work]) -> Work:
+    def _moving(
+        self, kind: Kind, operation: str, sent_bytes: int, nbytes: int, target: int | None = None
+    ) -> AbstractContextManager[None]:
+        """Count a `with` block as a collective of `nbytes`, whose whole time the caller waits; one that sends to `target`
+        alone where it is given."""
+        self._count_reach(kind, sent_bytes, target)
+        moving = self.links.moving(kind, sent_bytes)
+        return moving if self.log is None else self.log.timing(moving, operation, kind, nbytes)
+
+    def _start(self, kind: Kind, operation: str, sent_bytes: int, nbytes: int, collective: Callable[[], Work]) -> Work:
         self._count_reach(kind, sent_bytes)
-        self.links.begin(kind, sent_bytes)
-        with self._within(kind):
-            work = collective()
-        return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
+
+        def begin() -> Work:
+            self.links.begin(kind, sent_bytes)
+            with self._within(kind):
+                work = collective()
+            return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
+
+        return begin() if self.log is None else self.log.watch(begin, operation, kind, nbytes)
 
     def all_to_all(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
         """Send row r of `send` [world, n] to rank r, whose row this rank finds in row r of `out`. Returns at once.
@@ -408,7 +425,8 @@ class World:
             return Done()
         flat_out, flat_send = out.view(-1).view(torch.uint8), send.view(-1).view(torch.uint8)
         exchange = partial(torch_dist.all_to_all_single, flat_out, flat_send, group=self.group, async_op=True)
-        return self._start(kind, send.nbytes * (self.world_size - 1) // self.world_size, exchange)
+        sent_bytes = send.nbytes * (self.world_size - 1) // self.world_size
+        return self._start(kind, "all_to_all", sent_bytes, send.nbytes, exchange)
 
     def reduce_scatter_mean(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
         """Fill `out` [n] with the mean over ranks of this rank's row of `send` [world, n], by the backend's own
@@ -418,7 +436,8 @@ class World:
         reduce = partial(
             _reduce_scatter_single, out, send.view(-1), op=torch_dist.ReduceOp.AVG, group=self.group, async_op=True
         )
-        return self._start(kind, send.nbytes * (self.world_size - 1) // self.world_size, reduce)
+        sent_bytes = send.nbytes * (self.world_size - 1) // self.world_size
+        return self._start(kind, "reduce_scatter", sent_bytes, send.nbytes, reduce)
 
 
 def _backend(cuda: bool) -> str:

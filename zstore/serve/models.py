@@ -167,7 +167,8 @@ class Steps(_Model):
 
     columns: dict[str, list[float | None]]
     """step, at, loss, loss_min, loss_max, lr, grad_norm, tokens_per_s, step_s, forward_s, backward_s, optimizer_s, stall_s,
-    and with a `/`: memory/<device|host|disk|buffers|process|cuda>, rate/<link> (bytes per second), stall/<cause>."""
+    mfu where it is known, and with a `/`: memory/<device|host|disk|buffers|process|cuda>, rate/<link> (bytes per second),
+    stall/<cause>."""
     last_step: int | None
 
 

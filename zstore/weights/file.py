@@ -25,24 +25,35 @@ class _Block:
     missing_bytes: int
 
 
+def make_file(files: Files, path: Path, nbytes: int) -> None:
+    """Make the file that several `BlockFile` fill a part of."""
+    with files.opened(path, write=True, create=True) as file:
+        files.allocate(file, round_up(nbytes, PAGE_BYTES))
+
+
 class BlockFile:
     """The new file `path` of `nbytes`. Every byte is filled once; a block is written when it is complete.
 
-    What is filled roughly in order needs memory for a few blocks only. Complete and durable once `finish` returned.
+    What is filled roughly in order needs memory for a few blocks only. Complete and durable once `finish` returned. With
+    `part`, bytes `[start, stop)` in whole blocks, the file was made before by `make_file`, and this fills only those.
     """
 
-    def __init__(self, files: Files, path: Path, nbytes: int, slabs: Slabs) -> None:
+    def __init__(
+        self, files: Files, path: Path, nbytes: int, slabs: Slabs, part: tuple[int, int] | None = None
+    ) -> None:
         self.path = path
         self.nbytes = nbytes
         self._files = files
         self._slabs = slabs
         self._blocks: dict[int, _Block] = {}
         self._lock = threading.Lock()
-        self._missing_bytes = nbytes
+        start, self._stop = part or (0, nbytes)
+        self._missing_bytes = self._stop - start
         self._cleanup = contextlib.ExitStack()
-        self._file: OpenFile = self._cleanup.enter_context(files.opened(path, write=True, create=True))
+        self._file: OpenFile = self._cleanup.enter_context(files.opened(path, write=True, create=part is None))
         try:
-            files.allocate(self._file, round_up(nbytes, PAGE_BYTES))
+            if part is None:
+                files.allocate(self._file, round_up(nbytes, PAGE_BYTES))
         except BaseException:
             self._cleanup.close()
             raise
@@ -89,9 +100,10 @@ class BlockFile:
         self._slabs.release(block.slab)
 
     def finish(self) -> None:
-        """Cut the last block's padding off, make the file durable and close it."""
+        """Cut the last block's padding off, make what was filled durable and close the file."""
         with self._cleanup:
-            os.truncate(self.path, self.nbytes)
+            if self._stop == self.nbytes:
+                os.truncate(self.path, self.nbytes)
             self._files.sync_data(self._file)
 
     def close(self) -> None:

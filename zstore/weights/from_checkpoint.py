@@ -9,20 +9,23 @@ ahead and a few blocks, whatever the model's size.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ..checkpoint.lookahead import Span, cut_spans, use_spans
+from ..checkpoint.lookahead import Range, Span, cut_spans, use_spans
 from ..checkpoint.moments import scales_of, whole_moment
 from ..checkpoint.source import ArraySource
 from ..checkpoint.split import complete_master, rest_of_master
 from ..errors import CheckpointMismatchError
 from ..format.arrays import FLOATING, Array, empty_array, numpy_dtype
+from ..ranks.team import ALONE, Team
 from .cast import Overflow, cast_into
-from .layout import FileLayout, Weight
-from .writer import Lost, WeightsWriter
+from .file import BLOCK_BYTES
+from .layout import FileLayout, FilePart, Weight, parts_of
+from .writer import Lost, WeightsWriter, make_files
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 """Name of a precision -> Zarr's name of its data type."""
@@ -59,10 +62,19 @@ def list_weights(reader: ArraySource, dtype: str | None) -> list[Weight]:
     return list(weights.values())
 
 
-def put_weights(reader: ArraySource, weights: Sequence[Weight], put: Put, advance: Advance | None = None) -> None:
-    """Read `weights` whole and hand their values to `put`, every element once. See [Note: the pipeline]."""
+def put_weights(
+    reader: ArraySource,
+    weights: Sequence[Weight],
+    put: Put,
+    advance: Advance | None = None,
+    *,
+    ranges: Sequence[Range] | None = None,
+) -> None:
+    """Read `weights` whole, or `ranges` of their arrays, and hand their values to `put`, every element once. See [Note: the
+    pipeline]."""
     dtypes = {weight.array: weight.dtype for weight in weights}
-    ranges = [(weight.array, 0, weight.numel) for weight in weights if weight.numel > 0]
+    if ranges is None:
+        ranges = [(weight.array, 0, weight.numel) for weight in weights if weight.numel > 0]
 
     def use(span: Span) -> None:
         stored = span.data.view(numpy_dtype(reader.arrays[span.name].spec.dtype))
@@ -150,14 +162,42 @@ def read_weights(
 
 
 def write_weights(
-    reader: ArraySource, layouts: Sequence[FileLayout], folder: Path, *, overflow: Overflow, advance: Advance
+    reader: ArraySource,
+    layouts: Sequence[FileLayout],
+    folder: Path,
+    *,
+    overflow: Overflow,
+    advance: Advance,
+    team: Team = ALONE,
 ) -> list[Lost]:
     """Write `layouts` into `folder`, durably; return what could not be held, with "error" also where nothing was kept.
 
-    See [Note: the pipeline].
+    See [Note: the pipeline]. The ranks of `team` write a part of the bytes each (all ranks).
     """
     weights = [weight for layout in layouts for weight in layout.weights]
-    with WeightsWriter(reader.resources.files, layouts, folder, overflow=overflow) as writer:
-        put_weights(reader, weights, writer.put, advance)
-        writer.finish()
-        return writer.lost()
+    files = reader.resources.files
+    parts: list[FilePart] | None = None
+    if team.world_size > 1:
+        with team.agreeing():
+            if team.rank == 0:
+                make_files(files, layouts, folder)
+        parts = parts_of(layouts, BLOCK_BYTES, team.rank, team.world_size)
+    with team.agreeing():
+        writer = WeightsWriter(files, layouts, folder, overflow=overflow, parts=parts)
+    with writer:
+        with team.agreeing():
+            ranges = None if parts is None else [found for part in parts for found in part.ranges()]
+            put_weights(reader, weights, writer.put, advance, ranges=ranges)
+        lost = _together(team.all_gather_object([[each.name, each.count] for each in writer.lost()]))
+        if not lost or overflow != "error":
+            with team.agreeing():
+                writer.finish()
+        return lost
+
+
+def _together(told: Sequence[Sequence[tuple[str, int]]]) -> list[Lost]:
+    """Return what the parts lost of each weight, added up."""
+    counts: Counter[str] = Counter()
+    for part in told:
+        counts.update(dict(part))
+    return [Lost(name=name, count=count) for name, count in sorted(counts.items())]

@@ -19,8 +19,8 @@ from ..format.arrays import numpy_dtype
 from ..io.buffers import Slabs
 from ..io.files import Files
 from .cast import Overflow, cast_into
-from .file import BLOCK_BYTES, BlockFile
-from .layout import FileLayout, index_document, index_file
+from .file import BLOCK_BYTES, BlockFile, make_file
+from .layout import FileLayout, FilePart, index_document, index_file
 
 _MOST_NAMED = 20
 
@@ -37,12 +37,24 @@ class WeightsWriter(Closing):
     """Writes the files `layouts` into `folder`; usable from several threads. Close it, or use it in a `with` block.
 
     Every element of every weight is put once, roughly in the order of the layouts; then `finish`. Raises DiskFullError
-    where the folder's file system lacks room.
+    where the folder's file system lacks room. Of several processes each has the `parts` of files that `make_files` made, and
+    puts the elements that lie there.
     """
 
-    def __init__(self, files: Files, layouts: Sequence[FileLayout], folder: Path, *, overflow: Overflow) -> None:
-        needed = sum(layout.file_bytes for layout in layouts)
-        files.require_room(folder, needed, f"the weights need {needed} bytes")
+    def __init__(
+        self,
+        files: Files,
+        layouts: Sequence[FileLayout],
+        folder: Path,
+        *,
+        overflow: Overflow,
+        parts: Sequence[FilePart] | None = None,
+    ) -> None:
+        if parts is None:
+            _require_room(files, layouts, folder)
+        self._are_made = parts is not None
+        whole = [FilePart(layout=layout, start=0, stop=layout.file_bytes) for layout in layouts]
+        self._parts = {part.layout.name: part for part in (whole if parts is None else parts)}
         self._files = files
         self._layouts = layouts
         self._folder = folder
@@ -96,35 +108,54 @@ class WeightsWriter(Closing):
     def _file(self, layout: FileLayout) -> BlockFile:
         with self._lock:
             if layout.name not in self._open:
-                file = BlockFile(self._files, self._folder / layout.name, layout.file_bytes, self._slabs)
+                part = self._parts[layout.name]
+                bounds = (part.start, part.stop) if self._are_made else None
+                file = BlockFile(self._files, self._folder / layout.name, layout.file_bytes, self._slabs, bounds)
                 self._open[layout.name] = file
-                header = np.frombuffer(layout.header, np.uint8)
-                file.fill(0, header.size, lambda start, view: np.copyto(view, header[start : start + view.size]))
+                header = np.frombuffer(layout.header, np.uint8)[part.start : part.stop]
+                file.fill(
+                    part.start, header.size, lambda start, view: np.copyto(view, header[start : start + view.size])
+                )
             return self._open[layout.name]
 
     def finish(self) -> list[str]:
         """Make all files durable, with an index where there are several; return their names, the index last.
 
-        Does nothing and returns no name where values could not be held and overflow is "error".
+        Of several processes each does so for its parts, and the one that has the first writes the index. Does nothing and
+        returns no name where values could not be held and overflow is "error".
         """
         if self._is_refused:
             return []
-        for layout in self._layouts:
-            file = self._file(layout)
+        for part in self._parts.values():
+            file = self._file(part.layout)
             if not file.is_filled:
                 raise CheckpointError(f"{file.path} was not filled; this is a bug")
             file.finish()
         names = [layout.name for layout in self._layouts]
         if len(names) > 1:
             names.append(index_file(self._layouts))
-            document = json.dumps(index_document(self._layouts), indent=2).encode()
-            self._files.write_small(self._folder / names[-1], document)
+            first = self._parts.get(names[0])
+            if first is not None and first.start == 0:
+                document = json.dumps(index_document(self._layouts), indent=2).encode()
+                self._files.write_small(self._folder / names[-1], document)
         return names
 
     def close(self) -> None:
         """Close the files as they are; a second call does nothing."""
         for file in self._open.values():
             file.close()
+
+
+def make_files(files: Files, layouts: Sequence[FileLayout], folder: Path) -> None:
+    """Make the files that several processes fill. Raises DiskFullError where the folder's file system lacks room."""
+    _require_room(files, layouts, folder)
+    for layout in layouts:
+        make_file(files, folder / layout.name, layout.file_bytes)
+
+
+def _require_room(files: Files, layouts: Sequence[FileLayout], folder: Path) -> None:
+    needed = sum(layout.file_bytes for layout in layouts)
+    files.require_room(folder, needed, f"the weights need {needed} bytes")
 
 
 def lost_text(lost: Sequence[Lost], dtype: str, advice: str) -> str:

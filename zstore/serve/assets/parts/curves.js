@@ -2,7 +2,7 @@
 
 import { LineChart, chartGroup } from "../charts.js";
 import { h, replace } from "../dom.js";
-import { bytes, duration, number, rate, short } from "../format.js";
+import { bytes, duration, number, percent, rate, short } from "../format.js";
 
 const TIERS = ["device", "host", "disk", "buffers", "process", "cuda"];
 const NEAR = 4;
@@ -15,6 +15,7 @@ const axisTime = (value) => (value === 0 ? "0" : duration(value));
 const CHARTS = [
   { name: "loss", title: "Loss", log: true, series: loss },
   { name: "tokens", title: "Tokens per second", axis: short, format: (value) => number(value), zero: true, series: one("tokens/s", "tokens_per_s") },
+  { name: "mfu", title: "Model FLOPs utilisation", axis: percent, format: percent, zero: true, series: one("MFU", "mfu") },
   { name: "time", title: "Step time by phase", axis: axisTime, format: duration, zero: true, stacked: true, series: phases },
   { name: "rates", title: "Rate of each link", axis: axisBytes, format: rate, zero: true, series: prefixed("rate/") },
   { name: "stalls", title: "Stalls by cause", note: "per step", axis: axisTime, format: duration, zero: true, stacked: true, series: prefixed("stall/") },

@@ -1,0 +1,118 @@
+"""Floating-point operations of what torch runs, by torch's own formulas.
+
+[Note: what counts]
+Matrix products, convolutions and attention, as in `torch.utils.flop_counter`, whose formulas these are: a multiplication and
+an addition are two operations. What torch leaves out there, attention on the CPU, has the same formula here. Element-wise
+work and norms count nothing, and neither does the update.
+
+Operations are told apart by what autograd does when they run. Without a backward under way they belong to the forward. In
+one, whoever computes with gradients switched on repeats a forward (activation checkpointing); all else is the backward.
+
+A function that torch.compile made runs as it would without the count. Of it are seen the products that it leaves to
+libraries, not those within kernels of its own: what is compiled is counted too low.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operations:
+    """Floating-point operations of a part of training. See [Note: what counts]."""
+
+    forward: int = 0
+    backward: int = 0
+    recomputed: int = 0
+    """Of forwards that the backward repeats."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.forward + self.backward + self.recomputed
+
+    def __add__(self, other: Operations) -> Operations:
+        return Operations(
+            forward=self.forward + other.forward,
+            backward=self.backward + other.backward,
+            recomputed=self.recomputed + other.recomputed,
+        )
+
+
+Formula = Callable[..., int]
+
+
+@cache
+def _formulas() -> Mapping[Any, Formula]:
+    aten = torch.ops.aten
+    own: dict[Any, Formula] = {}
+    # Missing in some versions of torch.
+    if hasattr(aten, "_scaled_dot_product_flash_attention_for_cpu"):
+        own[aten._scaled_dot_product_flash_attention_for_cpu] = _attention
+        own[aten._scaled_dot_product_flash_attention_for_cpu_backward] = _attention_backward
+    return {**own, **flop_registry}
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> int:
+    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
+CAN_LEAVE_COMPILED = hasattr(TorchDispatchMode, "ignore_compile_internals")
+"""Whether this torch runs compiled functions as ever beneath a count; else it would run them uncompiled."""
+
+
+class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts within its `with` blocks; it may be entered again and again. It changes nothing of what runs.
+
+    `note` is called with each number, "forward", "backward" or "recomputed" before it.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, note: Callable[[str, int], None] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._formulas = _formulas()
+        self._counts = {"forward": 0, "backward": 0, "recomputed": 0}
+        self._note = note
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return that what is compiled stays so."""
+        return True
+
+    @property
+    def counted(self) -> Operations:
+        """What was counted so far."""
+        return Operations(**self._counts)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        formula = self._formulas.get(getattr(func, "_overloadpacket", func))
+        if formula is not None and not _is_tracing():
+            part = "forward"
+            if torch._C._current_graph_task_id() != -1:
+                part = "recomputed" if torch.is_grad_enabled() else "backward"
+            count = int(formula(*args, **kwargs, out_val=out))
+            self._counts[part] += count
+            if self._note is not None:
+                self._note(part, count)
+        return out
+
+
+def _is_tracing() -> bool:
+    """Return whether torch.compile traces, and nothing is computed."""
+    return torch._guards.TracingContext.try_get() is not None

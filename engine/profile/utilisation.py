@@ -1,0 +1,189 @@
+"""Model FLOPs utilisation: the operations that a step needs, as a share of what the device could do in its time.
+
+[Note: utilisation]
+MFU = operations of a step / (seconds of the step x peak of the device), on rank 0, as in Chowdhery et al., PaLM
+(https://arxiv.org/abs/2204.02311), appendix B: forwards that are repeated to save memory do not count. The operations are
+counted in the first micro-batch, forward and backward, once, and taken times the micro-batches of a step; of a backward that
+the engine did not start (`loss.backward()`) they are twice the forward's. Where the loop says how many tokens a step has,
+and that changes, they change with it. Of a compiled model nothing is counted: they are 6 x parameters x tokens, where
+tokens are known.
+
+The peak is the maker's for dense products in the type of training, of GPUs in the table below. Of another device it is the
+rate of matrix products as `plan.rates` measures it, of a CPU times torch's threads. That takes some 50 ms, so it is done at
+once where somebody asked for metrics, and else once the run is old enough that it is a fiftieth of a percent of its time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..plan.rates import measure_rates
+from .operations import Operations
+
+if TYPE_CHECKING:
+    from ..training import Training
+
+_log = logging.getLogger("zstore")
+
+_PEAKS = (
+    ("B200", {"16": 2250e12, "tf32": 1125e12, "fp32": 75e12}),
+    ("H200", {"16": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12}),
+    ("H100 PCIe", {"16": 756e12, "tf32": 378e12, "fp32": 51e12}),
+    ("H100 NVL", {"16": 835e12, "tf32": 417e12, "fp32": 60e12}),
+    ("H100", {"16": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12}),
+    ("A100", {"16": 312e12, "tf32": 156e12, "fp32": 19.5e12}),
+    ("L40S", {"16": 362e12, "tf32": 183e12, "fp32": 91.6e12}),
+    ("A10G", {"16": 70e12, "tf32": 35e12, "fp32": 31.2e12}),
+)
+"""Part of a CUDA device's name -> operations a second in dense products, from the makers' data sheets. The first that fits
+counts."""
+
+PATIENCE_S = 250.0
+"""Age of a run at which measuring a device's rate no longer matters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """What a device could do."""
+
+    flops: float
+    """Floating-point operations a second."""
+    source: str
+    """"data sheet" or "measured"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Utilisation:
+    """Model FLOPs utilisation of a run, as far as it is known. See [Note: utilisation]."""
+
+    step_flops: int
+    """Operations of a step on one rank, forwards that are repeated left out."""
+    source: str
+    """Where `step_flops` is from: "counted", "forward counted" (the backward is twice that), "6 x parameters x tokens"."""
+    peak_flops: float | None
+    """Operations a second that the device could do; None: not measured yet."""
+    peak_source: str | None
+    """"data sheet" or "measured"."""
+    mfu: float | None
+    """Of the last step, 0 to 1; None: not known yet."""
+
+
+def listed_peak(name: str, precision: str, *, tf32: bool) -> float | None:
+    """Return the peak of the CUDA device called `name`; None for one that is not in the table."""
+    kind = "16" if precision in {"bf16", "fp16"} else "tf32" if tf32 else "fp32"
+    return next((peaks[kind] for part, peaks in _PEAKS if part in name), None)
+
+
+def peak_of(device: torch.device, precision: str, *, measures: bool) -> Peak | None:
+    """Return the peak of a device for training in `precision`; None where it would have to be measured and is not to be."""
+    if device.type == "cuda":
+        tf32 = torch.backends.cuda.matmul.allow_tf32
+        listed = listed_peak(torch.cuda.get_device_name(device), precision, tf32=tf32)
+        if listed is not None:
+            return Peak(flops=listed, source="data sheet")
+    if not measures:
+        return None
+    rates = measure_rates(device)
+    rate = rates.flops.get(precision)
+    if not rate:
+        return None
+    return Peak(flops=rate * (torch.get_num_threads() if rates.kind == "cpu" else 1), source="measured")
+
+
+class StepUtilisation:
+    """Knows the operations of a run's steps, and so its utilisation."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._micro: Operations | None = None
+        self._counted_tokens: int | None = None
+        self._tokens: int | None = None
+        self._peak: Peak | None = None
+        self._peak_tried = False
+        self.measures = False
+        """Whether the device's rate may be measured at once."""
+        self._age_s = 0.0
+        self._ended_s: float | None = None
+        self.last: float | None = None
+        """Utilisation of the last step, 0 to 1; None: not known."""
+        self._numel: int | None = None
+
+    def counted(self, micro: Operations) -> None:
+        """Say what the first micro-batch took."""
+        if micro.forward:
+            self._micro, self._counted_tokens = micro, self._tokens
+
+    def tokens(self, tokens: int | None) -> None:
+        """Say how many tokens the step under way and those to come have, over all ranks."""
+        if self._micro is not None and self._counted_tokens is None:
+            self._counted_tokens = tokens
+        self._tokens = tokens
+
+    def step_ended(self) -> None:
+        """Note that a step ended now, which began when the one before did; the first one, which warms up, counts not."""
+        now_s, before_s = time.perf_counter(), self._ended_s
+        self.last = None
+        if before_s is not None:
+            self._age_s += now_s - before_s
+            self.last = self.of(now_s - before_s)
+        elif self.measures:
+            self._find_peak()
+        self._ended_s = time.perf_counter()  # without the measurement
+
+    def begin_anew(self) -> None:
+        """Forget when the last step ended: what came between is no part of the next."""
+        self._ended_s = None
+
+    def of(self, step_s: float) -> float | None:
+        """Return the utilisation of a step that took so long, by the loop's own clock."""
+        flops, peak = self.step_flops(), self._find_peak()
+        return None if flops is None or peak is None or step_s <= 0 else flops[0] / (step_s * peak.flops)
+
+    def _find_peak(self) -> Peak | None:
+        measures = self.measures or self._age_s > PATIENCE_S
+        if self._peak is None and (measures or not self._peak_tried):
+            self._peak_tried = True
+            training = self._training
+            try:
+                self._peak = peak_of(training.world.device, training.config.precision, measures=measures)
+            except RuntimeError as error:  # a run does not stop for it
+                _log.warning("the device's rate cannot be measured, so that there is no utilisation: %s", error)
+                self.measures, self._age_s = False, float("-inf")
+        return self._peak
+
+    def step_flops(self) -> tuple[int, str] | None:
+        """Return the operations of a step on one rank, and where they are from."""
+        training = self._training
+        if self._micro is not None:
+            micro, source = self._micro, "counted"
+            flops = micro.forward + micro.backward
+            if not micro.backward:
+                flops, source = 3 * micro.forward, "forward counted"
+            flops *= training.accumulation.batch.accumulation_steps
+            if self._tokens and self._counted_tokens:
+                flops = flops * self._tokens // self._counted_tokens
+            return flops, source
+        if self._tokens:
+            if self._numel is None:
+                self._numel = sum(record.numel for record in training.state.records)
+            return 6 * self._numel * self._tokens // training.world.world_size, "6 x parameters x tokens"
+        return None
+
+    def now(self) -> Utilisation | None:
+        """Return what is known; None where not even operations are."""
+        flops = self.step_flops()
+        if flops is None:
+            return None
+        peak = self._find_peak()
+        return Utilisation(
+            step_flops=flops[0],
+            source=flops[1],
+            peak_flops=None if peak is None else peak.flops,
+            peak_source=None if peak is None else peak.source,
+            mfu=self.last,
+        )

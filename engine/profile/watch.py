@@ -1,0 +1,114 @@
+"""When a run is profiled: the first micro-batch for its utilisation, and one step that the config names."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from .operations import CAN_LEAVE_COMPILED, OperationCounter
+from .profiler import FlopsProfiler, is_compiled, write_text
+from .report import profile_text
+from .utilisation import StepUtilisation
+
+if TYPE_CHECKING:
+    from ..training import Training
+
+_PARTS = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "step"}
+
+_log = logging.getLogger("zstore")
+
+
+class ComputationWatch:
+    """Is around each forward, backward and update of an engine for as long as there is something to count; then `is_done`.
+
+    Nothing is counted without gradients, nor on other ranks than 0. See [Note: utilisation] in `utilisation`.
+    """
+
+    def __init__(self, training: Training, utilisation: StepUtilisation, *, counts: bool) -> None:
+        self._training = training
+        self.utilisation = utilisation
+        leads = training.world.rank == 0 and not training.config.frozen
+        self._section = training.config.settings.flops_profiler
+        self._profiles = leads and self._section.enabled
+        self._profiler: FlopsProfiler | None = None
+        self._counter: OperationCounter | None = None
+        self._counts = leads and counts and CAN_LEAVE_COMPILED
+        self._seen: set[str] = set()
+        """Parts of the profiled micro-batch that ended."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing to count any more."""
+        return not (self._counts or self._profiles)
+
+    @contextmanager
+    def around(self, part: str, timed: AbstractContextManager[None]) -> Iterator[None]:
+        """Be around a phase, as `PhaseTimes` names it, which `timed` is around too."""
+        part = _PARTS[part]
+        if part == "forward" and torch.is_grad_enabled():
+            if not self._training.accumulation.is_new:
+                self._end_micro_batch()  # after a backward that the engine did not start
+            self._begin()
+        profiler, begun_s = self._profiler, time.perf_counter()
+        with self._counting(part), timed:
+            yield
+            if profiler is not None:
+                profiler.wait()
+        if profiler is not None and part not in self._seen:
+            profiler.add_seconds(part, time.perf_counter() - begun_s)
+        if part == "backward":
+            self._end_micro_batch()
+
+    def _begin(self) -> None:
+        if self._profiles and self._profiler is None:
+            section, training = self._section, self._training
+            if training.counters.global_steps == section.profile_step and training.accumulation.is_new:
+                self._profiler = FlopsProfiler(training.model, None, section.recompute_fwd_factor)
+                self._profiler.world_size = training.world.world_size
+                self._profiler.micro_batch_size = training.accumulation.batch.micro_batch_size
+                self._profiler.watch_modules()
+        if self._counts and self._counter is None:
+            compiled = self._training.compiled is not None or any(map(is_compiled, self._training.model.modules()))
+            self._counts = not compiled
+            self._counter = None if compiled else OperationCounter()
+
+    def _counting(self, part: str) -> AbstractContextManager[object]:
+        if part == "step":
+            return nullcontext()
+        if self._profiler is not None and "backward" not in self._seen:
+            return self._profiler.counting()
+        return nullcontext() if self._counter is None else self._counter
+
+    def _end_micro_batch(self) -> None:
+        self._end_count()
+        if self._profiler is not None:
+            self._seen |= {"forward", "backward"}
+            self._profiler.stop_watching()
+
+    def _end_count(self) -> None:
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            self._counts = False
+            self.utilisation.counted(counter.counted if self._profiler is None else self._profiler.operations)
+
+    def step_ended(self) -> None:
+        """Note that an optimizer step ended; report what was profiled."""
+        self._end_count()  # a backward that the engine did not start
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        profiler.stop_watching()
+        self._profiles = False
+        section = self._section
+        text = profile_text(
+            profiler.profile(section.profile_step),
+            depth=section.module_depth,
+            top=section.top_modules,
+            detailed=section.detailed,
+        )
+        write_text(text, section.output_file, lambda found: _log.info("flops_profiler:\n%s", found))

@@ -1,0 +1,49 @@
+"""The log of collectives that the config asks for, and its table."""
+
+from __future__ import annotations
+
+import logging
+
+from zstore.errors import UsageError
+from zstore.ranks.comms_log import CommsLog, compare_ranks, summary_text
+from zstore.ranks.world import World
+
+from ..config.profiling import CommsLoggerSection
+
+_log = logging.getLogger("zstore")
+
+
+def open_comms_log(section: CommsLoggerSection, world: World) -> CommsLog | None:
+    """Return what times the collectives of `world`; None where the config does not ask for it."""
+    if not section.enabled:
+        return None
+    return CommsLog(
+        world_size=world.world_size,
+        device=world.device,
+        only=None if section.prof_all else frozenset(section.prof_ops),
+        verbose=section.verbose and world.rank == 0,
+        debug=section.debug,
+    )
+
+
+def comms_summary(world: World, *, show_straggler: bool = False) -> str:
+    """Return a table of the collectives so far, a row for each operation and size; `show_straggler` adds the seconds beyond
+    those of the fastest rank, for which all ranks call this.
+
+    Raises UsageError where the config does not switch `comms_logger` on.
+    """
+    if world.log is None:
+        raise UsageError('collectives are not timed: set "comms_logger": {"enabled": true} in the config')
+    times = world.log.times()
+    if show_straggler:
+        compare_ranks(world, times)
+    if not times:
+        return "no collectives were timed"
+    return summary_text(times, world.world_size)
+
+
+def log_comms_summary(world: World, *, show_straggler: bool = False) -> None:
+    """Log the table of `comms_summary`, on rank 0; all ranks call it."""
+    text = comms_summary(world, show_straggler=show_straggler)
+    if world.rank == 0:
+        _log.info("collectives of rank 0:\n%s", text)

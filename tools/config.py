@@ -1,0 +1,135 @@
+"""`zstore config`: says of each key in a config what it does here, and whether the config is sound."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zstore.errors import ConfigError
+
+from .options import Json
+from .printing import cell, make_console, make_table, print_json
+
+if TYPE_CHECKING:
+    from zstore.engine.config.config import Config
+    from zstore.engine.config.explain import KeyFact
+
+File = Annotated[
+    Path, typer.Argument(metavar="FILE", help="Configuration, JSON in the DeepSpeed dialect.", exists=True)
+]
+WorldSize = Annotated[int, typer.Option(help="Ranks to resolve batch sizes for.", min=1, metavar="N")]
+Hidden = Annotated[
+    int | None,
+    typer.Option(help='Width of the model, from which sizes of buckets that are "auto" follow.', min=1, metavar="N"),
+]
+
+
+def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = None, json: Json = False) -> int:
+    """Print what each key does and what is left open comes to; 0 for a sound config, else 1."""
+    from zstore.engine.config.config import load_config, read_config
+    from zstore.engine.config.explain import explain
+
+    raw = read_config(file)
+    facts, found = explain(raw)
+    problems = [problem.message for problem in found]
+    resolved: dict[str, Any] = {}
+    open_keys: list[str] = []
+    if not problems:
+        try:
+            resolved, open_keys = resolve(load_config(raw, name=str(file)), world_size, hidden_size)
+        except ConfigError as error:
+            problems = [str(error)]
+    if json:
+        print_json(
+            {
+                "file": str(file),
+                "sound": not problems,
+                "problems": problems,
+                "keys": [asdict(fact) for fact in facts],
+                "world_size": world_size,
+                "resolved": resolved,
+                "open": open_keys,
+            }
+        )
+    else:
+        _print(file, facts, resolved, open_keys, world_size)
+        for problem in problems:
+            print(f"problem: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def resolve(config: Config, world_size: int, hidden_size: int | None) -> tuple[dict[str, Any], list[str]]:
+    """Return what batch sizes and each "auto" come to at a world size, by dotted key, and the keys that only the training
+    script can answer. Raises ConfigError where sizes contradict."""
+    from zstore.engine.config.keys import Section
+    from zstore.engine.config.resolve import ResolveContext, open_keys, stand_ins
+    from zstore.engine.config.schema import BATCH_KEYS
+
+    settings = config.settings
+    answers = stand_ins(settings)
+    unanswered = set(answers)
+    if BATCH_KEYS[1] in unanswered:
+        unanswered |= {key for key in BATCH_KEYS if getattr(settings, key) in (None, "auto")}
+    native = _native(config)
+    found = config.resolve(
+        ResolveContext(
+            world_size=world_size,
+            hidden_size=hidden_size,
+            device_supports_bf16="bf16" in native,
+            device_supports_fp16="fp16" in native,
+            answers=answers,
+        )
+    )
+    values: dict[str, Any] = {}
+    for key in dict.fromkeys((*BATCH_KEYS, *open_keys(settings))):
+        value: Any = found.settings
+        for name in key.split("."):
+            value = getattr(value, name) if isinstance(value, Section) else None
+        values[key] = value
+    values |= {"precision": found.precision, "step mode": found.step_overlap}
+    return {key: value for key, value in values.items() if key not in unanswered}, sorted(unanswered)
+
+
+def _native(config: Config) -> frozenset[str]:
+    """Return the 16-bit types that this machine's device computes natively, where the config leaves the type open."""
+    if "auto" not in (config.settings.bf16.enabled, config.settings.fp16.enabled):
+        return frozenset()
+    import torch
+
+    from zstore.engine.plan.rates import measure_rates
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return frozenset(measure_rates(device).native)
+
+
+def _print(
+    file: Path, facts: list[KeyFact], resolved: Mapping[str, Any], open_keys: list[str], world_size: int
+) -> None:
+    console = make_console()
+    counted = Counter(fact.status for fact in facts)
+    tally = ", ".join(f"{number} {status}" for status, number in counted.most_common())
+    console.print(f"{file}: {len(facts)} keys{': ' if tally else ''}{tally}", soft_wrap=True)
+    table = make_table(("key", "value", "status", "what it does here"))
+    for fact in facts:
+        text = fact.text if fact.status != "acts" else _first_sentence(fact.text)
+        table.add_row(cell(fact.key), cell(fact.value), fact.status, cell(text))
+    if facts:
+        console.print(table)
+    if not resolved:
+        return
+    console.print(f"with {world_size} rank{'s' if world_size > 1 else ''}:")
+    for key, value in resolved.items():
+        console.print(f"  {key} = {'unset' if value is None else value}", soft_wrap=True)
+    for key in open_keys:
+        console.print(f"  {key}: the training script gives it", soft_wrap=True)
+
+
+def _first_sentence(text: str) -> str:
+    sentence, full_stop, _ = text.partition(". ")
+    return sentence + full_stop.strip()

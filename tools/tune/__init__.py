@@ -1,0 +1,1 @@
+"""`zstore tune`: finds the fastest config by the plan and by short runs."""
