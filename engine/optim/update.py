@@ -30,6 +30,7 @@ from zstore.tensors import as_torch
 from ..device import GradientTiles, H2DQueue
 from ..params.record import ParameterRecord
 from .kernel import ParameterStep
+from .moments import MomentTiles, Scratch
 from .state import OptimizerState
 
 Rows = Callable[[ParameterRecord], torch.Tensor | None]
@@ -68,12 +69,12 @@ class _Change:
         rows: torch.Tensor | None,
         step: ParameterStep,
         factor: float,
-        number: int,
+        moments: MomentTiles | None,
         h2d: H2DQueue,
     ) -> None:
         self.record = record
         self._state = state
-        self._moments = state.moment_tiles(record, number)
+        self._moments = moments
         self._num_master = len(state.master_arrays(record))
         """What comes first in a tile: the master, or its parts."""
         self._num_state = len(state.arrays_of(record))
@@ -101,10 +102,10 @@ class _Change:
             gradient = self._gradient.tile(tile.first, tile.stop, master)
         if self._factor != 1.0:
             gradient.mul_(self._factor)
-        values = slots if self._moments is None else self._moments.expand(slots)
-        self._step.tile(master, gradient, values)
-        if self._moments is not None:
-            self._moments.reduce(values, slots, tile.first)
+        if self._moments is None:
+            self._step.tile(master, gradient, slots)
+        else:
+            self._moments.update(self._step, master, gradient, slots, tile.first)
         if self._staged is None:
             self._state.put_master(master, held)
         else:
@@ -147,7 +148,7 @@ class Update:
         """
         mine = [record for record in self.records if record.owned_numel]
 
-        h2d = H2DQueue(self._state.transfers)
+        h2d, scratch = H2DQueue(self._state.transfers), Scratch()
 
         def ended(group: int) -> None:
             h2d.settle()
@@ -168,8 +169,8 @@ class Update:
                 record = mine[tile.group]
                 if change is None or change.record is not record:
                     step, factor = self._step_of(record), self.settings.factor
-                    number = self.settings.step
-                    change = _Change(self._state, record, self.rows(record), step, factor, number, h2d)
+                    moments = self._state.moment_tiles(record, self.settings.step, scratch)
+                    change = _Change(self._state, record, self.rows(record), step, factor, moments, h2d)
                 change.apply(tile)
         h2d.settle()
 
