@@ -304,6 +304,11 @@ def _contradictions(settings: Settings) -> Iterator[Problem]:
         message = f"expected one folder, got {len(own.durability_path)}: a snapshot is in one place"
         yield Problem(("zstore.durability_path",), message)
     yield from _elasticity(settings)
+    if settings.curriculum_learning.enabled:
+        for key, what in settings.curriculum_learning.problems():
+            yield Problem((f"curriculum_learning.{key}",), what)
+    for key, what in settings.data_efficiency.problems():
+        yield Problem((f"data_efficiency.{key}",), what)
     threads, aio = own.io_threads, settings.aio
     if threads is not None and "thread_count" in aio.model_fields_set and threads != aio.thread_count:
         message = f"these are the same setting, but one is {threads} and one {aio.thread_count}; keep one"
