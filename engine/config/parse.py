@@ -314,6 +314,11 @@ def _contradictions(settings: Settings) -> Iterator[Problem]:
     }
     for key in (key for key, value in asked.items() if value and own.moments not in (None, "bf16")):
         yield Problem((key, "zstore.moments"), f'one asks for moments in bf16, one for "{own.moments}"; keep one')
+    if settings.curriculum_learning.enabled:
+        for key, what in settings.curriculum_learning.problems():
+            yield Problem((f"curriculum_learning.{key}",), what)
+    for key, what in settings.data_efficiency.problems():
+        yield Problem((f"data_efficiency.{key}",), what)
     threads, aio = own.io_threads, settings.aio
     if threads is not None and "thread_count" in aio.model_fields_set and threads != aio.thread_count:
         message = f"these are the same setting, but one is {threads} and one {aio.thread_count}; keep one"
