@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from zstore.checkpoint.lookahead import MEMORY_BYTES, ReadAhead, read_into
+from zstore.checkpoint.moments import whole_moment
 from zstore.checkpoint.names import tag_text
 from zstore.checkpoint.reuse import KnownFile
 from zstore.checkpoint.source import ArraySource
@@ -41,7 +42,15 @@ from ..build.model import stored_buffers
 from ..runtime.messages import warn_once
 from . import client_state as client
 from .destinations import reading_text
-from .load_plan import LoadedArray, LoadOptions, LoadPlan, LoadReport, check_client_step, plan_load
+from .load_plan import (
+    LoadedArray,
+    LoadOptions,
+    LoadPlan,
+    LoadReport,
+    check_client_step,
+    converted_moments,
+    plan_load,
+)
 from .parts import common_tag
 from .record import apply_record, check_record
 from .renaming import as_the_model_calls_it
@@ -138,6 +147,8 @@ class Restore:
             _log.warning("%s is loaded in part:%s", reader.location, "".join(f"\n  {line}" for line in plan.left_out))
         if reader.notes and training.world.rank == 0:
             _log.warning("%s is %s: not carried over: %s", reader.location, reader.kind, "; ".join(reader.notes))
+        if training.world.rank == 0 and (kept := converted_moments(training.state, reader, plan)):
+            _log.info("moments are converted: %s", kept)
         training.pending.torn = True
         if training.hooks is not None:
             training.hooks.units.values_change()
@@ -224,8 +235,11 @@ class Restore:
                 one, views = arrays[tile.group], [as_torch(view) for view in tile.views]
                 name, first, _ = one.stored
                 if one.converts:
-                    values = _read_master(ahead, reader, name, first + tile.first, tile.stop - tile.first)
-                    state.put_master(values, views)
+                    values = _read_whole(ahead, reader, name, first + tile.first, tile.stop - tile.first)
+                    if one.moment is None:
+                        state.put_master(values, views)
+                    else:
+                        one.moment.reduce([values.to(views[0].device, torch.float32)], views, tile.first)
                 else:
                     _read_into(ahead, reader.array(name).spec.dtype, name, first + tile.first, views[0])
 
@@ -289,10 +303,12 @@ def _file_of(reader: ArraySource, name: str, shard: LocalShard) -> tuple[Path, S
     return None if path is None or crcs is None else (path, crcs)
 
 
-def _read_master(ahead: ReadAhead, reader: ArraySource, name: str, first: int, numel: int) -> torch.Tensor:
-    """Return global flat elements of a stored master, 1-D, in the type that they have all their digits in."""
+def _read_whole(ahead: ReadAhead, reader: ArraySource, name: str, first: int, numel: int) -> torch.Tensor:
+    """Return global flat elements of a stored master or moment, 1-D, in the type that they have all their digits in."""
     stored = np.empty(numel, numpy_dtype(reader.array(name).spec.dtype))
     ahead.read(name, first, first + numel, stored)
+    if name.startswith("optimizer/"):
+        return as_torch(whole_moment(reader, name, first, stored))
     master = complete_master(reader, name, first, stored)
     return as_torch(stored if master is None else master)
 

@@ -19,8 +19,8 @@ from .values import (
 )
 
 FP32 = (
-    "masters and moments are kept in fp32, which takes 12 bytes a parameter; zstore.split_master saves nearly 2 of them, and "
-    "offload_optimizer takes them off the device"
+    "masters are kept in fp32, which takes 4 bytes a parameter; zstore.split_master saves nearly 2 of them, zstore.moments "
+    "up to 6 of the 8 of Adam's moments, and offload_optimizer takes them off the device"
 )
 KERNEL = "there is one update kernel, torch's fused one, on every device"
 _IO = "requests are always submitted singly and overlapped, by threads"
@@ -66,8 +66,8 @@ class Bf16Section(Section):
     """Skip steps whose gradients are not finite; false: such a step is an error that changes nothing."""
     bf16_master_weights_and_grads: Bool = not_built(False, FP32)
     """Keep masters in bf16."""
-    bf16_optimizer_states: Bool = not_built(False, FP32)
-    """Keep moments in bf16."""
+    bf16_optimizer_states: Bool = built(False)
+    """Keep the optimizer's moments in bf16, as `zstore.moments` "bf16" does, which this is the same as."""
 
 
 class AioSection(Section):

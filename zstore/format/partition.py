@@ -100,9 +100,9 @@ class Grid:
         return -(-(stop - first) // self.chunk_rows) * self.chunks_per_row
 
     def joined(self, count: int) -> Grid:
-        """Return the grid of the same chunks whose shards are `count` of this one's: what `count` ranks hold, one rank
-        holds."""
-        return replace(self, shard_rows=self.shard_rows * count)
+        """Return the grid of the same chunks whose shards are `count` of this one's, but no more than hold the array: what
+        `count` ranks hold, one rank holds."""
+        return replace(self, shard_rows=min(count, max(1, self.num_shards)) * self.shard_rows)
 
     def packed(self, numel: int = BITS) -> Grid:
         """Return how an array of one value for each `numel` elements is cut, 1-D: with the elements, chunk by chunk.
@@ -176,6 +176,12 @@ def grid_in_checkpoint(stored_shape: tuple[int, ...], itemsize: int, grid: Grid,
     if world_size >= GROUPED_WORLD and grid.shard_numel * itemsize < WHOLE_BYTES:
         return replace(grid, shard_rows=grid.shard_rows * RANKS_PER_FILE)
     return grid
+
+
+def cut_numel(stored_shape: tuple[int, ...]) -> int:
+    """Return a number of elements of which every cut of the array, at any world size, is a multiple."""
+    row_numel = stored_shape[1] if len(stored_shape) == 2 else 1
+    return math.lcm(_chunk_cols(row_numel), ALIGN_NUMEL) if row_numel else ALIGN_NUMEL
 
 
 def _chunk_cols(row_numel: int) -> int:

@@ -30,8 +30,6 @@ EVERYTHING = {
     "zero_optimization.sub_group_size",
     "zero_optimization.elastic_checkpoint",
     "zero_optimization.round_robin_gradients",
-    "zero_optimization.zero_quantized_weights",
-    "zero_optimization.zero_quantized_gradients",
 }
 TYPICAL = {
     "zero_optimization.sub_group_size",
