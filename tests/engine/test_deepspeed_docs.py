@@ -5,9 +5,9 @@ from __future__ import annotations
 import operator
 import pkgutil
 import re
-from collections import Counter
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import zstore
