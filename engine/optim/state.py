@@ -49,7 +49,7 @@ class OptimizerState:
     """This rank's arrays. `kernels` has one entry for each parameter group; `splits` says whether masters are split,
     `keeps_whole` whether `whole_master` is asked for, and `types` in which type gradients on disk wait for the update."""
 
-    def __init__(  # noqa: PLR0913 - keywords, each of a rule of the config
+    def __init__(
         self,
         store: TensorStore,
         kernels: Sequence[Kernel],
