@@ -32,9 +32,17 @@ GROUPS: dict[str, Group] = {
         cases={
             "zero_quantized_weights": _zero(zero_quantized_weights=True),
             "zero_quantized_gradients": _zero(zero_quantized_gradients=True),
+            "zeropp_loco_param": _zero(
+                zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 0.8, "reset_T": 1024}
+            ),
             "both": _zero(zero_quantized_weights=True, zero_quantized_gradients=True),
         },
         ranks=(2, 4),
+    ),
+    "moments": Group(
+        exact=_zero(stage=1, offload_optimizer={"device": "nvme", "nvme_path": "FOLDER"}),
+        cases={kind: {"zstore": {"moments": kind}} for kind in ("bf16", "int8")},
+        ranks=(1,),
     ),
 }
 """By area. A group's name is what `--groups` takes."""

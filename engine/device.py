@@ -231,7 +231,7 @@ class GradientTiles:
         if link is None:
             return part.float()
         if link == "host_to_device":
-            there = torch.empty_like(beside)
+            there = torch.empty_like(beside, dtype=torch.float32)
             self._transfers.copy_into(there, part)
             return there
         ahead, self._ahead = self._ahead, None

@@ -28,6 +28,7 @@ from .access.export import ExportOptions, save_weights
 from .access.generation import in_step
 from .access.guard import ParameterGuard
 from .access.module_state import CustomLoad, load_module_state, module_state_dict, without_prefix
+from .activations.checkpointing import activation_statistics
 from .batches import call_with, loss_of, mean_loss, repeat, take_batches
 from .build.compiled import make_compiler
 from .checkpoint.client_state import ClientValues, check
@@ -817,8 +818,7 @@ class Engine(nn.Module):
             saves_s,
             self.report.utilisation.now(),
         )
-        activations = training.activations
-        return found if activations is None else replace(found, activations=activations.statistics())
+        return replace(found, activations=activation_statistics(training.activations, training.config))
 
     @property
     def global_samples(self) -> int:

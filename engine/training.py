@@ -212,6 +212,8 @@ class Training:
     """The parts of a run on this rank, wired by `initialize`."""
 
     world: World
+    copy_world: World
+    """The ranks that hold one copy of what is sharded: all, or those of a group."""
     groups: tuple[Groups, ...]
     """Of ranks that hold one copy of the state, or of the parameters; none where each is for itself."""
     config: Config
@@ -260,11 +262,6 @@ class Training:
         self._gather_numel = self.config.allgather_bucket_numel
         self._error_behind: BaseException | None = None
         """What ended the update behind the step before, to be agreed on by the backward under way."""
-
-    @property
-    def copy_world(self) -> World:
-        """The ranks that hold one copy of the state: all, or those of a group."""
-        return self.world if self.sharding.num_copies == 1 else self.groups[0].within
 
     @property
     def trained(self) -> list[ParameterRecord]:

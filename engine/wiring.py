@@ -34,6 +34,7 @@ from .optim.client_step import ClientStep, WholeKernel, check_client
 from .optim.in_backward import OptimizerInBackward
 from .optim.kernel import ELEMENT_WISE, Kernel, kernel_for
 from .optim.loss_scale import LossScaler
+from .optim.moments import check_moments
 from .optim.optimizer import ZeroOptimizer, group_of_parameters
 from .optim.state import OptimizerState
 from .optim.tensor_kernel import TensorKernel, kernels_for, needs_whole_tensors
@@ -52,6 +53,7 @@ from .zero.copies import CopiesReduction
 from .zero.gradients import GradientRules, Gradients, WholeGradients
 from .zero.hooks import UnitHooks
 from .zero.quantized_gradients import quantized_reducer
+from .zero.secondary import SecondaryShards
 from .zero.spill import GradientSpill
 from .zero.unit_gradients import UnitGradients
 from .zero.unshard import make_sharded_units
@@ -109,6 +111,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             keeps_whole=whole,
             types=types,
         )
+        state.moments = config.moments
         layout = Layout(config, sharding, built, plan)
         records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state)
         built.end()
@@ -117,9 +120,13 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         units = find_units(model, {record.parameter: record for record in records}, live_numel)
         updater, mode = Updater(store, transfers), StepMode(config.step_overlap)
         hooks, rank_groups = None, _groups(config, sharding, world)
+        copy_world = world if sharding.num_copies == 1 else rank_groups[0].within
         if sharding.parameters:
+            secondary = None
+            if rank_groups and sharding.num_copies == 1:
+                secondary = SecondaryShards(rank_groups[0].within, rank_groups[0].between.world_size)
             sharded = make_sharded_units(
-                units, config, store, transfers, world=world, groups=rank_groups, copies=sharding.num_copies
+                units, config, store, transfers, world=world, copy_world=copy_world, secondary=secondary
             )
             hooks = UnitHooks(model, units, sharded)
             hooks.units.on_ready(updater.wait_for)
@@ -129,6 +136,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             in_backward = OptimizerInBackward(model, state, gradients, updater)
         return Training(
             world=world,
+            copy_world=copy_world,
             groups=rank_groups,
             config=config,
             accumulation=Accumulation(batch=config.batch, world_size=world.world_size),
@@ -146,7 +154,9 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             loader=loader,
             run_id=world.broadcast_object(uuid.uuid4().hex),
             client_step=ClientStep(optimizer.client, state) if whole else None,
-            tensor_step=TensorStep(state, world) if any(isinstance(one, TensorKernel) for one in kernels) else None,
+            tensor_step=TensorStep(state, copy_world)
+            if any(isinstance(one, TensorKernel) for one in kernels)
+            else None,
             activations=_activations(model, records, config, store, transfers),
         )
     except BaseException:
@@ -211,12 +221,20 @@ def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
     """Return the kernel of each parameter group. Raises UsageError where the config does not let the optimizer do what it
     does."""
     if needs_whole_tensors(optimizer.kind):
-        return kernels_for(optimizer.kind, optimizer.param_groups)
+        kernels = kernels_for(optimizer.kind, optimizer.param_groups)
+        check_moments(config.moments, [kernel.slots for kernel in kernels], optimizer.kind.__name__)
+        return kernels
     whole = config.stage == 0 and config.offload_optimizer.device == "none"
     if optimizer.kind in ELEMENT_WISE or not whole:
-        return [kernel_for(optimizer.kind, group) for group in optimizer.param_groups]
+        kernels = [kernel_for(optimizer.kind, group) for group in optimizer.param_groups]
+        check_moments(config.moments, [kernel.slots for kernel in kernels], optimizer.kind.__name__)
+        return kernels
     check_client(optimizer.client)
-    for key, unfit in (("step_overlap", config.step_overlap == "backward"), ("split_master", config.own.split_master)):
+    for key, unfit in (
+        ("step_overlap", config.step_overlap == "backward"),
+        ("split_master", config.own.split_master),
+        ("moments", config.moments != "fp32"),
+    ):
         if unfit:
             raise UsageError(
                 f"optimizer {optimizer.kind.__name__} is not known to update each element by itself, and steps whole fp32 "

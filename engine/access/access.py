@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zstore.errors import UsageError
-from zstore.format.arrays import model_array, optimizer_array
+from zstore.format.arrays import model_array
 from zstore.format.partition import BITS
 from zstore.tensors import as_torch
 
@@ -29,6 +29,7 @@ from .statedict import StateDictGuard
 
 if TYPE_CHECKING:
     from ..optim.loss_scale import LossScaler
+    from ..optim.moments import MomentTiles
     from ..optim.state import OptimizerState
     from ..training import PendingUpdate
     from ..zero.gradients import Gradients
@@ -155,7 +156,7 @@ class Access:
         scalars = self.state.scalars[record]
         if slot in scalars:
             return torch.tensor(scalars[slot]) if self.world.rank == 0 or not rank0_only else None
-        return self._whole(self.source(record, f"optimizer/{slot}"), rank0_only)
+        return self._whole(self._slot(record, slot), rank0_only)
 
     def _record_with(self, name: str, slot: str) -> ParameterRecord:
         """Return the record of a parameter of which the optimizer keeps `slot`."""
@@ -201,6 +202,22 @@ class Access:
             return lambda: state.take_master([as_torch(ticket.wait()) for ticket in tickets])
 
         return Source(record=record, name=model_array(record.name), dtype=torch.float32, begin=begin)
+
+    def _slot(self, record: ParameterRecord, slot: str) -> Source:
+        """Return this rank's rows of what the optimizer keeps of a parameter, of moments in fp32 however they rest."""
+        state, group = self.state, f"optimizer/{slot}"
+        names, moment = state.moment(record, slot)
+        if state.store.spec(names[0]).dtype == "float32":
+            return self.source(record, group)
+
+        def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
+            parts = [
+                (name, first // block, -(-stop // block)) for name, block in zip(names, moment.blocks, strict=True)
+            ]
+            tickets = [state.store.read(*part) for part in parts]
+            return lambda: moment.expand([as_torch(ticket.wait()) for ticket in tickets])[0]
+
+        return Source(record=record, name=names[0], dtype=torch.float32, begin=begin)
 
     def source(self, record: ParameterRecord, group: str) -> Source:
         """Return this rank's rows of an array of a parameter, as `WholeArrays` wants them."""
@@ -279,8 +296,12 @@ class Access:
             scalars[slot] = float(self.world.broadcast_object(float(values)))
             return
         full = self._from_rank0(record, values, torch.float32)
+        names, moment = self.state.moment(record, slot)
         with self._changing():
-            self._fill(record, full, optimizer_array(slot, record.name))
+            if len(names) == 1:
+                self._fill(record, full, *names)
+            else:
+                self._fill_moment(record, full, names, moment)
 
     def _check_values(self, record: ParameterRecord, values: Any) -> None:
         if values is None and self.world.rank > 0:
@@ -324,6 +345,17 @@ class Access:
         with state.passing([names], "fill") as tiles:
             for tile in tiles:
                 state.put_master(rows[tile.first : tile.stop], [as_torch(view) for view in tile.views])
+
+    def _fill_moment(
+        self, record: ParameterRecord, full: torch.Tensor, names: Sequence[str], moment: MomentTiles
+    ) -> None:
+        """Set this rank's rows of a moment that is in codes and scales to those of `full`."""
+        rows = full[slice(*record.owned_range)]
+        with self.state.passing([names], "fill") as tiles:
+            for tile in tiles:
+                views = [as_torch(view) for view in tile.views]
+                part = rows[tile.first : tile.stop].to(views[0].device, copy=True)
+                moment.reduce([part], views, tile.first)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,10 +26,11 @@ import torch.utils.checkpoint as torch_checkpoint
 from zstore.errors import UsageError
 
 from ..config.activations import ActivationCheckpointingSection
-from ..config.config import load_config
-from .offload import active_offload
+from ..config.config import Config, load_config
+from .offload import ActivationOffload, active_offload
 from .partition import Pack, Partition, Slots, Unpack
 from .rng_tracker import RngTracker, seed_model_parallel
+from .statistics import ActivationStatistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +167,14 @@ def reset() -> None:
 def block_times() -> BlockTimes:
     """Return a copy of the times of blocks so far."""
     return replace(_process.times)
+
+
+def activation_statistics(offload: ActivationOffload | None, config: Config) -> ActivationStatistics | None:
+    """Return the counters of an engine's activations, and of the process's blocks; None where there are neither."""
+    timed = asdict(_process.times) if _process.choices.profile else {}
+    if offload is not None:
+        return replace(offload.statistics(), **timed)
+    return ActivationStatistics(tier="device", **timed) if config.settings.activation_checkpointing.profile else None
 
 
 def get_cuda_rng_tracker() -> RngTracker:

@@ -219,7 +219,7 @@ class ActivationOffload:
             if piece is None or piece.version != tensor._version or piece.storage.expired():  # type: ignore[no-untyped-call]
                 piece = self._begin(tensor)
                 self._by_storage[address] = piece
-        return _Saved(piece, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Saved(piece, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _takes(self, tensor: torch.Tensor) -> bool:
         if not self._in_blocks or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
@@ -424,9 +424,7 @@ class ActivationOffload:
         with self._lock:
             self._sweep()
             counts = dict(vars(self._counts))
-        return ActivationStatistics(
-            tier=self._tier.name, blocks=0, forward_s=0.0, recomputed=0, recompute_s=0.0, **counts
-        )
+        return ActivationStatistics(tier=self._tier.name, **counts)
 
     def close(self) -> None:
         """End the threads; what is away is gone, and the backward of a graph that needs it raises."""
@@ -445,4 +443,4 @@ def active_offload() -> ActivationOffload | None:
 
 
 def _as_bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -97,7 +97,7 @@ class Partition:
         ):
             return self._pack(tensor)
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        whole.set_(tensor.untyped_storage(), 0, (tensor.nbytes,), (1,))  # type: ignore[call-overload]
+        whole.set_(tensor.untyped_storage(), 0, (tensor.nbytes,), (1,))
         share = round_up(-(-tensor.nbytes // self._ranks), _ALIGN_BYTES)
         part = whole.new_zeros(share)
         own = whole[self._rank * share : (self._rank + 1) * share]
@@ -113,9 +113,12 @@ class Partition:
             return self._unpack(kept)
         part = self._unpack(kept.packed)
         whole = part.new_empty(part.numel() * self._ranks)
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=self._group)
+        _all_gather_single(whole, part.contiguous(), group=self._group)
         empty = torch.empty(0, dtype=kept.dtype, device=part.device)
         return empty.set_(whole.untyped_storage(), 0, kept.size, kept.stride)
 
 
 _ALIGN_BYTES = 16
+
+# Its name since torch 2.13.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

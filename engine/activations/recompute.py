@@ -53,11 +53,11 @@ def _use_own_function(model: nn.Module) -> None:
     """Let the layers of transformers' models, where they are checkpointed, be so by `checkpoint`."""
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = checkpoint
+            vars(module)["_gradient_checkpointing_func"] = checkpoint
 
 
 def _checkpoint_block(block: nn.Module) -> None:
     """Checkpoint a block's forward; its hooks, which gather its parameters, stay around it."""
     former = block.forward
     if not (isinstance(former, partial) and former.func is checkpoint_call):
-        block.forward = partial(checkpoint_call, former)  # type: ignore[method-assign]
+        block.forward = partial(checkpoint_call, former)

@@ -11,32 +11,32 @@ class ActivationStatistics:
 
     tier: str
     """Where activations rest: device, host or disk."""
-    kept: int
+    kept: int = 0
     """Pieces of memory that were taken off the device, or asked to be."""
-    kept_bytes: int
-    written_bytes: int
+    kept_bytes: int = 0
+    written_bytes: int = 0
     """Bytes that reached the tier; what the backward needed before is not among them."""
-    read_bytes: int
+    read_bytes: int = 0
     """Bytes brought back."""
-    used_in_place: int
+    used_in_place: int = 0
     """Pieces that the backward needed before they had left."""
-    read_ahead: int
+    read_ahead: int = 0
     """Pieces that were on their way back, or there, when they were needed."""
-    resting_bytes: int
+    resting_bytes: int = 0
     """Bytes that rest on the tier now."""
-    resting_peak_bytes: int
+    resting_peak_bytes: int = 0
     """The most that rested there at a time."""
-    write_wait_s: float
+    write_wait_s: float = 0.0
     """Seconds for which the forward waited for earlier pieces to leave."""
-    read_wait_s: float
+    read_wait_s: float = 0.0
     """Seconds for which the backward waited for pieces to come."""
-    blocks: int
+    blocks: int = 0
     """Blocks of `zstore.checkpointing.checkpoint` that ran forward, where `profile` is on."""
-    forward_s: float
+    forward_s: float = 0.0
     """Their time, the device's too."""
-    recomputed: int
+    recomputed: int = 0
     """Of those, how many were computed again."""
-    recompute_s: float
+    recompute_s: float = 0.0
 
 
 @dataclass

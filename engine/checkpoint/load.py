@@ -25,6 +25,8 @@ import numpy as np
 import torch
 
 from zstore.checkpoint.lookahead import MEMORY_BYTES, ReadAhead, read_into
+from zstore.checkpoint.moments import whole_moment
+from zstore.checkpoint.names import tag_text
 from zstore.checkpoint.reuse import KnownFile
 from zstore.checkpoint.source import ArraySource
 from zstore.checkpoint.split import complete_master
@@ -32,6 +34,7 @@ from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, Usag
 from zstore.format.arrays import buffer_array, model_array, numpy_dtype
 from zstore.format.shardfile import layout_of
 from zstore.open.sources import open_source
+from zstore.remote.url import is_url
 from zstore.store.tiers import LocalShard
 from zstore.tensors import as_numpy, as_torch, dtype_name
 
@@ -39,7 +42,16 @@ from ..build.model import stored_buffers
 from ..runtime.messages import warn_once
 from . import client_state as client
 from .destinations import reading_text
-from .load_plan import LoadedArray, LoadOptions, LoadPlan, LoadReport, check_client_step, plan_load
+from .load_plan import (
+    LoadedArray,
+    LoadOptions,
+    LoadPlan,
+    LoadReport,
+    check_client_step,
+    converted_moments,
+    plan_load,
+)
+from .parts import common_tag
 from .record import apply_record, check_record
 from .renaming import as_the_model_calls_it
 from .rng import derive_rng_state, load_rng_state
@@ -75,6 +87,10 @@ class Restore:
         training = self._training
         reader: ArraySource | None = None
         plan: LoadPlan | None = None
+        world, is_local = training.world, training.config.settings.checkpoint.use_node_local_storage
+        if is_local and world.world_size > 1 and not is_url(folder):
+            text = None if tag is None else tag_text(tag)
+            tag = common_tag(world, folder, text, training.config.storage_options)
         with ExitStack() as opened:
             with training.world.agreeing():  # until here nothing was changed, on any rank
                 try:
@@ -119,7 +135,8 @@ class Restore:
         if any(ranks) and not all(ranks):
             raise CheckpointNotFoundError(
                 f"ranks {[rank for rank, seen in enumerate(ranks) if not seen]} do not see the checkpoint that others "
-                "loaded: the folder is local to a machine; give one that all ranks share"
+                "loaded: the folder is local to a machine; give one that all ranks share, or set "
+                "checkpoint.use_node_local_storage where each machine saved to its own"
             )
 
     def _replace(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:
@@ -130,6 +147,8 @@ class Restore:
             _log.warning("%s is loaded in part:%s", reader.location, "".join(f"\n  {line}" for line in plan.left_out))
         if reader.notes and training.world.rank == 0:
             _log.warning("%s is %s: not carried over: %s", reader.location, reader.kind, "; ".join(reader.notes))
+        if training.world.rank == 0 and (kept := converted_moments(training.state, reader, plan)):
+            _log.info("moments are converted: %s", kept)
         training.pending.torn = True
         if training.hooks is not None:
             training.hooks.units.values_change()
@@ -216,20 +235,24 @@ class Restore:
                 one, views = arrays[tile.group], [as_torch(view) for view in tile.views]
                 name, first, _ = one.stored
                 if one.converts:
-                    values = _read_master(ahead, reader, name, first + tile.first, tile.stop - tile.first)
-                    state.put_master(values, views)
+                    values = _read_whole(ahead, reader, name, first + tile.first, tile.stop - tile.first)
+                    if one.moment is None:
+                        state.put_master(values, views)
+                    else:
+                        one.moment.reduce([values.to(views[0].device, torch.float32)], views, tile.first)
                 else:
                     _read_into(ahead, reader.array(name).spec.dtype, name, first + tile.first, views[0])
 
     def _know_frozen(self, reader: ArraySource, plan: LoadPlan) -> None:
         """Note the files of frozen parameters, which the next save need not write again."""
-        state, rank = self._training.state, self._training.world.rank
+        state, world = self._training.state, self._training.world
         frozen = {model_array(record.name): record for record in state.records if record.group is None}
         for one in plan.arrays:
             name = one.into[0]
             if name not in frozen or one.converts:
                 continue
-            shard = LocalShard(state.store.spec(name), state.grid_in_files(frozen[name], name), rank)
+            grid = state.grid_in_files(frozen[name], name, world.world_size)
+            shard = LocalShard(state.store.spec(name), grid, world.rank)
             found = _file_of(reader, name, shard) if shard.valid_numel else None
             version = state.store.version(name)
             known = None if found is None else KnownFile.of(found[0], version=version, crcs=tuple(found[1]))
@@ -280,10 +303,12 @@ def _file_of(reader: ArraySource, name: str, shard: LocalShard) -> tuple[Path, S
     return None if path is None or crcs is None else (path, crcs)
 
 
-def _read_master(ahead: ReadAhead, reader: ArraySource, name: str, first: int, numel: int) -> torch.Tensor:
-    """Return global flat elements of a stored master, 1-D, in the type that they have all their digits in."""
+def _read_whole(ahead: ReadAhead, reader: ArraySource, name: str, first: int, numel: int) -> torch.Tensor:
+    """Return global flat elements of a stored master or moment, 1-D, in the type that they have all their digits in."""
     stored = np.empty(numel, numpy_dtype(reader.array(name).spec.dtype))
     ahead.read(name, first, first + numel, stored)
+    if name.startswith("optimizer/"):
+        return as_torch(whole_moment(reader, name, first, stored))
     master = complete_master(reader, name, first, stored)
     return as_torch(stored if master is None else master)
 

@@ -10,13 +10,15 @@ import numpy as np
 from torch import nn
 
 from zstore.checkpoint.lookahead import Range
+from zstore.checkpoint.moments import codes_of_scales, scales_of
 from zstore.checkpoint.source import ArraySource
 from zstore.checkpoint.split import LOW, TIE, rest_of_master
 from zstore.errors import CheckpointMismatchError, UsageError
-from zstore.format.arrays import buffer_array, model_array
+from zstore.format.arrays import buffer_array, model_array, optimizer_array
 
 from ..build.model import stored_buffers
 from ..optim.client_step import STATE_KEY, ClientStep
+from ..optim.moments import MomentTiles
 from ..optim.state import OptimizerState
 from ..params.record import ParameterRecord
 from ..runtime.messages import shortened
@@ -86,6 +88,8 @@ class LoadedArray:
     """Arrays of the store that are filled together; their rows are those of `stored`."""
     converts: bool = False
     """It is a master that is split in the store or in the checkpoint, and not in both."""
+    moment: MomentTiles | None = None
+    """What makes `into` out of fp32 values: of a moment that rests in another type than in the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,19 +187,34 @@ def check_client_step(step: ClientStep, reader: ArraySource) -> None:
 
 
 def _slots(state: OptimizerState, record: ParameterRecord) -> list[str]:
-    """Return the arrays of the parameter that are no part of its master."""
-    return state.arrays_of(record)[len(state.master_arrays(record)) :]
+    """Return the arrays of what the optimizer keeps of the parameter; scales belong to their codes."""
+    return [optimizer_array(slot.name, record.name) for slot in state.slots_of(record) if slot.block == 1]
 
 
 def _from(reader: ArraySource, state: OptimizerState, record: ParameterRecord, name: str) -> Iterator[LoadedArray]:
-    """Yield what is read for the array `name` of a parameter, of a master with all that it is made of."""
-    into = state.master_arrays(record) if name == model_array(record.name) else [name]
-    rest = rest_of_master(reader.arrays, name)
-    if (rest is None) == (len(into) == 1):
+    """Yield what is read for the array `name` of a parameter, of a master or a moment with all that it is made of."""
+    if name == model_array(record.name):
+        into = state.master_arrays(record)
+        alike, moment = (rest_of_master(reader.arrays, name) is None) == (len(into) == 1), None
+    else:
+        into, moment = state.moment(record, name.split("/", 2)[1])
+        # Plain values of one type are read as those of another.
+        alike = (scales_of(reader.arrays, name) is None) == (len(into) == 1)
+    if alike:
         for part in into:
             yield LoadedArray(stored=(part, *state.owned_range(record, part)), into=[part])
     else:
-        yield LoadedArray(stored=(name, *record.owned_range), into=into, converts=True)
+        yield LoadedArray(stored=(name, *record.owned_range), into=into, converts=True, moment=moment)
+
+
+def converted_moments(state: OptimizerState, reader: ArraySource, plan: LoadPlan) -> str:
+    """Return in what types moments are in the checkpoint and in what they rest here, where that differs; else nothing."""
+    pairs = {
+        (reader.array(one.stored[0]).spec.dtype, state.store.spec(one.into[0]).dtype)
+        for one in plan.arrays
+        if one.stored[0].startswith("optimizer/") and (one.moment is not None or not one.converts)
+    }
+    return "; ".join(f"{there} in the checkpoint, {here} here" for there, here in sorted(pairs) if there != here)
 
 
 def _differences(
@@ -205,8 +224,9 @@ def _differences(
     frozen = {record.name for record in state.records if record.group is None}
 
     def counts(name: str) -> bool:
-        # What completes a master belongs to it, however it is kept here.
-        if name.startswith(("client/", f"{LOW}/", f"{TIE}/")):
+        # What completes a master or scales a moment belongs to it, however it is kept here.
+        codes = codes_of_scales(name)
+        if name.startswith(("client/", f"{LOW}/", f"{TIE}/")) or (codes is not None and codes in reader.arrays):
             return False
         # Slots of a parameter that is frozen now are left alone.
         return not name.startswith("optimizer/") or (options.optimizer and name.split("/", 2)[2] not in frozen)

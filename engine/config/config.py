@@ -2,11 +2,12 @@
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from zstore.checkpoint.moments import Moments
 from zstore.errors import ConfigError, UsageError
 from zstore.store.runfolder import RUN_FOLDER
 
@@ -103,17 +104,7 @@ class Config:
         if defaults:
             notices.append(_defaults_notice(defaults))
         if context.world_size == 1:
-            keys = [
-                key
-                for key in ("zero_quantized_weights", "zero_quantized_gradients")
-                if getattr(settings.zero_optimization, key)
-            ]
-            known = {notice.key for notice in notices}
-            notices += [
-                Notice(f"zero_optimization.{key}", "no effect: one rank sends nothing to others")
-                for key in keys
-                if f"zero_optimization.{key}" not in known
-            ]
+            notices += _alone(settings.zero_optimization, {notice.key for notice in notices})
         named = settings.optimizer is not None and settings.optimizer.type in WHOLE_TENSORS
         whole = named or context.whole_tensors
         resolved = replace(self, settings=settings, reported=tuple(notices), resolved=True, whole_tensors=whole)
@@ -205,6 +196,14 @@ class Config:
         return OptimizerConfig(kind=kind, arguments=arguments)
 
     @property
+    def moments(self) -> Moments:
+        """What the optimizer's moments are kept in."""
+        section = self.settings.optimizer
+        asked = self.settings.bf16.bf16_optimizer_states
+        asked = asked or (section is not None and not section.params.fp32_optimizer_states)
+        return self.own.moments or ("bf16" if asked else "fp32")
+
+    @property
     def scheduler(self) -> SchedulerSection | None:
         """The schedule to build; None where there is none or the caller passes one."""
         section: SchedulerSection | None = self._plain(self.settings.scheduler)
@@ -282,6 +281,14 @@ class Config:
         """Ranks that hold a second copy of the parameters among them; None: there is none."""
         return self.zero.zero_hpz_partition_size if self.zero.zero_hpz_partition_size > 1 else None
 
+    def quantized_group(self, world_size: int, local_world_size: int | None) -> int | None:
+        """Return how many ranks reduce quantized gradients among them before these travel between such groups; None where
+        none are quantized, or in one hop. `local_world_size` ranks share a machine; None: all."""
+        if not self.zero.zero_quantized_gradients or self.stage < 2:
+            return None
+        size = self.secondary_size or local_world_size or world_size
+        return size if 1 < size < world_size and world_size % size == 0 else None
+
     @property
     def reduce_bucket_numel(self) -> int:
         """Elements of gradients reduced in one collective."""
@@ -335,6 +342,7 @@ _OF_TRAINING = (
     "optimizer", "scheduler", "gradient_", "prescale_gradients", "fp16.", "steps_per_print", "wall_clock_breakdown",
     "memory_breakdown", "zero_optimization.offload_optimizer", "zero_optimization.reduce_", "zstore.durability",
     "zstore.step_overlap", "zstore.split_master",
+    "zstore.moments", "bf16.bf16_optimizer_states",
 )  # fmt: skip
 """How the keys begin that say nothing to an engine without an optimizer."""
 
@@ -342,6 +350,13 @@ _OF_TRAINING = (
 def _offload(section: OffloadOptimizerSection | OffloadParamSection) -> OffloadConfig:
     used = section.device == "nvme"
     return OffloadConfig(device=section.device, nvme_paths=section.nvme_path or () if used else ())
+
+
+def _alone(zero: ZeroSection, known: Container[str]) -> Iterator[Notice]:
+    """Yield what one rank has no use for, of what is not `known` to do nothing."""
+    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if getattr(zero, name) and f"zero_optimization.{name}" not in known:
+            yield Notice(f"zero_optimization.{name}", "no effect: one rank sends nothing to others")
 
 
 def _defaults_notice(defaults: Mapping[str, Any]) -> Notice:

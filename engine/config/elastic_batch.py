@@ -83,7 +83,7 @@ def elastic_batch(
         max(1, min_world_size // ranks_per_node),
         1 + (largest if max_world_size is None else min(largest, max_world_size // ranks_per_node)),
     )
-    bases = {*micro_batch_sizes, math.lcm(*micro_batch_sizes)}
+    bases = {base for base in (*micro_batch_sizes, math.lcm(*micro_batch_sizes)) if base <= most}
     candidates = {_scaled(base, most) for base in bases}
     found = [(batch, _valid(batch, micro_batch_sizes, nodes)) for batch in candidates]
     batch, valid = max(found, key=lambda one: (len(one[1]), one[0] if prefer_larger else -one[0]))
@@ -114,9 +114,9 @@ def elastic_micro_batch(
 
 
 def _scaled(base: int, most: int) -> int:
-    """Return the largest product of `base` and a highly composite number up to `most`; at least `base`."""
+    """Return the largest product of `base` and a highly composite number up to `most`."""
     numbers = highly_composite_numbers()
-    return base * numbers[max(0, bisect.bisect_right(numbers, most // base) - 1)]
+    return base * numbers[bisect.bisect_right(numbers, most // base) - 1]
 
 
 def _valid(batch: int, micro_batch_sizes: Sequence[int], nodes: range) -> list[int]:

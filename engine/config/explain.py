@@ -71,10 +71,10 @@ class _Explained:
         if key in self._notices:
             return _status(self._notices[key]), _reason(self._notices[key])
         field = section.model_fields.get(name)
-        if field is None:  # an older form of another key
-            return Status.BUILT.value, "an older form, read as today's"
         if value is None:
             return Status.NO_EFFECT.value, "null is the same as leaving the key out"
+        if field is None or section.section_at(name) is not None:
+            return Status.BUILT.value, "an older form, read as today's"
         if off is not None and name != section.switch:
             return Status.NO_EFFECT.value, f"{off} turns the section off"
         status, _ = about(field)

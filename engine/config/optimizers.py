@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PlainValidator
 from pydantic_core.core_schema import ValidationInfo
 
-from .keys import Section, Status, about, built, no_effect, not_built, refused
+from .keys import Section, Status, about, built, no_effect, refused
 from .optimizer_names import ALIASES, advice_on
-from .sections import FP32, KERNEL
+from .sections import KERNEL
 from .values import Anything, Auto, BelowOne, Bool, Number, OneOf, Positive, Real, Words
 
 _OTHER = "it belongs to another optimizer and has no meaning for Adam; remove it"
@@ -37,13 +37,15 @@ class OptimizerParams(Section):
     """Differentiate through the step."""
     set_grad_none: Bool = no_effect(True, "the engine owns the gradients")
     """How gradients are cleared."""
-    fp32_optimizer_states: Bool = not_built(True, FP32)
-    """Keep moments in fp32."""
+    fp32_optimizer_states: Bool = built(True)
+    """Keep moments in fp32; false: in bf16, as `zstore.moments` "bf16" does."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the keys that act, by name: arguments of the class."""
         fields = type(self).model_fields.items()
-        return {name: getattr(self, name) for name, field in fields if about(field)[0] is Status.BUILT}
+        found = {name: getattr(self, name) for name, field in fields if about(field)[0] is Status.BUILT}
+        del found["fp32_optimizer_states"]  # the state's, not the class's
+        return found
 
 
 class AdamParams(OptimizerParams):
@@ -345,10 +347,13 @@ def _usual_name(data: Mapping[Any, Any]) -> dict[Any, Any]:
     return {**data} if usual is None else {**data, "type": usual}
 
 
+SectionType = type[Section]
+
+
 class OptimizerSection(Section):
     """The optimizer. Without this section one is passed to `initialize`."""
 
-    variants: ClassVar[Mapping[str, Mapping[str, type[Section]]]] = {"params": OPTIMIZERS}
+    variants: ClassVar[Mapping[str, Mapping[str, "type[Section]"]]] = {"params": OPTIMIZERS}
 
     type: Annotated[OptimizerName, OneOf(advice_on)]
     """Name of the optimizer. Adam means AdamW unless adam_w_mode is false; FusedAdam, CPUAdam and DeepSpeedCPUAdam are
@@ -367,6 +372,6 @@ class OptimizerSection(Section):
         return found if found.get("params") is not None else found | {"params": {}}
 
     @classmethod
-    def section_at(cls, name: str, raw: object = None) -> "type[Section] | None":
+    def section_at(cls, name: str, raw: object = None) -> SectionType | None:
         """See Section; other names of an optimizer count too."""
         return super().section_at(name, _usual_name(raw) if isinstance(raw, Mapping) else raw)

@@ -267,6 +267,10 @@ def _idle_quantization(settings: Settings) -> Iterator[Notice]:
             "zero_optimization.zero_quantized_gradients",
             f"no effect: gradients are sharded at stages 2 and 3, and the stage is {zero.stage}",
         )
+    if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
+        yield Notice(
+            "zero_optimization.zeropp_loco_param", "no effect: zero_optimization.zero_quantized_gradients is not set"
+        )
     if settings.zstore.quantized_gradient_bits != 4 and not zero.zero_quantized_gradients:
         yield Notice(
             "zstore.quantized_gradient_bits", "no effect: zero_optimization.zero_quantized_gradients is not set"
@@ -275,7 +279,7 @@ def _idle_quantization(settings: Settings) -> Iterator[Notice]:
 
 def _contradictions(settings: Settings) -> Iterator[Problem]:
     """Yield what is wrong between keys that are each right by themselves."""
-    zero, own = settings.zero_optimization, settings.zstore
+    zero, own, optimizer = settings.zero_optimization, settings.zstore, settings.optimizer
     if settings.fp16.enabled is True and settings.bf16.enabled is True:
         yield Problem(("fp16.enabled", "bf16.enabled"), "both are true; set one of them to false")
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
@@ -303,7 +307,15 @@ def _contradictions(settings: Settings) -> Iterator[Problem]:
     if own.durability_path is not None and len(own.durability_path) > 1:
         message = f"expected one folder, got {len(own.durability_path)}: a snapshot is in one place"
         yield Problem(("zstore.durability_path",), message)
+    if settings.checkpoint.use_node_local_storage:
+        yield from _local_storage(settings)
     yield from _elasticity(settings)
+    asked = {
+        "bf16.bf16_optimizer_states": settings.bf16.bf16_optimizer_states,
+        "optimizer.params.fp32_optimizer_states": optimizer is not None and not optimizer.params.fp32_optimizer_states,
+    }
+    for key in (key for key, value in asked.items() if value and own.moments not in (None, "bf16")):
+        yield Problem((key, "zstore.moments"), f'one asks for moments in bf16, one for "{own.moments}"; keep one')
     if settings.curriculum_learning.enabled:
         for key, what in settings.curriculum_learning.problems():
             yield Problem((f"curriculum_learning.{key}",), what)
@@ -313,6 +325,19 @@ def _contradictions(settings: Settings) -> Iterator[Problem]:
     if threads is not None and "thread_count" in aio.model_fields_set and threads != aio.thread_count:
         message = f"these are the same setting, but one is {threads} and one {aio.thread_count}; keep one"
         yield Problem(("zstore.io_threads", "aio.thread_count"), message)
+
+
+def _local_storage(settings: Settings) -> Iterator[Problem]:
+    zero, key = settings.zero_optimization, "checkpoint.use_node_local_storage"
+    if zero.stage == 0 or zero.mics_shard_size > 0:
+        other = "zero_optimization.stage" if zero.stage == 0 else "zero_optimization.mics_shard_size"
+        message = (
+            "each rank loads what ranks of other machines saved; use stage 1, 2 or 3 over all ranks, or a shared folder"
+        )
+        yield Problem((key, other), message)
+    if zero.stage3_gather_16bit_weights_on_model_save:
+        message = "no machine has all weights; leave one of them out, and gather the weights with `zstore consolidate`"
+        yield Problem((key, "zero_optimization.stage3_gather_16bit_weights_on_model_save"), message)
 
 
 def _elasticity(settings: Settings) -> Iterator[Problem]:

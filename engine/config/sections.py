@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from .keys import Section, built, no_effect, not_built, refused
+from .keys import Section, built, no_effect, not_built
 from .values import (
     Auto,
     Bool,
@@ -19,8 +19,8 @@ from .values import (
 )
 
 FP32 = (
-    "masters and moments are kept in fp32, which takes 12 bytes a parameter; zstore.split_master saves nearly 2 of them, and "
-    "offload_optimizer takes them off the device"
+    "masters are kept in fp32, which takes 4 bytes a parameter; zstore.split_master saves nearly 2 of them, zstore.moments "
+    "up to 6 of the 8 of Adam's moments, and offload_optimizer takes them off the device"
 )
 KERNEL = "there is one update kernel, torch's fused one, on every device"
 _IO = "requests are always submitted singly and overlapped, by threads"
@@ -66,8 +66,8 @@ class Bf16Section(Section):
     """Skip steps whose gradients are not finite; false: such a step is an error that changes nothing."""
     bf16_master_weights_and_grads: Bool = not_built(False, FP32)
     """Keep masters in bf16."""
-    bf16_optimizer_states: Bool = not_built(False, FP32)
-    """Keep moments in bf16."""
+    bf16_optimizer_states: Bool = built(False)
+    """Keep the optimizer's moments in bf16, as `zstore.moments` "bf16" does, which this is the same as."""
 
 
 class AioSection(Section):
@@ -136,8 +136,10 @@ class CheckpointSection(Section):
     """Compare the tags of all ranks."""
     load_universal: Bool = no_effect(False, "every checkpoint loads at any world size")
     """Load a converted checkpoint."""
-    use_node_local_storage: Bool = refused(False, "a checkpoint is one folder that all ranks see; give a shared folder")
-    """Save to a folder of each node's own."""
+    use_node_local_storage: Bool = built(False)
+    """Save to a drive of each machine's own: the folder that is saved to is another one on each machine. Each has the part
+    of its ranks, which loads there at the same world size; for anything else bring the parts together, see docs/saving.md.
+    Without it all ranks must see one folder, since that is how they save without waiting for each other."""
     parallel_write: Unread = no_effect(None, "all ranks write at once")
     """Let pipeline stages write."""
     checkpoint_serialization: Bool = no_effect(True, "nothing is pickled")

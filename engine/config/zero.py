@@ -9,9 +9,6 @@ from .values import Auto, Bool, Count, Folders, Fraction, OneOf, Position, Posit
 Stage = Annotated[Literal[0, 1, 2, 3], OneOf()]
 Device = Annotated[Literal["none", "cpu", "nvme"], OneOf()]
 
-_EXACT = (
-    "nothing is quantized on its way, so that stages and tiers give the same bits; it takes the bytes of the full type"
-)
 _ONE_WAY = "parameters are always gathered flat, unit by unit"
 _PIPELINE = "an update always prefetches and writes back in the background, as far as its buffers allow"
 
@@ -75,6 +72,16 @@ class OffloadParamSection(Section):
     max_in_cpu: Count | None = built(None)
     """Elements of parameters kept in host memory with "nvme", in whole parameters. Unset: as many as the host budget
     has room for, none without one; DeepSpeed's default is 1e9."""
+
+
+class LocoSection(Section):
+    """Error feedback for `zero_quantized_gradients` (LoCo): a rank adds to what it sends an average of what was lost before.
+    It takes memory for whole gradients in their own type on each device, and starts from zero after a load."""
+
+    err_beta: Fraction = built(0.8)
+    """Weight of the former errors in the average, 0 to 1; 0 is plain error feedback."""
+    reset_T: Positive = built(1024)  # noqa: N815 - DeepSpeed's name
+    """Backwards after which errors are forgotten, so that old ones do not pile up."""
 
 
 class ZeroSection(Section):
@@ -182,8 +189,7 @@ class ZeroSection(Section):
     """Reduce gradients of matrices as 4-bit integers (ZeRO++ qgZ; stages 2 and 3; `zstore.quantized_gradient_bits` takes 8):
     an all-to-all, the mean in fp32. Of several machines, or groups of `zero_hpz_partition_size` ranks, within each group
     first and then between them. Off by default: it changes the gradients."""
-    zeropp_loco_param: Unread = not_built(None, _EXACT)
-    """Error feedback of quantized gradients."""
+    zeropp_loco_param: LocoSection | None = None
     mics_shard_size: Position = built(-1)
     """Ranks that share one copy of all that the stage shards (MiCS; FSDP's HYBRID_SHARD): neighbouring ones, as many as a
     fast link joins; the other groups hold the same. Stages 1 to 3. The same bits, and parameters are gathered within the

@@ -20,8 +20,8 @@ def _problems(zero: ZeroSection, world_size: int) -> Iterator[str]:
         )
     if mics > 0 and zero.zero_quantized_gradients:
         yield (
-            f"zero_optimization.mics_shard_size {mics} and zero_quantized_gradients: the copies' gradients are reduced in their "
-            "own type; leave one of them out, or use zero_hpz_partition_size, which goes with both quantizations"
+            f"zero_optimization.mics_shard_size {mics} and zero_quantized_gradients: the gradients of copies are reduced in "
+            "their own type; leave one of them out, or use zero_hpz_partition_size, which goes with both quantizations"
         )
     if mics > 0 and zero.stage == 0:
         yield (

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from zstore.checkpoint.moments import Moments
 from zstore.checkpoint.split import LOW, TIE, ties_spec
 from zstore.format.arrays import ArraySpec, model_array, optimizer_array
 from zstore.format.partition import BITS, Grid, grid_in_checkpoint, make_grid
@@ -27,6 +28,7 @@ from ..params.gradient_types import GradientTypes
 from ..params.record import ParameterRecord
 from ..plan.plan import Placement
 from .kernel import Kernel, Scalars, SlotArray
+from .moments import MomentTiles, Scratch, slots_at_rest
 from .split_master import join_master, split_master
 from .tensor_kernel import TensorKernel
 
@@ -65,6 +67,8 @@ class OptimizerState:
         self._has_disk = bool(store.options.all_paths)
         self._splits = splits
         self._keeps_whole = keeps_whole
+        self.moments: Moments = "fp32"
+        """What moments rest in; set before `add`."""
         self.owns_fp32 = False
         """Whether fp32 parameters are their own masters wherever their slots rest; set before `add`."""
         self._types = types or GradientTypes()
@@ -174,8 +178,25 @@ class OptimizerState:
         """Return what is kept of a parameter beside its master, in the kernel's order; nothing of a frozen one."""
         if record.group is None:
             return ()
-        kernel = self.kernels[record.group]
+        slots = self.kernel_slots(record)
+        return slots if self.moments == "fp32" else slots_at_rest(slots, self.moments, _stored_shape(record.shape))
+
+    def kernel_slots(self, record: ParameterRecord) -> Sequence[SlotArray]:
+        """Return what the kernel of a trained parameter works on beside its master, in its order."""
+        kernel, _ = self.kernel_of(record)
         return kernel.arrays_of(record.shape) if isinstance(kernel, TensorKernel) else kernel.arrays(record.owned_numel)
+
+    def moment_tiles(self, record: ParameterRecord, step: int, scratch: Scratch | None = None) -> MomentTiles | None:
+        """Return what makes a kernel's slots out of those at rest in step number `step`; None: they are what rests."""
+        if self.moments == "fp32":
+            return None
+        return MomentTiles(self.slots_of(record), record.name, step, record.owned_range[0], scratch)
+
+    def moment(self, record: ParameterRecord, slot: str) -> tuple[list[str], MomentTiles]:
+        """Return the arrays that rest of one of the kernel's slots, and what makes its values out of them."""
+        found = [one for one in self.slots_of(record) if slot in (one.name, one.entry)]
+        names = [optimizer_array(one.name, record.name) for one in found]
+        return names, MomentTiles(found, record.name, 0, record.owned_range[0])
 
     def state_grid_of(self, record: ParameterRecord, slot: SlotArray | None = None) -> Grid:
         """Return how this rank's state of a parameter is cut: an array of its shape, or that of `slot`."""
@@ -183,7 +204,8 @@ class OptimizerState:
             return record.state_grid
         if slot.shape is None:
             return record.state_grid.packed(slot.block)
-        return make_grid(_stored_shape(slot.shape), record.world_size if self.is_sharded else 1)
+        shape = _stored_shape(slot.shape)
+        return record.over_copy(shape) if self.is_sharded else make_grid(shape, 1)
 
     def is_master(self, record: ParameterRecord) -> bool:
         """Return whether the fp32 master is the parameter itself, in its memory or at rest."""
@@ -239,14 +261,14 @@ class OptimizerState:
     def grid_of_ranks(self, record: ParameterRecord, name: str) -> Grid:
         """Return how an array of the parameter is divided among the ranks."""
         if name in self._own_shapes:
-            return make_grid(self.store.spec(name).stored_shape, record.world_size)
-        grid = record.state_grid if self.is_sharded else record.grid
-        return grid.packed() if _is_packed(name) else grid
+            return record.over_copy(self.store.spec(name).stored_shape)
+        grid, numel = record.state_grid if self.is_sharded else record.grid, self._numel_per_value(record, name)
+        return grid if numel == 1 else grid.packed(numel)
 
-    def grid_in_files(self, record: ParameterRecord, name: str) -> Grid:
-        """Return how an array of the parameter is cut in a checkpoint."""
+    def grid_in_files(self, record: ParameterRecord, name: str, world_size: int) -> Grid:
+        """Return how an array of the parameter is cut in a checkpoint of so many ranks."""
         spec = self.store.spec(name)
-        return grid_in_checkpoint(spec.stored_shape, spec.itemsize, self.grid_of_ranks(record, name))
+        return grid_in_checkpoint(spec.stored_shape, spec.itemsize, self.grid_of_ranks(record, name), world_size)
 
     def owned_range(self, record: ParameterRecord, name: str) -> tuple[int, int]:
         """Return the global flat elements `[first, stop)` of an array of the parameter that this rank holds."""
@@ -255,10 +277,18 @@ class OptimizerState:
             rows = grid.shard_range(record.state_shard)
             return rows[0] * grid.row_numel, rows[1] * grid.row_numel
         first, stop = record.owned_range
-        if not _is_packed(name):
-            return first, stop
-        # A rank without rows has no bits, wherever it would begin.
-        return first // BITS, -(-stop // BITS) if first < stop else first // BITS
+        numel = self._numel_per_value(record, name)
+        # A rank without rows has none, wherever it would begin.
+        return first // numel, -(-stop // numel) if first < stop else first // numel
+
+    def _numel_per_value(self, record: ParameterRecord, name: str) -> int:
+        """Return how many elements of the parameter a value of an array of it is for."""
+        if name.startswith(f"{TIE}/"):
+            return BITS
+        if self.moments != "int8":
+            return 1
+        slots = self.slots_of(record)
+        return next((slot.block for slot in slots if optimizer_array(slot.name, record.name) == name), 1)
 
     def kernel_of(self, record: ParameterRecord) -> tuple[Kernel, int]:
         """Return the kernel of a trained parameter, and the number of its group."""
@@ -306,8 +336,3 @@ class OptimizerState:
 
 def _stored_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return ArraySpec(name="model/shape", shape=shape, dtype="float32").stored_shape
-
-
-def _is_packed(name: str) -> bool:
-    """Return whether an array has a bit for each element of a parameter."""
-    return name.startswith(f"{TIE}/")

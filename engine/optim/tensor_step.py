@@ -59,7 +59,7 @@ class _Tensor:
 
     def __init__(self, state: OptimizerState, record: ParameterRecord) -> None:
         self.record = record
-        self.slots = state.slots_of(record)
+        self.slots = state.kernel_slots(record)
         shape = tuple(record.shape)
         arrays = [(None, shape), *((slot, slot.shape or shape) for slot in self.slots), (None, shape)]
         self.parts: list[_Part] = []
@@ -117,7 +117,7 @@ class TensorStep:
             self._world.all_to_all(rows, back, kind="all_to_all").wait()
             back = rows
         if self._error is None:
-            self._try_write(tensors, back)
+            self._try_write(tensors, back, update.settings.step)
 
     # -- 1. ---------------------------------------------------------------------------------------------------------
 
@@ -138,12 +138,16 @@ class TensorStep:
     def _read_state(self, tensors: Sequence[_Tensor], sent: torch.Tensor) -> None:
         state = self._state
         groups = list(self._groups(tensors, sent))
+        by_master = {state.master_arrays(tensor.record)[0]: tensor.record for tensor in tensors}
         with state.passing([names for names, _, _ in groups], "read") as tiles:
             for tile in tiles:
-                _, num_master, targets = groups[tile.group]
+                names, num_master, targets = groups[tile.group]
                 views = [as_torch(view) for view in tile.views]
                 values = [state.take_master(views[:num_master])] if num_master else []
-                for target, one in zip(targets, [*values, *views[num_master:]], strict=True):
+                slots = views[num_master:]
+                if num_master and (moments := state.moment_tiles(by_master[names[0]], 0)) is not None:
+                    slots = moments.expand(slots)
+                for target, one in zip(targets, [*values, *slots], strict=True):
                     state.transfers.copy_into(target[tile.first : tile.stop], one)
 
     def _groups(
@@ -156,7 +160,9 @@ class TensorStep:
             names = self._state.master_arrays(record)
             alike = [part for part in parts[1:] if part.slot is not None and part.slot.shape is None]
             if record.owned_numel:
-                slots = [f"optimizer/{part.slot.name}/{record.name}" for part in alike if part.slot is not None]
+                # A moment that rests in codes has its scales beside it.
+                kept = [slot for slot in self._state.slots_of(record) if slot.shape is None]
+                slots = [f"optimizer/{slot.name}/{record.name}" for slot in kept]
                 yield [*names, *slots], len(names), [self._rows(part, row) for part in (parts[0], *alike)]
             for part in parts[1:]:
                 if part.slot is not None and part.slot.shape is not None and self._rows(part, row).numel():
@@ -204,14 +210,14 @@ class TensorStep:
 
     # -- 3. ---------------------------------------------------------------------------------------------------------
 
-    def _try_write(self, tensors: Sequence[_Tensor], back: torch.Tensor) -> None:
+    def _try_write(self, tensors: Sequence[_Tensor], back: torch.Tensor, number: int) -> None:
         try:
             with torch.no_grad():
-                self._write(tensors, back)
+                self._write(tensors, back, number)
         except Exception as error:
             self._error = error
 
-    def _write(self, tensors: Sequence[_Tensor], back: torch.Tensor) -> None:
+    def _write(self, tensors: Sequence[_Tensor], back: torch.Tensor, number: int) -> None:
         state = self._state
         groups = list(self._groups(tensors, back))
         by_master = {state.master_arrays(tensor.record)[0]: tensor.record for tensor in tensors}
@@ -230,9 +236,13 @@ class TensorStep:
                     state.transfers.copy_into(views[0], values[0])
                     continue
                 state.put_master(values[0], views[:num_master])
-                for view, one in zip(views[num_master:], values[1:], strict=False):
-                    state.transfers.copy_into(view, one)
-                record = by_master[names[0]]
+                record, moments = by_master[names[0]], state.moment_tiles(by_master[names[0]], number)
+                if moments is not None:
+                    there = [one.to(views[num_master].device) for one in values[1:]]
+                    moments.reduce(there, views[num_master : len(names)], tile.first)
+                else:
+                    for view, one in zip(views[num_master:], values[1:], strict=False):
+                        state.transfers.copy_into(view, one)
                 if len(views) > len(names):
                     state.transfers.copy_into(views[-1], values[0])
                 elif record.rest is None and num_master == 1 and not state.is_master(record):

@@ -6,7 +6,8 @@ the same on every tier and in every step mode. Phases, for each parameter that h
 1. the store brings a tile of master and slots (read ahead, from disk), unpadded, ending at a multiple of 16 elements;
 2. the gradient's rows, in memory or in the same pass from disk, are cast to fp32 and multiplied once with one fp32
    scalar (1 / loss scale, and the clip);
-3. the kernel changes master and slots in place; the store takes them back (written behind);
+3. the kernel changes master and slots in place, moments that rest in fewer bits in fp32 (see [Note: moments at rest]);
+   the store takes them back (written behind);
 4. the master is cast into the parameter's own rows: memory of the parameter, or an array that the pass fills.
 In fp32 without offload the master is the parameter's memory, and phase 4 has nothing to do; where its slots rest in
 another memory than the parameter, it is brought to them in phase 1 and taken back in phase 4. A split master (see
@@ -29,6 +30,7 @@ from zstore.tensors import as_torch
 from ..device import GradientTiles, H2DQueue
 from ..params.record import ParameterRecord
 from .kernel import ParameterStep
+from .moments import MomentTiles, Scratch
 from .state import OptimizerState
 
 Rows = Callable[[ParameterRecord], torch.Tensor | None]
@@ -67,10 +69,12 @@ class _Change:
         rows: torch.Tensor | None,
         step: ParameterStep,
         factor: float,
+        moments: MomentTiles | None,
         h2d: H2DQueue,
     ) -> None:
         self.record = record
         self._state = state
+        self._moments = moments
         self._num_master = len(state.master_arrays(record))
         """What comes first in a tile: the master, or its parts."""
         self._num_state = len(state.arrays_of(record))
@@ -98,7 +102,10 @@ class _Change:
             gradient = self._gradient.tile(tile.first, tile.stop, master)
         if self._factor != 1.0:
             gradient.mul_(self._factor)
-        self._step.tile(master, gradient, slots)
+        if self._moments is None:
+            self._step.tile(master, gradient, slots)
+        else:
+            self._moments.update(self._step, master, gradient, slots, tile.first)
         if self._staged is None:
             self._state.put_master(master, held)
         else:
@@ -141,7 +148,7 @@ class Update:
         """
         mine = [record for record in self.records if record.owned_numel]
 
-        h2d = H2DQueue(self._state.transfers)
+        h2d, scratch = H2DQueue(self._state.transfers), Scratch()
 
         def ended(group: int) -> None:
             h2d.settle()
@@ -162,7 +169,8 @@ class Update:
                 record = mine[tile.group]
                 if change is None or change.record is not record:
                     step, factor = self._step_of(record), self.settings.factor
-                    change = _Change(self._state, record, self.rows(record), step, factor, h2d)
+                    moments = self._state.moment_tiles(record, self.settings.step, scratch)
+                    change = _Change(self._state, record, self.rows(record), step, factor, moments, h2d)
                 change.apply(tile)
         h2d.settle()
 

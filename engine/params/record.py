@@ -117,6 +117,8 @@ class ParameterRecord:
     """Ranks that `grid` cuts for."""
     copy: int | None = None
     """Number of the copy of the state that this rank holds a shard of; None: there is one. See [Note: copies]."""
+    copy_ranks: int = 0
+    """Ranks that hold one copy of what is sharded; 0: all of `world_size`."""
     group: int | None
     """Index of its parameter group; None: frozen, or not given to the optimizer."""
     full: torch.Tensor
@@ -152,6 +154,10 @@ class ParameterRecord:
         """Global flat elements `[first, stop)` whose state this rank holds."""
         first = min(self.numel, self.state_shard * self.state_grid.shard_numel)
         return first, first + self.state_grid.shard_valid_numel(self.state_shard)
+
+    def over_copy(self, stored_shape: tuple[int, ...]) -> Grid:
+        """Return how an array of a shape of its own is cut over the ranks of a copy."""
+        return make_grid(stored_shape, self.copy_ranks or self.world_size)
 
     @cached_property
     def counted_range(self) -> tuple[int, int]:
@@ -206,16 +212,13 @@ class ParameterRecord:
 
     def make_room(self) -> None:
         """Give `full` its memory back, with undefined values, before it is gathered."""
-        self.full.untyped_storage().resize_(self._padded_numel * self.full.element_size())
+        padded_numel = self.grid.shard_numel * self.world_size  # those of a copy have no more
+        self.full.untyped_storage().resize_(padded_numel * self.full.element_size())
         advise_huge_pages(self.full)
 
-    @property
-    def _padded_numel(self) -> int:
-        return self.grid.shard_numel * self.world_size
-
-    def padded_full(self) -> torch.Tensor:
-        """Return `full` with the room behind it, 1-D [world_size x shard_numel]: the rows of all ranks."""
-        return self.full.as_strided((self._padded_numel,), (1,))
+    def padded_full(self, numel: int) -> torch.Tensor:
+        """Return `full` with the room behind it, 1-D [numel]: the rows of all ranks, or of those of a copy, with padding."""
+        return self.full.as_strided((numel,), (1,))
 
     def point_at_full(self) -> None:
         """Make the gathered values the parameter's own."""
@@ -323,6 +326,7 @@ def make_record(
         state_grid=sharding.state_grid(stored_shape),
         state_shard=sharding.state_shard(rank),
         world_size=sharding.world_size,
+        copy_ranks=sharding.copy_size,
         copy=rank // sharding.copy_size if sharding.optimizer_state and sharding.num_copies > 1 else None,
         group=group,
         full=parameter.data.view(-1),

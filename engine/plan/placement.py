@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from zstore.checkpoint.moments import StoredSlot, stored_slots
 from zstore.errors import ConfigError
 from zstore.format.arrays import ArraySpec, numpy_dtype
 from zstore.format.partition import Grid, make_grid, round_up
@@ -164,11 +165,10 @@ def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterat
         return
     if split:
         yield from _split_rest(need, place)
-    for slot in need.slots:
-        if isinstance(slot, TensorSlot) and slot.shape is not None:
-            yield _of_own_shape(need, slot.name, slot.shape, place)
-        else:
-            yield one(slot if isinstance(slot, str) else slot.name, place.state, FP32)
+    yield from _slots(need, place)
+    if need.error_numel:
+        nbytes = need.error_numel * numpy_dtype(need.dtype).itemsize
+        yield replace(one("gradient errors", "device", need.dtype, field="gradient"), nbytes=nbytes)
     if settings.holds_gradients:
         # A micro-batch adds to what the one before left, the first excepted; the update reads the sum.
         whole = need.whole_gradient
@@ -181,6 +181,20 @@ def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterat
             reads=forwards,
             writes=forwards,
         )
+
+
+def _slots(need: Need, place: Placement) -> Iterator[_Stored]:
+    """Yield what rests of the optimizer's slots."""
+    slots = [slot if isinstance(slot, TensorSlot) else TensorSlot(slot) for slot in need.slots or ()]
+    plain = [slot.name for slot in slots if slot.shape is None]
+    kept = stored_slots(plain, need.moments, (need.grid.rows, need.grid.row_numel))
+    for slot in slots:
+        if slot.shape is not None:
+            yield _of_own_shape(need, slot.name, slot.shape, place)
+            continue
+        for array in kept.get(slot.name, (StoredSlot(slot.name, FP32),)):
+            grid = need.grid if array.block == 1 else need.grid.packed(array.block)
+            yield _apart(need, slot.name, grid, array.dtype, place)
 
 
 def _split_rest(need: Need, place: Placement) -> Iterator[_Stored]:

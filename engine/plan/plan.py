@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from zstore.checkpoint.moments import Moments
 from zstore.format.arrays import numpy_dtype
 from zstore.format.partition import Grid
 from zstore.format.shardfile import ShardLayout, layout_of
@@ -54,9 +55,9 @@ class Sent:
     """Bytes that a rank sends to others in a step, padding included."""
 
     within: int = 0
-    """To ranks of its group; to all others where there are no groups."""
+    """To ranks of its group, or without groups of its machine."""
     between: int = 0
-    """To ranks of other groups."""
+    """To others."""
 
     def __add__(self, other: Sent) -> Sent:
         return Sent(within=self.within + other.within, between=self.between + other.between)
@@ -105,7 +106,7 @@ class Need:
     gradient_dtype: str
     """Type in which its gradient waits for the update."""
     slots: Slots | None
-    """The fp32 arrays that the optimizer keeps beside the master; None: the parameter is not trained."""
+    """What the optimizer keeps beside the master; None: the parameter is not trained."""
     stays_gathered: bool
     """All values are on every rank's device always: stages 0 to 2, and below the persistence threshold."""
     whole_gradient: bool = False
@@ -119,8 +120,14 @@ class Need:
     """Elements of this rank's part of a second copy of the parameter (`zero_hpz_partition_size`), on the device."""
     reduced_numel: int = 0
     """Elements of the parameter as it is cut over all ranks, padding included."""
+    near_numel: int = 0
+    """Elements of the parameter as it is cut over the ranks of a group, padding included; with one group as over all."""
+    error_numel: int = 0
+    """Elements of what quantization lost of its gradient that are kept (`zeropp_loco_param`), on the device."""
     splits_master: bool = False
     """The master is kept as the bf16 parameter and what that lacks; see [Note: the split]."""
+    moments: Moments = "fp32"
+    """What the moments among the slots rest in; all other slots in fp32."""
 
     @property
     def update_bytes(self) -> int:
@@ -205,7 +212,8 @@ class Plan:
     """Parameters of which every rank has all values on its device always."""
     held: Mapping[str, Held]
     """By kind: "parameters" (with fp32 masters that are the parameter), "secondary parameters" (of
-    `zero_hpz_partition_size`), "gradients" (none where they are used as they arrive), "master", each slot, "buffers"."""
+    `zero_hpz_partition_size`), "gradients" (none where they are used as they arrive), "gradient errors" (of
+    `zeropp_loco_param`), "master", each slot, "buffers"."""
     traffic: Mapping[str, Traffic]
     """Of a step, by kind: "parameters", "gradients", "optimizer state"."""
     files: tuple[tuple[Field, int], ...]

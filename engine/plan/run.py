@@ -66,10 +66,24 @@ def plan_run(
         units_of_model(model, config.zero.stage3_max_live_parameters),
     )
     with world.agreeing():
-        needs = find_needs(shapes, slots, config, world_size=world.world_size, rank=world.rank, units=units)
+        needs = find_needs(
+            shapes,
+            slots,
+            config,
+            world_size=world.world_size,
+            rank=world.rank,
+            units=units,
+            local_world_size=world.local_world_size,
+        )
         settings = placement_settings(config, budget_bytes=budget_bytes, device_is_host=device_is_host)
-        ranks = {"native": world.backend != "gloo", "local_world_size": world.local_world_size}
-        plan = with_sent(make_plan(needs, settings, units), needs, config, world.world_size, **ranks)
+        plan = with_sent(
+            make_plan(needs, settings, units),
+            needs,
+            config,
+            world.world_size,
+            native=world.backend != "gloo",
+            local_world_size=world.local_world_size,
+        )
         check_device(plan, torch.cuda.mem_get_info(world.device)[1] if world.device.type == "cuda" else None)
     _check_host(plan, world, memory or read_host_memory())
     offloads = plan.held_total.device < plan.held_total.total - plan.held["buffers"].total

@@ -56,15 +56,6 @@ class _Ranks:
         return Sent(within=(self.group - 1) * num_groups * row_bytes, between=(num_groups - 1) * row_bytes)
 
 
-def quantized_group(config: Config, world_size: int, local_world_size: int | None) -> int | None:
-    """Return how many ranks reduce quantized gradients among them before these travel between such groups; None where no
-    gradient is quantized, or in one hop."""
-    if not config.zero.zero_quantized_gradients or config.stage < 2:
-        return None
-    size = config.secondary_size or local_world_size or world_size
-    return size if 1 < size < world_size and world_size % size == 0 else None
-
-
 def with_sent(
     plan: Plan,
     needs: Iterable[Need],
@@ -76,7 +67,7 @@ def with_sent(
 ) -> Plan:
     """Return `plan` with what a rank sends in a step; see `planned_sent`."""
     sent = planned_sent(needs, config, world_size, native=native, local_world_size=local_world_size)
-    group = config.secondary_size or config.copy_size or quantized_group(config, world_size, local_world_size)
+    group = config.secondary_size or config.copy_size or config.quantized_group(world_size, local_world_size)
     quantizes = config.zero.zero_quantized_weights or config.zero.zero_quantized_gradients
     return replace(
         plan,
@@ -97,10 +88,12 @@ def planned_sent(
     if world_size == 1:
         return {}
     sharding = Sharding.of_stage(config.stage, world_size, copy_size=config.copy_size)
-    group = config.secondary_size or quantized_group(config, world_size, local_world_size)
+    group = config.secondary_size or config.quantized_group(world_size, local_world_size)
+    # Without groups those of a machine count as one.
+    near_size = local_world_size if local_world_size and world_size % local_world_size == 0 else world_size
     ranks = _Ranks(
         world_size=world_size,
-        group=group or (sharding.copy_size if sharding.optimizer_state else world_size),
+        group=group or (sharding.copy_size if sharding.num_copies > 1 and sharding.optimizer_state else near_size),
     )
     types, sent = GradientTypes.of(config, world_size), {"gradients": Sent(), "parameters": Sent()}
     micro_batches = 1 if config.frozen else config.batch.accumulation_steps
@@ -115,8 +108,7 @@ def planned_sent(
             else:
                 one = _reduction(need.reduced_numel * reduced, config, sharding, ranks, native=native)
             sent["gradients"] += one.times(micro_batches if sharding.gradients else 1)
-        nbytes = need.reduced_numel * numpy_dtype(need.dtype).itemsize
-        sent["parameters"] += _gathers(need, nbytes, config, sharding, ranks, micro_batches)
+        sent["parameters"] += _gathers(need, config, sharding, ranks, micro_batches)
     return sent
 
 
@@ -130,19 +122,22 @@ def _reduction(nbytes: int, config: Config, sharding: Sharding, ranks: _Ranks, *
     return ranks.over_all(nbytes) + ranks.between_copies(nbytes)
 
 
-def _gathers(need: Need, nbytes: int, config: Config, sharding: Sharding, ranks: _Ranks, micro_batches: int) -> Sent:
+def _gathers(need: Need, config: Config, sharding: Sharding, ranks: _Ranks, micro_batches: int) -> Sent:
     """Return what gathers of a parameter send in a step."""
-    far = ranks.over_all if sharding.num_copies == 1 else ranks.in_group
+    itemsize, one_copy = numpy_dtype(need.dtype).itemsize, sharding.num_copies == 1
+    far = ranks.over_all if one_copy else ranks.in_group
+    near_bytes = need.near_numel * itemsize
+    far_bytes = need.reduced_numel * itemsize if one_copy else near_bytes
     if not sharding.parameters or need.stays_gathered:
         updated = sharding.optimizer_state and need.slots is not None and not config.frozen
-        return far(nbytes) if updated else Sent()
-    count, far_bytes = need.fetches * micro_batches, nbytes
+        return far(far_bytes) if updated else Sent()
+    count = need.fetches * micro_batches
     if config.zero.zero_quantized_weights and _is_quantized(need):
         far_bytes = encoded_bytes(need.grid.shard_numel, WEIGHT_BITS) * sharding.copy_size
     if config.secondary_size is None:
         return far(far_bytes).times(count)
     first = need.slots is not None and not config.frozen
-    return ranks.in_group(nbytes).times(count - first) + (far(far_bytes) if first else Sent())
+    return ranks.in_group(near_bytes).times(count - first) + (far(far_bytes) if first else Sent())
 
 
 def _is_quantized(need: Need) -> bool:

@@ -247,7 +247,7 @@ class Fetcher:
             if quantizes and gathers_quantized(record):
                 quantized.append(record)
                 continue
-            padded = record.padded_full()
+            padded = record.padded_full(grid_of(record).shard_numel * world.world_size)
             if record.numel < _DIRECT_NUMEL or padded.numel() > self._limit_numel:
                 small.append(record)
                 continue

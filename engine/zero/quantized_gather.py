@@ -56,7 +56,7 @@ class QuantizedGather:
         first = self.bucket.segments[0]
         if len(self.bucket.segments) > 1 or self.bucket.cols != first.shard_numel:
             return None
-        return first.record.padded_full().view(-1, self.bucket.cols)
+        return first.record.padded_full(self.gathered.shape[0] * self.bucket.cols).view(-1, self.bucket.cols)
 
 
 def start_gathers(

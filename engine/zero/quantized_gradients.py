@@ -29,7 +29,6 @@ from zstore.ranks.world import Kind, Work, World
 from ..config.config import Config
 from ..params.quantized import BLOCK_NUMEL, BlockCode, is_matrix
 from ..params.record import ParameterRecord
-from ..plan.sent import quantized_group
 from .collectives import Bucket, TypeOf, plan_buckets
 
 
@@ -180,5 +179,8 @@ def quantized_reducer(config: Config, world: World) -> QuantizedReducer | None:
     """Return what reduces gradients as the config says (all ranks); None where they travel in their own type."""
     if not config.zero.zero_quantized_gradients or world.world_size == 1:
         return None
-    group_size = quantized_group(config, world.world_size, world.local_world_size)
-    return QuantizedReducer(world, config.own.quantized_gradient_bits, group_size=group_size or world.world_size)
+    group_size = config.quantized_group(world.world_size, world.local_world_size) or world.world_size
+    loco, feedback = config.zero.zeropp_loco_param, None
+    if loco is not None:
+        feedback = ErrorFeedback(beta=loco.err_beta, reset_steps=loco.reset_T)
+    return QuantizedReducer(world, config.own.quantized_gradient_bits, group_size=group_size, feedback=feedback)

@@ -50,7 +50,7 @@ class SecondaryShards:
         for record in records:
             if record not in self._sound:
                 numel = self.grid(record).shard_numel
-                mine = record.padded_full()[self.world.rank * numel :][:numel]
+                mine = record.padded_full(self.world.world_size * numel)[self.world.rank * numel :][:numel]
                 if record in self._rows:
                     self._rows[record].copy_(mine)
                 else:

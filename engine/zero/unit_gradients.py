@@ -426,8 +426,9 @@ class UnitGradients(Gradients):
 
     def held_bytes(self) -> int:
         """See Gradients."""
+        feedback = None if self._quantizer is None else self._quantizer.feedback
         # A copy: an update in the backward takes rows meanwhile.
-        return sum(rows.nbytes for rows in list(self._rows.values()))
+        return sum(rows.nbytes for rows in list(self._rows.values())) + (0 if feedback is None else feedback.nbytes)
 
     def close(self) -> None:
         """See Gradients."""

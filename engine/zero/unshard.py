@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from zstore.errors import UsageError
-from zstore.ranks.groups import Groups
 from zstore.ranks.world import World
 from zstore.store import TensorStore
 
@@ -339,18 +338,14 @@ def make_sharded_units(
     transfers: Transfers,
     *,
     world: World,
-    groups: Sequence[Groups] = (),
-    copies: int = 1,
+    copy_world: World,
+    secondary: SecondaryShards | None,
 ) -> ShardedUnits:
-    """Return the sharded units of `units` as the config says; nothing is gathered. With several `copies` of the state each of
-    the `groups` has one; with one, the groups keep secondary shards."""
+    """Return the sharded units of `units` as the config says; nothing is gathered. The ranks of `copy_world` hold one copy of
+    the parameters; `secondary`: where a second one is kept."""
     reader = None
     if any(record.rest is not None for unit in units for record in unit.owned):
         reader = RowReader(store, store.make_pool(parameter_pool_bytes(config, store.options)), transfers)
-    secondary = None
-    if groups and copies == 1:
-        secondary = SecondaryShards(groups[0].within, groups[0].between.world_size)
-    copy_world = world if copies == 1 else groups[0].within
     quantizes = config.zero.zero_quantized_weights
     fetcher = Fetcher(copy_world, reader, config.allgather_bucket_numel, secondary, quantizes=quantizes)
     return ShardedUnits(units, world, fetcher, prefetch_limits(config), overlap=config.zero.overlap_comm)

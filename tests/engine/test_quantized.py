@@ -14,8 +14,14 @@ from torch import nn
 
 import zstore
 from tests.engine.bits import digest
-from zstore.engine.access.safe_access import safe_get_full_fp32_param
+from zstore.engine.access.safe_access import safe_get_full_fp32_param, safe_get_full_grad
+from zstore.engine.config.config import load_config
+from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.params.quantized import BLOCK_NUMEL, BlockCode, encoded_bytes
+from zstore.engine.params.record import Sharding, make_record
+from zstore.engine.zero.collectives import plan_buckets
+from zstore.engine.zero.quantized_gradients import ErrorFeedback
+from zstore.errors import ConfigError
 from zstore.testing.ranks import run_ranks
 
 ROWS, WIDTH, STEPS = 96, 160, 3
@@ -100,13 +106,11 @@ def _config(zero: dict[str, Any], own: dict[str, Any] | None = None, **keys: Any
     } | keys
 
 
-def _train(rank: int, config: dict[str, Any], load: str | None = None, save: str | None = None) -> dict[str, Any]:
+def _train(rank: int, config: dict[str, Any]) -> dict[str, Any]:
     """Train for some steps; return what was sent in the last of them, what was planned, and bits."""
     torch.manual_seed(0)
     seen: dict[str, str] = {}
     with zstore.initialize(model=_Net(), config=config)[0] as engine:
-        if load is not None:
-            engine.load_checkpoint(load)
         dtype = next(engine.module.parameters()).dtype
         layer = engine.module.layers[0]
         layer.register_forward_pre_hook(lambda *_: seen.update(weight=digest(layer.weight.data.clone())))
@@ -119,11 +123,6 @@ def _train(rank: int, config: dict[str, Any], load: str | None = None, save: str
                 engine.backward(engine(x).float().square().mean())
                 engine.step()
         after = engine.statistics()
-        if save is not None:
-            engine.save_checkpoint(save)
-        masters = {
-            name: digest(safe_get_full_fp32_param(parameter)) for name, parameter in engine.module.named_parameters()
-        }
         sent = {kind: after.sent_bytes[kind] - before.sent_bytes.get(kind, 0) for kind in after.sent_bytes}
         return {
             "sent": {kind: nbytes for kind, nbytes in sent.items() if nbytes and kind not in ("control", "broadcast")},
@@ -133,11 +132,52 @@ def _train(rank: int, config: dict[str, Any], load: str | None = None, save: str
             ],
             "planned": {kind: [sent.within, sent.between] for kind, sent in engine.training_state.plan.sent.items()},
             "weight": seen["weight"],
-            "masters": masters,
+            "masters": _masters(engine),
         }
 
 
+def _one_backward(rank: int, config: dict[str, Any], folder: str = "") -> dict[str, Any]:
+    """Return the bits of a weight as the first forward has it, and of its gradient's mean; masters before and after a save
+    with these keys and a load without them."""
+    torch.manual_seed(0)
+    seen: dict[str, Any] = {}
+    with zstore.initialize(model=_Net(), config=config)[0] as engine:
+        layer = engine.module.layers[0]
+
+        def look(*_: Any) -> None:
+            with zstore.gather(layer.weight):  # for reading, where the values are not those of the rows at rest
+                seen["weight"] = digest(layer.weight.data.clone())
+
+        layer.register_forward_pre_hook(look)
+        engine.backward(engine(_data(rank)).float().square().mean())
+        seen["gradient"] = digest(safe_get_full_grad(layer.weight))
+        engine.step()
+        seen["held"] = engine.statistics().held.gradients
+        seen["planned"] = [
+            engine.training_state.plan.held[kind].total
+            for kind in engine.training_state.plan.held
+            if "gradient" in kind
+        ]
+        seen["masters"] = _masters(engine)
+        if folder:
+            engine.save_checkpoint(folder)
+    if folder:
+        with zstore.initialize(model=_Net(), config=_config({}))[0] as engine:
+            engine.load_checkpoint(folder)
+            seen["loaded"] = _masters(engine)
+    return seen
+
+
+def _data(rank: int) -> torch.Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+
+def _masters(engine: zstore.Engine) -> dict[str, str]:
+    return {name: digest(safe_get_full_fp32_param(parameter)) for name, parameter in engine.module.named_parameters()}
+
+
 QW, QG = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+LOCO = {"zeropp_loco_param": {"err_beta": 0.0}}
 
 
 def _variants(folder: str) -> dict[str, dict[str, Any]]:
@@ -161,24 +201,36 @@ def _variants(folder: str) -> dict[str, dict[str, Any]]:
 
 
 def _run_all(rank: int, folder: str) -> dict[str, dict[str, Any]]:
+    torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = "4"
     found = {name: _train(rank, config) for name, config in _variants(folder).items()}
     # Two machines of two ranks.
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     found["two hops"] = _train(rank, _config(QG))
     found["two hops and a second copy"] = _train(rank, _config(QW | QG | {"zero_hpz_partition_size": 2}))
+    one = {"gradient_accumulation_steps": 1}
+    found["one backward, two hops"] = _one_backward(rank, _config(QG | LOCO, **one))
+    os.environ["LOCAL_WORLD_SIZE"] = "4"
+    found["one backward"] = _one_backward(rank, _config(QW | QG, **one), f"{folder}/saved")
+    found["forgetful"] = _train(rank, _config(QW | QG | {"zeropp_loco_param": {"reset_T": 1}}))
+    found["feedback"] = _train(rank, _config(QW | QG | LOCO))
     found["copies"] = _train(rank, _config(QW | {"mics_shard_size": 2}))
     return found
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(_run_all, 4, str(tmp_path_factory.mktemp("quantized")))
+    found: list[dict[str, dict[str, Any]]] = run_ranks(_run_all, 4, str(tmp_path_factory.mktemp("quantized")))
+    return found
+
+
+def _trained(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: run for name, run in found.items() if "sent" in run}
 
 
 def test_the_bytes_sent_are_those_of_the_formula_and_of_the_plan(runs: list[dict[str, dict[str, Any]]]) -> None:
     for found in runs:
-        for name, run in found.items():
+        for name, run in _trained(found).items():
             planned = {kind: sum(run["planned"][kind]) for kind in ("parameters", "gradients")}
             assert run["sent"] == {"all_gather": planned["parameters"], "reduce_scatter": planned["gradients"]}, name
         for name in ("two hops", "two hops and a second copy"):
@@ -202,10 +254,90 @@ def test_the_bytes_sent_are_those_of_the_formula_and_of_the_plan(runs: list[dict
 
 
 def test_every_rank_computes_with_the_same_bits_and_they_repeat(runs: list[dict[str, dict[str, Any]]]) -> None:
-    for name in runs[0]:
+    for name in _trained(runs[0]):
         assert len({found[name]["weight"] for found in runs}) == 1
         assert all(found[name]["masters"] == runs[0][name]["masters"] for found in runs)
     same = [run["masters"] for name, run in runs[0].items() if name.startswith("both,") and "fp32" not in name]
     assert len(same) == 3
     assert all(masters == runs[0]["both"]["masters"] for masters in same)
     assert runs[0]["both"]["masters"] != runs[0]["exact"]["masters"]
+
+
+def _rounded(values: torch.Tensor, largest: int) -> torch.Tensor:
+    """Return fp32 values as a code of blocks of 256 gives them back."""
+    blocks = values.float().view(-1, 256)
+    scale = blocks.abs().amax(dim=1, keepdim=True) / largest
+    # Integers have one zero.
+    return (((blocks / scale).round() + 0.0) * scale).view_as(values)
+
+
+def test_a_forward_computes_with_rounded_weights_and_a_gradient_is_the_mean_of_rounded_ones(
+    runs: list[dict[str, dict[str, Any]]],
+) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    net = _Net().bfloat16()
+    exact = net.layers[0].weight.detach()
+    assert runs[0]["one backward"]["weight"] == digest(_rounded(exact, 127).bfloat16())
+    assert runs[0]["one backward, two hops"]["weight"] == digest(exact)
+    gradients = []
+    for rank in range(4):
+        net.zero_grad()
+        net(_data(rank)).float().square().mean().backward()
+        gradients.append(_rounded(net.layers[0].weight.grad, 7))
+    near, far = gradients[0] + gradients[1], gradients[2] + gradients[3]
+    mean = (_rounded(near / 2, 7) + _rounded(far / 2, 7)) / 2
+    assert runs[0]["one backward, two hops"]["gradient"] == digest(mean.bfloat16().float())
+
+
+def test_masters_stay_exact_and_a_checkpoint_loads_without_the_keys(runs: list[dict[str, dict[str, Any]]]) -> None:
+    run = runs[0]["one backward"]
+    assert run["loaded"] == run["masters"]
+
+
+def test_error_feedback_is_kept_until_it_is_reset_and_counted(runs: list[dict[str, dict[str, Any]]]) -> None:
+    assert runs[0]["forgetful"]["masters"] == runs[0]["both"]["masters"]
+    assert runs[0]["feedback"]["masters"] != runs[0]["both"]["masters"]
+    for found in runs:
+        run = found["one backward, two hops"]
+        # Of two matrices what is sent to four ranks, and to two groups, in bf16.
+        assert run["planned"][1] == 2 * ROWS * WIDTH * 2 * 6 // 4
+        assert run["held"] == sum(run["planned"])
+
+
+def test_what_was_lost_is_sent_later() -> None:
+    parameter = nn.Parameter(torch.randn(64, 32, generator=torch.Generator().manual_seed(1)))
+    record = make_record("w", (), parameter, group=0, sharding=Sharding.of_stage(2, 2), rank=0)
+    (bucket,) = plan_buckets([record], 2, 10**6, align_numel=BLOCK_NUMEL)
+    code, values = BlockCode((bucket.cols,), 4), parameter.detach().view(2, -1)
+    feedback, sums, steps = ErrorFeedback(beta=0.0, reset_steps=100), torch.zeros_like(values), 50
+    for _ in range(steps):
+        feedback.begin_backward()
+        code.decode(feedback.encode(0, bucket, code, values), sums, add=True)
+    lost = code.decode(code.encode(values), torch.empty_like(values)) - values
+    assert (sums / steps - values).abs().max() < lost.abs().max() / 20
+
+
+@pytest.mark.parametrize(
+    ("zero", "key", "said"),
+    [
+        ({"stage": 2, "zero_quantized_weights": True}, "zero_quantized_weights", "at stage 3 only, and the stage is 2"),
+        (
+            {"stage": 1, "zero_quantized_gradients": True},
+            "zero_quantized_gradients",
+            "at stages 2 and 3, and the stage is 1",
+        ),
+        ({"stage": 3, "zeropp_loco_param": {}}, "zeropp_loco_param", "zero_quantized_gradients is not set"),
+        ({"stage": 3, "zero_quantized_weights": True}, "zero_quantized_weights", "one rank sends nothing"),
+    ],
+)
+def test_where_a_key_does_nothing_it_says_so(zero: dict[str, Any], key: str, said: str) -> None:
+    config = load_config(_config(zero)).resolve(ResolveContext(world_size=1))
+    notices = {notice.key: notice.message for notice in config.notices()}
+    assert said in notices[f"zero_optimization.{key}"]
+
+
+def test_quantized_gradients_of_copies_are_refused() -> None:
+    config = load_config(_config(QG | {"mics_shard_size": 2}))
+    with pytest.raises(ConfigError, match="reduced in their own type; leave one of them out"):
+        config.resolve(ResolveContext(world_size=4))

@@ -72,7 +72,7 @@ class Output:
         return [line.removeprefix(words).strip() for line in self.lines[rank] if line.startswith(words)]
 
 
-def run(script: str, *words: str, world_size: int = 1, anew: bool = False) -> Output:
+def run(script: str, *words: str, world_size: int = 1) -> Output:
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     with tempfile.TemporaryDirectory() as logs:
@@ -84,7 +84,6 @@ def run(script: str, *words: str, world_size: int = 1, anew: bool = False) -> Ou
             check=False,
             timeout=120,
             env=environment | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"},
-            anew=anew,
         )
         printed = [done.stdout, *(path.read_text() for path in Path(logs).rglob("stdout.log"))]
     assert done.returncode == 0, "".join(printed) + done.stderr
@@ -114,7 +113,7 @@ def test_a_script_resumes_where_client_sd_says_at_another_world_size(world_size:
     zero: tuple[Any, Any] = (True, disk(tmp_path, stage=3)) if world_size == 1 else (disk(tmp_path, stage=2), False)
     folder = tmp_path / "ckpt"
     first = [*words, write_config(tmp_path, zero[0]), "--save_dir", str(folder)]
-    whole = run("getting_started", *first, world_size=world_size, anew=world_size == 2)
+    whole = run("getting_started", *first, world_size=world_size)
     losses = whole.losses()
     assert whole.steps() == list(range(12))
     assert mean(losses[-3:]) < 0.8 * mean(losses[:3])

@@ -16,8 +16,14 @@ from tests.engine.bits import digest, engine_digests
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config
 from tests.reference import Reference
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.reshard import reshard_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
+from zstore.engine.config.config import load_config
+from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.report.placement import placed_arrays
+from zstore.errors import CheckpointMismatchError
 from zstore.optim import Lamb, MuonWithAdam
 from zstore.testing.ranks import run_ranks
 
@@ -154,3 +160,86 @@ def _trained(rank: int, world_size: int, saves: str) -> list[tuple[str, Any, lis
 def test_each_does_what_its_class_does_bit_for_bit_and_resumes(world_size: int, tmp_path: Path) -> None:
     for failed in run_ranks(_trained, world_size, world_size, str(tmp_path), timeout_s=240):
         assert failed == []
+
+
+# -- elastic ----------------------------------------------------------------------------------------------------------
+
+
+def make_client(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def contents(engine: Engine) -> dict[str, str]:
+    """Return hashes of whole masters and of what the optimizer keeps of each parameter."""
+    found: dict[str, str] = {}
+    for record in engine.training_state.state.scalars:
+        found[record.name] = digest(engine.get_full_parameter(record.name).reshape(-1))
+        for slot in ("row_var", "col_var") if record.parameter.dim() > 1 else ("variance",):
+            found[f"{slot} {record.name}"] = digest(engine.get_optimizer_state(record.name, slot).reshape(-1))
+        found[f"step {record.name}"] = str(engine.get_optimizer_state(record.name, "step"))
+    return found
+
+
+def _saved(rank: int, folder: str, runs: str) -> dict[str, str]:
+    """Train a client's own Adafactor at stage 3 on disk, step modes asked for, over two steps, one of which overflows."""
+    config = config_of("Adafactor", runs, 3, "nvme", fp16={"enabled": True, "loss_scale": 128.0}, optimizer=None)
+    config |= {"data_types": {"grad_accum_dtype": "fp32"}, "zstore": {"step_overlap": "forward"}}
+    config["train_micro_batch_size_per_gpu"] = 3  # a global batch that one rank and three can have too
+    config["zstore"]["host_budget_bytes"] = 1_000_000
+    net = make_net()
+    engine, *_ = zstore.initialize(model=net, optimizer=make_client(net), config=config)
+    with engine:
+        assert engine.training_state.step_mode.value == "none"
+        assert engine.training_state.state.spilled != {}
+        for number, factor in enumerate((1.0, float("inf"), 1.0)):
+            engine.backward(engine(*batch(number, 0, rank)) * factor)
+            engine.step()
+        assert engine.skipped_steps == 1
+        engine.save_checkpoint(folder)
+        return contents(engine)
+
+
+def _loaded(rank: int, folder: str, stage: int, tier: str, runs: str) -> dict[str, str]:
+    config = config_of("Adafactor", runs, stage, tier, fp16={"enabled": True, "loss_scale": 128.0})
+    with zstore.initialize(model=make_net(), config=config)[0] as engine:
+        engine.load_checkpoint(folder)
+        found = contents(engine)
+        for _ in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(*batch(9, 0, rank)))
+            engine.step()
+        assert engine.was_step_applied()
+        return found
+
+
+def test_what_two_ranks_saved_on_disk_is_the_same_at_any_other_size_stage_and_tier(tmp_path: Path) -> None:
+    folder, runs = str(tmp_path / "saves"), str(tmp_path)
+    saved = run_ranks(_saved, 2, folder, runs, timeout_s=120)[0]
+    assert run_ranks(_loaded, 1, folder, 0, "none", runs, timeout_s=120)[0] == saved
+    assert run_ranks(_loaded, 3, folder, 2, "cpu", runs, timeout_s=120)[0] == saved
+    with open_checkpoint(folder) as reader:
+        shapes = {name: array.spec.shape for name, array in reader.arrays.items() if name.endswith("_var/embed.weight")}
+        assert shapes == {"optimizer/row_var/embed.weight": (1203, 1), "optimizer/col_var/embed.weight": (1, 56)}
+        assert verify_checkpoint(reader) == []
+        reshard_checkpoint(reader, tmp_path / "three", 3)
+    assert run_ranks(_loaded, 1, str(tmp_path / "three"), 1, "none", runs, timeout_s=120)[0] == saved
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    with zstore.initialize(model=make_net(), config=config_of("Muon", "", 0, "none"))[0] as engine:
+        engine.backward(engine(*batch(0, 0, 0)))
+        engine.step()
+        engine.save_checkpoint(str(tmp_path))
+    with (
+        zstore.initialize(model=make_net(), config=config_of("Lamb", "", 0, "none"))[0] as engine,
+        pytest.raises(CheckpointMismatchError, match=r"missing: optimizer/exp_avg/"),
+    ):
+        engine.load_checkpoint(str(tmp_path))
+
+
+def test_a_step_mode_that_needs_a_second_exchange_acts_as_none_and_says_so() -> None:
+    for name, needs in (("Lamb", True), ("Lion", False)):
+        section = {"optimizer": {"type": name}, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+        config = load_config(section | {"train_batch_size": 1, "zstore": {"step_overlap": "forward"}})
+        resolved = config.resolve(ResolveContext(world_size=1))
+        assert resolved.step_overlap == ("none" if needs else "forward")
+        assert [n.key for n in resolved.notices() if "whole tensors" in n.message] == ["zstore.step_overlap"] * needs

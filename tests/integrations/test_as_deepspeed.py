@@ -223,11 +223,12 @@ def test_configs_are_read_as_deepspeed_is_given_them(tmp_path: Path) -> None:
 
 def test_what_deepspeed_has_and_zstore_has_not_is_refused_where_it_is_asked_for() -> None:
     from zstore.as_deepspeed import checkpointing, comm, initialize, optimizers, utils, zero
+    from zstore.optim import Lion
 
     parameters = [torch.nn.Parameter(torch.zeros(2))]
     for call in (
-        lambda: optimizers.FusedAdam(parameters, bias_correction=False),
-        lambda: optimizers.DeepSpeedCPUAdam(parameters, amsgrad=True),
+        lambda: optimizers.FusedLamb(parameters, amsgrad=True),
+        lambda: optimizers.FusedLamb(parameters, max_grad_norm=1.0),
         lambda: optimizers.DeepSpeedCPUAdagrad(parameters, amsgrad=True),
         lambda: zero.Init(zero_quantized_weights=True),
         lambda: zero.Init(param_swapper=object()),
@@ -241,6 +242,14 @@ def test_what_deepspeed_has_and_zstore_has_not_is_refused_where_it_is_asked_for(
     assert type(optimizers.DeepSpeedCPUAdam(parameters, adamw_mode=False)) is torch.optim.Adam
     assert type(optimizers.FusedAdam(parameters, adam_w_mode=False)) is torch.optim.Adam
     assert type(optimizers.DeepSpeedCPUAdagrad(parameters)) is torch.optim.Adagrad
+    assert optimizers.FusedAdam(parameters, bias_correction=False).param_groups[0]["bias_correction"] is False
+    assert optimizers.DeepSpeedCPUAdam(parameters, amsgrad=True).param_groups[0]["amsgrad"] is True
+    assert type(optimizers.FusedLion(parameters)) is type(optimizers.DeepSpeedCPULion(parameters)) is Lion
+    assert optimizers.FusedLamb(parameters, max_coeff=2.0).param_groups[0]["max_coeff"] == 2.0
+    matrix = [torch.nn.Parameter(torch.zeros(2, 2))]
+    assert type(optimizers.Muon(matrix)) is torch.optim.Muon
+    groups = [{"params": matrix, "use_muon": True, "ns_method": "gram"}, {"params": parameters, "use_muon": False}]
+    assert [group["lr"] for group in optimizers.MuonWithAuxAdam(groups).param_groups] == [0.02, 3e-4]
     assert comm.get_local_rank() == int(os.environ.get("LOCAL_RANK", "-1"))
     with utils.OnDevice(torch.bfloat16, device="meta"):
         made = torch.nn.Linear(2, 2)
@@ -354,7 +363,8 @@ def test_a_reference_model_is_built_by_the_config_of_training_and_initialized_by
 def test_the_page_lists_the_names_that_are_there() -> None:
     page = (ROOT / "docs" / "deepspeed.md").read_text()
     table = page.partition("| what scripts import | |")[2].partition("\n\n")[0]
-    listed = set(re.findall(r"`([^`]+)`", table)) - {"AdamW", "Adam", "Adagrad", "cpu_checkpointing"}
+    known = {"AdamW", "Adam", "Adagrad", "activation_checkpointing", "zstore.optim"}
+    listed = set(re.findall(r"`([^`]+)`", table)) - known
     there = {name for homes in MODULES.values() for names in homes.values() for name in names}
     modules = {dotted.rpartition(".")[2] for dotted in MODULES} | set(MODULES)
     assert {name.rpartition(".")[2] for name in listed if name not in modules} <= there

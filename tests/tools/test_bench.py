@@ -9,14 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import (
+    activations,
     checkpoint,
     command_ranks,
     convergence,
     disk,
     durability,
     limits,
+    named_optimizers,
     offload,
     optimizer,
     overhead,
@@ -58,6 +61,21 @@ def test_step_benchmark_counts_the_bytes_of_a_step(tmp_path: Path, monkeypatch: 
     # Master and two moments, read and written; small parameters rest in memory, padding and checksums add to the others.
     assert 20 < figures["bytes_per_parameter"] < 27
     assert 0 < figures["save_new_blocks_percent"] < 25  # of a tiny model, the small parameters are much
+
+
+def test_named_optimizers_are_compared_with_their_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "named.json"
+    arguments = ["--path", str(tmp_path), "--names", "Lion", "Adafactor", "--steps", "2", "--tokens", "16"]
+    monkeypatch.setattr(sys, "argv", ["named_optimizers", *arguments, "--json", str(out)])
+    threads = torch.get_num_threads()
+    try:
+        named_optimizers.main()
+    finally:
+        torch.set_num_threads(threads)
+    lion, adafactor = json.loads(out.read_text())["rows"]
+    assert lion["most_apart"] == adafactor["most_apart"] == 0
+    assert lion["slot_bytes_per_parameter"] == 4
+    assert 0 < adafactor["slot_bytes_per_parameter"] < 0.2
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
@@ -205,7 +223,8 @@ def test_scale_benchmark_plans_without_data(
     assert figures["arrays"] == len(specs)
     assert figures["parameters"] == sum(spec.numel for spec in specs.values()) // 3
     grids = [
-        grid_in_checkpoint(spec.stored_shape, spec.itemsize, make_grid(spec.stored_shape, 8)) for spec in specs.values()
+        grid_in_checkpoint(spec.stored_shape, spec.itemsize, make_grid(spec.stored_shape, 8), 8)
+        for spec in specs.values()
     ]
     assert any(grid.num_shards == 1 for grid in grids)
     assert figures["files"] == sum(grid.num_shards for grid in grids)
@@ -292,13 +311,25 @@ def test_trainer_benchmark_sets_steps_saves_and_memory_beside_trainer_alone(
     assert figures["save"]["weights_bytes"] > 4 * figures["parameters"]
 
 
+def test_activations_benchmark_trains_the_same_in_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "activations.json"
+    shape = ["--tokens", "256", "--hidden", "128", "--layers", "2", "--steps", "2"]
+    shape += ["--rows", "computed again, inputs on disk"]
+    monkeypatch.setattr(sys, "argv", ["activations", "--path", str(tmp_path), *shape, "--json", str(out)])
+    activations.main()  # raises where the losses differ
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["written_bytes"] > 0 for row in rows.values()] == [False, True]
+    assert all(row["step_s"] > 0 for row in rows.values())
+
+
 def test_convergence_benchmark_sets_cases_beside_the_exact_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "convergence.json"
     arguments = ["--groups", "quantized", "--cases", "both", "--ranks", "2", "--steps", "2", "--tokens", "16"]
     monkeypatch.setattr(sys, "argv", ["convergence", *arguments, "--json", str(out)])
     convergence.main()
     exact, both = json.loads(out.read_text())["rows"]
-    assert exact["mean_ratio"] == 1 and 0.99 < both["mean_ratio"] < 1.01
+    assert exact["mean_ratio"] == 1
+    assert 0.99 < both["mean_ratio"] < 1.01
     assert all(len(row["losses"]) == 2 for row in (exact, both))
 
 

@@ -108,7 +108,7 @@ FLOATS = hnp.arrays(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(values=FLOATS, cuts=st.lists(st.integers(0, 60), max_size=4))
 def test_parts_in_any_order_give_the_same(values: Array, cuts: list[int]) -> None:
     parts = [part for part in np.split(values, sorted(min(cut, values.size) for cut in cuts)) if part.size]

@@ -27,7 +27,7 @@ PYTHON = [sys.executable, "-c"]
 
 
 @contextmanager
-def training(command: list[str], tmp_path: Path, text: Path, *more: object, anew: bool = False) -> Iterator[warm.Popen]:
+def training(command: list[str], tmp_path: Path, text: Path, *more: object) -> Iterator[warm.Popen]:
     """A run of very many steps that saves often; the block begins when it has saved."""
     words = ["train", "--config", config_file(tmp_path), "--data", text, "--model", "gpt-tiny", "--seq-len", 16]
     words += ["--steps", 10**6, "--save", tmp_path / "run", "--save-every", 10, *more]
@@ -38,7 +38,6 @@ def training(command: list[str], tmp_path: Path, text: Path, *more: object, anew
         text=True,
         env=environment,
         start_new_session=True,
-        anew=anew,
     ) as process:
         try:
             assert process.stderr is not None
@@ -71,13 +70,13 @@ ZSTORE = [sys.executable, "-m", "zstore"]
 
 
 @pytest.mark.parametrize(
-    ("more", "number", "anew"),
-    [((), signal.SIGTERM, False), (("--nproc", 2), signal.SIGTERM, True), (("--nproc", 2), signal.SIGUSR1, False)],
+    ("more", "number"),
+    [((), signal.SIGTERM), (("--nproc", 2), signal.SIGTERM), (("--nproc", 2), signal.SIGUSR1)],
 )
 def test_a_signal_saves_and_ends_with_75(
-    tmp_path: Path, text: Path, more: tuple[object, ...], number: signal.Signals, anew: bool
+    tmp_path: Path, text: Path, more: tuple[object, ...], number: signal.Signals
 ) -> None:
-    with training(ZSTORE, tmp_path, text, *more, "--metrics", tmp_path / "m.jsonl", anew=anew) as process:
+    with training(ZSTORE, tmp_path, text, *more, "--metrics", tmp_path / "m.jsonl") as process:
         process.send_signal(number)
         code, rest = finish(process)
     assert code == 75, rest

@@ -171,11 +171,24 @@ COMMANDS = {
 }
 
 
-CASES = [(name, LEAST_MEMORY_BYTES) for name in COMMANDS]
-CASES.append(("consolidate", 2 * LEAST_MEMORY_BYTES))
+LONG = (
+    "inspect-url",
+    "consolidate-url",
+    "reshard-blosc",
+    "verify-archive",
+    "reshard-deepspeed",
+    "reshard-split-to-url",
+)
+"""Of which others go most of the way."""
+
+CASES = [
+    pytest.param(name, LEAST_MEMORY_BYTES, marks=[pytest.mark.soak] if name in LONG else [], id=name)
+    for name in COMMANDS
+]
+CASES.append(pytest.param("consolidate", 2 * LEAST_MEMORY_BYTES, id="consolidate-more"))
 
 
-@pytest.mark.parametrize(("name", "memory_bytes"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "memory_bytes"), CASES)
 def test_the_peak_stays_below_it(name: str, memory_bytes: int, base: Path, tmp_path: Path) -> None:
     def words(size: str) -> list[str]:
         split = "split-small" if size == "small" else "split"

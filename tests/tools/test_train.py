@@ -28,6 +28,7 @@ from zstore.errors import (
 )
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.train.command import OFFLOAD_ENVIRONMENT, train_command
+from zstore.tools.train.config import load_train_config
 
 FIELDS = (
     "step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s", "mfu", "forward_s", "backward_s", "optimizer_s",
@@ -160,6 +161,19 @@ def test_the_learning_rate_of_the_command_line_wins(tmp_path: Path, text: Path) 
     )
     train_command(options(tmp_path, text, config, lr=5e-4, metrics=metrics))
     assert rows(metrics)[-1]["lr"] == pytest.approx(5e-4)
+
+
+def test_the_optimizer_of_the_command_line_wins_with_arguments_of_its_own(tmp_path: Path, text: Path) -> None:
+    config = config_file(tmp_path)  # of AdamW with lr 1e-3
+    chosen = load_train_config(options(tmp_path, text, config, optimizer="lion", lr=2e-4)).settings.optimizer
+    assert chosen is not None
+    assert (chosen.type, chosen.params.lr) == ("Lion", 2e-4)
+    same = load_train_config(options(tmp_path, text, config, optimizer="adamw")).settings.optimizer
+    assert same is not None
+    assert (same.type, same.params.lr) == ("AdamW", 1e-3)
+    metrics = tmp_path / "m.jsonl"
+    train_command(options(tmp_path, text, config, optimizer="Muon", steps=2, metrics=metrics))
+    assert len(rows(metrics)) == 2
 
 
 def test_a_schedule_ends_with_the_steps_that_are_asked_for(tmp_path: Path, text: Path) -> None:

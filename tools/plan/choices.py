@@ -18,7 +18,7 @@ from zstore.errors import BudgetError
 from zstore.sizes import format_bytes
 
 from .estimate import BUCKET_NUMEL, Seconds, activation_bytes, step_seconds, transit_bytes
-from .job import Choice, Job
+from .job import Choice, GroupKey, Job
 from .machine import Machine
 
 HEADROOM_PERCENT = 10
@@ -61,6 +61,9 @@ def all_choices(job: Job) -> list[Outcome]:
     tiers: tuple[OffloadTier, ...] = ("cpu", "nvme")
     choices += [replace(choices[stage], optimizer=tier) for tier in tiers for stage in (1, 2, 3)]
     choices += [replace(choices[3], optimizer=one, parameters=other) for one in tiers for other in tiers]
+    if job.machine.machines > 1 and job.machine.num_ranks > 1:
+        keys: tuple[GroupKey, ...] = ("mics_shard_size", "zero_hpz_partition_size")
+        choices += [replace(choices[3], groups=key) for key in keys]
     return [weigh(job, choice) for choice in choices]
 
 
@@ -70,9 +73,9 @@ def ladder(job: Job) -> list[Outcome]:
 
 
 def _rungs(job: Job) -> Iterator[tuple[str, Choice]]:
-    choice = Choice(stage=0, micro_batch=job.micro_batch)
+    choice = Choice(stage=0, micro_batch=job.base_micro_batch or job.micro_batch)
     yield "as asked, stage 0", choice
-    if job.micro_batch > 1:
+    if choice.micro_batch > 1:
         choice = replace(choice, micro_batch=1)
         yield "micro-batch 1", choice
     choice = replace(choice, checkpointing=True)
@@ -113,6 +116,7 @@ def weigh_given(job: Job) -> Outcome:
         optimizer=resolved.offload_optimizer.device,
         parameters=resolved.offload_param.device,
         micro_batch=resolved.batch.micro_batch_size,
+        checkpointing=resolved.own.gradient_checkpointing,
     )
     plan, too_small = _planned(job, raw)
     outcome = _outcome(job, choice, "as it is written", raw, plan)
@@ -160,7 +164,9 @@ def make_config(job: Job, choice: Choice, budget_bytes: int | None = None) -> di
     if job.base is not None:
         return changed_config(job.base, choice, job.micro_batch, str(job.nvme_path), budget_bytes)
     zero: dict[str, Any] = {"stage": choice.stage}
-    if job.machine.num_ranks > 1:
+    if choice.groups is not None:
+        zero[choice.groups] = job.machine.num_ranks
+    if job.machine.world_size > 1:
         zero |= {"reduce_bucket_size": BUCKET_NUMEL, "allgather_bucket_size": BUCKET_NUMEL}
     for key, tier in (("offload_optimizer", choice.optimizer), ("offload_param", choice.parameters)):
         if tier != "none":
@@ -176,9 +182,12 @@ def make_config(job: Job, choice: Choice, budget_bytes: int | None = None) -> di
     elif job.precision != "fp32":
         config[job.precision] = {"enabled": True}
     config["zero_optimization"] = zero
+    own: dict[str, Any] = {} if job.moments == "fp32" else {"moments": job.moments}
+    if choice.checkpointing:
+        own["gradient_checkpointing"] = True
     if budget_bytes is not None:
-        config["zstore"] = {"host_budget_bytes": budget_bytes}
-    return config
+        own["host_budget_bytes"] = budget_bytes
+    return config | ({"zstore": own} if own else {})
 
 
 def changed_config(
@@ -196,6 +205,10 @@ def changed_config(
     written = config.get("zero_optimization")
     zero: dict[str, Any] = written if isinstance(written, dict) else {}
     zero["stage"] = choice.stage
+    if choice.stage < 3:
+        zero.pop("zero_hpz_partition_size", None)
+    if choice.stage == 0:
+        zero.pop("mics_shard_size", None)
     for older in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"):
         zero.pop(older, None)
     for key, tier in (("offload_optimizer", choice.optimizer), ("offload_param", choice.parameters)):
@@ -206,9 +219,10 @@ def changed_config(
             kept = {name: value for name, value in section.items() if name == "pin_memory"}
             zero[key] = {"device": tier} | ({"nvme_path": nvme_path} if tier == "nvme" else {}) | kept
     config["zero_optimization"] = zero
+    own: dict[str, Any] = {"gradient_checkpointing": True} if choice.checkpointing else {}
     if budget_bytes is not None:
-        config["zstore"] = {**(config.get("zstore") or {}), "host_budget_bytes": budget_bytes}
-    return config
+        own["host_budget_bytes"] = budget_bytes
+    return config | ({"zstore": {**(config.get("zstore") or {}), **own}} if own else {})
 
 
 def plan_of(job: Job, config: dict[str, Any]) -> Plan:
@@ -222,16 +236,16 @@ def plan_of(job: Job, config: dict[str, Any]) -> Plan:
     settings = placement_settings(resolved, budget_bytes=share, device_is_host=machine.device_is_host)
     slots = {one.name: _ADAM_SLOTS for one in job.model.shapes}
     units = job.model.units
-    needs = find_needs(job.model.shapes, slots, resolved, world_size=machine.num_ranks, rank=0, units=units)
-    ranks, native = machine.num_ranks, not machine.device_is_host
+    needs = find_needs(job.model.shapes, slots, resolved, world_size=machine.world_size, rank=0, units=units)
+    ranks, native = machine.world_size, not machine.device_is_host
     plan = make_plan(needs, settings, units)
-    return with_sent(plan, needs, resolved, ranks, native=native, local_world_size=ranks)
+    return with_sent(plan, needs, resolved, ranks, native=native, local_world_size=machine.num_ranks)
 
 
 def _resolved(job: Job, config: dict[str, Any]) -> Config:
     return load_config(config).resolve(
         ResolveContext(
-            world_size=job.machine.num_ranks,
+            world_size=job.machine.world_size,
             hidden_size=job.model.hidden,
             device_supports_bf16=job.precision == "bf16",
             device_supports_fp16=job.precision == "fp16",

@@ -46,17 +46,22 @@ def activation_bytes(job: Job, choice: Choice) -> int:
     """
     tokens = choice.micro_batch * job.seq_length
     layer = _BYTES_PER_TOKEN_AND_WIDTH * tokens * job.model.hidden * job.itemsize // 2
-    layers = layer * job.model.num_layers
-    if choice.checkpointing:
-        kept = _KEPT_PER_TOKEN_AND_WIDTH * tokens * job.model.hidden * job.itemsize // 2
-        layers = kept * job.model.num_layers + layer
+    layers = resting_bytes(job, choice) + (layer if choice.checkpointing else 0)
     return layers + tokens * job.model.vocab_size * (job.itemsize + 2 * _FP32_BYTES)
+
+
+def resting_bytes(job: Job, choice: Choice) -> int:
+    """Return which part of `activation_bytes` layers keep until the backward comes to them, about: what goes to host memory
+    or disk with "activations": "host" or "disk"."""
+    per_token = _KEPT_PER_TOKEN_AND_WIDTH if choice.checkpointing else _BYTES_PER_TOKEN_AND_WIDTH
+    tokens = choice.micro_batch * job.seq_length
+    return per_token * tokens * job.model.hidden * job.itemsize // 2 * job.model.num_layers
 
 
 def transit_bytes(job: Job, choice: Choice, plan: Plan) -> int:
     """Return what passes through a device's memory beside the state that it holds, about: gathered parameters of a unit and
     the next, gradients of a unit where they do not stay as autograd made them, and the buckets of collectives."""
-    model, num_ranks = job.model, job.machine.num_ranks
+    model, num_ranks = job.model, job.machine.world_size
     unit = model.largest_unit_numel * job.itemsize
     whole = choice.stage < 2 or num_ranks == 1
     cast = plan.settings.accumulation_steps > 1 and job.itemsize < _FP32_BYTES

@@ -6,8 +6,9 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
+from zstore.checkpoint.moments import Moments
 from zstore.engine.config.config import Config, load_config, read_config
 from zstore.engine.config.resolve import ResolveContext, stand_ins
 from zstore.engine.params.tensors import PRECISIONS
@@ -30,6 +31,8 @@ from .model import DEFAULT_VOCAB, ModelShape, shape_of_model, shape_of_numbers
 from .options import PlanOptions
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
+GroupKey = Literal["mics_shard_size", "zero_hpz_partition_size"]
+
 _DEFAULT_NVME = PurePosixPath("/local_nvme")
 
 
@@ -53,6 +56,10 @@ class Job:
     """The config that is weighed, as JSON; a choice replaces its stage, offload and batch sizes. None: there is none."""
     answers: Mapping[str, Any] = field(default_factory=dict)
     """What stands for its "auto"."""
+    base_micro_batch: int | None = None
+    """Its samples in one forward."""
+    moments: Moments = "fp32"
+    """What the optimizer's moments are kept in."""
 
     @property
     def itemsize(self) -> int:
@@ -69,6 +76,8 @@ class Choice:
     parameters: OffloadTier = "none"
     micro_batch: int
     checkpointing: bool = False
+    groups: GroupKey | None = None
+    """Key that makes the ranks of a machine a group; None: there are no groups."""
 
 
 def make_job(options: PlanOptions) -> Job:
@@ -77,7 +86,11 @@ def make_job(options: PlanOptions) -> Job:
     found, found_bytes = own_gpus()
     gpus = found if options.gpus is None else options.gpus
     own = own_rates(gpus, is_this_machine=options.gpu_memory is None or options.measure is not None)
-    given = None if options.config is None else read_given(options.config, options, own, num_ranks=max(1, gpus))
+    given = (
+        None
+        if options.config is None
+        else read_given(options.config, options, own, world_size=max(1, gpus) * options.machines)
+    )
     precision = find_precision(str(options.precision), own) if given is None else given.precision
     model = _model(options, precision.name)
     gpu_bytes = options.gpu_memory or found_bytes
@@ -99,6 +112,7 @@ def make_job(options: PlanOptions) -> Job:
         memory_bytes=memory,
         disk_bytes=disk,
         rates=rates,
+        machines=options.machines,
     )
     nvme = _DEFAULT_NVME if given is None else given.nvme_path
     if options.measure is not None:
@@ -114,6 +128,8 @@ def make_job(options: PlanOptions) -> Job:
         precision_note=precision.note,
         base=None if given is None else given.raw,
         answers={} if given is None else given.answers,
+        base_micro_batch=None if given is None else given.resolved.batch.micro_batch_size,
+        moments=options.moments.value,
     )
 
 
@@ -145,7 +161,7 @@ class Given:
         return sum(drives.values()) if drives else None
 
 
-def read_given(path: Path, options: PlanOptions, rates: MatmulRates | None, *, num_ranks: int) -> Given:
+def read_given(path: Path, options: PlanOptions, rates: MatmulRates | None, *, world_size: int) -> Given:
     """Return the config in `path`, resolved for the planned devices. Raises ConfigError for one that is not sound, and
     UsageError where --micro-batch contradicts it."""
     raw = read_config(path)
@@ -158,7 +174,7 @@ def read_given(path: Path, options: PlanOptions, rates: MatmulRates | None, *, n
     native = ("bf16",) if rates is None else rates.native
     resolved = loaded.resolve(
         ResolveContext(
-            world_size=num_ranks,
+            world_size=world_size,
             device_supports_bf16="bf16" in native,
             device_supports_fp16="fp16" in native,
             answers=answers,

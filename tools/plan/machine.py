@@ -42,6 +42,13 @@ class Machine:
     rates: Rates
     cpu_ranks: int = 1
     """Ranks where the CPU computes."""
+    machines: int = 1
+    """Machines like this one that train together."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all machines."""
+        return self.machines * self.num_ranks
 
     @property
     def num_ranks(self) -> int:

@@ -23,6 +23,14 @@ class Precision(StrEnum):
     FP32 = "fp32"
 
 
+class MomentsKind(StrEnum):
+    """What the optimizer's moments are kept in."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """What the command line says; None: not given."""
@@ -49,6 +57,9 @@ class PlanOptions:
     gpus: Annotated[
         int | None, typer.Option(help="GPUs; 0: train on the CPU (default: this machine's).", min=0, metavar="N")
     ] = None
+    machines: Annotated[
+        int, typer.Option(help="Machines like this that train together; sizes are of one.", min=1, metavar="N")
+    ] = 1
     gpu_memory: Annotated[
         int | None, typer.Option(help="Memory of one GPU, like 24GB.", metavar="SIZE", parser=parse_size)
     ] = None
@@ -64,6 +75,9 @@ class PlanOptions:
     precision: Annotated[
         Precision, typer.Option(help="Type of parameters and gradients; auto: what this machine computes natively.")
     ] = Precision.AUTO
+    moments: Annotated[
+        MomentsKind, typer.Option(help="What the optimizer's moments are kept in (`zstore.moments`).")
+    ] = MomentsKind.FP32
     disk_read: Annotated[
         int | None,
         typer.Option(help="Bytes read from the drive per second, like 3GB.", metavar="SIZE", parser=parse_size),
@@ -91,3 +105,5 @@ class PlanOptions:
             raise UsageError("name a model: --model M, or --params, --hidden and --layers together")
         if self.config is not None and self.precision is not Precision.AUTO:
             raise UsageError("--config says which type the model is trained in: leave out --precision")
+        if self.config is not None and self.moments is not MomentsKind.FP32:
+            raise UsageError("--config says what moments are kept in: leave out --moments")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.table import Table
@@ -14,7 +14,8 @@ from zstore.sizes import format_bytes
 
 from ..printing import make_console, make_table
 from .choices import HEADROOM_PERCENT, Outcome
-from .job import Job
+from .estimate import activation_bytes, resting_bytes
+from .job import Choice, Job
 
 
 def notes_of(job: Job, first: Outcome | None) -> list[str]:
@@ -41,14 +42,28 @@ def notes_of(job: Job, first: Outcome | None) -> list[str]:
     )
     if first is not None and first.choice.checkpointing:
         notes.append(
-            "activation checkpointing is enabled in the model: torch.utils.checkpoint around each block, or transformers' "
-            "gradient_checkpointing_enable()"
+            'activation checkpointing is "gradient_checkpointing": true in the config\'s "zstore" section, or '
+            "`zstore train --gradient-checkpointing`"
         )
+    notes.append(_activations(job, 1 if first is None else first.choice.micro_batch))
     if first is not None and first.disk_bytes:
         notes.append(
             "a checkpoint on the same drive keeps the previous version of the state: leave the same space again"
         )
     return notes
+
+
+def _activations(job: Job, micro_batch: int) -> str:
+    """Return what checkpointing and resting elsewhere save of one rank's activations."""
+    plain = Choice(stage=0, micro_batch=micro_batch)
+    kept = replace(plain, checkpointing=True)
+    sizes = [
+        format_bytes(bytes_of(job, one)) for bytes_of in (activation_bytes, resting_bytes) for one in (plain, kept)
+    ]
+    return (
+        f"activations of micro-batch {micro_batch} take {sizes[0]} on a device, {sizes[1]} with gradient_checkpointing; of "
+        f'these {sizes[2]} and {sizes[3]} rest on disk with "activations": "disk"'
+    )
 
 
 def print_plan(job: Job, choices: Sequence[Outcome], rungs: Sequence[Outcome], first: Outcome | None) -> None:
@@ -57,7 +72,8 @@ def print_plan(job: Job, choices: Sequence[Outcome], rungs: Sequence[Outcome], f
     console.print(headline(job), soft_wrap=True)
     table = make_outcome_table(job, "what fits where", ("stage", "optimizer", "parameters"))
     for one in choices:
-        table.add_row(str(one.choice.stage), one.choice.optimizer, one.choice.parameters, *cells(job, one))
+        stage = str(one.choice.stage) if one.choice.groups is None else f"{one.choice.stage}, {one.choice.groups}"
+        table.add_row(stage, one.choice.optimizer, one.choice.parameters, *cells(job, one))
     console.print(table)
     table = make_outcome_table(job, "the ladder: each rung adds to the ones before", ("rung",))
     for one in rungs:
@@ -65,8 +81,9 @@ def print_plan(job: Job, choices: Sequence[Outcome], rungs: Sequence[Outcome], f
     console.print(table)
     if first is None:
         return
-    ranks = job.machine.num_ranks
-    console.print(describe(first.plan, world_size=ranks, local_ranks=ranks), soft_wrap=True)
+    machine = job.machine
+    text = describe(first.plan, world_size=machine.world_size, local_ranks=machine.num_ranks)
+    console.print(text, soft_wrap=True)
     console.print("config of the first rung that fits:")
     console.print(json_module.dumps(first.config, indent=2), soft_wrap=True)
 
@@ -75,6 +92,8 @@ def headline(job: Job) -> str:
     """Return the line that says what is planned."""
     machine, model = job.machine, job.model
     devices = f"{machine.gpus} GPU(s) of {format_bytes(machine.gpu_bytes)}" if machine.gpus else "the CPU"
+    if machine.machines > 1:
+        devices = f"{machine.machines} machines, each with {devices}"
     disk = "" if machine.disk_bytes is None else f", {format_bytes(machine.disk_bytes)} of disk"
     return (
         f"{model.name}: {model.num_parameters:,} parameters in {job.precision}, Adam, {job.micro_batch} x "
@@ -84,8 +103,12 @@ def headline(job: Job) -> str:
 
 def make_outcome_table(job: Job, title: str, names: Sequence[str]) -> Table:
     """Return a table whose rows end with what choices need."""
-    columns = ("host", "disk", "written per step", "s per step")
-    table = make_table(names, columns if job.machine.device_is_host else ("each device", *columns), title)
+    columns = ["host", "disk", "written per step", "s per step"]
+    if not job.machine.device_is_host:
+        columns.insert(0, "each device")
+    if job.machine.machines > 1:
+        columns.insert(-1, "sent to other machines")
+    table = make_table(names, columns, title)
     table.add_column("fits", overflow="fold")
     return table
 
@@ -96,6 +119,8 @@ def cells(job: Job, one: Outcome) -> list[str]:
     cells = [_size(one.host_bytes), _size(one.disk_bytes), _size(written), _seconds(one)]
     if not job.machine.device_is_host:
         cells.insert(0, _size(one.device_bytes))
+    if job.machine.machines > 1:
+        cells.insert(-1, _size(one.plan.sent_total.between * job.machine.num_ranks))
     return [*cells, "yes" if one.fits else f"no: {'; '.join(one.lacking)}"]
 
 

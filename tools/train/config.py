@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -98,12 +98,32 @@ class TrainOptions:
         int | None, typer.Option(help="Tokens in a sample (default: the resumed run's, or 128).", min=2, metavar="N")
     ] = None
     lr: Annotated[float | None, typer.Option(help="Learning rate; overrides the configuration.", metavar="X")] = None
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Optimizer by name, as AdamW, SGD, Lion, Lamb, Adafactor or Muon; overrides the configuration, and where that "
+            "names another one its arguments.",
+            metavar="NAME",
+        ),
+    ] = None
     micro_batch: Annotated[
         int | None,
         typer.Option(
             help="Micro-batch size per rank; overrides the configuration (default: the configuration's, or 1).",
             min=1,
             metavar="N",
+        ),
+    ] = None
+    gradient_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--gradient-checkpointing", help="Keep only the inputs of the model's blocks, and compute them again."
+        ),
+    ] = False
+    activations: Annotated[
+        Literal["device", "host", "disk"] | None,
+        typer.Option(
+            help="Where activations rest until the backward: device, host or disk; overrides the configuration."
         ),
     ] = None
     storage_option: StorageOption = None
@@ -124,7 +144,9 @@ class TrainOptions:
         words = [word for option in self.storage_option or () for word in ("--storage-option", option)]
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and field.name not in ("nproc", "storage_option"):
+            if field.name == "gradient_checkpointing":
+                words += ["--gradient-checkpointing"] * bool(value)
+            elif value is not None and field.name not in ("nproc", "storage_option"):
                 words += [f"--{field.name.replace('_', '-')}", str(value)]
         return words
 
@@ -140,9 +162,15 @@ def load_train_config(options: TrainOptions) -> Config:
     raw.setdefault("steps_per_print", 0)
     if options.micro_batch is not None:
         raw[_BATCH] = options.micro_batch
+    if options.optimizer is not None:
+        _set_optimizer(raw, options.optimizer)
     if options.lr is not None:
         _set_lr(raw, options.lr)
     _keep(options, raw)
+    if options.gradient_checkpointing:
+        _section(raw, "zstore")["gradient_checkpointing"] = True
+    if options.activations is not None:
+        _section(raw, "zstore")["activations"] = options.activations
     if options.storage_option:
         own = _section(raw, "zstore")
         own["storage_options"] = {**(own.get("storage_options") or {}), **parse_options(options.storage_option)}
@@ -181,10 +209,20 @@ def _section(raw: dict[str, Any], name: str) -> dict[str, Any]:
     return section
 
 
+def _set_optimizer(raw: dict[str, Any], name: str) -> None:
+    """Name another optimizer; its learning rate and other arguments are not the former one's."""
+    section = _section(raw, "optimizer")
+    if str(section.get("type")).lower() != name.lower():
+        raw["optimizer"] = {"type": name}
+
+
 def _set_lr(raw: dict[str, Any], lr: float) -> None:
     optimizer = _section(raw, "optimizer")
     optimizer.setdefault("type", "AdamW")
-    _section(optimizer, "params")["lr"] = lr
+    params = _section(optimizer, "params")
+    params["lr"] = lr
+    for name in ("muon_lr", "adam_lr"):  # they would stand in its place
+        params.pop(name, None)
     schedule: Mapping[str, Any] = raw.get("scheduler") or {}
     params = schedule.get("params") or {}
     if "warmup_max_lr" in params:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 _OPTIMIZERS = ("DeepSpeedCPUAdam", "FusedAdam")
 _SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
-_INIT = ("GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter")
+_INIT = ("GatheredParameters", "Init", "MiCS_Init", "register_external_parameter", "unregister_external_parameter")
 _ENUMS = ("OffloadDeviceEnum", "OffloadStateTypeEnum")
 _SAFE = tuple(
     f"safe_{verb}_full_{what}"
@@ -123,6 +123,11 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed.ops.adam": {"optimizers": _OPTIMIZERS},
     "deepspeed.ops.adam.cpu_adam": {"optimizers": ("DeepSpeedCPUAdam",)},
     "deepspeed.ops.adam.fused_adam": {"optimizers": ("FusedAdam",)},
+    "deepspeed.ops.lamb": {"optimizers": ("FusedLamb",)},
+    "deepspeed.ops.lamb.fused_lamb": {"optimizers": ("FusedLamb",)},
+    "deepspeed.ops.lion": {"optimizers": ("DeepSpeedCPULion", "FusedLion")},
+    "deepspeed.ops.lion.cpu_lion": {"optimizers": ("DeepSpeedCPULion",)},
+    "deepspeed.ops.lion.fused_lion": {"optimizers": ("FusedLion",)},
     "deepspeed.ops.sparse_attention": {"sparse_attention": _SPARSE},
     "deepspeed.profiling": {},
     "deepspeed.profiling.flops_profiler": {"profiling": _PROFILER},
@@ -135,6 +140,8 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed.runtime.utils": {"runtime": ("see_memory_usage", "set_random_seed")},
     "deepspeed.runtime.zero": {"zero": _INIT},
     "deepspeed.runtime.zero.config": {"zero_types": ("ZeroStageEnum",)},
+    "deepspeed.runtime.zero.muon": {},
+    "deepspeed.runtime.zero.muon.original_muon": {"optimizers": ("Muon", "MuonWithAuxAdam")},
     "deepspeed.runtime.zero.offload_config": {"zero_types": _ENUMS},
     "deepspeed.runtime.zero.partition_parameters": {
         "zero": (*_INIT, "zero_wrapper_for_fp_tensor_constructor"),

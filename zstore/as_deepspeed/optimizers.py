@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
+from zstore.engine.optim.classes.lamb import Lamb
+from zstore.engine.optim.classes.lion import Lion
+from zstore.engine.optim.classes.muon import MuonWithAdam, muon_class
 from zstore.errors import UsageError
 
 Betas = tuple[float, float]
 
 
 class DeepSpeedCPUAdam:
-    """`DeepSpeedCPUAdam(params, ...)` is `torch.optim.AdamW`, with `adamw_mode=False` `torch.optim.Adam`.
-
-    Raises UsageError for `bias_correction=False` and `amsgrad=True`, which the engine does not do.
-    """
+    """`DeepSpeedCPUAdam(params, ...)` is `torch.optim.AdamW`, with `adamw_mode=False` `torch.optim.Adam`."""
 
     def __new__(  # type: ignore[misc] # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
         cls,
@@ -30,20 +30,12 @@ class DeepSpeedCPUAdam:
         fp32_optimizer_states: bool = True,
     ) -> torch.optim.Optimizer:
         """Return the optimizer; moments are fp32 whatever `fp32_optimizer_states` says."""
-        return _adam(
-            cls.__name__,
-            model_params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-            decoupled=adamw_mode,
-            refused={"bias_correction=False": not bias_correction, "amsgrad=True": amsgrad},
-        )
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        return _adam(model_params, settings, decoupled=adamw_mode, corrects=bias_correction)
 
 
 class FusedAdam:
-    """`FusedAdam(params, ...)` is `torch.optim.AdamW`, with `adam_w_mode=False` `torch.optim.Adam`.
-
-    Raises UsageError for `bias_correction=False` and `amsgrad=True`, which the engine does not do.
-    """
+    """`FusedAdam(params, ...)` is `torch.optim.AdamW`, with `adam_w_mode=False` `torch.optim.Adam`."""
 
     def __new__(  # type: ignore[misc] # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
         cls,
@@ -58,13 +50,8 @@ class FusedAdam:
         set_grad_none: bool = True,
     ) -> torch.optim.Optimizer:
         """Return the optimizer; the engine clears gradients whatever `set_grad_none` says."""
-        return _adam(
-            cls.__name__,
-            params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-            decoupled=adam_w_mode,
-            refused={"bias_correction=False": not bias_correction, "amsgrad=True": amsgrad},
-        )
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        return _adam(params, settings, decoupled=adam_w_mode, corrects=bias_correction)
 
 
 class DeepSpeedCPUAdagrad:
@@ -85,13 +72,91 @@ class DeepSpeedCPUAdagrad:
         return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
-def _adam(
-    name: str, params: Any, settings: dict[str, Any], *, decoupled: bool, refused: dict[str, bool]
-) -> torch.optim.Optimizer:
-    for what, asked in refused.items():
-        if asked:
+class DeepSpeedCPULion:
+    """`DeepSpeedCPULion(params, ...)` is `zstore.optim.Lion`."""
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: Betas = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer; its moment is fp32 whatever `fp32_optimizer_states` says."""
+        return Lion(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+class FusedLion:
+    """`FusedLion(params, ...)` is `zstore.optim.Lion`."""
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        params: Any,
+        lr: float = 1e-3,
+        betas: Betas = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer; the engine clears gradients whatever `set_grad_none` says."""
+        return Lion(params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+class FusedLamb:
+    """`FusedLamb(params, ...)` is `zstore.optim.Lamb`. Raises UsageError for `amsgrad=True` and `max_grad_norm`."""
+
+    def __new__(  # type: ignore[misc] # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
+        cls,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Betas = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer."""
+        if amsgrad:
+            raise UsageError("FusedLamb(amsgrad=True): LAMB has no such form; leave it out")
+        if max_grad_norm:
             raise UsageError(
-                f"{name}({what}) is not supported: moments are always bias-corrected, by plain Adam; leave it out"
+                f"FusedLamb(max_grad_norm={max_grad_norm}): the engine clips: write gradient_clipping into the config"
             )
+        return Lamb(params, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay, max_coeff, min_coeff)
+
+
+class Muon:
+    """`Muon(params, ...)` is `torch.optim.Muon`, whose iteration is the standard one whatever `ns_method` says."""
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        params: Any,
+        lr: float = 0.02,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        ns_method: str = "gram",
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer. Raises UsageError where torch has no Muon."""
+        made: torch.optim.Optimizer = muon_class()(params, lr=lr, weight_decay=weight_decay, momentum=momentum)
+        return made
+
+
+class MuonWithAuxAdam:
+    """`MuonWithAuxAdam(groups)` is `zstore.optim.MuonWithAdam`, whose iteration is the standard one whatever `ns_method` of
+    a group says."""
+
+    def __new__(cls, param_groups: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
+        """Return the optimizer."""
+        return MuonWithAdam([{k: v for k, v in group.items() if k != "ns_method"} for group in param_groups])
+
+
+def _adam(params: Any, settings: dict[str, Any], *, decoupled: bool, corrects: bool) -> torch.optim.Optimizer:
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    return kind(params, **settings)
+    made = kind(params, **settings)
+    for group in made.param_groups if not corrects else ():
+        group["bias_correction"] = False  # read by the engine
+    return made

@@ -50,7 +50,7 @@ class Init(PlainInit):
 
     As in DeepSpeed, rank 0's values count where ranks build different ones, a block within a block does nothing of its own,
     and a model of which values rest in shards gives its state dict, with NaN in their places. Raises UsageError for groups
-    of fewer than all ranks, and for quantized weights.
+    of fewer than all ranks, and for quantization, which the config asks for.
     """
 
     _blocks = 0
@@ -76,9 +76,15 @@ class Init(PlainInit):
     ) -> None:
         groups = (data_parallel_group, zero_param_parallel_group, sequence_data_parallel_group)
         if any(group not in (None, torch.distributed.group.WORLD) for group in groups):
-            raise UsageError("deepspeed.zero.Init: parameters are sharded over all ranks; leave the process groups out")
+            raise UsageError(
+                "deepspeed.zero.Init: the config says which ranks share the parameters: leave the process groups out, and set "
+                "zero_optimization.mics_shard_size where groups of ranks have all of them"
+            )
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
-            raise UsageError("deepspeed.zero.Init: weights are not quantized; leave zero_quantized_... out")
+            raise UsageError(
+                "deepspeed.zero.Init: the config says what travels quantized (zero_optimization.zero_quantized_weights); leave "
+                "zero_quantized_... out of the call"
+            )
         if param_swapper is not None:
             raise UsageError(
                 "deepspeed.zero.Init(param_swapper=...): the config says where parameters rest; leave it out"
@@ -114,6 +120,10 @@ class Init(PlainInit):
             self._marking = None
             Init._blocks -= 1
         super().__exit__(kind, value, tb)
+
+
+MiCS_Init = Init
+"""DeepSpeed's name of `Init` for a config with `mics_shard_size`; its arguments are given by name."""
 
 
 def _mark_built(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -1,4 +1,5 @@
-"""Small arrays that rank 0 stores whole: each rank's rows of them travel through files of the save's temporary folder.
+"""Small arrays, and small shards of huge worlds, that fewer ranks store than hold them: rows travel through files of the
+save's temporary folder.
 
 [Note: pieces]
 An array under 64 KiB has no file for each rank: a shard file of a few rows takes 8 KiB, and a model has hundreds of such
@@ -9,6 +10,10 @@ no collectives, and no rank waits for it: the pins are released as soon as their
     manifest/rank-<rank>.pieces-<group>     rows of the group's arrays in their order, without padding; their crc32c (u32)
 
 A group is arrays of 8 MiB together, which bounds the memory that either side takes.
+
+Of worlds of 512 ranks and more, a larger array of which each rank holds less than 64 KiB has fewer shards than ranks (see
+`grid_in_checkpoint`). Shard s of its grid has the rows of several neighbouring ranks, which leave them in such files, too, and
+rank s, which stores it, waits for those files alone. They get their names once they are whole.
 """
 
 from __future__ import annotations
@@ -27,7 +32,8 @@ from ..io.shards import ShardSummary
 from .names import manifest_file
 from .request import SaveRequest
 
-StoreWhole = Callable[[str, Bytes], ShardSummary]
+Store = Callable[[str, Bytes], ShardSummary]
+"""Stores this rank's shard of an array, given its values."""
 
 _GROUP_BYTES = 8 * 1024 * 1024
 _CRC = struct.Struct("<I")
@@ -40,22 +46,63 @@ class Pieces:
         self._request = request
         self._folder = folder
         self._groups: list[list[str]] = []
+        """Names that travel together; of one group every shard has the pieces of as many ranks."""
+        self._ranks_per_shard: list[int] = []
+        """By group; 0: of all ranks."""
         nbytes = _GROUP_BYTES
-        for name in sorted(request.pieces):
-            if nbytes + request.specs[name].nbytes > _GROUP_BYTES:
+        for ranks, name in sorted((self._ranks_of_shard(name), name) for name in request.pieces):
+            size = min(request.specs[name].nbytes, request.grid(name).shard_numel * request.specs[name].itemsize)
+            if nbytes + size > _GROUP_BYTES or self._ranks_per_shard[-1] != ranks:
                 self._groups.append([])
+                self._ranks_per_shard.append(ranks)
                 nbytes = 0
             self._groups[-1].append(name)
-            nbytes += request.specs[name].nbytes
+            nbytes += size
+        self._awaited = [path for group in self._joined() for path in self._paths(group)]
+
+    def _ranks_of_shard(self, name: str) -> int:
+        """Return how many ranks' pieces make a shard of an array; 0 for one that rank 0 stores whole."""
+        grid, held = self._request.grid(name), self._request.pieces[name]
+        return grid.shard_rows // held.shard_rows if grid.num_shards > 1 else 0
 
     def tasks(self) -> list[Callable[[], None]]:
-        """Return a task for each group that leaves this rank's rows of it for rank 0, and releases their pins."""
+        """Return a task for each group that leaves this rank's rows of it for who stores them, and releases their pins."""
         rank = self._request.rank
         return [partial(self._write_rows, group) for group in range(len(self._groups)) if self._num_bytes(group, rank)]
 
-    def assembly_tasks(self, store: StoreWhole) -> list[Callable[[], list[ShardSummary]]]:
+    def assembly_tasks(self, store: Store) -> list[Callable[[], list[ShardSummary]]]:
         """Return a task for each group that stores its arrays whole with `store`, and removes what the ranks left."""
-        return [partial(self._assemble, group, store) for group in range(len(self._groups))]
+        whole = [group for group, ranks in enumerate(self._ranks_per_shard) if not ranks]
+        return [partial(self._assemble, group, store) for group in whole]
+
+    def joining_tasks(self, store: Store) -> list[Callable[[], list[ShardSummary]]]:
+        """Return a task for each group that stores this rank's shards of it with `store`, once they `have_come`, and removes
+        what its neighbours left."""
+        return [partial(self._assemble, group, store) for group in self._joined()]
+
+    def have_come(self) -> bool:
+        """Return whether the files are there that `joining_tasks` need."""
+        self._awaited = [path for path in self._awaited if not path.exists()]
+        return not self._awaited
+
+    def missing_text(self) -> str:
+        """Return a sentence about what is not there yet."""
+        rank, awaited = self._request.rank, self._awaited
+        return f"rank {rank} waits for {len(awaited)} files of other ranks, such as {awaited[0]}, which nobody wrote"
+
+    def _joined(self) -> list[int]:
+        """Return the groups of which this rank stores shards that others hold pieces of."""
+        return [group for group, ranks in enumerate(self._ranks_per_shard) if ranks and self._sources(group)]
+
+    def _sources(self, group: int) -> range:
+        """Return the ranks whose pieces of a group this rank puts together."""
+        # The first ranks have the rows; of thousands of ranks most have none of small arrays.
+        stop = max(self._request.pieces[name].num_shards for name in self._groups[group])
+        ranks = self._ranks_per_shard[group] or stop
+        return range(self._request.rank * ranks, min((self._request.rank + 1) * ranks, stop))
+
+    def _paths(self, group: int) -> list[Path]:
+        return [self._path(group, rank) for rank in self._sources(group)]
 
     def _path(self, group: int, rank: int) -> Path:
         return (self._folder / manifest_file(rank)).with_suffix(f".pieces-{group}")
@@ -83,23 +130,34 @@ class Pieces:
         # It need not be durable: it is gone before the commit.
         whole = data.tobytes()
         whole += _CRC.pack(crc32c(whole))
-        request.resources.files.write_small(self._path(group, request.rank), whole, sync=False)
+        files, path = request.resources.files, self._path(group, request.rank)
+        if not self._ranks_per_shard[group]:  # nobody looks before the manifest is there
+            files.write_small(path, whole, sync=False)
+            return
+        part = path.with_name(f"{path.name}.part")
+        files.write_small(part, whole, sync=False)
+        files.rename(part, path)
 
-    def _assemble(self, group: int, store: StoreWhole) -> list[ShardSummary]:
-        names = self._groups[group]
-        wholes = {name: np.empty(self._request.specs[name].nbytes, np.uint8) for name in names}
-        # The first ranks have the rows; of thousands of ranks most have none of such arrays.
-        ranks = range(max(self._request.pieces[name].num_shards for name in names))
-        for rank in ranks:
+    def _assemble(self, group: int, store: Store) -> list[ShardSummary]:
+        request, names = self._request, self._groups[group]
+        shards: dict[str, Bytes] = {}
+        bases: dict[str, int] = {}
+        for name in names:
+            grid, itemsize = request.grid(name), request.specs[name].itemsize
+            bases[name] = request.rank * grid.shard_numel * itemsize
+            if numel := grid.shard_valid_numel(request.rank):
+                shards[name] = np.empty(numel * itemsize, np.uint8)
+        for rank in self._sources(group):
             data = self._read(group, rank)
             at = 0
             for name in names:
                 first, stop = self._span(name, rank)
-                wholes[name][first:stop] = data[at : at + stop - first]
-                at += stop - first
-        found = [store(name, wholes[name]) for name in names]
-        for rank in ranks:
-            self._request.resources.files.unlink(self._path(group, rank))
+                if first < stop:
+                    shards[name][first - bases[name] : stop - bases[name]] = data[at : at + stop - first]
+                    at += stop - first
+        found = [store(name, values) for name, values in shards.items()]
+        for path in self._paths(group):
+            request.resources.files.unlink(path)
         return found
 
     def _read(self, group: int, rank: int) -> Bytes:

@@ -52,6 +52,17 @@ class Publisher:
             tasks += [partial(self._write_small, name) for name in request.small if request.file_bytes(name, 0)]
         return tasks
 
+    def copy_tasks(self) -> list[Callable[[], None]]:
+        """Return a task for each file of rank 0's that this rank copies for its machine: see [Note: parts]."""
+        request, tasks = self._request, list[Callable[[], None]]()
+        if request.parts is None or not request.leads or request.rank == 0:
+            return tasks
+        tasks += [partial(self._copy_small, name) for name in request.small if request.file_bytes(name, 0)]
+        return tasks
+
+    def _copy_small(self, name: str) -> None:
+        self._write_small(name)
+
     def syncs(self) -> list[Callable[[], None]]:
         """Return a task for each shard file that makes it durable: many at once, for drives coalesce concurrent flushes."""
         written, self._written = self._written, []
@@ -93,17 +104,19 @@ class Publisher:
         self._written_at(path)
         return summary
 
-    def _write_whole(self, name: str, data: Bytes, path: Path) -> ShardSummary:
+    def _write_whole(self, name: str, data: Bytes, path: Path, shard: int = 0) -> ShardSummary:
         spec, grid = self._request.specs[name], self._request.grid(name)
-        return write_shard(self._resources, path, spec, grid, 0, _filler(data, spec.itemsize))
+        fill = _filler(data, spec.itemsize, shard * grid.shard_numel)
+        return write_shard(self._resources, path, spec, grid, shard, fill)
 
-    def store_whole(self, name: str, data: Bytes) -> ShardSummary:
-        """Store an array that was put together from the ranks' pieces: link the last checkpoint's file where that holds the
-        same, else write it (rank 0)."""
-        path = self._place(name, 0)
-        summary = self._link_equal(name, data, path) or self._write_whole(name, data, path)
+    def store_joined(self, name: str, data: Bytes) -> ShardSummary:
+        """Store this rank's shard of an array, which was put together from the ranks' pieces: link the last checkpoint's file
+        where that holds the same, else write it."""
+        rank = self._request.rank
+        path = self._place(name, rank)
+        summary = self._link_equal(name, data, path) or self._write_whole(name, data, path, rank)
         self._written_at(path)
-        later = self._target / self._request.shard_path(name, 0)
+        later = self._target / self._request.shard_path(name, rank)
         if known := KnownFile.of(later, version=_ANY_VERSION, crcs=summary.crcs, written_as=path):
             self.known[name] = known
         return summary
@@ -114,22 +127,23 @@ class Publisher:
         The array has no version, since each rank knows its own piece alone; but it is small enough to compare it all.
         """
         request = self._request
-        known, spec, grid = request.known.get(name), request.specs[name], request.grid(name)
-        if known is None or known.crcs != checksum_shard(
-            request.resources, spec, grid, 0, _filler(data, spec.itemsize)
-        ):
+        known, spec, grid, rank = request.known.get(name), request.specs[name], request.grid(name), request.rank
+        first = rank * grid.shard_numel
+        fill = _filler(data, spec.itemsize, first)
+        if known is None or known.crcs != checksum_shard(request.resources, spec, grid, rank, fill):
             return None
         if not known.link(self._files, path):
             return None
         stored = np.empty_like(data)
         try:
-            open_shard_file(self._resources, str(path), (spec, grid, None), 0).read(0, spec.numel, stored)
+            file = open_shard_file(self._resources, str(path), (spec, grid, None), rank)
+            file.read(first, first + grid.shard_valid_numel(rank), stored)
         except (CorruptionError, StorageError):
             stored = stored[:0]
         if not np.array_equal(stored, data):
             self._files.unlink(path)
             return None
-        return ShardSummary(name, 0, request.file_bytes(name, 0), known.crcs, linked=True)
+        return ShardSummary(name, rank, request.file_bytes(name, rank), known.crcs, linked=True)
 
     def _place(self, name: str, shard: int) -> Path:
         self._check_alive()
@@ -140,10 +154,10 @@ class Publisher:
         os.chmod(path, READ_ONLY)
 
 
-def _filler(data: Bytes, itemsize: int) -> Callable[[int, int, Bytes], None]:
-    """Return what fills a shard file with the elements in `data`."""
+def _filler(data: Bytes, itemsize: int, base: int = 0) -> Callable[[int, int, Bytes], None]:
+    """Return what fills a shard file with the elements in `data`, which begin at the array's element `base`."""
 
     def fill(first: int, stop: int, out: Bytes) -> None:
-        out[:] = data[first * itemsize : stop * itemsize]
+        out[:] = data[(first - base) * itemsize : (stop - base) * itemsize]
 
     return fill

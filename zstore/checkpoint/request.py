@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..format.arrays import numpy_dtype
 from ..io.shards import IoResources
 from ..store.tiers import PinnedShard
+from .machines import Parts
 from .names import check_save_id, tag_text
 from .plan import CheckpointPlan
 from .retention import Keep
@@ -57,12 +58,24 @@ class SaveRequest(CheckpointPlan):
     told: Callable[[SaveSummary | BaseException], None] | None = None
     """Called in the save's thread with what this rank did, or what went wrong, before `wait()` returns; of a save to a URL
     with the summary of the local commit first. Must not raise."""
+    parts: Parts | None = None
+    """Where each machine saves its own ranks' part; None: in one folder that all ranks share."""
     timeout_s: float = 1800.0
     """How long a rank waits for the others."""
     most_pause_s: float = 0.1
     """Longest pause between two looks at what the other ranks did."""
     num_threads: int = 8
     """Shards that are published at a time."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank makes and commits the folder."""
+        return self.rank == (0 if self.parts is None else self.parts.leader)
+
+    @property
+    def num_here(self) -> int:
+        """Ranks that save into the same folder."""
+        return self.world_size if self.parts is None else len(self.parts.ranks)
 
     def check(self) -> None:
         """Raise UsageError for what makes no sense. Not done when it is made: the save releases the pins first."""
@@ -72,15 +85,19 @@ class SaveRequest(CheckpointPlan):
             raise UsageError(f"rank {self.rank} is not in a world of {self.world_size}")
         if self.step < 0:
             raise UsageError(f"step {self.step}: expected a count of steps")
+        if self.parts is not None and (self.pieces or self.before_commit is not None):
+            raise UsageError("a save in parts of each machine's own neither joins shards nor writes whole weights")
         if self.keep is not None and not self.run_id:
             raise UsageError(f"{self.keep}: expected a run_id to know the run's own checkpoints by")
         for name in [*self.pins, *self.small, *self.grids]:
             if name not in self.specs:
                 raise UsageError(f"array {name!r} has no spec in the save request")
-        for name in self.pieces:
-            if self.grid(name).num_shards > 1:
+        for name, held in self.pieces.items():
+            grid = self.grid(name)
+            if grid.num_shards > 1 and (grid.shard_rows == held.shard_rows or grid.shard_rows % held.shard_rows):
                 raise UsageError(
-                    f"array {name!r}: expected one shard, which its pieces make, got {self.grid(name).num_shards}"
+                    f"array {name!r}: expected one shard, or shards of several ranks' pieces, got {grid.num_shards} of "
+                    f"{grid.shard_rows} rows, and pieces of {held.shard_rows}"
                 )
         for name, data in self.small.items():
             spec = self.specs[name]
@@ -106,11 +123,15 @@ class SaveRequest(CheckpointPlan):
             if (known := self.unchanged(name)) is None or known.identity[0] != here or not known.is_there()
         ]
         needed = sum(
-            self.grid(name).num_shards * self.file_bytes(name, 0) for name in written if name not in self.pieces
+            min(self.grid(name).num_shards, self.num_here) * self.file_bytes(name, 0)
+            for name in written
+            if name not in self.pieces
         )
         # For a while a piece and the whole are both there.
         needed += sum(self.file_bytes(name, 0) for name in self.small)
-        needed += sum(self.file_bytes(name, 0) + self.specs[name].nbytes for name in self.pieces)
+        needed += sum(
+            self.grid(name).num_shards * self.file_bytes(name, 0) + self.specs[name].nbytes for name in self.pieces
+        )
         reserved = 0 if self.disk_folder is None or self.disk_folder in elsewhere else self.reserve_bytes
         beside = f", and the next step {reserved} beside it" if reserved else ""
         self.resources.files.require_room(

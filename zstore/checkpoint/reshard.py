@@ -24,6 +24,7 @@ from .build import READ_ONLY, CheckpointBuilder
 from .commit import Committer, require_shared
 from .format import COMPLETE
 from .lookahead import Range, ReadAhead
+from .moments import block_numel, codes_of_scales, scales_spec
 from .names import new_save_id
 from .plan import CheckpointPlan
 from .source import ArraySource
@@ -93,9 +94,13 @@ class _Reshard:
         shape = specs[name].stored_shape
         grid = make_grid(shape, 1 if name.startswith(_WHOLE) else world_size)
         group, _, fqn = name.rpartition(f"{TIE}/")
+        codes = codes_of_scales(name)
         if fqn and not group and model_array(fqn) in specs:
             grid = make_grid(specs[model_array(fqn)].stored_shape, world_size).packed()
-        return grid_in_checkpoint(shape, specs[name].itemsize, grid)
+        elif codes is not None and codes in specs and specs[name] == scales_spec(specs[codes]):
+            whole = specs[codes].stored_shape
+            grid = make_grid(whole, world_size).packed(block_numel(whole))
+        return grid_in_checkpoint(shape, specs[name].itemsize, grid, world_size)
 
     def _check_chunks(self) -> None:
         for name, grid in self._plan.grids.items():

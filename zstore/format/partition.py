@@ -18,6 +18,8 @@ a shard is cut into `chunks_per_shard` inner chunks of `chunk_rows x chunk_cols`
   array of one bit an element is bytes in a row, of which a chunk has those of the elements' chunk (`Grid.packed`).
 - In a checkpoint an array under 64 KiB is one shard, whatever the number of ranks (`grid_in_checkpoint`): a shard file takes
   8 KiB at least, so that cutting 512 bytes over 64 ranks would make half a megabyte in 32 files of it.
+- In a checkpoint of 512 ranks or more, shards under 64 KiB are stored together: those of 64 neighbouring ranks are the chunks
+  of one shard file. A rank that loads still reads its own chunks alone.
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ CHUNKS_PER_ARRAY = 144
 FINE_CHUNK_NUMEL = 200 * 1024 // 4
 WHOLE_BYTES = 64 * 1024
 """Arrays below this are stored as one shard."""
+GROUPED_WORLD = 512
+"""From so many ranks on, small shards of neighbouring ranks are stored together."""
+RANKS_PER_FILE = 64
+"""Of so many; a file is then 4 MiB at most."""
 _CANDIDATES = 256
 _FP32_BYTES = 4
 _CRC_BYTES = 4
@@ -94,9 +100,9 @@ class Grid:
         return -(-(stop - first) // self.chunk_rows) * self.chunks_per_row
 
     def joined(self, count: int) -> Grid:
-        """Return the grid of the same chunks whose shards are `count` of this one's: what `count` ranks hold, one rank
-        holds."""
-        return replace(self, shard_rows=self.shard_rows * count)
+        """Return the grid of the same chunks whose shards are `count` of this one's, but no more than hold the array: what
+        `count` ranks hold, one rank holds."""
+        return replace(self, shard_rows=min(count, max(1, self.num_shards)) * self.shard_rows)
 
     def packed(self, numel: int = BITS) -> Grid:
         """Return how an array of one value for each `numel` elements is cut, 1-D: with the elements, chunk by chunk.
@@ -157,11 +163,25 @@ def make_grid(stored_shape: tuple[int, ...], world_size: int) -> Grid:
     return Grid(rows, row_numel, shard_rows, chunk_rows, cols)
 
 
-def grid_in_checkpoint(stored_shape: tuple[int, ...], itemsize: int, grid: Grid) -> Grid:
-    """Return how an array is cut in a checkpoint whose ranks hold it on `grid`: small ones are one shard, rank 0's."""
-    if grid.num_shards <= 1 or math.prod(stored_shape) * itemsize >= WHOLE_BYTES:
+def grid_in_checkpoint(stored_shape: tuple[int, ...], itemsize: int, grid: Grid, world_size: int) -> Grid:
+    """Return how an array is cut in a checkpoint whose ranks, `world_size` of them, hold it on `grid`.
+
+    Small arrays are one shard, rank 0's. Of huge worlds small shards are stored together, those of `RANKS_PER_FILE` ranks as
+    one: such shards rest in memory on every tier, so no file that could be linked is given up.
+    """
+    if grid.num_shards <= 1:
         return grid
-    return make_grid(stored_shape, 1)
+    if math.prod(stored_shape) * itemsize < WHOLE_BYTES:
+        return make_grid(stored_shape, 1)
+    if world_size >= GROUPED_WORLD and grid.shard_numel * itemsize < WHOLE_BYTES:
+        return replace(grid, shard_rows=grid.shard_rows * RANKS_PER_FILE)
+    return grid
+
+
+def cut_numel(stored_shape: tuple[int, ...]) -> int:
+    """Return a number of elements of which every cut of the array, at any world size, is a multiple."""
+    row_numel = stored_shape[1] if len(stored_shape) == 2 else 1
+    return math.lcm(_chunk_cols(row_numel), ALIGN_NUMEL) if row_numel else ALIGN_NUMEL
 
 
 def _chunk_cols(row_numel: int) -> int:

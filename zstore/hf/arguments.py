@@ -95,7 +95,8 @@ def check_optim(raw: Mapping[str, Any], source: str, args: Any) -> None:
         where = " at stage 0 without offload" if optim in _WHOLE else ""
         raise UsageError(
             f'TrainingArguments(optim="{optim}"): the engine steps shards, tile by tile; choose one of '
-            f"{', '.join(_ELEMENT_WISE)}" + (f", or use it{where}" if where else "")
+            f'{", ".join(_ELEMENT_WISE)}, name one in the config\'s "optimizer" section (Adafactor, Lion, Lamb and Muon too)'
+            + (f", or use it{where}" if where else "")
         )
 
 

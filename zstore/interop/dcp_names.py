@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..checkpoint.moments import codes_of_scales
 from ..checkpoint.split import LOW, TIE
 from ..errors import CorruptionError
 from ..format.arrays import client_array, model_array, optimizer_array
@@ -136,18 +137,20 @@ def _name(key: str, meaning: _Meaning | None, alone: bool) -> tuple[str, bool]:
 def paths_of(document: Mapping[str, Any], arrays: Iterable[str]) -> dict[str, Path]:
     """Return the path of each array of a checkpoint, given `record.state["dcp"]` (empty where it has none).
 
-    What completes split masters has none: it belongs to the weights. Raises CorruptionError for a document that is none.
+    What completes split masters has none, nor have scales of moments: they belong to other arrays. Raises CorruptionError
+    for a document that is none.
     """
     kept = {name: path_from_json(path) for name, path in _mapping(document.get("paths", {})).items()}
     model = path_from_json(document.get("model") if document.get("model") is not None else ["model"])
     optimizer = path_from_json(document.get("optimizer") if document.get("optimizer") is not None else ["optimizer"])
     flat = document.get("optimizer_form") == _FLAT
     found: dict[str, Path] = {}
-    for name in arrays:
+    names = dict.fromkeys(arrays)
+    for name in names:
         group, _, rest = name.partition("/")
         if name in kept:
             found[name] = kept[name]
-        elif name.startswith((f"{LOW}/", f"{TIE}/")):
+        elif name.startswith((f"{LOW}/", f"{TIE}/")) or codes_of_scales(name) in names:
             continue
         elif group in ("model", "buffer"):
             found[name] = (*model, rest)

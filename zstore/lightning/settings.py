@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from zstore.engine.config.config import CONFIG_VARIABLE, load_config, read_given
+from zstore.engine.config.optimizers import AdamParams
 from zstore.engine.config.schema import Settings
 from zstore.errors import ConfigError
 
@@ -170,8 +171,10 @@ def check_optimizer(source: Source, client: torch.optim.Optimizer) -> None:
     section = source.settings.optimizer
     if section is None:
         return
-    kind = "AdamW" if section.type == "AdamW" or section.params.adam_w_mode else "Adam"
-    stated = {name: getattr(section.params, name) for name in ("lr", "betas", "eps", "weight_decay")}
+    params = section.params
+    kind: str = "AdamW" if isinstance(params, AdamParams) and params.adam_w_mode else section.type
+    stated = {} if kind == "Muon" else params.arguments()  # its groups differ
+    kind = {"Muon": "MuonWithAdam"}.get(kind, kind)
     differing = [
         f"params.{name} is {value}, there it is {client.defaults.get(name)}"
         for name, value in stated.items()

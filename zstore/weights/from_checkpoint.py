@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ..checkpoint.lookahead import Range, Span, cut_spans, use_spans
+from ..checkpoint.moments import scales_of, whole_moment
 from ..checkpoint.source import ArraySource
 from ..checkpoint.split import complete_master, rest_of_master
 from ..errors import CheckpointMismatchError
@@ -86,19 +87,25 @@ def put_weights(
 
 
 def whole_dtype(source: ArraySource, name: str) -> str:
-    """Return the data type that an array has with what completes it: a split master is float32."""
-    return "float32" if rest_of_master(source.arrays, name) is not None else source.arrays[name].spec.dtype
+    """Return the data type that an array has with what completes it: a split master, or a moment in 8 bits, is float32."""
+    return "float32" if _is_in_parts(source, name) else source.arrays[name].spec.dtype
+
+
+def _is_in_parts(source: ArraySource, name: str) -> bool:
+    return rest_of_master(source.arrays, name) is not None or scales_of(source.arrays, name) is not None
 
 
 def whole_values(
     source: ArraySource, name: str, first: int, stored: Array, dtype: str | None = None
 ) -> Iterator[tuple[int, Array]]:
-    """Yield `stored`, elements of an array from `first` on; of a split master the fp32 values, in bounded pieces.
+    """Yield `stored`, elements of an array from `first` on; of a split master, or a moment in 8 bits, the fp32 values, in
+    bounded pieces.
 
     Before each piece stands its first element. For bf16 as the `dtype` wanted, a master's own weight is its nearest
     already, and yielded as it is.
     """
-    if dtype == DTYPES["bf16"] or rest_of_master(source.arrays, name) is None:
+    of_master = rest_of_master(source.arrays, name) is not None
+    if (of_master and dtype == DTYPES["bf16"]) or not _is_in_parts(source, name):
         yield first, stored
         return
     chunk_numel = max(1, source.arrays[name].grid.chunk_numel)
@@ -107,9 +114,9 @@ def whole_values(
     low = 0
     while low < stored.size:
         high = min(stored.size, low + step - (first + low) % chunk_numel)
-        master = complete_master(source, name, first + low, stored[low:high])
-        if master is not None:
-            yield first + low, master
+        part = stored[low:high]
+        whole = complete_master(source, name, first + low, part) if of_master else None
+        yield first + low, whole_moment(source, name, first + low, part) if whole is None else whole
         low = high
 
 

@@ -41,7 +41,7 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(params, {**numbers, **switches, "betas": betas})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what `closure` returned."""
         loss = called(closure)
         for group in self.param_groups:

@@ -32,7 +32,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what `closure` returned."""
         loss = called(closure)
         for group in self.param_groups:
@@ -64,5 +64,5 @@ def check_arguments(name: str, *, betas: tuple[float, float], **numbers: float) 
     for argument, value in numbers.items():
         if not value >= 0:
             raise UsageError(f"{name}({argument}={value!r}): expected a number of at least 0")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    if not all(0 <= beta < 1 for beta in betas):
         raise UsageError(f"{name}(betas={betas!r}): expected two numbers, each from 0 to below 1")

@@ -31,7 +31,8 @@ class MuonWithAdam(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Mapping[str, Any]]) -> None:
         groups: list[dict[str, Any]] = []
         for given in params:
-            if not isinstance(given, Mapping) or not isinstance(given.get("use_muon"), bool):
+            group: Any = given
+            if not isinstance(group, Mapping) or not isinstance(group.get("use_muon"), bool):
                 raise UsageError(
                     'MuonWithAdam: expected groups {"params": ..., "use_muon": True or False, ...}; '
                     "split_for_muon(model) makes them"
@@ -43,7 +44,7 @@ class MuonWithAdam(torch.optim.Optimizer):
         super().__init__(groups, {})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what `closure` returned."""
         loss = called(closure)
         for group in self.param_groups:

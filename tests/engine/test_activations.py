@@ -1,0 +1,254 @@
+"""Activations off the device: the bits of a run that keeps them, whoever checkpoints the blocks, and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zstore
+from tests.engine.deep import BLOCKS, INPUT_BYTES, SAMPLES, WIDTH, data, deep
+from tests.engine.fake_device import FakeDevice
+from tests.engine.runs import make_config, start, state_of
+from zstore import checkpointing
+from zstore.engine import Engine
+from zstore.errors import BudgetError, ConfigError, DiskFullError, StorageError, UsageError
+from zstore.io.buffers import PAGE_BYTES
+from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
+
+KINDS = ("plain", "torch", "reentrant", "zstore")
+
+
+def config(stage: int = 0, **own: Any) -> dict[str, Any]:
+    return make_config(stage, zstore={"journal": False} | own, train_micro_batch_size_per_gpu=SAMPLES)
+
+
+def step(engine: Engine, number: int) -> None:
+    torch.manual_seed(number)
+    for micro in range(2):
+        engine.backward(engine(data(2 * number + micro)))
+        engine.step()
+
+
+def bits(engine: Engine, steps: int = 2) -> dict[str, Any]:
+    """Return everything after some steps."""
+    for number in range(steps):
+        step(engine, number)
+    return state_of(engine)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    """Everything after two steps that keep all activations."""
+    with start(config(), deep()) as engine:
+        return bits(engine)
+
+
+def offloaded(engine: Engine) -> Any:
+    found = engine.statistics().activations
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_disk_they_keep_the_bits(kind: str, tmp_path: Path, expected: dict[str, Any]) -> None:
+    with start(config(activations="disk", activations_path=str(tmp_path)), deep(kind)) as engine:
+        assert bits(engine) == expected
+        found, links = offloaded(engine), engine.statistics().links
+        forwards = 4
+        if kind == "plain":
+            # Parts of one tensor travel once: of each block x, the projection, and what comes after.
+            assert found.kept > 8 * BLOCKS * forwards
+        else:
+            # The embedding's input, and the input of each block. The reentrant kind saves after the block has run: that of
+            # the last one, which the backward needs at once, stays.
+            inputs = BLOCKS - (kind == "reentrant")
+            assert found.kept_bytes == (1 + inputs) * INPUT_BYTES * forwards
+        assert found.tier == "disk"
+        assert 0 < found.written_bytes <= found.kept_bytes
+        assert found.read_bytes <= found.written_bytes
+        assert found.kept >= found.used_in_place + found.read_ahead
+        # Checksums and padding come to it.
+        assert links["activation_write"].bytes >= found.written_bytes
+        assert links["activation_read"].bytes >= found.read_bytes
+        assert found.resting_bytes == 0
+        assert found.resting_peak_bytes <= found.kept_bytes // forwards
+        assert any(tmp_path.rglob("activation*.shard"))
+    assert not any(tmp_path.rglob("*.shard"))
+
+
+def test_with_everything_on_disk_and_the_switch(tmp_path: Path, expected: dict[str, Any]) -> None:
+    chosen = config(3, activations="disk", gradient_checkpointing=True, step_overlap="backward")
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    chosen["zero_optimization"] |= {"offload_param": nvme, "offload_optimizer": nvme}
+    chosen["activation_checkpointing"] = {"profile": True}
+    with start(chosen, deep()) as engine:
+        assert bits(engine) == expected
+        found = offloaded(engine)
+        assert found.kept_bytes == (1 + BLOCKS) * INPUT_BYTES * 4
+        assert found.blocks == found.recomputed == BLOCKS * 4
+        assert found.forward_s > 0 < found.recompute_s
+        pools = engine.statistics().store.pool_bytes
+        assert pools == engine.training_state.plan.held["buffers"].host
+        assert pools % PAGE_BYTES == 0
+
+
+def test_the_switch_alone_keeps_inputs_and_bits(expected: dict[str, Any]) -> None:
+    kept = []
+    for chosen in (config(), config(gradient_checkpointing=True)):
+        with start(chosen, deep()) as engine:
+            sizes: list[int] = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t, s=sizes: s.append(t.nbytes) or t, lambda t: t):
+                engine(data(0))
+            kept.append(sum(sizes))
+            assert state_of(engine) != expected
+            torch.manual_seed(0)
+    assert kept[1] < kept[0] / 4
+    with start(config(gradient_checkpointing=True), deep()) as engine:
+        assert bits(engine) == expected
+    with pytest.raises(UsageError, match="no blocks"):
+        start(config(gradient_checkpointing=True), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_from_a_device_of_its_own_memory(tier: str, tmp_path: Path, expected: dict[str, Any]) -> None:
+    own = {"activations_path": str(tmp_path)} if tier == "disk" else {}
+    with FakeDevice() as device:
+        with start(config(activations=tier, **own), deep("torch"), _streams=device) as engine:
+            assert bits(engine) == expected
+            found = offloaded(engine)
+            moved = engine.statistics().links
+        assert device.num_under_way == 0
+    assert found.tier == tier
+    assert moved["device_to_host"].bytes == found.written_bytes > 0
+    assert moved["host_to_device"].bytes == found.read_bytes
+
+
+def test_host_memory_counts_against_the_budget() -> None:
+    plain = config()
+    plain["activation_checkpointing"] = {"cpu_checkpointing": True}
+    with FakeDevice() as device, start(plain, deep("torch"), _streams=device) as engine:
+        budget = engine.training_state.state.store.budget
+        before = budget.used_bytes
+        loss = engine(data(0))
+        assert budget.used_bytes == before + (1 + BLOCKS) * INPUT_BYTES
+        engine.backward(loss)
+        assert offloaded(engine).resting_bytes == 0
+        assert budget.used_bytes == before
+    limited = config(activations="host", host_budget_bytes=1 << 20)
+    with (
+        FakeDevice() as device,
+        start(limited, deep(), _streams=device) as engine,
+        pytest.raises(BudgetError, match='activations to "disk"'),
+    ):
+        engine(data(0))
+
+
+def test_a_graph_that_is_kept_has_another_backward(tmp_path: Path) -> None:
+    found = []
+    for own in ({}, {"activations": "disk", "activations_path": str(tmp_path)}):
+        with start(config(**own), deep("torch")) as engine:
+            torch.manual_seed(0)
+            loss = engine(data(0))
+            engine.backward(loss, retain_graph=True)
+            if own:
+                assert offloaded(engine).resting_bytes > 0
+            engine.backward(loss)
+            engine.step()
+            step(engine, 1)
+            found.append(state_of(engine))
+            if own:
+                assert offloaded(engine).resting_bytes == 0
+    assert found[0] == found[1]
+
+
+def test_errors_leave_nothing_behind(tmp_path: Path, expected: dict[str, Any]) -> None:
+    files = FaultyFiles()
+    chosen = config(activations="disk", activations_path=str(tmp_path))
+    with start(chosen, deep("torch"), _files=files) as engine:
+        handle = engine.module.blocks[1].register_forward_hook(lambda m, a, out: out.register_hook(_raise) and None)
+        with pytest.raises(ValueError, match="on purpose"):
+            step(engine, 0)
+        handle.remove()
+        # No room for another array; then a write that fails, of which the next call tells.
+        files.inject(Fault(kind="allocate", error_number=errno.ENOSPC, times=1))
+        with pytest.raises(DiskFullError):
+            engine(data(0)[:8])
+        files.heal()
+        files.inject(Fault(kind="write", error_number=errno.EIO, times=1))
+        with pytest.raises(StorageError) as raised:
+            step(engine, 0)
+        assert any("activation" in note for note in raised.value.__notes__)
+        files.heal()
+        del raised
+        settle(engine)
+        engine.training_state.accumulation.restart()
+        engine.training_state.gradients.drop()
+        engine.training_state.counters.micro_steps = 0
+        assert bits(engine) == expected
+    assert not any(tmp_path.rglob("*.shard"))
+
+
+def settle(engine: Engine) -> None:
+    """Wait until nothing rests off the device any more."""
+    deadline = time.monotonic() + 30
+    while offloaded(engine).resting_bytes:  # what is being written is let go behind that
+        gc.collect()
+        assert time.monotonic() < deadline
+
+
+def _raise(gradient: torch.Tensor) -> None:
+    raise ValueError("on purpose")
+
+
+class ChangedInPlace(nn.Module):
+    """Changes what its first layer saved, once a test allows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        y = self.second(x)
+        x.detach().add_(1)
+        return y.float().square().mean()
+
+
+def test_a_change_in_place_is_noticed_while_a_tensor_leaves(tmp_path: Path) -> None:
+    files = GatedFiles("write", pattern="*activation*")
+    chosen = config(activations="disk", activations_path=str(tmp_path))
+    with start(chosen, ChangedInPlace(), _files=files) as engine:
+        files.open_gate()
+        kept = engine(data(0))  # makes the arrays
+        deadline = time.monotonic() + 30
+        while offloaded(engine).written_bytes < offloaded(engine).kept_bytes:
+            assert time.monotonic() < deadline
+        del kept
+        settle(engine)
+        files.close_gate()
+        try:
+            loss = engine(data(0))
+        finally:
+            files.open_gate()
+        with pytest.raises(RuntimeError, match="changed in place"):
+            engine.backward(loss)
+
+
+def test_keys_that_do_not_go_together() -> None:
+    for section, own, said in (
+        ({}, {"activations": "disk"}, "zstore.activations_path"),
+        ({"contiguous_memory_optimization": True}, {}, "number_checkpoints"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            start(config(**own) | {"activation_checkpointing": section}, deep())
+    with pytest.raises(UsageError, match="num_checkpoints"):
+        zstore.checkpointing.configure(contiguous_checkpointing=True, partition_activations=True)
+    assert not checkpointing.is_configured()

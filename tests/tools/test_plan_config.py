@@ -1,0 +1,105 @@
+"""`zstore plan --config`: whether a config fits, and what is to be changed where it does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zstore.engine.config.config import load_config
+from zstore.errors import UsageError
+from zstore.tools.plan.choices import changed_config, plan_of, weigh_given
+from zstore.tools.plan.command import plan_command
+from zstore.tools.plan.given import differences
+from zstore.tools.plan.job import Choice, make_job
+from zstore.tools.plan.options import PlanOptions, Precision
+
+BASE: dict[str, Any] = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+}
+GB = 10**9
+
+
+def options(tmp_path: Path, config: dict[str, Any], **more: Any) -> PlanOptions:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    return PlanOptions(config=path, **{"model": "gpt-tiny", "gpus": 1, "gpu_memory": GB, "memory": GB, **more})
+
+
+def test_a_config_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = options(tmp_path, BASE, seq_length=16)
+    job = make_job(chosen)
+    assert (job.micro_batch, job.precision, job.machine.num_ranks) == (8, "bf16", 1)
+    mine = weigh_given(job)
+    assert mine.plan == plan_of(job, BASE)
+    assert mine.choice == Choice(stage=1, optimizer="cpu", micro_batch=4)
+    assert plan_command(chosen, json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"]
+    assert found["mine"]["host_bytes"] == mine.host_bytes > 0
+    assert (found["instead"], found["changes"]) == (None, [])
+    assert plan_command(chosen) == 0
+    assert "it fits" in capsys.readouterr().out
+
+
+def test_of_one_that_does_not_fit_it_says_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = BASE | {"zero_optimization": {"stage": 0}, "steps_per_print": 3}
+    chosen = options(tmp_path, config, gpu_memory=20_000_000, seq_length=16)
+    assert plan_command(chosen, json=True) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fits"]
+    assert found["mine"]["lacking"][0].startswith("device: ")
+    assert found["instead"]["fits"]
+    instead = found["instead"]["config"]
+    load_config(instead)
+    assert instead["steps_per_print"] == 3
+    assert instead["train_micro_batch_size_per_gpu"] * instead["gradient_accumulation_steps"] == 8
+    changed = {change["key"]: change["to"] for change in found["changes"]}
+    assert changed["train_micro_batch_size_per_gpu"] == 1
+    assert {key for key in changed if not key.startswith(("zero_optimization.", "train_", "gradient_acc"))} == set()
+    assert plan_command(chosen) == 1
+    assert "it does not fit: device: " in (said := capsys.readouterr()).out
+    assert "train_micro_batch_size_per_gpu: 1 (is 4)" in said.out
+    nothing = options(tmp_path, config, gpu_memory=1000, memory=1000)
+    assert plan_command(nothing) == 1
+    assert "nothing that was tried fits" in capsys.readouterr().err
+
+
+def test_a_budget_that_is_too_small_is_what_is_lacking(tmp_path: Path) -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    job = make_job(options(tmp_path, BASE | {"zero_optimization": zero, "zstore": {"host_budget_bytes": 1000}}))
+    assert weigh_given(job).lacking[0].startswith("host budget: ")
+    assert job.machine.disk_bytes  # of the drive that the config names
+
+
+def test_a_changed_config_keeps_the_samples_of_a_step_and_the_rest() -> None:
+    choice = Choice(stage=3, optimizer="nvme", parameters="cpu", micro_batch=2)
+    found = changed_config(BASE, choice, 8, "/drive", 10**6)
+    assert {key: after for key, _, after in differences(BASE, found)} == {
+        "train_batch_size": None,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization.stage": 3,
+        "zero_optimization.offload_optimizer.device": "nvme",
+        "zero_optimization.offload_optimizer.nvme_path": "/drive",
+        "zero_optimization.offload_param.device": "cpu",
+        "zstore.host_budget_bytes": 10**6,
+    }  # fmt: skip
+    older = BASE | {"zero_optimization": {"stage": 2, "cpu_offload": True}}
+    assert changed_config(older, Choice(stage=0, micro_batch=8), 8, "")["zero_optimization"] == {"stage": 0}
+    load_config(changed_config(BASE | {"zero_optimization": True}, choice, 8, "/drive"))
+
+
+def test_options_that_contradict_the_config(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="gives the batch size"):
+        make_job(options(tmp_path, BASE, micro_batch=3))
+    with pytest.raises(UsageError, match="--precision"):
+        options(tmp_path, BASE, precision=Precision.FP32)
+    open_sizes = {"bf16": {"enabled": "auto"}}
+    assert make_job(options(tmp_path, open_sizes, micro_batch=3)).micro_batch == 3
