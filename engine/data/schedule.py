@@ -47,7 +47,7 @@ class Difficulty:
             return next((level for level, end in zip(levels, ends, strict=False) if step <= end), levels[-1])
         degree = (config.root_degree or 1) if section.schedule_type == "fixed_root" else 1
         part: float = (float(step) / (config.total_curriculum_step or 1)) ** (1.0 / degree)
-        level = int(math.floor(part * (last - first) + first))
+        level: int = math.floor(part * (last - first) + first)
         return min(level - level % (config.difficulty_step or 1), last)
 
     def _by_function(self, step: int) -> int:
