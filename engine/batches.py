@@ -13,9 +13,13 @@ from zstore.ranks.world import World
 
 
 def repeat(loader: Iterable[Any]) -> Iterator[Any]:
-    """Yield the micro-batches of a loader, epoch after epoch."""
-    while True:
-        yield from loader
+    """Yield the micro-batches of a loader, epoch after epoch, until one is empty."""
+    is_empty = False
+    while not is_empty:
+        is_empty = True
+        for batch in loader:
+            is_empty = False
+            yield batch
 
 
 def take_batches(data_iter: Iterator[Any], count: int) -> list[Any]:

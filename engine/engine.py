@@ -36,7 +36,10 @@ from .checkpoint.load_plan import LoadOptions, LoadReport
 from .checkpoint.renaming import Names
 from .checkpoint.save import Checkpoints, SaveOptions
 from .checkpoint.snapshots import ClientState, StepSnapshots, present
-from .loader import TrainingLoader
+from .data.curriculum import SequenceCurriculum
+from .data.sampling import use_schedules
+from .data.schedule import Rise
+from .loader import PostProcess, TrainingLoader
 from .loss_backward import LossBackward
 from .offloading import OffloadedStates
 from .params.tensors import cast_floating
@@ -131,6 +134,9 @@ class Engine(nn.Module):
             functools.partial(_time_phase, self.times, "backward_s", self._wait_for_device),
         )
         self._offloaded = OffloadedStates(training, self.access)
+        section = settings.curriculum_learning
+        self.curriculum = SequenceCurriculum(section, self.module) if section.enabled else None
+        """Cuts what the model is called with in training; None: nothing is cut."""
         self.parameter_guard = ParameterGuard(self._modules, training.model, training.state.records)
         self.signals = StopSignals(training.world)
         self.requests = Requests(training.world, self.report.journal)
@@ -147,6 +153,8 @@ class Engine(nn.Module):
         """Return what the model returns. With fp16's `auto_cast`, floating tensors go to it in fp16."""
         if self.training_state.config.casts_inputs:
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
+        if self.curriculum is not None and self.module.training:
+            args, kwargs = self.curriculum.cut(args, kwargs, self.global_steps + 1)
         self.require_parameters()
         activations = self.training_state.activations
         around = contextlib.nullcontext() if activations is None else activations.around_forward()
@@ -341,6 +349,25 @@ class Engine(nn.Module):
             for module, training in modes:
                 module.training = training
         return mean_loss(losses, self.world)
+
+    def set_custom_curriculum_learning_schedule(self, schedule: Rise | Mapping[str, Rise]) -> None:
+        """Let functions of the step, counted from 1, say the difficulties whose `schedule_type` is "custom": one function for
+        `curriculum_learning`, or one for each name of a metric of `data_efficiency` ("seqlen" means the former too). Functions
+        are not in checkpoints: call this before a resumed run trains. Raises UsageError for another name or type."""
+        loader = self.training_dataloader
+        use_schedules(schedule, self.curriculum, None if loader is None else loader.curriculum)
+
+    def set_data_post_process_func(self, post_process: PostProcess) -> None:
+        """Have the loader that `initialize` returned pass each micro-batch through `post_process(batch, state)`, where
+        `state["current_difficulties"]` has the difficulties by metric. Raises UsageError without training data."""
+        if self.training_dataloader is None:
+            raise UsageError("set_data_post_process_func() without a loader: pass training_data=... to initialize()")
+        self.training_dataloader.post_process = post_process
+
+    def curriculum_difficulties(self) -> dict[str, int]:
+        """Return the difficulties of the step under way: the length of sequences as "seqlen", and those of metrics."""
+        found = {} if self.training_dataloader is None else self.training_dataloader.difficulties
+        return found if self.curriculum is None else found | self.curriculum.at(self.global_steps + 1)
 
     # -- whole tensors ----------------------------------------------------------------------------------------------
     # All of these are collectives: every rank calls them with the same names, in the same order. `name` is a parameter's

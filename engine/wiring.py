@@ -49,11 +49,11 @@ from .plan.plan import Plan, Slots, TensorSlot
 from .plan.run import budget_of_rank, check_drives, plan_run
 from .runtime.allocator import map_large_blocks
 from .training import Accumulation, PendingUpdate, Training
-from .zero.copies import CopiesReduction
 from .zero.gradients import GradientRules, Gradients, WholeGradients
 from .zero.hooks import UnitHooks
-from .zero.quantized_gradients import quantized_reducer
-from .zero.secondary import SecondaryShards
+from .zero.plusplus.copies import CopiesReduction
+from .zero.plusplus.quantized_gradients import quantized_reducer
+from .zero.plusplus.secondary import SecondaryShards
 from .zero.spill import GradientSpill
 from .zero.unit_gradients import UnitGradients
 from .zero.unshard import make_sharded_units

@@ -307,6 +307,8 @@ def _contradictions(settings: Settings) -> Iterator[Problem]:
     if own.durability_path is not None and len(own.durability_path) > 1:
         message = f"expected one folder, got {len(own.durability_path)}: a snapshot is in one place"
         yield Problem(("zstore.durability_path",), message)
+    if settings.checkpoint.use_node_local_storage:
+        yield from _local_storage(settings)
     yield from _elasticity(settings)
     asked = {
         "bf16.bf16_optimizer_states": settings.bf16.bf16_optimizer_states,
@@ -314,10 +316,28 @@ def _contradictions(settings: Settings) -> Iterator[Problem]:
     }
     for key in (key for key, value in asked.items() if value and own.moments not in (None, "bf16")):
         yield Problem((key, "zstore.moments"), f'one asks for moments in bf16, one for "{own.moments}"; keep one')
+    if settings.curriculum_learning.enabled:
+        for key, what in settings.curriculum_learning.problems():
+            yield Problem((f"curriculum_learning.{key}",), what)
+    for key, what in settings.data_efficiency.problems():
+        yield Problem((f"data_efficiency.{key}",), what)
     threads, aio = own.io_threads, settings.aio
     if threads is not None and "thread_count" in aio.model_fields_set and threads != aio.thread_count:
         message = f"these are the same setting, but one is {threads} and one {aio.thread_count}; keep one"
         yield Problem(("zstore.io_threads", "aio.thread_count"), message)
+
+
+def _local_storage(settings: Settings) -> Iterator[Problem]:
+    zero, key = settings.zero_optimization, "checkpoint.use_node_local_storage"
+    if zero.stage == 0 or zero.mics_shard_size > 0:
+        other = "zero_optimization.stage" if zero.stage == 0 else "zero_optimization.mics_shard_size"
+        message = (
+            "each rank loads what ranks of other machines saved; use stage 1, 2 or 3 over all ranks, or a shared folder"
+        )
+        yield Problem((key, other), message)
+    if zero.stage3_gather_16bit_weights_on_model_save:
+        message = "no machine has all weights; leave one of them out, and gather the weights with `zstore consolidate`"
+        yield Problem((key, "zero_optimization.stage3_gather_16bit_weights_on_model_save"), message)
 
 
 def _elasticity(settings: Settings) -> Iterator[Problem]:
