@@ -20,7 +20,7 @@ import torch
 from zstore.format.partition import Grid
 from zstore.ranks.world import World
 
-from ..params.record import ParameterRecord
+from ...params.record import ParameterRecord
 
 
 class SecondaryShards:
