@@ -49,7 +49,7 @@ from .plan.plan import Plan, Slots, TensorSlot
 from .plan.run import budget_of_rank, check_drives, plan_run
 from .runtime.allocator import map_large_blocks
 from .training import Accumulation, PendingUpdate, Training
-from .zero.gradients import GradientRules, Gradients, WholeGradients
+from .zero.gradients import GradientRules, Gradients, WholeGradients, agree_any
 from .zero.hooks import UnitHooks
 from .zero.plusplus.copies import CopiesReduction
 from .zero.plusplus.quantized_gradients import quantized_reducer
@@ -296,6 +296,7 @@ def _gradients(
         types=GradientTypes.of(config, world.world_size),
         # Those of the disk by way of host memory: sums of squares have the same bits then, wherever gradients wait.
         to_host=frozenset(state.gradients_on_host.union(state.spilled)),
+        spills=agree_any(world, [bool(state.spilled)])[0],
         keeps_rows=config.offload_optimizer.device == "none",
         squares_at_once=in_backward,
         copies=sharding.num_copies,

@@ -102,7 +102,7 @@ def _device(name: str) -> Any:
 def _precision(source: ArraySource, asked: Dtype | None) -> str:
     """Return the name of the type to compute in."""
     if asked is not None:
-        return asked.value
+        return str(asked)
     engine = source.record.state.get("engine", {})
     precision = engine.get("precision") if isinstance(engine, dict) else None
     return precision if precision in ("fp16", "bf16", "fp32") else "fp32"

@@ -85,7 +85,7 @@ def validation_samples(text: Text, count: int, seq_len: int) -> Tensor:
         found = []
         for number in range(count):
             ids, _ = text.sample(number, seq_len, _SEED)
-            if text.positions()[0][1] >= (1, 0, 1):  # the second epoch has begun
+            if text.positions()[0][2] >= [1, 0, 1]:  # the second epoch has begun
                 break
             found.append(ids)
         if not found:

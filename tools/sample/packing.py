@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,17 +73,16 @@ class PackedRows(Text):
     def _taken(self, lane: int, samples: int) -> int:
         return (samples - lane + self.num_lanes - 1) // self.num_lanes
 
-    def positions(self) -> dict[int, tuple[int, LanePosition]]:
-        """Return of each lane that was used here the samples made of it, and its position."""
-        return {number: (lane.taken, lane.position) for number, lane in self._lanes.items()}
+    def positions(self) -> list[list[Any]]:
+        """Return of each lane that was used here [its number, the samples made of it, its position]. JSON data."""
+        return [[number, lane.taken, list(lane.position)] for number, lane in self._lanes.items()]
 
-    def all_positions(self, everyone: Iterable[dict[int, tuple[int, LanePosition]]]) -> list[LanePosition]:
+    def all_positions(self, everyone: Iterable[list[list[Any]]]) -> list[LanePosition]:
         """Return the positions of all lanes from what `positions` returned on every rank."""
-        found: dict[int, tuple[int, LanePosition]] = {}
-        for told in everyone:
-            for number, lane in told.items():
-                found[number] = max(lane, found.get(number, lane))
-        return [found[number][1] if number in found else (0, 0, 0) for number in range(self.num_lanes)]
+        found: list[tuple[int, LanePosition]] = [(0, (0, 0, 0))] * self.num_lanes
+        for number, taken, (epoch, row, used) in (lane for told in everyone for lane in told):
+            found[number] = max(found[number], (taken, (epoch, row, used)))
+        return [position for _, position in found]
 
     def require(self, seq_len: int) -> None:
         """Raise `ConfigError` where no sample can be made."""

@@ -19,7 +19,7 @@ class Evaluation:
 
     def __init__(self, engine: Engine, samples: Tensor, every: int | None, last_step: int) -> None:
         self._engine = engine
-        self._batches = samples.split(engine.train_micro_batch_size_per_gpu())
+        self._batches = torch.split(samples, engine.train_micro_batch_size_per_gpu())
         self._num_samples = len(samples)
         self._every = every
         self._last_step = last_step
