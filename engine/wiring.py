@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from .build.layout import Layout
 from .build.model import check_model, place_buffers
 from .build.store import open_store, store_key
 from .build.takeover import BuiltModel
-from .config.config import Config
+from .config.config import Config, OptimizerConfig
 from .device import Streams, Transfers, streams_for
 from .loader import TrainingLoader
 from .lr_schedules import LRSchedule
@@ -35,7 +35,7 @@ from .optim.in_backward import OptimizerInBackward
 from .optim.kernel import ELEMENT_WISE, Kernel, kernel_for
 from .optim.loss_scale import LossScaler
 from .optim.moments import check_moments
-from .optim.optimizer import ZeroOptimizer, group_of_parameters
+from .optim.optimizer import ZeroOptimizer, group_of_parameters, optimizer_from_config
 from .optim.state import OptimizerState
 from .optim.tensor_kernel import TensorKernel, kernels_for, needs_whole_tensors
 from .optim.tensor_step import TensorStep
@@ -89,7 +89,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
     built = BuiltModel(model, world, copies=config.frozen)
     streams = streams or streams_for(world.device)
-    slots = {name: _kept(kernels[groups[p]], p) for name, _, p in names if p in groups}
+    slots = _slots(kernels, groups, names)
     plan, store = _open(model, config, built, slots, streams, files)
     if config.frozen:
         model.requires_grad_(False)
@@ -208,6 +208,27 @@ def _require_own_snapshots(config: Config, store: TensorStore, world: World) -> 
                 f'"durability": "step": another engine of this process has its snapshots in {config.step_folder}: give '
                 "this one another nvme_path, or a zstore.durability_path of its own"
             )
+
+
+_USUAL = OptimizerConfig(kind="AdamW", arguments={})
+
+
+def named_slots(model: nn.Module, config: Config) -> dict[str, Slots]:
+    """Return what the optimizer that a config names keeps of each parameter of `model`, by name; where it names none, what
+    AdamW keeps. The model may be on the meta device. Raises ConfigError and UsageError where the optimizer cannot do what the config asks for."""
+    if config.frozen:
+        return {}
+    optimizer = ZeroOptimizer(optimizer_from_config(config.optimizer or _USUAL, None, model))
+    kernels = _kernels(optimizer, config)
+    return _slots(kernels, group_of_parameters(optimizer, model), named_parameters(model))
+
+
+def _slots(
+    kernels: Sequence[Kernel],
+    groups: Mapping[nn.Parameter, int],
+    names: Iterable[tuple[str, tuple[str, ...], nn.Parameter]],
+) -> dict[str, Slots]:
+    return {name: _kept(kernels[groups[p]], p) for name, _, p in names if p in groups}
 
 
 def _kept(kernel: Kernel, parameter: nn.Parameter) -> Slots:

@@ -14,6 +14,7 @@ from zstore.engine.plan.needs import find_needs, placement_settings
 from zstore.engine.plan.placement import make_plan
 from zstore.engine.plan.plan import OffloadTier, Plan
 from zstore.engine.plan.sent import with_sent
+from zstore.engine.wiring import named_slots
 from zstore.errors import BudgetError
 from zstore.sizes import format_bytes
 
@@ -25,7 +26,6 @@ HEADROOM_PERCENT = 10
 """Of every memory: left for the process itself, the allocator's gaps, and what an estimate misses."""
 
 _BUDGET_PERCENT = 60
-_ADAM_SLOTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,10 +234,16 @@ def plan_of(job: Job, config: dict[str, Any]) -> Plan:
         budget = machine.memory_bytes * _BUDGET_PERCENT // 100
     share = budget // machine.num_ranks if isinstance(budget, int) else None
     settings = placement_settings(resolved, budget_bytes=share, device_is_host=machine.device_is_host)
-    slots = {one.name: _ADAM_SLOTS for one in job.model.shapes}
-    units = job.model.units
-    needs = find_needs(job.model.shapes, slots, resolved, world_size=machine.world_size, rank=0, units=units)
-    ranks, native = machine.world_size, not machine.device_is_host
+    units, ranks, native = job.model.units, machine.world_size, not machine.device_is_host
+    needs = find_needs(
+        job.model.shapes,
+        named_slots(job.model.module, resolved),
+        resolved,
+        world_size=ranks,
+        rank=0,
+        units=units,
+        local_world_size=machine.num_ranks,
+    )
     plan = make_plan(needs, settings, units)
     return with_sent(plan, needs, resolved, ranks, native=native, local_world_size=machine.num_ranks)
 
