@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class ModelShape:
     """Width of the residual stream, in elements."""
     num_layers: int
     vocab_size: int
+    module: nn.Module = field(repr=False, compare=False)
+    """The model on the meta device."""
 
     @property
     def num_parameters(self) -> int:
@@ -67,6 +69,7 @@ def shape_of_model(name_or_path: str, precision: str, seq_length: int) -> ModelS
         hidden=hidden,
         num_layers=num_layers,
         vocab_size=vocab_size,
+        module=model,
     )
 
 
@@ -98,6 +101,7 @@ def shape_of_numbers(num_parameters: int, hidden: int, num_layers: int, vocab_si
         hidden=hidden,
         num_layers=num_layers,
         vocab_size=vocab_size,
+        module=model,
     )
 
 
