@@ -11,7 +11,7 @@ from torch import Tensor
 from zstore.engine import Engine
 from zstore.engine.checkpoint.rng import load_rng_state, rng_state
 
-from ..sample.models import loss_of
+from ..sample.models import evaluating, loss_of
 
 
 class Evaluation:
@@ -34,11 +34,9 @@ class Evaluation:
         """Return `eval_loss`, the mean over all samples, and `perplexity`, its exponential; tell monitors and journal (all
         ranks). Generators of random numbers and the model's modes are as before."""
         engine, world = self._engine, self._engine.world
-        before, modes = rng_state(), [(module, module.training) for module in engine.modules()]
-        engine.eval()
-        total = 0.0
+        before, total = rng_state(), 0.0
         try:
-            with torch.no_grad():
+            with evaluating(engine):
                 for first in range(0, len(self._batches), world.world_size):
                     # Every rank calls the model as often, for its parameters may be gathered.
                     mine = first + world.rank
@@ -46,8 +44,6 @@ class Evaluation:
                     loss = loss_of(engine(batch, labels=batch))
                     total += float(loss) * len(batch) if mine < len(self._batches) else 0.0
         finally:
-            for module, training in modes:
-                module.training = training
             load_rng_state(before)
         mean = math.fsum(world.all_gather_object(total)) / self._num_samples
         found = {"eval_loss": mean, "perplexity": _exp(mean)}
