@@ -112,7 +112,7 @@ class Config:
         named = settings.optimizer is not None and settings.optimizer.type in WHOLE_TENSORS
         signs = (context.optimizer_name if settings.optimizer is None else settings.optimizer.type) in ONE_BIT
         if signs and context.client_optimizer and (found := list(one_bit_problems(settings, context.optimizer_name))):
-            raise ConfigError(problem_text(self.source, [problem.text for problem in found]))
+            raise ConfigError(problem_text(self.source, [problem.message for problem in found]))
         whole = named or signs or context.whole_tensors
         resolved = replace(
             self, settings=settings, reported=tuple(notices), resolved=True, whole_tensors=whole, one_bit=signs

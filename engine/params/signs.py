@@ -45,7 +45,7 @@ def encode(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
 
 def decode(encoded: torch.Tensor) -> torch.Tensor:
     """Return the values [k, n], fp32, of bytes [k, n / 8 + 4]: plus or minus the row's scale."""
-    scales = encoded[:, -SCALE_BYTES:].contiguous().view(torch.float32)
+    scales = encoded[:, -SCALE_BYTES:].clone().view(torch.float32)
     shifts = torch.arange(SIGNS_PER_BYTE, dtype=torch.uint8, device=encoded.device)
     bits = (encoded[:, :-SCALE_BYTES].unsqueeze(2) >> shifts) & 1
     return torch.where(bits.view(encoded.shape[0], -1).bool(), scales, -scales)
