@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from .keys import type_of
 from .notices import Notice, Problem
-from .optimizers import AdamParams
+from .optimizers import ONE_BIT, AdamParams
 from .schema import BATCH_KEYS, Settings
 from .values import expected
 
@@ -81,6 +81,7 @@ def contradictions(settings: Settings) -> Iterator[Problem]:
         yield from _local_storage(settings)
     yield from _elasticity(settings)
     yield from _moments(settings)
+    yield from _one_bit(settings)
     if settings.curriculum_learning.enabled:
         for key, what in settings.curriculum_learning.problems():
             yield Problem((f"curriculum_learning.{key}",), what)
@@ -134,6 +135,31 @@ def _moments(settings: Settings) -> Iterator[Problem]:
     }
     for key in (key for key, value in asked.items() if value and own.moments not in (None, "bf16")):
         yield Problem((key, "zstore.moments"), f'one asks for moments in bf16, one for "{own.moments}"; keep one')
+
+
+def _one_bit(settings: Settings) -> Iterator[Problem]:
+    """Yield what an optimizer that sends signs cannot be combined with."""
+    optimizer, zero, own = settings.optimizer, settings.zero_optimization, settings.zstore
+    if optimizer is None or optimizer.type not in ONE_BIT:
+        return
+    instead = f'or write type "{"Lamb" if optimizer.type == "OneBitLamb" else "AdamW"}"'
+    if zero.stage > 1:
+        message = (
+            f"every rank sends what it has of whole gradients, which are sharded then; write stage 0 or 1, {instead}"
+        )
+        yield Problem(("zero_optimization.stage", "optimizer.type"), message)
+    moments, masters = "its moments are kept in fp32", "its masters are kept in fp32"
+    beside = {
+        "zero_optimization.offload_optimizer": (zero.offload_optimizer.device != "none", "its state is on the device"),
+        "zero_optimization.mics_shard_size": (zero.mics_shard_size > 0, "all ranks exchange signs as one group"),
+        "zstore.moments": (own.moments not in (None, "fp32"), moments),
+        "bf16.bf16_optimizer_states": (settings.bf16.bf16_optimizer_states, moments),
+        "optimizer.params.fp32_optimizer_states": (not optimizer.params.fp32_optimizer_states, moments),
+        "zstore.split_master": (own.split_master, masters),
+    }
+    for key, (asked, why) in beside.items():
+        if asked:
+            yield Problem((key, "optimizer.type"), f"{why}; leave {key} out, {instead}")
 
 
 def _local_storage(settings: Settings) -> Iterator[Problem]:

@@ -16,12 +16,13 @@ from ..config.config import OptimizerConfig
 from ..runtime.messages import warn_once
 from .classes.lamb import Lamb
 from .classes.muon import MuonWithAdam, split_for_muon
+from .classes.one_bit import ONE_BIT
 from .kernel import ELEMENT_WISE
 from .loss_scale import LossScaler
 from .tensor_kernel import needs_whole_tensors
 
 Groups = list[dict[str, Any]]
-_CLASSES = {kind.__name__: kind for kind in (*ELEMENT_WISE, Lamb, torch.optim.Adafactor)}
+_CLASSES = {kind.__name__: kind for kind in (*ELEMENT_WISE, Lamb, torch.optim.Adafactor, *ONE_BIT)}
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -77,7 +78,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._in_engine_step = True
         try:
             self.step()
-            if self.kind in ELEMENT_WISE or needs_whole_tensors(self.kind):  # any other took the step itself
+            if self.kind in (*ELEMENT_WISE, *ONE_BIT) or needs_whole_tensors(
+                self.kind
+            ):  # any other took the step itself
                 # No parameter has a gradient now, so this changes nothing; a scheduler on the client's object counts it.
                 self.client.step()
         finally:
