@@ -35,6 +35,8 @@ from .optim.in_backward import OptimizerInBackward
 from .optim.kernel import ELEMENT_WISE, Kernel, kernel_for
 from .optim.loss_scale import LossScaler
 from .optim.moments import check_moments
+from .optim.one_bit.kernel import OneBitKernel
+from .optim.one_bit_step import OneBitStep
 from .optim.optimizer import ZeroOptimizer, group_of_parameters
 from .optim.state import OptimizerState
 from .optim.tensor_kernel import TensorKernel, kernels_for, needs_whole_tensors, planned_slots
@@ -101,6 +103,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         check_drives(plan, config, world, _present_bytes(store))
         place_buffers(model, world, PRECISIONS[config.precision])
         whole = any(isinstance(kernel, WholeKernel) for kernel in kernels)
+        one_bit = any(isinstance(kernel, OneBitKernel) for kernel in kernels)
         types = GradientTypes.of(config, world.world_size)
         state = OptimizerState(
             store,
@@ -108,7 +111,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             transfers,
             is_sharded=sharding.optimizer_state,
             splits=config.own.split_master,
-            keeps_whole=whole,
+            keeps_whole=whole or one_bit,
             types=types,
         )
         state.moments = config.moments
@@ -131,6 +134,9 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             hooks = UnitHooks(model, units, sharded)
             hooks.units.on_ready(updater.wait_for)
         gradients = _gradients(state, units, hooks, config, sharding, world, rank_groups)
+        signs = OneBitStep(optimizer, state, world) if one_bit else None
+        if signs is not None and isinstance(gradients, WholeGradients):
+            gradients.averaged = signs.averaged
         in_backward = None
         if mode is StepMode.BACKWARD and isinstance(gradients, UnitGradients):
             in_backward = OptimizerInBackward(model, state, gradients, updater)
@@ -153,10 +159,10 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             scaler=LossScaler(settings=config.loss_scaling, skips=config.skips_overflow),
             loader=loader,
             run_id=world.broadcast_object(uuid.uuid4().hex),
-            client_step=ClientStep(optimizer.client, state) if whole else None,
+            client_step=ClientStep(optimizer.client, state) if whole else signs,
             tensor_step=TensorStep(state, copy_world)
             if any(isinstance(one, TensorKernel) for one in kernels)
-            else None,
+            else signs,
             activations=_activations(model, records, config, store, transfers),
         )
     except BaseException:
