@@ -102,8 +102,6 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         _require_own_snapshots(config, store, world)
         check_drives(plan, config, world, _present_bytes(store))
         place_buffers(model, world, PRECISIONS[config.precision])
-        whole = any(isinstance(kernel, WholeKernel) for kernel in kernels)
-        one_bit = any(isinstance(kernel, OneBitKernel) for kernel in kernels)
         types = GradientTypes.of(config, world.world_size)
         state = OptimizerState(
             store,
@@ -111,7 +109,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             transfers,
             is_sharded=sharding.optimizer_state,
             splits=config.own.split_master,
-            keeps_whole=whole or one_bit,
+            keeps_whole=any(isinstance(kernel, WholeKernel | OneBitKernel) for kernel in kernels),
             types=types,
         )
         state.moments = config.moments
@@ -134,9 +132,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             hooks = UnitHooks(model, units, sharded)
             hooks.units.on_ready(updater.wait_for)
         gradients = _gradients(state, units, hooks, config, sharding, world, rank_groups)
-        signs = OneBitStep(optimizer, state, world) if one_bit else None
-        if signs is not None and isinstance(gradients, WholeGradients):
-            gradients.averaged = signs.averaged
+        client_step, tensor_step = _steps(optimizer, state, gradients, world, copy_world)
         in_backward = None
         if mode is StepMode.BACKWARD and isinstance(gradients, UnitGradients):
             in_backward = OptimizerInBackward(model, state, gradients, updater)
@@ -159,15 +155,27 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             scaler=LossScaler(settings=config.loss_scaling, skips=config.skips_overflow),
             loader=loader,
             run_id=world.broadcast_object(uuid.uuid4().hex),
-            client_step=ClientStep(optimizer.client, state) if whole else signs,
-            tensor_step=TensorStep(state, copy_world)
-            if any(isinstance(one, TensorKernel) for one in kernels)
-            else signs,
+            client_step=client_step,
+            tensor_step=tensor_step,
             activations=_activations(model, records, config, store, transfers),
         )
     except BaseException:
         store.close()
         raise
+
+
+def _steps(
+    optimizer: ZeroOptimizer, state: OptimizerState, gradients: Gradients, world: World, copy_world: World
+) -> tuple[ClientStep | OneBitStep | None, TensorStep | OneBitStep | None]:
+    """Return what keeps state beside the store's, and what takes the steps of whole tensors; None where nothing does."""
+    kinds = {type(kernel) for kernel in state.kernels}
+    if OneBitKernel in kinds:
+        signs = OneBitStep(optimizer, state, world)
+        if isinstance(gradients, WholeGradients):
+            gradients.averaged = signs.averaged
+        return signs, signs
+    client = ClientStep(optimizer.client, state) if WholeKernel in kinds else None
+    return client, TensorStep(state, copy_world) if TensorKernel in kinds else None
 
 
 def _activations(

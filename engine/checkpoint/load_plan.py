@@ -18,8 +18,8 @@ from zstore.format.arrays import buffer_array, model_array, optimizer_array
 
 from ..build.model import stored_buffers
 from ..optim.client_step import STATE_KEY, ClientStep
-from ..optim.one_bit_step import OneBitStep
 from ..optim.moments import MomentTiles
+from ..optim.one_bit_step import OneBitStep
 from ..optim.state import OptimizerState
 from ..params.record import ParameterRecord
 from ..runtime.messages import shortened

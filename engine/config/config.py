@@ -110,8 +110,9 @@ class Config:
         if context.world_size == 1:
             notices += _alone(settings.zero_optimization, {notice.key for notice in notices})
         named = settings.optimizer is not None and settings.optimizer.type in WHOLE_TENSORS
-        signs = (context.optimizer_name if settings.optimizer is None else settings.optimizer.type) in ONE_BIT
-        if signs and context.client_optimizer and (found := list(one_bit_problems(settings, context.optimizer_name))):
+        kind = context.optimizer_name if settings.optimizer is None else settings.optimizer.type
+        signs = kind in ONE_BIT
+        if signs and (found := list(one_bit_problems(settings, kind))):
             raise ConfigError(problem_text(self.source, [problem.message for problem in found]))
         whole = named or signs or context.whole_tensors
         resolved = replace(

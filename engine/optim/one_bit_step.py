@@ -8,8 +8,8 @@ client's state, which rank 0 writes; each chunk of a server error belongs to one
 parameter's elements. At another world size each rank starts from the mean of the rows, which keeps the sum that the ranks
 still owe, and from its chunk of the server error.
 
-All parameters of a group take each step of it, with zeros where no rank has a gradient: so they share a step count.
-A rank that fails goes on through the exchanges, since the others wait in them, and raises at the end.
+The phase of a parameter follows from its own number of updates: one of which no rank has a gradient takes no part in a
+step, as with any optimizer. A rank that fails goes on through the exchanges, since the others wait in them, and raises at the end.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class OneBitStep:
             self._errors[record] = Errors.none_yet(record.numel, world.world_size, device)
         self._phases: dict[ParameterRecord, Phase] = {}
         """Of the step under way."""
-        self._apart = False
-        """Whether ranks have masters of their own: the last step exchanged nothing."""
+        self._apart: set[ParameterRecord] = set()
+        """Those of which ranks have masters of their own: their last update exchanged nothing."""
         self._collected: dict[str, dict[str, torch.Tensor]] = {}
 
     @property
@@ -78,17 +78,9 @@ class OneBitStep:
 
     def averaged(self) -> set[ParameterRecord]:
         """Begin a step; return the parameters whose gradients are averaged over the ranks in it."""
-        updates: dict[int, float] = {}
         for record, scalars in self._state.scalars.items():
-            group = self._state.kernel_of(record)[1]
-            updates[group] = max(updates.get(group, 0.0), scalars["step"])
-        phases: dict[int, Phase] = {}
-        self._phases = {}
-        for record in self.records:
-            kernel, group = self._kernel(record), self._state.kernel_of(record)[1]
-            if group not in phases:
-                phases[group] = kernel.rule.phase(self._optimizer.param_groups[group], int(updates[group]) + 1)
-            self._phases[record] = phases[group]
+            group = self._optimizer.param_groups[self._state.kernel_of(record)[1]]
+            self._phases[record] = self._kernel(record).rule.phase(group, int(scalars["step"]) + 1)
         return {record for record, phase in self._phases.items() if phase == "exact"}
 
     def agreed_norm(self, norm: float) -> float:
@@ -104,8 +96,8 @@ class OneBitStep:
     # -- the update -------------------------------------------------------------------------------------------------
 
     def run(self, update: Update) -> None:
-        """Carry out an update of all parameters."""
-        mine = [record for record in self.records if record.numel]
+        """Carry out an update."""
+        mine = [record for record in update.records if record.numel]
         groups = [[model_array(one.name), *(optimizer_array(s, one.name) for s in self._shared(one))] for one in mine]
         error: Exception | None = None
         with torch.no_grad(), self._state.passing(groups, "update") as tiles:
@@ -116,7 +108,8 @@ class OneBitStep:
                         error = self._try_step(record, update.settings, update.rows, error)
         if error is not None:
             raise error
-        self._apart = "local" in self._phases.values()
+        local = {record for record in mine if self._phases[record] == "local"}
+        self._apart = self._apart.difference(mine) | local
 
     def _shared(self, record: ParameterRecord) -> tuple[str, ...]:
         return self._kernel(record).slots
@@ -152,11 +145,10 @@ class OneBitStep:
         master = self._state.whole_master(record)
         found = rows(record)
         if found is None:
-            gradient = torch.zeros_like(master)
-        else:
-            gradient = GradientTiles(self._state.transfers, found).tile(0, master.numel(), master)
-            if settings.factor != 1.0:
-                gradient.mul_(settings.factor)
+            raise UsageError(f"the gradient of parameter {record.name!r} is not in memory")
+        gradient = GradientTiles(self._state.transfers, found).tile(0, master.numel(), master)
+        if settings.factor != 1.0:
+            gradient.mul_(settings.factor)
         one = TensorState(tuple(record.shape), master, self._slots(record), dict(self._state.scalars[record]))
         self._kernel(record).rule.update(group, one, gradient, compressed)
         self._state.scalars[record] = one.scalars
@@ -177,7 +169,7 @@ class OneBitStep:
         found = dict(self._own[record])
         if self._world.world_size > 1:
             found[_WORKER] = self._errors[record].worker
-        if self._apart:
+        if record in self._apart:
             found |= {_MASTER: self._state.whole_master(record), **self._slots(record)}
         return found
 
@@ -207,7 +199,7 @@ class OneBitStep:
         with torch.no_grad():
             for record in self.records:
                 self._load(record, saved.get(record.name, {}))
-        self._apart = any(_MASTER in kept for kept in saved.values())
+        self._apart = {record for record in self.records if _MASTER in saved.get(record.name, {})}
 
     def _load(self, record: ParameterRecord, kept: Mapping[str, Any]) -> None:
         errors = self._errors[record]
@@ -230,4 +222,3 @@ class OneBitStep:
     def _row(self, rows: torch.Tensor) -> torch.Tensor:
         """Return this rank's of the rows that were saved: its own, or at another world size their mean."""
         return rows[self._world.rank] if len(rows) == self._world.world_size else rows.mean(dim=0)
-

@@ -78,9 +78,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._in_engine_step = True
         try:
             self.step()
-            if self.kind in (*ELEMENT_WISE, *ONE_BIT) or needs_whole_tensors(
-                self.kind
-            ):  # any other took the step itself
+            if self.kind in ELEMENT_WISE or needs_whole_tensors(self.kind):  # any other took the step itself
                 # No parameter has a gradient now, so this changes nothing; a scheduler on the client's object counts it.
                 self.client.step()
         finally:

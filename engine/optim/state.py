@@ -47,7 +47,8 @@ class RowsInStore:
 
 class OptimizerState:
     """This rank's arrays. `kernels` has one entry for each parameter group; `splits` says whether masters are split,
-    `keeps_whole` whether `whole_master` and `whole_slot` are asked for, and `types` in which type gradients on disk wait for the update."""
+    `keeps_whole` whether `whole_master` and `whole_slot` are asked for,
+    and `types` in which type gradients on disk wait for the update."""
 
     def __init__(
         self,
