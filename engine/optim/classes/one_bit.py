@@ -19,7 +19,7 @@ class _OneBit(torch.optim.Optimizer):
         name = type(self).__name__
         check_arguments(name, betas=others["betas"], **numbers)
         for key, count in counts.items():
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            if not count >= 1 or count != int(count):
                 raise UsageError(f"{name}: expected {key} to be a whole number of at least 1, got {count!r}")
         super().__init__(params, {**numbers, **counts, **others})
 

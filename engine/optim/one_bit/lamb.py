@@ -50,9 +50,9 @@ class OneBitLamb:
         scalars["step"] += 1
         if self.phase(group, int(scalars["step"])) == "exact":
             scalars["frozen_at"] = 0.0
-            tensors = (state.master, gradient, slots["exp_avg"], slots["exp_avg_sq"])
-            shaped = (tensor.view(state.shape) for tensor in tensors)
-            factor = float(lamb_step(*shaped, scalars["step"], group))
+            weights, gradient = state.master.view(state.shape), gradient.view(state.shape)
+            moment, variance = slots["exp_avg"].view(state.shape), slots["exp_avg_sq"].view(state.shape)
+            factor = float(lamb_step(weights, gradient, moment, variance, scalars["step"], group))
             if factor > 0:
                 beta = group["coeff_beta"]
                 scalars["lamb_coeff_freeze"] = beta * scalars["lamb_coeff_freeze"] + (1 - beta) * factor
@@ -92,6 +92,6 @@ class OneBitLamb:
     @staticmethod
     def _limited(group: Mapping[str, Any], ratio: float, last: float) -> float:
         """Return the ratio within its limits, and close to the last one."""
-        change = group["factor_threshold"]
-        ratio = min(max(ratio, group["factor_min"]), group["factor_max"])
+        change = float(group["factor_threshold"])
+        ratio = min(max(ratio, float(group["factor_min"])), float(group["factor_max"]))
         return min(max(ratio, last * (1 - change)), last * (1 + change))
