@@ -39,6 +39,7 @@ from zstore.store.tiers import LocalShard
 from zstore.tensors import as_numpy, as_torch, dtype_name
 
 from ..build.model import stored_buffers
+from ..optim.client_step import ClientStep
 from ..runtime.messages import warn_once
 from . import client_state as client
 from .destinations import reading_text
@@ -126,7 +127,7 @@ class Restore:
                 "a step or a load stopped half way, so that the state is a mixture of two: load a whole checkpoint, without "
                 "options"
             )
-        if training.client_step is not None and options.optimizer:
+        if isinstance(training.client_step, ClientStep) and options.optimizer:
             check_client_step(training.client_step, reader)
         return plan
 

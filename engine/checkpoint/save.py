@@ -347,8 +347,8 @@ class Checkpoints:
                 self.folder = path.rpartition("/")[0]
             self._tell_of_load(path, restore, time.perf_counter() - started)
         kept = state.pop(STATE_KEY, None)
-        if self._training.client_step is not None and kept is not None and options.optimizer:
-            self._training.client_step.load(kept)
+        if self._training.client_step is not None and path is not None and options.optimizer:
+            self._training.client_step.load(kept or {})
         return path, state
 
     def _tell_of_load(self, path: str, restore: Restore, elapsed_s: float) -> None:

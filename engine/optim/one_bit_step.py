@@ -9,7 +9,8 @@ parameter's elements. At another world size each rank starts from the mean of th
 still owe, and from its chunk of the server error.
 
 The phase of a parameter follows from its own number of updates: one of which no rank has a gradient takes no part in a
-step, as with any optimizer. A rank that fails goes on through the exchanges, since the others wait in them, and raises at the end.
+step, as with any optimizer. A rank that fails goes on through the exchanges, since the others wait in them, and raises
+at the end.
 """
 
 from __future__ import annotations
@@ -149,8 +150,11 @@ class OneBitStep:
         gradient = GradientTiles(self._state.transfers, found).tile(0, master.numel(), master)
         if settings.factor != 1.0:
             gradient.mul_(settings.factor)
-        one = TensorState(tuple(record.shape), master, self._slots(record), dict(self._state.scalars[record]))
-        self._kernel(record).rule.update(group, one, gradient, compressed)
+        rule = self._kernel(record).rule
+        # A checkpoint of the exact optimizer has the step count alone.
+        scalars = {**rule.initial(), **self._state.scalars[record]}
+        one = TensorState(tuple(record.shape), master, self._slots(record), scalars)
+        rule.update(group, one, gradient, compressed)
         self._state.scalars[record] = one.scalars
         self._cast(record)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import zstore.optim
 from tests.engine.models import batch
 from tests.engine.runs import make_config, start, state_of, step
 from tests.engine.test_whole_tensors import misplanned
@@ -196,6 +197,19 @@ def resumes(kind: str, folder: str, tags: tuple[int, ...]) -> list[str]:
     return []
 
 
+def test_an_optimizer_that_is_passed_is_held_to_the_same() -> None:
+    net = nn.Linear(8, 4)
+    optimizer = zstore.optim.OneBitAdam(net.parameters(), freeze_step=1)
+    config = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": 0}
+    with pytest.raises(ConfigError, match="OneBitAdam"):
+        zstore.initialize(model=net, optimizer=optimizer, config={**config, "zero_optimization": {"stage": 3}})
+    with start({**config, "zero_optimization": {"stage": 1}}, net, optimizer=optimizer) as engine:
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 8)).square().mean())
+            engine.step()
+        assert (engine.zero_optimization_stage(), engine.global_steps) == (1, 3)
+
+
 def test_two_ranks(tmp_path: Path) -> None:
     assert run_ranks(runs, 2, 2, str(tmp_path), timeout_s=120) == [[], []]
     for stage in ("0", "1"):
@@ -207,6 +221,16 @@ def test_two_ranks(tmp_path: Path) -> None:
         before = loss_of(engine, 0)
         step(engine)
         assert (engine.global_steps, math.isfinite(before)) == (4, True)
+    # A run of Adam goes on with signs, and the other way round.
+    with start(config_of("AdamW", 0)) as engine:
+        engine.load_checkpoint(str(tmp_path / "1"))
+        step(engine)
+        engine.save_checkpoint(str(tmp_path / "exact"))
+        masters = state_of(engine)["model/embed.weight"]
+    with start(config_of("OneBitAdam", 1)) as engine:
+        engine.load_checkpoint(str(tmp_path / "exact"))
+        assert state_of(engine)["model/embed.weight"] == masters
+        step(engine)
     with start(config_of("ZeroOneAdam", 1)) as engine:
         engine.load_checkpoint(str(tmp_path / "ZeroOneAdam"), tag="4")
         step(engine)
