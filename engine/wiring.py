@@ -37,7 +37,7 @@ from .optim.loss_scale import LossScaler
 from .optim.moments import check_moments
 from .optim.optimizer import ZeroOptimizer, group_of_parameters
 from .optim.state import OptimizerState
-from .optim.tensor_kernel import TensorKernel, kernels_for, needs_whole_tensors
+from .optim.tensor_kernel import TensorKernel, kernels_for, needs_whole_tensors, planned_slots
 from .optim.tensor_step import TensorStep
 from .optim.updater import StepMode, Updater
 from .params.gradient_types import GradientTypes
@@ -45,7 +45,7 @@ from .params.record import ParameterRecord, Sharding, named_parameters
 from .params.tensors import PRECISIONS
 from .params.units import Unit, find_units
 from .plan.needs import activation_pool_bytes, spill_pool_bytes
-from .plan.plan import Plan, Slots, TensorSlot
+from .plan.plan import Plan, Slots
 from .plan.run import budget_of_rank, check_drives, plan_run
 from .runtime.allocator import map_large_blocks
 from .training import Accumulation, PendingUpdate, Training
@@ -89,7 +89,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
     built = BuiltModel(model, world, copies=config.frozen)
     streams = streams or streams_for(world.device)
-    slots = {name: _kept(kernels[groups[p]], p) for name, _, p in names if p in groups}
+    slots = {name: planned_slots(kernels[groups[p]], p.shape) for name, _, p in names if p in groups}
     plan, store = _open(model, config, built, slots, streams, files)
     if config.frozen:
         model.requires_grad_(False)
@@ -208,13 +208,6 @@ def _require_own_snapshots(config: Config, store: TensorStore, world: World) -> 
                 f'"durability": "step": another engine of this process has its snapshots in {config.step_folder}: give '
                 "this one another nvme_path, or a zstore.durability_path of its own"
             )
-
-
-def _kept(kernel: Kernel, parameter: nn.Parameter) -> Slots:
-    """Return what the optimizer keeps of a parameter, for the plan."""
-    if isinstance(kernel, TensorKernel):
-        return tuple(TensorSlot(slot.name, slot.shape) for slot in kernel.arrays_of(parameter.shape))
-    return kernel.slots
 
 
 def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
