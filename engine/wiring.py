@@ -215,7 +215,10 @@ _USUAL = OptimizerConfig(kind="AdamW", arguments={})
 
 def named_slots(model: nn.Module, config: Config) -> dict[str, Slots]:
     """Return what the optimizer that a config names keeps of each parameter of `model`, by name; where it names none, what
-    AdamW keeps. The model may be on the meta device. Raises ConfigError and UsageError where the optimizer cannot do what the config asks for."""
+    AdamW keeps. The model may be on the meta device.
+
+    Raises ConfigError and UsageError where the optimizer cannot do what the config asks for.
+    """
     if config.frozen:
         return {}
     optimizer = ZeroOptimizer(optimizer_from_config(config.optimizer or _USUAL, None, model))
