@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from zstore.engine.config.config import load_config
 from zstore.errors import UsageError
@@ -18,6 +19,7 @@ from zstore.tools.plan.given import differences
 from zstore.tools.plan.job import Choice, make_job
 from zstore.tools.plan.options import PlanOptions, Precision
 from zstore.tools.plan.report import headline
+from zstore.tools.sample.models import build_model
 
 BASE: dict[str, Any] = {
     "train_batch_size": 8,
@@ -97,6 +99,58 @@ def test_a_changed_config_keeps_the_samples_of_a_step_and_the_rest() -> None:
     older = BASE | {"zero_optimization": {"stage": 2, "cpu_offload": True}}
     assert changed_config(older, Choice(stage=0, micro_batch=8), 8, "")["zero_optimization"] == {"stage": 0}
     load_config(changed_config(BASE | {"zero_optimization": True}, choice, 8, "/drive"))
+
+
+# -- what optimizers keep -------------------------------------------------------------------------------------------------
+
+
+def planned_state(tmp_path: Path, optimizer: dict[str, Any]) -> int:
+    """Return the bytes that the plan has for what an optimizer keeps beside the master."""
+    plan = weigh_given(make_job(options(tmp_path, BASE | {"optimizer": optimizer}))).plan
+    return sum(
+        held.total for kind, held in plan.held.items() if kind not in ("parameters", "gradients", "master", "buffers")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("Adam", {"amsgrad": True}), ("AdamW", {}), ("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adagrad", {}),
+        ("RMSprop", {}), ("RMSprop", {"momentum": 0.9, "centered": True}), ("NAdam", {}), ("Adamax", {}), ("RAdam", {}),
+        ("Adadelta", {}), ("ASGD", {}), ("Rprop", {}), ("Adafactor", {}),
+    ],
+)  # fmt: skip
+def test_the_plan_counts_what_torchs_class_keeps(name: str, params: dict[str, Any], tmp_path: Path) -> None:
+    model = build_model("gpt-tiny", 128)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3, **params)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    numel = sum(value.numel() for value in kept if isinstance(value, torch.Tensor) and value.dim())
+    assert planned_state(tmp_path, {"type": name, "params": {"lr": 1e-3, **params}}) == 4 * numel
+
+
+def test_the_plan_counts_what_lion_lamb_and_muon_keep(tmp_path: Path) -> None:
+    model = build_model("gpt-tiny", 128)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    assert planned_state(tmp_path, {"type": "Lion", "params": {"lr": 1e-3}}) == 4 * numel
+    assert planned_state(tmp_path, {"type": "Lamb", "params": {"lr": 1e-3}}) == 8 * numel
+    # One buffer of the matrices in blocks, Adam's two of the rest.
+    inner = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and ".h." in name)
+    muon = {"type": "Muon", "params": {"lr": 1e-3}}
+    assert 0 < planned_state(tmp_path, muon) == 4 * inner + 8 * (numel - inner)
+
+
+def test_errors_of_quantization_are_counted_for_both_hops(tmp_path: Path) -> None:
+    loco = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}
+    config = BASE | {"train_batch_size": 16, "zero_optimization": {"stage": 3} | loco}
+
+    def errors(gpus: int, machines: int) -> int:
+        plan = weigh_given(make_job(options(tmp_path, config, gpus=gpus, machines=machines))).plan
+        return plan.held["gradient errors"].total
+
+    assert errors(2, 2) * 4 == errors(4, 1) * 6  # what each of 4 ranks gets, and each of 2 machines
 
 
 def test_options_that_contradict_the_config(tmp_path: Path) -> None:

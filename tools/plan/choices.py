@@ -238,10 +238,17 @@ def plan_of(job: Job, config: dict[str, Any]) -> Plan:
         budget = machine.memory_bytes * _BUDGET_PERCENT // 100
     share = budget // machine.num_ranks if isinstance(budget, int) else None
     settings = placement_settings(resolved, budget_bytes=share, device_is_host=machine.device_is_host)
-    slots = slots_of(job.model, resolved.optimizer)
-    units = job.model.units
-    needs = find_needs(job.model.shapes, slots, resolved, world_size=machine.world_size, rank=0, units=units)
+    slots, units = slots_of(job.model, resolved.optimizer), job.model.units
     ranks, native = machine.world_size, not machine.device_is_host
+    needs = find_needs(
+        job.model.shapes,
+        slots,
+        resolved,
+        world_size=ranks,
+        rank=0,
+        units=units,
+        local_world_size=machine.num_ranks,
+    )
     plan = make_plan(needs, settings, units)
     return with_sent(plan, needs, resolved, ranks, native=native, local_world_size=machine.num_ranks)
 
