@@ -114,8 +114,10 @@ _NO_TENSOR = (
     "there is no tensor parallelism: remove the section and use ZeRO stage 3, with offload_param for models larger than "
     "memory; to split single tensors, torchtitan, whose checkpoints zstore.dcp saves"
 )
-_NO_PIPELINE = "there is no pipeline parallelism: remove the section and use ZeRO stage 3, with offload_param for models larger than "
+_NO_PIPELINE = (
+    "there is no pipeline parallelism: remove the section and use ZeRO stage 3, with offload_param for models larger than "
     "memory"
+)
 _NO_EXPERT = (
     "there is no expert parallelism: remove the section; experts are parameters like any others, sharded at stage 3"
 )
@@ -251,8 +253,7 @@ class Settings(Section):
     sequence_parallel_size: Positive = refused(1, _NO_SEQUENCE)
     """Ranks that share a sequence."""
     hybrid_engine: Unread = refused(
-        None,
-        "there is no inference engine: write weights with engine.save_16bit_model() and serve them with a server of your choice",
+        None, "there is no inference engine: engine.save_16bit_model() writes weights for a server of your choice"
     )
     """Inference within training."""
     compression_training: Unread = refused(None, _NO_COMPRESSION)
