@@ -29,6 +29,8 @@ Hidden = Annotated[
     typer.Option(help='Width of the model, from which sizes of buckets that are "auto" follow.', min=1, metavar="N"),
 ]
 
+_ONE_RANK = "note: this is about 1 rank; --world-size N checks the configuration for N"
+
 
 def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = None, json: Json = False) -> int:
     """Print what each key does and what is left open comes to; 0 for a sound config, else 1."""
@@ -40,11 +42,13 @@ def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = 
     problems = [problem.message for problem in found]
     resolved: dict[str, Any] = {}
     open_keys: list[str] = []
+    note = ""
     if not problems:
         try:
             resolved, open_keys = resolve(load_config(raw, name=str(file)), world_size, hidden_size)
         except ConfigError as error:
             problems = [str(error)]
+            note = _ONE_RANK if world_size == 1 else ""
     if json:
         print_json(
             {
@@ -61,6 +65,8 @@ def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = 
         _print(file, facts, resolved, open_keys, world_size)
         for problem in problems:
             print(f"problem: {problem}", file=sys.stderr)
+        if note:
+            print(note, file=sys.stderr)
     return 1 if problems else 0
 
 

@@ -227,7 +227,7 @@ class DataEfficiencySection(Section):
             return
         prefix = "data_sampling.curriculum_learning.curriculum_metrics"
         if not self.metrics:
-            yield prefix, "expected a metric at least"
+            yield prefix, "expected a metric at least, got none"
         for name, metric in self.metrics.items():
             for key, text in metric.problems():
                 yield f"{prefix}.{name}.{key}", text

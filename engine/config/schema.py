@@ -209,7 +209,8 @@ class Settings(Section):
     """Broadcast updated shards."""
     zero_allow_untested_optimizer: Bool = no_effect(
         False,
-        "every element-wise optimizer is allowed; others work at stage 0 without offload, and are refused elsewhere",
+        "all that a config names work at every stage and tier; one passed as an object that has no place in docs/optimizers.md "
+        "works at stage 0 without offload",
     )
     """Allow optimizers that were not tested."""
     zero_force_ds_cpu_optimizer: Bool = no_effect(True, KERNEL)
