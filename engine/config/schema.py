@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from .activations import ActivationCheckpointingSection
 from .autotuning import AutotuningSection
+from .data import CurriculumSection, DataEfficiencySection
 from .elasticity import ElasticitySection
 from .keys import Section, built, no_effect, not_built, refused
 from .optimizers import OptimizerSection
@@ -243,10 +244,8 @@ class Settings(Section):
     """Curvature for quantization."""
     progressive_layer_drop: Unread = refused(None, "drop layers in the model's forward")
     """Drop layers while training."""
-    curriculum_learning: Unread = refused(None, "order the data in your data set")
-    """Sequence lengths that grow."""
-    data_efficiency: Unread = refused(None, "order and drop the data in your data set")
-    """Sampling and token dropping."""
+    curriculum_learning: CurriculumSection = CurriculumSection()
+    data_efficiency: DataEfficiencySection = DataEfficiencySection()
 
     @classmethod
     def rewrite(cls, data: object) -> object:

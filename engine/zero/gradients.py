@@ -21,7 +21,7 @@ from zstore.ranks.world import World
 from ..params.gradient_types import GradientTypes, add_in, is_narrower
 from ..params.record import ParameterRecord
 from .collectives import Reduce, Reduction, reduce_whole
-from .quantized_gradients import QuantizedReducer
+from .plusplus.quantized_gradients import QuantizedReducer
 
 
 @dataclass(frozen=True, kw_only=True)
