@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zstore.errors import ConfigError
+from zstore.sizes import format_count
 
 from .options import Json
 from .printing import cell, make_console, make_table, print_json
@@ -31,7 +32,7 @@ Hidden = Annotated[
 
 
 def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = None, json: Json = False) -> int:
-    """Print what each key does and what is left open comes to; 0 for a sound config, else 1."""
+    """Print what each key does, and what is filled in for "auto" and batch sizes; 0 for a sound config, else 1."""
     from zstore.engine.config.config import load_config, read_config
     from zstore.engine.config.explain import explain
 
@@ -123,7 +124,7 @@ def _print(
         console.print(table)
     if not resolved:
         return
-    console.print(f"with {world_size} rank{'s' if world_size > 1 else ''}:")
+    console.print(f"with {format_count(world_size, 'rank')}:")
     for key, value in resolved.items():
         console.print(f"  {key} = {'unset' if value is None else value}", soft_wrap=True)
     for key in open_keys:

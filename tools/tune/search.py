@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A candidate and what it came to."""
+    """A candidate and the results of its runs."""
 
     candidate: Candidate
     runs: tuple[Measured, ...]
