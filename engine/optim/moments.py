@@ -93,7 +93,7 @@ class MomentTiles:
     ) -> None:
         self._stored = stored
         self._start = word_of(name, step) + first
-        self._scratch = Scratch() if former is None else former._scratch
+        self._scratch: Scratch = Scratch() if former is None else former._scratch
 
     @property
     def blocks(self) -> list[int]:

@@ -26,7 +26,7 @@ from typing import Any
 from ...checkpoint.moments import POSITIVE, SIGNED, scale_slot
 from ...checkpoint.source import ArraySource
 from ...checkpoint.split import LOW, TIE
-from ...errors import CheckpointMismatchError, CorruptionError
+from ...errors import CheckpointMismatchError, CorruptionError, ZstoreError
 from ...format.arrays import model_array, optimizer_array
 from ..pickles import Global, PickledObject
 from ..torch_archive import Tensor
@@ -124,7 +124,9 @@ class UniversalFolder:
                 MODEL_STATES_3: self._model_states(whole=False),
             }
             """Files by their path in the tag's folder, but those of single parameters."""
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except ZstoreError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
             raise CorruptionError(
                 f"{source.location}: the engine's state in the record is damaged: {error!r:.200}"
             ) from error
