@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -46,7 +46,7 @@ from zstore.io.queue import Ticket
 
 from ..device import Event, StreamContext, Transfers
 from ..params.record import ParameterRecord
-from .statistics import ActivationStatistics, Counts
+from .statistics import ActivationStatistics
 from .tiers import ActivationTier, Place
 
 LEAST_BYTES = 64 * 1024
@@ -162,7 +162,7 @@ class ActivationOffload:
         self._error: BaseException | None = None
         """Of a thread, for whoever comes next."""
         self._closed = False
-        self._counts = Counts()
+        self._counts = ActivationStatistics(tier=tier.name)
         self._handles = self._watch(blocks)
 
     def _watch(self, blocks: Sequence[nn.Module]) -> list[RemovableHandle]:
@@ -423,8 +423,7 @@ class ActivationOffload:
         """Return counters since the start."""
         with self._lock:
             self._sweep()
-            counts = dict(vars(self._counts))
-        return ActivationStatistics(tier=self._tier.name, **counts)
+            return replace(self._counts)
 
     def close(self) -> None:
         """End the threads; what is away is gone, and the backward of a graph that needs it raises."""
