@@ -10,7 +10,6 @@ import signal
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
@@ -29,7 +28,7 @@ from .access.generation import in_step
 from .access.guard import ParameterGuard
 from .access.module_state import CustomLoad, load_module_state, module_state_dict, without_prefix
 from .activations.checkpointing import activation_statistics
-from .batches import call_with, loss_of, mean_loss, repeat, take_batches
+from .batches import call_with, evaluating, loss_of, mean_loss, repeat, take_batches
 from .build.compiled import make_compiler
 from .checkpoint.client_state import ClientValues, check
 from .checkpoint.load_plan import LoadOptions, LoadReport
@@ -340,15 +339,8 @@ class Engine(nn.Module):
         """Return the mean loss, over all ranks, of `num_micro_batches` of `data_iter` (default:
         `gradient_accumulation_steps`), without gradients and with the model set to evaluate meanwhile (all ranks)."""
         batches = take_batches(data_iter, num_micro_batches or self.gradient_accumulation_steps())
-        modes = [(module, module.training) for module in self.modules()]
-        self.eval()
-        try:
-            with torch.no_grad():
-                losses = [loss_of(call_with(self, batch)) for batch in batches]
-        finally:
-            for module, training in modes:
-                module.training = training
-        return mean_loss(losses, self.world)
+        with evaluating(self):
+            return mean_loss([loss_of(call_with(self, batch)) for batch in batches], self.world)
 
     def set_custom_curriculum_learning_schedule(self, schedule: Rise | Mapping[str, Rise]) -> None:
         """Let functions of the step, counted from 1, say the difficulties whose `schedule_type` is "custom": one function for
@@ -809,16 +801,16 @@ class Engine(nn.Module):
         """Return the counters of this rank."""
         training = self.training_state
         saves_s = _saves_s(self.checkpoints, self.steps)
-        found = engine_statistics(
+        return engine_statistics(
             training.world,
             training.state,
             training.gradients,
             self.access.units,
             self.times,
             saves_s,
-            self.report.utilisation.now(),
+            utilisation=self.report.utilisation.now(),
+            activations=activation_statistics(training.activations, training.config),
         )
-        return replace(found, activations=activation_statistics(training.activations, training.config))
 
     @property
     def global_samples(self) -> int:
@@ -923,6 +915,20 @@ class Engine(nn.Module):
         return in_step(value) if name == "generate" and gathers else value
 
 
+@contextlib.contextmanager
+def _time_phase(times: PhaseTimes, phase: str, wait: Callable[[], object] | None) -> Iterator[None]:
+    """Add the block's seconds to those of a phase; `wait` is called at both ends, to wait for the device."""
+    if wait is not None:
+        wait()
+    start = time.perf_counter()
+    try:
+        yield
+        if wait is not None:
+            wait()
+    finally:
+        setattr(times, phase, getattr(times, phase) + time.perf_counter() - start)
+
+
 def _saves_s(checkpoints: Checkpoints, steps: StepSnapshots) -> dict[str, float]:
     """Return the seconds for which saves held training up, by their kind."""
     return {"save called": checkpoints.stall_s, "step snapshot": steps.stall_s}
@@ -954,17 +960,3 @@ def _close(
         last_to_first.callback(access.close)
         # First of all: others may wait for this rank, and what follows may wait for them.
         last_to_first.callback(training.world.tell_uncaught)
-
-
-@contextlib.contextmanager
-def _time_phase(times: PhaseTimes, phase: str, wait: Callable[[], object] | None) -> Iterator[None]:
-    """Add the block's seconds to those of a phase; `wait` is called at both ends, to wait for the device."""
-    if wait is not None:
-        wait()
-    start = time.perf_counter()
-    try:
-        yield
-        if wait is not None:
-            wait()
-    finally:
-        setattr(times, phase, getattr(times, phase) + time.perf_counter() - start)

@@ -46,7 +46,7 @@ class TrainingLoader:
     """Micro-batches of one rank; each `iter` goes to the end of an epoch. `position` counts the samples handed out,
     over all ranks and epochs."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each by its name
         self,
         data: Dataset[Any],
         *,

@@ -2,7 +2,8 @@
 
 [Note: directions]
 Whatever `open_source` opens is read as arrays; so there is one reader, and a writer for each kind: zstore's own (the
-same as `reshard`), DCP's folder with all that the checkpoint has, and the weights alone as safetensors or as a `.pt`.
+same as `reshard`), DCP's and DeepSpeed's folders with all that the checkpoint has, and the weights alone as safetensors or
+as a `.pt`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import typer
 from zstore.checkpoint.commit import new_folder_of, temporary_folder
 from zstore.checkpoint.source import ArraySource
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
+from zstore.interop.deepspeed.universal import UniversalFolder
 from zstore.ranks.team import ALONE, Team
 from zstore.sizes import format_bytes, format_count
 from zstore.weights.companions import copy_companions
@@ -26,6 +28,7 @@ from zstore.weights.layout import plan_files
 from zstore.weights.writer import Lost, lost_text
 
 from .export import write_state_dict
+from .export_deepspeed import arrays_read, write_universal
 from .opening import DEFAULTS, Common, open_location, reporting
 from .options import Dtype, Tag
 from .progress import Progress
@@ -40,6 +43,7 @@ class Target(StrEnum):
 
     ZSTORE = "zstore"
     DCP = "dcp"
+    DEEPSPEED = "deepspeed"
     TORCH = "torch"
     SAFETENSORS = "safetensors"
 
@@ -104,14 +108,12 @@ def convert_command(
     Returns the exit code. Raises CheckpointExistsError where it is there already; nothing half written has its name.
     """
     with open_location(src, common, options.tag) as source:
-        names = list(source.arrays)
-        if options.to in _WEIGHTS_ALONE:
-            names = [weight.array for weight in list_weights(source, None)]
+        names = _arrays_read(source, options)
         total_bytes = sum(source.arrays[name].spec.nbytes for name in names)
         title = f"convert {source.location}"
         parted = replace(common, team=ALONE) if options.to == Target.TORCH else common
         with reporting(title, parted, source, total_bytes=total_bytes) as progress:
-            what = f"{format_count(len(names), 'tensor')}, {format_bytes(total_bytes)}"
+            what = f"{format_count(len(set(names)), 'tensor')}, {format_bytes(total_bytes)}"
             with common.team.agreeing():  # before any rank writes
                 planned = _plan(source, out, options)
             progress.say(f"plan: {what}, from {source.kind} to {planned}")
@@ -122,6 +124,14 @@ def convert_command(
     return 0
 
 
+def _arrays_read(source: ArraySource, options: ConvertOptions) -> list[str]:
+    if options.to in _WEIGHTS_ALONE:
+        return [weight.array for weight in list_weights(source, None)]
+    if options.to == Target.DEEPSPEED:
+        return arrays_read(UniversalFolder(source))
+    return list(source.arrays)
+
+
 def _plan(source: ArraySource, out: Path, options: ConvertOptions) -> str:
     if options.to == Target.ZSTORE:
         ranks = options.world_size or source.record.world_size
@@ -129,6 +139,8 @@ def _plan(source: ArraySource, out: Path, options: ConvertOptions) -> str:
     _require_new(out)
     if options.to == Target.DCP:
         return f"{out}, for torch.distributed.checkpoint"
+    if options.to == Target.DEEPSPEED:
+        return f"{out}, a universal checkpoint of DeepSpeed with the tag {source.tag!r}"
     what = "a plain torch state dict" if options.to == Target.TORCH else "safetensors files"
     return f"{out}: the weights as {what}, in {options.dtype or 'the types that they have'}"
 
@@ -161,6 +173,16 @@ def _to_dcp(source: ArraySource, out: Path, options: ConvertOptions, show: _Show
         names = write_dcp(source, folder, show.progress.advance, show.team)
     show.progress.say(f"wrote {out}")
     return {"path": str(out), "files": names}
+
+
+def _to_deepspeed(source: ArraySource, out: Path, options: ConvertOptions, show: _Showing) -> dict[str, Any]:
+    universal = UniversalFolder(source)
+    for note in universal.notes:
+        show.progress.say(f"not carried over: {note}")
+    with new_folder_of(show.team, source.resources.files, out) as folder:
+        write_universal(source, universal, folder, show.progress.advance, show.team)
+    show.progress.say(f'wrote {out}: {{"checkpoint": {{"load_universal": true}}}} in DeepSpeed\'s config loads it')
+    return {"path": str(out), "tag": source.tag, "not_carried_over": universal.notes}
 
 
 def _to_torch(source: ArraySource, out: Path, options: ConvertOptions, show: _Showing) -> dict[str, Any]:
@@ -197,6 +219,7 @@ def _refuse(lost: Sequence[Lost], options: ConvertOptions) -> None:
 _WRITERS = {
     Target.ZSTORE: _to_zstore,
     Target.DCP: _to_dcp,
+    Target.DEEPSPEED: _to_deepspeed,
     Target.TORCH: _to_torch,
     Target.SAFETENSORS: _to_safetensors,
 }

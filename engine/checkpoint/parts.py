@@ -89,7 +89,7 @@ def common_tag(world: World, folder: str, tag: str | None, storage_options: Mapp
         return tag
     with world.agreeing():
         try:
-            found = tags(folder_of(folder, storage_options))
+            found = tags(folder_of(folder, storage_options, ()))
         except CheckpointNotFoundError:
             found = []
     mine = {info.record.id: [info.tag, info.record.committed_ns, info.record.is_latest] for info in found}

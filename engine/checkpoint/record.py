@@ -33,7 +33,7 @@ def engine_record(training: Training) -> dict[str, Any]:
         "precision": training.config.precision,
         "scalars": {record.name: dict(scalars) for record, scalars in training.state.scalars.items()},
         "groups": [_settings(group) for group in training.optimizer.param_groups],
-        "loss_scale": training.scaler.state(),
+        "loss_scale": training.scaler.state() | {"rules": training.scaler.rules()},
         "schedule": plain(training.schedule.state()),
         "data_position": None if training.loader is None else training.loader.position,
         "data_draws": None if training.loader is None else training.loader.state(),

@@ -46,8 +46,8 @@ class Difficulty:
             levels, ends = config.difficulty or (last,), config.max_step or ()
             return next((level for level, end in zip(levels, ends, strict=False) if step <= end), levels[-1])
         degree = (config.root_degree or 1) if section.schedule_type == "fixed_root" else 1
-        part = (float(step) / (config.total_curriculum_step or 1)) ** (1.0 / degree)
-        level = math.floor(part * (last - first) + first)
+        part: float = (float(step) / (config.total_curriculum_step or 1)) ** (1.0 / degree)
+        level: int = math.floor(part * (last - first) + first)
         return min(level - level % (config.difficulty_step or 1), last)
 
     def _by_function(self, step: int) -> int:
@@ -56,7 +56,7 @@ class Difficulty:
                 f'the schedule_type of {self.name!r} is "custom": call '
                 "engine.set_custom_curriculum_learning_schedule(function of the step) before training"
             )
-        found = self._custom(step)
+        found: object = self._custom(step)
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
             raise UsageError(
                 f"the custom schedule of {self.name!r} must return a whole number of at least 1, got {found!r} for step {step}"

@@ -9,6 +9,8 @@ from zstore.errors import NonFiniteError
 
 from ..config.sections import Fp16Section
 
+_RULES = ("loss_scale_window", "hysteresis", "min_loss_scale", "consecutive_hysteresis", "raise_error_at_min_scale")
+
 
 @dataclass(kw_only=True)
 class LossScaler:
@@ -72,6 +74,13 @@ class LossScaler:
             "iteration": self.iteration,
             "last_overflow": self.last_overflow,
         }
+
+    def rules(self) -> dict[str, Any] | None:
+        """Return the settings by which the scale changes, for a checkpoint that other software goes on from; None where it
+        does not change."""
+        if self.settings is None or self.settings.loss_scale:
+            return None
+        return {name: getattr(self.settings, name) for name in _RULES}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; a fixed scale, or none, stays as it is configured."""

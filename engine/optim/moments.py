@@ -84,15 +84,16 @@ class Scratch:
 class MomentTiles:
     """The slots of a parameter, tile by tile, as the kernel wants them. See [Note: moments at rest].
 
-    `stored` are its arrays, and `first` the place of this rank's first element in the whole parameter.
+    `stored` are its arrays, and `first` the place of this rank's first element in the whole parameter. The memory of a
+    `former` one, which is not used any more, is taken over.
     """
 
     def __init__(
-        self, stored: Sequence[SlotArray], name: str, step: int, first: int, scratch: Scratch | None = None
+        self, stored: Sequence[SlotArray], name: str, step: int, first: int, former: MomentTiles | None = None
     ) -> None:
         self._stored = stored
         self._start = word_of(name, step) + first
-        self._scratch = scratch or Scratch()
+        self._scratch: Scratch = Scratch() if former is None else former._scratch
 
     @property
     def blocks(self) -> list[int]:

@@ -28,7 +28,7 @@ from ..params.gradient_types import GradientTypes
 from ..params.record import ParameterRecord
 from ..plan.plan import Placement
 from .kernel import Kernel, Scalars, SlotArray
-from .moments import MomentTiles, Scratch, slots_at_rest
+from .moments import MomentTiles, slots_at_rest
 from .split_master import join_master, split_master
 from .tensor_kernel import TensorKernel
 
@@ -186,11 +186,12 @@ class OptimizerState:
         kernel, _ = self.kernel_of(record)
         return kernel.arrays_of(record.shape) if isinstance(kernel, TensorKernel) else kernel.arrays(record.owned_numel)
 
-    def moment_tiles(self, record: ParameterRecord, step: int, scratch: Scratch | None = None) -> MomentTiles | None:
-        """Return what makes a kernel's slots out of those at rest in step number `step`; None: they are what rests."""
+    def moment_tiles(self, record: ParameterRecord, step: int, former: MomentTiles | None = None) -> MomentTiles | None:
+        """Return what makes a kernel's slots out of those at rest in step number `step`; None: they are what rests. It takes
+        the memory of a `former` one, which is not used any more."""
         if self.moments == "fp32":
             return None
-        return MomentTiles(self.slots_of(record), record.name, step, record.owned_range[0], scratch)
+        return MomentTiles(self.slots_of(record), record.name, step, record.owned_range[0], former)
 
     def moment(self, record: ParameterRecord, slot: str) -> tuple[list[str], MomentTiles]:
         """Return the arrays that rest of one of the kernel's slots, and what makes its values out of them."""

@@ -30,7 +30,7 @@ from zstore.tensors import as_torch
 from ..device import GradientTiles, H2DQueue
 from ..params.record import ParameterRecord
 from .kernel import ParameterStep
-from .moments import MomentTiles, Scratch
+from .moments import MomentTiles
 from .state import OptimizerState
 
 Rows = Callable[[ParameterRecord], torch.Tensor | None]
@@ -74,7 +74,8 @@ class _Change:
     ) -> None:
         self.record = record
         self._state = state
-        self._moments = moments
+        self.moments = moments
+        """What makes the kernel's slots out of those at rest; None: they are what rests."""
         self._num_master = len(state.master_arrays(record))
         """What comes first in a tile: the master, or its parts."""
         self._num_state = len(state.arrays_of(record))
@@ -102,10 +103,10 @@ class _Change:
             gradient = self._gradient.tile(tile.first, tile.stop, master)
         if self._factor != 1.0:
             gradient.mul_(self._factor)
-        if self._moments is None:
+        if self.moments is None:
             self._step.tile(master, gradient, slots)
         else:
-            self._moments.update(self._step, master, gradient, slots, tile.first)
+            self.moments.update(self._step, master, gradient, slots, tile.first)
         if self._staged is None:
             self._state.put_master(master, held)
         else:
@@ -148,7 +149,7 @@ class Update:
         """
         mine = [record for record in self.records if record.owned_numel]
 
-        h2d, scratch = H2DQueue(self._state.transfers), Scratch()
+        h2d = H2DQueue(self._state.transfers)
 
         def ended(group: int) -> None:
             h2d.settle()
@@ -169,7 +170,8 @@ class Update:
                 record = mine[tile.group]
                 if change is None or change.record is not record:
                     step, factor = self._step_of(record), self.settings.factor
-                    moments = self._state.moment_tiles(record, self.settings.step, scratch)
+                    former = None if change is None else change.moments
+                    moments = self._state.moment_tiles(record, self.settings.step, former)
                     change = _Change(self._state, record, self.rows(record), step, factor, moments, h2d)
                 change.apply(tile)
         h2d.settle()

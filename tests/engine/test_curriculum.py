@@ -134,7 +134,7 @@ def test_a_model_that_takes_the_length_cuts_itself_and_a_function_may_say_it() -
     with zstore.initialize(model=CutsItself(), config=BASE | {"curriculum_learning": custom})[0] as engine:
         with pytest.raises(UsageError, match="set_custom_curriculum_learning_schedule"):
             engine(torch.zeros(4, 16, dtype=torch.long))
-        with pytest.raises(UsageError, match="'depth'.*seqlen"):
+        with pytest.raises(UsageError, match=r"'depth'.*seqlen"):
             engine.set_custom_curriculum_learning_schedule({"depth": lambda step: step})
         engine.set_custom_curriculum_learning_schedule(lambda step: 5 * step)
         engine(torch.zeros(4, 16, dtype=torch.long))

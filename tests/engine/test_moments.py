@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import zstore
@@ -26,6 +27,7 @@ from zstore.engine.optim.moments import expand_codes, random_words, reduce_to_bf
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError
 from zstore.format.partition import make_grid
 from zstore.testing.ranks import run_ranks
+from zstore.tools.export_dcp import write_dcp
 
 FORMAT = Path(__file__).parents[2] / "docs/format.md"
 KINDS = ("fp32", "bf16", "int8")
@@ -356,6 +358,12 @@ def test_any_moments_load_into_any_other(tmp_path: Path, caplog: pytest.LogCaptu
                 assert engine.global_steps == 3
 
 
+def given(values: torch.Tensor | None) -> torch.Tensor:
+    assert values is not None
+    return values
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_files_are_what_the_format_says(tmp_path: Path) -> None:
     with start(with_moments("int8")) as engine:
         step(engine)
@@ -374,6 +382,11 @@ def test_files_are_what_the_format_says(tmp_path: Path) -> None:
             assert whole_moment(reader, f"optimizer/{slot}/embed.weight", 13, codes.reshape(-1)[13:99]).tobytes() == (
                 values.reshape(-1)[13:99].numpy().tobytes()
             )
+        (tmp_path / "dcp").mkdir()
+        write_dcp(reader, tmp_path / "dcp", lambda _: None)
+        exported = {"optimizer": {"state": {"embed.weight": {"exp_avg": torch.empty(1203, 56)}}}}
+        dcp.load(exported, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"), no_dist=True)
+        assert torch.equal(exported["optimizer"]["state"]["embed.weight"]["exp_avg"], given(expected["exp_avg"]))
         resharded = tmp_path / "three"
         reshard_checkpoint(reader, resharded, 3)
         del reader.arrays["optimizer/exp_avg_scale/embed.weight"]

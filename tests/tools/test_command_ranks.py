@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from tests import warm
 from tests.checkpoint.checkpoints import save_arrays
+from tests.interop.deepspeed_data import root_of
 from zstore.checkpoint.commit import new_folder_of
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.reshard import reshard_checkpoint
@@ -41,6 +42,7 @@ from zstore.weights.file import BLOCK_BYTES
 from zstore.weights.from_checkpoint import list_weights, write_weights
 from zstore.weights.layout import Weight, parts_of, plan_files
 
+DEEPSPEED = str(root_of("stage2-bf16-groups-2"))
 ITEMS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5000)), max_size=30)
 
 
@@ -121,6 +123,7 @@ def commands(base: Path, out: Path, common: Common) -> dict[str, Any]:
         "convert dcp": lambda: convert_command(str(run), out / "dcp", ConvertOptions(to="dcp"), common=common),
         "convert pt": lambda: convert_command(str(run), out / "it.pt", ConvertOptions(to="torch"), common=common),
         "convert st": lambda: convert_command(str(run), out / "st", ConvertOptions(to="safetensors"), common=common),
+        "convert ds": lambda: convert_command(DEEPSPEED, out / "ds", ConvertOptions(to="deepspeed"), common=common),
     }
     found: dict[str, Any] = {}
     for name, call in calls.items():
@@ -186,7 +189,7 @@ def test_ranks_write_and_say_what_one_process_does(tmp_path: Path) -> None:
     assert one["verify bad"][0] == 1
     assert len(one["verify bad"][1]["faults"]) == 4
     assert one["diff"][1]["arrays"][0]["changed"] == 1000
-    for name in ("weights", "one", "st"):
+    for name in ("weights", "one", "st", "ds"):
         assert files_of(alone / name) == files_of(several / name), name
     assert len(files_of(alone / "weights")) > 3
     assert (alone / "it.pt").read_bytes() == (several / "it.pt").read_bytes()

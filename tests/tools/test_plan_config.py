@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 
 from zstore.engine.config.config import load_config
 from zstore.errors import UsageError
-from zstore.tools.plan.choices import changed_config, plan_of, weigh_given
+from zstore.tools.plan.choices import Outcome, changed_config, ladder, plan_of, weigh_given
 from zstore.tools.plan.command import plan_command
+from zstore.tools.plan.estimate import resting_bytes
 from zstore.tools.plan.given import differences
 from zstore.tools.plan.job import Choice, make_job
 from zstore.tools.plan.options import PlanOptions, Precision
+from zstore.tools.plan.report import headline
 from zstore.tools.sample.models import build_model
 
 BASE: dict[str, Any] = {
@@ -157,3 +160,45 @@ def test_options_that_contradict_the_config(tmp_path: Path) -> None:
         options(tmp_path, BASE, precision=Precision.FP32)
     open_sizes = {"bf16": {"enabled": "auto"}}
     assert make_job(options(tmp_path, open_sizes, micro_batch=3)).micro_batch == 3
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion", "Lamb", "Adafactor", "Muon"])
+def test_the_state_is_that_of_the_configs_optimizer(tmp_path: Path, kind: str) -> None:
+    job = make_job(options(tmp_path, BASE | {"optimizer": {"type": kind, "params": {"lr": 1e-3}}}))
+    held = {name: one.total for name, one in weigh_given(job).plan.held.items()}
+    shapes = {one.name: one.shape for one in job.model.shapes}
+    whole = 4 * sum(map(math.prod, shapes.values()))
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
+    hidden = 4 * sum(math.prod(shape) for name, shape in matrices.items() if ".h." in name)
+    expected = {
+        "AdamW": {"exp_avg": whole, "exp_avg_sq": whole},
+        "SGD": {},
+        "Lion": {"exp_avg": whole},
+        "Lamb": {"exp_avg": whole, "exp_avg_sq": whole},
+        "Adafactor": {
+            "row_var": 4 * sum(rows for rows, _ in matrices.values()),
+            "col_var": 4 * sum(columns for _, columns in matrices.values()),
+            "variance": 4 * sum(math.prod(shape) for shape in shapes.values() if len(shape) == 1),
+        },
+        "Muon": {"momentum_buffer": hidden, "exp_avg": whole - hidden, "exp_avg_sq": whole - hidden},
+    }[kind]
+    assert {
+        name: held[name] for name in held if name not in ("parameters", "gradients", "master", "buffers")
+    } == expected
+    assert f" {kind}, " in headline(job)
+
+
+def test_activations_rest_where_the_config_says(tmp_path: Path) -> None:
+    def weighed(**own: Any) -> Outcome:
+        return weigh_given(make_job(options(tmp_path, BASE | {"zstore": own}, gpu_memory=100 * GB)))
+
+    plain, kept = weighed(), weighed(gradient_checkpointing=True)
+    base = make_job(options(tmp_path, BASE))
+    resting, kept_resting = (resting_bytes(base, one.choice) for one in (plain, kept))
+    host, disk = weighed(activations="host"), weighed(activations="disk", activations_path=str(tmp_path))
+    assert plain.device_bytes - host.device_bytes == host.host_bytes - plain.host_bytes == resting
+    assert plain.device_bytes - disk.device_bytes == disk.disk_bytes - plain.disk_bytes == resting
+    both = weighed(gradient_checkpointing=True, activations="host")
+    assert kept.device_bytes - both.device_bytes == kept_resting < resting
+    job = make_job(options(tmp_path, BASE | {"zstore": {"gradient_checkpointing": True}}))
+    assert all(rung.choice.checkpointing for rung in ladder(job))

@@ -29,6 +29,7 @@ from .machine import (
 )
 from .model import DEFAULT_VOCAB, ModelShape, shape_of_model, shape_of_numbers
 from .options import PlanOptions
+from .slots import ADAM
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 GroupKey = Literal["mics_shard_size", "zero_hpz_partition_size"]
@@ -58,6 +59,8 @@ class Job:
     """What stands for its "auto"."""
     base_micro_batch: int | None = None
     """Its samples in one forward."""
+    optimizer: str = ADAM.kind
+    """Class of the optimizer."""
     moments: Moments = "fp32"
     """What the optimizer's moments are kept in."""
 
@@ -129,6 +132,7 @@ def make_job(options: PlanOptions) -> Job:
         base=None if given is None else given.raw,
         answers={} if given is None else given.answers,
         base_micro_batch=None if given is None else given.resolved.batch.micro_batch_size,
+        optimizer=ADAM.kind if given is None or given.resolved.optimizer is None else given.resolved.optimizer.kind,
         moments=options.moments.value,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -65,14 +64,7 @@ class UnionFolder(LocalFolder):
 
     def entries(self) -> Entries:
         """See `Folder.entries`."""
-        found: list[Entries] = []
-        for folder in self._all:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                found.append(folder.entries())
-        if not found:
-            return self._all[0].entries()
-        folders = dict.fromkeys(name for one in found for name in one.folders)
-        return Entries(tuple(folders), tuple(dict.fromkeys(name for one in found for name in one.files)))
+        return self._all[0].entries()  # the others have parts of what is here
 
     def sizes(self, top: str) -> dict[str, int | None]:
         """See `Folder.sizes`."""
@@ -97,5 +89,9 @@ def with_parts(path: Path, also: Sequence[Path]) -> LocalFolder:
     if not also:
         return LocalFolder(path)
     is_tag = (path / RECORD_FILE).exists()
-    others = [other / path.name if is_tag and not (other / RECORD_FILE).exists() else other for other in also]
+    tags = {other: (other / RECORD_FILE).exists() for other in also}
+    if is_tag:
+        others = [other if tags[other] else other / path.name for other in also]
+    else:
+        others = [other.parent if tags[other] else other for other in also]
     return UnionFolder([path, *others])

@@ -23,6 +23,7 @@ import numpy as np
 
 from ..errors import CheckpointError, UsageError
 from ..format.arrays import Bytes, Shaped
+from .pickles import Global, PickledObject
 from .torchfile import STORAGES
 
 _CLASSES = {dtype: f"{name}Storage" for name, dtype in STORAGES.items()}
@@ -48,7 +49,8 @@ class Tensor(Shaped):
 
 
 def pickle_of(value: Any) -> bytes:
-    """Return the pickle, protocol 2, of plain data and `Tensor`s. Raises UsageError for anything else."""
+    """Return the pickle, protocol 2, of plain data, `Tensor`s, and classes and objects by name: of an object without a
+    state the class is called with its arguments. Raises UsageError for anything else."""
     out = bytearray(b"\x80\x02")
     _emit(value, out)
     return bytes(out + b".")
@@ -78,6 +80,10 @@ def _emit(value: Any, out: bytearray) -> None:
         out += closing
     elif isinstance(value, Tensor):
         _emit_tensor(value, out)
+    elif isinstance(value, Global):
+        _emit_global(*_place(value.name), out)
+    elif isinstance(value, PickledObject):
+        _emit_object(value, out)
     else:
         raise UsageError(f"a {kind.__module__}.{kind.__qualname__} cannot be written for torch: expected plain data")
 
@@ -90,6 +96,23 @@ def _emit_call(module: str, name: str, args: tuple[Any, ...], out: bytearray) ->
     _emit_global(module, name, out)
     _emit(args, out)
     out += b"R"
+
+
+def _place(name: str) -> tuple[str, str]:
+    """Return the module and the name in it."""
+    module, _, rest = name.rpartition(".")
+    return module, rest
+
+
+def _emit_object(value: PickledObject, out: bytearray) -> None:
+    if value.state is None:
+        _emit_call(*_place(value.name), value.args, out)
+        return
+    _emit_global(*_place(value.name), out)
+    _emit(value.args, out)
+    out += b"\x81"
+    _emit(value.state, out)
+    out += b"b"
 
 
 def _emit_tensor(tensor: Tensor, out: bytearray) -> None:

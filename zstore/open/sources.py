@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folder import Folder
+from ..checkpoint.folder import Folder, LocalFolder
 from ..checkpoint.names import tag_text
 from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.source import ArraySource
@@ -127,16 +127,18 @@ def maker_of(folder: Folder) -> str | None:
 def folder_of(
     location: str | os.PathLike[str],
     storage_options: Mapping[str, Any] | None = None,
-    also: Sequence[str | os.PathLike[str]] = (),
+    also: Sequence[str | os.PathLike[str]] | None = None,
 ) -> Folder:
     """Return the folder that a path or URL names, which need not be there; `tags` and `refused` take it.
 
-    With a path, parts of its checkpoints are looked for in the folders `also`, too, and in those that the variable ZSTORE_PARTS
-    lists as PATH lists its. Raises UsageError for a URL that nothing opens.
+    Where `also` is given, parts of a path's checkpoints are looked for in those folders, too, and in those that the variable
+    ZSTORE_PARTS lists as PATH lists its. Raises UsageError for a URL that nothing opens.
     """
     if is_url(location):
         from ..remote.folder import open_folder
 
         return open_folder(os.fspath(location), storage_options)
+    if also is None:
+        return LocalFolder(Path(location))
     listed = os.environ.get(PARTS_VARIABLE, "").split(os.pathsep)
     return with_parts(Path(location), [Path(other) for other in (*also, *listed) if os.fspath(other)])

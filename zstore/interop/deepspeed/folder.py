@@ -23,6 +23,8 @@ _MODEL = re.compile(r"\A(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt\Z
 _OPTIMIZER = re.compile(r"\A(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt\Z")
 _PIPELINE = re.compile(r"\Alayer_\d+-model_.*model_states\.pt\Z")
 _EXPERT = re.compile(r"\A(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt\Z|\Aexpp_rank_\d+_.*\.pt\Z")
+MODEL_STATES = "mp_rank_00_model_states.pt"
+"""Where all model states are, at stages 1 and 2."""
 _OFFLOADED = "offloaded_tensors"
 _UNIVERSAL = "zero"
 _HINTS = ("latest", "latest_universal")
@@ -106,6 +108,9 @@ def _hinted(root: Path) -> str | None:
 def _files(path: Path) -> CheckpointFiles:
     names = _names(path)
     _refuse_parallel(path, names)
+    universal = {folder.name: folder for folder in _folders(path / _UNIVERSAL)}
+    if universal and MODEL_STATES in names:  # stage 3 has a file beside it, of the same but for the weights
+        names = [name for name in names if name == MODEL_STATES or not _MODEL.match(name)]
     optimizer: dict[int, Path] = {}
     model: dict[int, Path] = {}
     for name in names:
@@ -120,7 +125,6 @@ def _files(path: Path) -> CheckpointFiles:
                     "files of one"
                 )
             found[rank] = path / name
-    universal = {folder.name: folder for folder in _folders(path / _UNIVERSAL)}
     state = path / _UNIVERSAL / "optimizer_state.pt"
     if universal and state.is_file():
         universal[state.name] = state

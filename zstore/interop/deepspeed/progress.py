@@ -12,7 +12,7 @@ from ..pickles import PickledObject
 from .pieces import States
 from .values import Fields, Plain, number_of, table_of
 
-_DEEPSPEEDS_OWN = (
+DEEPSPEEDS_OWN = (
     {"module", "buffer_names", "optimizer", "lr_scheduler", "ds_config", "ds_version", "data_sampler", "random_ltd"}
     | {"param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "universal_checkpoint_info"}
     | {"skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size"}
@@ -30,6 +30,15 @@ _SETTINGS = (
 
 _HYSTERESIS = 2
 """DeepSpeed's own, where a checkpoint does not say."""
+
+SCALE_RULES = {
+    "loss_scale_window": "scale_window",
+    "hysteresis": "delayed_shift",
+    "min_loss_scale": "min_scale",
+    "consecutive_hysteresis": "consecutive_hysteresis",
+    "raise_error_at_min_scale": "raise_error_at_min_scale",
+}
+"""Settings by which a dynamic loss scale changes, and what DeepSpeed's scaler calls them."""
 
 
 class Progress:
@@ -70,7 +79,7 @@ class Progress:
         client = {
             key: self._client.of(value, key)
             for key, value in model.entries.items()
-            if isinstance(key, str) and key not in _DEEPSPEEDS_OWN
+            if isinstance(key, str) and key not in DEEPSPEEDS_OWN
         }
         self.notes += [f"client_state: {what}" for what in self._client.left_out]
         self.notes += [f"{key!r}" for key in ("data_sampler", "random_ltd") if model.get(key) is not None]
@@ -165,7 +174,14 @@ class Progress:
             "hysteresis_left": int(number("cur_hysteresis", configured if type(configured) is int else _HYSTERESIS)),
             "iteration": int(number("cur_iter", steps)),
             "last_overflow": int(number("last_overflow_iter", -1)),
+            "rules": self._rules(found),
         }
+
+    def _rules(self, scaler: Mapping[Any, Any]) -> dict[str, Any] | None:
+        """Return the settings by which a dynamic scale changes; None of any other, and where some are missing."""
+        found: dict[str, Any] = {name: scaler.get(key) for name, key in SCALE_RULES.items()}
+        known = all(isinstance(value, bool | int | float) for value in found.values())
+        return found if known and scaler.get("dynamic") is True else None
 
     def _schedule(self) -> Any:
         """Return the schedule's state as the engine writes its own; DeepSpeed's schedulers and torch's keep the same."""

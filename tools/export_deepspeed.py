@@ -1,0 +1,95 @@
+"""A checkpoint as a universal folder of DeepSpeed, written in bounded memory without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from zstore.checkpoint.lookahead import ReadAhead
+from zstore.checkpoint.source import ArraySource
+from zstore.errors import CheckpointError
+from zstore.format.arrays import Bytes
+from zstore.interop.deepspeed.universal import HINT, Document, Stored, UniversalFolder, folder_of
+from zstore.interop.torch_archive import write_archive
+from zstore.io.files import Files
+from zstore.io.sink import FileSink
+from zstore.ranks.division import items_of
+from zstore.ranks.team import ALONE, Team
+
+from .export import Advance, values_of
+
+
+def arrays_read(universal: UniversalFolder) -> list[str]:
+    """Return the arrays that are read for a universal folder; those that stand in two files twice."""
+    return [stored.array for _, document in _files(universal) for stored in document.storages if stored.array]
+
+
+def write_universal(
+    source: ArraySource, universal: UniversalFolder, root: Path, advance: Advance, team: Team = ALONE
+) -> None:
+    """Write all files of the tag `source.tag` and the hint into `root`, durably (all ranks).
+
+    The ranks of `team` write files each, with about the same bytes.
+    """
+    files, folder, everything = Files(), root / source.tag, list(_files(universal))
+    with team.agreeing():
+        if team.rank == 0:
+            nbytes = sum(_nbytes(document) for _, document in everything)
+            files.require_room(root, nbytes, f"the checkpoint needs {nbytes} bytes")
+            for name in universal.trained:
+                files.make_folder(folder / folder_of(name))
+    with team.agreeing():
+        own = items_of((_nbytes(document) for _, document in everything), team.rank, team.world_size)
+        _Writer(source, files, advance).write([(folder / everything[n][0], everything[n][1]) for n in own])
+    with team.agreeing():
+        if team.rank == 0:
+            files.write_small(root / HINT, source.tag.encode())
+            for name in universal.trained:
+                files.sync_folder(folder / folder_of(name))
+            for path in (folder / "zero", folder):
+                files.sync_folder(path)
+
+
+def _files(universal: UniversalFolder) -> Iterator[tuple[str, Document]]:
+    for name in universal.trained:
+        yield from universal.parameter_files(name).items()
+    yield from universal.documents.items()
+
+
+def _nbytes(document: Document) -> int:
+    return sum(stored.nbytes for stored in document.storages)
+
+
+class _Writer:
+    def __init__(self, source: ArraySource, files: Files, advance: Advance) -> None:
+        self._source = source
+        self._files = files
+        self._advance = advance
+
+    def write(self, documents: list[tuple[Path, Document]]) -> None:
+        """Write the files one after the other; what they hold is read ahead."""
+        stored = [each for _, document in documents for each in document.storages if each.array]
+        ranges = [(each.array, 0, self._source.array(each.array).spec.numel) for each in stored]
+        with ReadAhead(self._source, ranges) as ahead:
+            for path, document in documents:
+                with ExitStack() as opened:
+                    sink = FileSink(self._files, path, opened)
+                    parts = ((each.nbytes, self._parts(ahead, each)) for each in document.storages)
+                    write_archive(sink, document.value, parts)
+                    sink.finish()
+
+    def _parts(self, ahead: ReadAhead, stored: Stored) -> Iterator[Bytes]:
+        if not stored.array:
+            yield np.frombuffer(stored.data, np.uint8)
+            return
+        numel = self._source.array(stored.array).spec.numel
+        for data, lost in values_of(self._source, ahead, stored.array, numel, stored.dtype, self._advance):
+            if lost:
+                raise CheckpointError(
+                    f"array {stored.array!r} has {lost} values that {stored.dtype}, in which the model computes, cannot hold: "
+                    "the run diverged; convert an earlier checkpoint"
+                )
+            yield data
