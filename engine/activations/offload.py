@@ -164,6 +164,8 @@ class ActivationOffload:
         self._closed = False
         self._counts = ActivationStatistics(tier=tier.name)
         self._handles = self._watch(blocks)
+        self.hooks: Any = (self.pack, self.unpack)
+        """The saved-tensor hooks."""
 
     def _watch(self, blocks: Sequence[nn.Module]) -> list[RemovableHandle]:
         def enter(module: nn.Module, args: Any) -> None:
@@ -175,8 +177,13 @@ class ActivationOffload:
         handles = [block.register_forward_pre_hook(enter) for block in blocks]
         return handles + ([blocks[-1].register_forward_hook(leave)] if blocks else [])
 
-    def take_all(self) -> None:
-        """Take what is saved after the last block too: compiled code saves when it likes."""
+    def stay_out_of_graphs(self) -> None:
+        """Take what is saved after the last block too, since compiled code saves when it likes, and let torch.compile not
+        trace the hooks where they are called between its graphs."""
+        self._take_all()
+        self.hooks = tuple(map(torch.compiler.disable, (self.pack, self.unpack)))
+
+    def _take_all(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -194,7 +201,7 @@ class ActivationOffload:
             self._context = self._transfers.stream_context()
         token = _active.set(self)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(*self.hooks):
                 yield
         finally:
             _active.reset(token)
@@ -428,7 +435,7 @@ class ActivationOffload:
     def close(self) -> None:
         """End the threads; what is away is gone, and the backward of a graph that needs it raises."""
         self._closed = True
-        self.take_all()
+        self._take_all()
         self._writer.close()
         self._reader.close()
 
