@@ -105,12 +105,13 @@ class UniversalFolder:
     def __init__(self, source: ArraySource) -> None:
         self._source = source
         state = source.record.state
-        self._engine = state.get("engine")
-        if not isinstance(self._engine, dict):
+        engine = state.get("engine")
+        if not isinstance(engine, dict):
             raise CheckpointMismatchError(
                 f"{source.location} ({source.kind}) has no state of an engine, of which DeepSpeed could go on: expected a "
                 "checkpoint that zstore's engine or DeepSpeed saved; weights alone go out with --to safetensors"
             )
+        self._engine: dict[str, Any] = engine
         self._client = state.get("client_state")
         self.notes: list[str] = ["the states of random number generators"]
         """What is not carried over."""
