@@ -105,7 +105,7 @@ class UniversalFolder:
     def __init__(self, source: ArraySource) -> None:
         self._source = source
         state = source.record.state
-        self._engine = state.get("engine")
+        self._engine: Any = state.get("engine")
         if not isinstance(self._engine, dict):
             raise CheckpointMismatchError(
                 f"{source.location} ({source.kind}) has no state of an engine, of which DeepSpeed could go on: expected a "
