@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zstore.errors import ConfigError
+from zstore.sizes import format_count
 
 from .options import Json
 from .printing import cell, make_console, make_table, print_json
@@ -33,7 +34,7 @@ _ONE_RANK = "note: this is about 1 rank; --world-size N checks the configuration
 
 
 def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = None, json: Json = False) -> int:
-    """Print what each key does and what is left open comes to; 0 for a sound config, else 1."""
+    """Print what each key does, and what is filled in for "auto" and batch sizes; 0 for a sound config, else 1."""
     from zstore.engine.config.config import load_config, read_config
     from zstore.engine.config.explain import explain
 
@@ -129,7 +130,7 @@ def _print(
         console.print(table)
     if not resolved:
         return
-    console.print(f"with {world_size} rank{'s' if world_size > 1 else ''}:")
+    console.print(f"with {format_count(world_size, 'rank')}:")
     for key, value in resolved.items():
         console.print(f"  {key} = {'unset' if value is None else value}", soft_wrap=True)
     for key in open_keys:

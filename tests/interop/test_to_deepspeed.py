@@ -266,7 +266,7 @@ def test_nothing_half_written_and_nothing_replaced(tmp_path: Path) -> None:
 # -- DeepSpeed itself -------------------------------------------------------------------------------------------------
 
 PYTHON = os.environ.get("PYTHON_WITH_DEEPSPEED", sys.executable if importlib.util.find_spec("deepspeed") else "")
-CLOSE = {"fp32": 2e-6, "bf16": 2e-3, "fp16": 3e-4}
+CLOSE = {"fp32": 2e-6, "bf16": 2e-3, "fp16": 1e-3}
 """How far losses may be apart: rounding of the precision, in other orders of sums and other kernels."""
 
 

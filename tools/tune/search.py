@@ -34,7 +34,7 @@ RunTrial = Callable[[Job, Mapping[str, Any], Path, range, float], Measured]
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A candidate and what it came to."""
+    """A candidate and the results of its runs."""
 
     candidate: Candidate
     runs: tuple[Measured, ...]

@@ -3,7 +3,7 @@
 [Note: how a trial ends]
 `zstore.tools.run.remote` starts the ranks of a trial and takes words on stdin. Once the journal has the last step to be timed,
 or the time is over, it is told to kill them: a script is not asked to end, for then it might save a checkpoint over the
-user's own. A trial that fails, runs out of memory or takes too long is a result as any other.
+user's own. A trial that fails, runs out of memory or takes too long is a result like any other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LAST_LINES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a trial came to."""
+    """The result of a trial."""
 
     status: str
     """"ok", "failed", "out of memory" or "timed out"."""
