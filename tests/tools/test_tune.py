@@ -16,7 +16,7 @@ from zstore.errors import ConfigError, UsageError
 from zstore.tools.tune.options import TuneOptions
 from zstore.tools.tune.space import Batch, Candidate, first_candidates, micro_batches, refinements, samples_of, spaces
 from zstore.tools.tune.task import make_task, mapped, replaced_config
-from zstore.tools.tune.trial import Measured, measured, trial_config
+from zstore.tools.tune.trial import Measured, _failed, measured, trial_config
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "tuned.py"
 FIXED = Batch(samples_per_rank=8, micro_batch=1, accumulation=8)
@@ -189,3 +189,13 @@ def test_a_script_is_tuned_and_an_interrupted_search_goes_on(tmp_path: Path, mon
     assert again.returncode == 0, again.stderr
     assert again.stderr.count("(recorded)") == 3
     assert json.loads(again.stdout)["best"] == "z0-mbs4"
+
+
+def test_a_failed_trial_tells_what_its_rank_said(tmp_path: Path) -> None:
+    launcher = "zstore: rank 0 on localhost failed with exit code 1; see its output above"
+    for output, last in (
+        (f"[rank0]: RuntimeError: boom\n{launcher}\n", "[rank0]: RuntimeError: boom"),
+        (launcher, launcher),
+    ):
+        (tmp_path / "output.log").write_text(output)
+        assert _failed(tmp_path, 1).problem.splitlines()[-1] == last

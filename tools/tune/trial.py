@@ -27,6 +27,7 @@ from zstore.journal.reader import read
 from ..run.job import Job
 
 _LOOK_S = 0.1
+_LAUNCHERS = re.compile(r"zstore: rank \d+ on .*; see its output above$")
 _OUT_OF_MEMORY = re.compile(rb"OutOfMemoryError|MemoryError|BudgetError|out of memory|Cannot allocate memory")
 _KILLED = 128 + 9
 _LAST_LINES = 8
@@ -174,7 +175,10 @@ def measured(journal: Path, steps: range) -> Measured | None:
 
 def _failed(folder: Path, code: int) -> Measured:
     output = (folder / "output.log").read_bytes()
-    lines = output.decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
+    lines = output.decode(errors="replace").strip().splitlines()
+    if len(lines) > 1 and _LAUNCHERS.match(lines[-1]):
+        del lines[-1]  # what the rank said tells more
+    lines = lines[-_LAST_LINES:]
     is_memory = _OUT_OF_MEMORY.search(output) is not None or code == _KILLED
     if not code:
         lines.append("the run ended before the last step to be timed")
