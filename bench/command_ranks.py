@@ -62,12 +62,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--commands", nargs="+", default=["verify", "consolidate", "reshard"], help="to measure")
     parser.add_argument("--out", type=Path, help="write the figures to this file, as JSON")
     options = parser.parse_args()
     model = Trillion(layers=options.layers, hidden=options.hidden)
     planned = [row for ranks in (64, 1) for row in plan(model, ranks, options.processes)]
     with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as folder:
-        measured = measure(Path(folder), options.mib, options.rounds)
+        measured = measure(Path(folder), options.mib, options.rounds, options.commands)
     figures = {"machine": machine(options.path), "parameters": model.parameters, "planned": planned}
     figures["measured"] = measured
     for line in describe(figures):
@@ -109,7 +110,7 @@ def plan(model: Trillion, saved_by: int, processes: int) -> list[Row]:
     return rows
 
 
-def measure(folder: Path, mib: int, rounds: int) -> list[Row]:
+def measure(folder: Path, mib: int, rounds: int, kinds: list[str]) -> list[Row]:
     """Return the seconds of each command by 1 and 2 processes, of all cores and of one core each; the median."""
     run = make_checkpoint(folder, mib)
     out = folder / "out"
@@ -119,7 +120,8 @@ def measure(folder: Path, mib: int, rounds: int) -> list[Row]:
         "reshard": ["reshard", str(run), str(out), "--world-size", "3"],
     }
     rows: list[Row] = []
-    for kind, words in commands.items():
+    for kind in kinds:
+        words = commands[kind]
         for cores in ("all cores", "one core"):
             seconds: dict[int, list[float]] = {1: [], 2: []}
             for _ in range(rounds):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,9 +14,13 @@ from zstore.ranks.world import World
 
 
 def repeat(loader: Iterable[Any]) -> Iterator[Any]:
-    """Yield the micro-batches of a loader, epoch after epoch."""
-    while True:
-        yield from loader
+    """Yield the micro-batches of a loader, epoch after epoch, until one is empty."""
+    is_empty = False
+    while not is_empty:
+        is_empty = True
+        for batch in loader:
+            is_empty = False
+            yield batch
 
 
 def take_batches(data_iter: Iterator[Any], count: int) -> list[Any]:
@@ -30,6 +35,19 @@ def call_with(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Set the model to evaluate within the block, without gradients; then each module is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def loss_of(output: Any) -> torch.Tensor:

@@ -7,10 +7,8 @@ import functools
 import logging
 import math
 import signal
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
@@ -29,14 +27,17 @@ from .access.generation import in_step
 from .access.guard import ParameterGuard
 from .access.module_state import CustomLoad, load_module_state, module_state_dict, without_prefix
 from .activations.checkpointing import activation_statistics
-from .batches import call_with, loss_of, mean_loss, repeat, take_batches
+from .batches import call_with, evaluating, loss_of, mean_loss, repeat, take_batches
 from .build.compiled import make_compiler
 from .checkpoint.client_state import ClientValues, check
 from .checkpoint.load_plan import LoadOptions, LoadReport
 from .checkpoint.renaming import Names
 from .checkpoint.save import Checkpoints, SaveOptions
 from .checkpoint.snapshots import ClientState, StepSnapshots, present
-from .loader import TrainingLoader
+from .data.curriculum import SequenceCurriculum
+from .data.sampling import use_schedules
+from .data.schedule import Rise
+from .loader import PostProcess, TrainingLoader
 from .loss_backward import LossBackward
 from .offloading import OffloadedStates
 from .params.tensors import cast_floating
@@ -128,9 +129,12 @@ class Engine(nn.Module):
             training,
             self.access,
             self.report,
-            functools.partial(_time_phase, self.times, "backward_s", self._wait_for_device),
+            functools.partial(self.times.timing, "backward_s", self._wait_for_device),
         )
         self._offloaded = OffloadedStates(training, self.access)
+        section = settings.curriculum_learning
+        self.curriculum = SequenceCurriculum(section, self.module) if section.enabled else None
+        """Cuts what the model is called with in training; None: nothing is cut."""
         self.parameter_guard = ParameterGuard(self._modules, training.model, training.state.records)
         self.signals = StopSignals(training.world)
         self.requests = Requests(training.world, self.report.journal)
@@ -147,6 +151,8 @@ class Engine(nn.Module):
         """Return what the model returns. With fp16's `auto_cast`, floating tensors go to it in fp16."""
         if self.training_state.config.casts_inputs:
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
+        if self.curriculum is not None and self.module.training:
+            args, kwargs = self.curriculum.cut(args, kwargs, self.global_steps + 1)
         self.require_parameters()
         activations = self.training_state.activations
         around = contextlib.nullcontext() if activations is None else activations.around_forward()
@@ -248,7 +254,7 @@ class Engine(nn.Module):
 
     def _timed(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """Add the block's seconds to those of a phase."""
-        timed = _time_phase(self.times, phase, self._wait_for_device)
+        timed = self.times.timing(phase, self._wait_for_device)
         return timed if self.report.computation is None else self.report.computation.around(phase, timed)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
@@ -332,15 +338,27 @@ class Engine(nn.Module):
         """Return the mean loss, over all ranks, of `num_micro_batches` of `data_iter` (default:
         `gradient_accumulation_steps`), without gradients and with the model set to evaluate meanwhile (all ranks)."""
         batches = take_batches(data_iter, num_micro_batches or self.gradient_accumulation_steps())
-        modes = [(module, module.training) for module in self.modules()]
-        self.eval()
-        try:
-            with torch.no_grad():
-                losses = [loss_of(call_with(self, batch)) for batch in batches]
-        finally:
-            for module, training in modes:
-                module.training = training
-        return mean_loss(losses, self.world)
+        with evaluating(self):
+            return mean_loss([loss_of(call_with(self, batch)) for batch in batches], self.world)
+
+    def set_custom_curriculum_learning_schedule(self, schedule: Rise | Mapping[str, Rise]) -> None:
+        """Let functions of the step, counted from 1, say the difficulties whose `schedule_type` is "custom": one function for
+        `curriculum_learning`, or one for each name of a metric of `data_efficiency` ("seqlen" means the former too). Functions
+        are not in checkpoints: call this before a resumed run trains. Raises UsageError for another name or type."""
+        loader = self.training_dataloader
+        use_schedules(schedule, self.curriculum, None if loader is None else loader.curriculum)
+
+    def set_data_post_process_func(self, post_process: PostProcess) -> None:
+        """Have the loader that `initialize` returned pass each micro-batch through `post_process(batch, state)`, where
+        `state["current_difficulties"]` has the difficulties by metric. Raises UsageError without training data."""
+        if self.training_dataloader is None:
+            raise UsageError("set_data_post_process_func() without a loader: pass training_data=... to initialize()")
+        self.training_dataloader.post_process = post_process
+
+    def curriculum_difficulties(self) -> dict[str, int]:
+        """Return the difficulties of the step under way: the length of sequences as "seqlen", and those of metrics."""
+        found = {} if self.training_dataloader is None else self.training_dataloader.difficulties
+        return found if self.curriculum is None else found | self.curriculum.at(self.global_steps + 1)
 
     # -- whole tensors ----------------------------------------------------------------------------------------------
     # All of these are collectives: every rank calls them with the same names, in the same order. `name` is a parameter's
@@ -782,16 +800,16 @@ class Engine(nn.Module):
         """Return the counters of this rank."""
         training = self.training_state
         saves_s = _saves_s(self.checkpoints, self.steps)
-        found = engine_statistics(
+        return engine_statistics(
             training.world,
             training.state,
             training.gradients,
             self.access.units,
             self.times,
             saves_s,
-            self.report.utilisation.now(),
+            utilisation=self.report.utilisation.now(),
+            activations=activation_statistics(training.activations, training.config),
         )
-        return replace(found, activations=activation_statistics(training.activations, training.config))
 
     @property
     def global_samples(self) -> int:
@@ -927,17 +945,3 @@ def _close(
         last_to_first.callback(access.close)
         # First of all: others may wait for this rank, and what follows may wait for them.
         last_to_first.callback(training.world.tell_uncaught)
-
-
-@contextlib.contextmanager
-def _time_phase(times: PhaseTimes, phase: str, wait: Callable[[], object] | None) -> Iterator[None]:
-    """Add the block's seconds to those of a phase; `wait` is called at both ends, to wait for the device."""
-    if wait is not None:
-        wait()
-    start = time.perf_counter()
-    try:
-        yield
-        if wait is not None:
-            wait()
-    finally:
-        setattr(times, phase, getattr(times, phase) + time.perf_counter() - start)

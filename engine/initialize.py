@@ -23,6 +23,7 @@ from .checkpoint.snapshots import require_shared_folder
 from .config.answers import read_answers
 from .config.config import Config, load_config
 from .config.resolve import ResolveContext
+from .data.sampling import sampling_of
 from .device import Streams
 from .engine import Engine
 from .loader import Collate, TrainingLoader
@@ -221,4 +222,5 @@ def _loader(config: Config, world: World, data: Dataset[Any], collate_fn: Collat
         seed=config.settings.seed,
         drop_last=config.settings.dataloader_drop_last,
         collate_fn=collate_fn,
+        sampling=sampling_of(config.settings.data_efficiency, data),
     )

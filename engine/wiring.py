@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from zstore.store import TensorStore
 from .activations.blocks import find_blocks
 from .activations.offload import ActivationOffload
 from .activations.recompute import set_up_checkpointing
-from .activations.tiers import ActivationTier, DiskPieces, HostPieces
+from .activations.tiers import make_tier
 from .build.layout import Layout
 from .build.model import check_model, place_buffers
 from .build.store import open_store, store_key
@@ -37,23 +37,23 @@ from .optim.loss_scale import LossScaler
 from .optim.moments import check_moments
 from .optim.optimizer import ZeroOptimizer, group_of_parameters
 from .optim.state import OptimizerState
-from .optim.tensor_kernel import TensorKernel, kernels_for, needs_whole_tensors
+from .optim.tensor_kernel import TensorKernel, kernels_for, needs_whole_tensors, planned_slots
 from .optim.tensor_step import TensorStep
 from .optim.updater import StepMode, Updater
 from .params.gradient_types import GradientTypes
-from .params.record import ParameterRecord, Sharding, named_parameters
+from .params.record import Sharding, named_parameters
 from .params.tensors import PRECISIONS
 from .params.units import Unit, find_units
-from .plan.needs import activation_pool_bytes, spill_pool_bytes
-from .plan.plan import Plan, Slots, TensorSlot
+from .plan.needs import spill_pool_bytes
+from .plan.plan import Plan, Slots
 from .plan.run import budget_of_rank, check_drives, plan_run
 from .runtime.allocator import map_large_blocks
 from .training import Accumulation, PendingUpdate, Training
-from .zero.copies import CopiesReduction
-from .zero.gradients import GradientRules, Gradients, WholeGradients
+from .zero.gradients import GradientRules, Gradients, WholeGradients, agree_any
 from .zero.hooks import UnitHooks
-from .zero.quantized_gradients import quantized_reducer
-from .zero.secondary import SecondaryShards
+from .zero.plusplus.copies import CopiesReduction
+from .zero.plusplus.quantized_gradients import quantized_reducer
+from .zero.plusplus.secondary import SecondaryShards
 from .zero.spill import GradientSpill
 from .zero.unit_gradients import UnitGradients
 from .zero.unshard import make_sharded_units
@@ -89,7 +89,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
     built = BuiltModel(model, world, copies=config.frozen)
     streams = streams or streams_for(world.device)
-    slots = {name: _kept(kernels[groups[p]], p) for name, _, p in names if p in groups}
+    slots = {name: planned_slots(kernels[groups[p]], p.shape) for name, _, p in names if p in groups}
     plan, store = _open(model, config, built, slots, streams, files)
     if config.frozen:
         model.requires_grad_(False)
@@ -101,7 +101,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         check_drives(plan, config, world, _present_bytes(store))
         place_buffers(model, world, PRECISIONS[config.precision])
         whole = any(isinstance(kernel, WholeKernel) for kernel in kernels)
-        types = GradientTypes.of(config, world.world_size)
+        by_tensor = any(isinstance(kernel, TensorKernel) for kernel in kernels)
         state = OptimizerState(
             store,
             kernels,
@@ -109,9 +109,9 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             is_sharded=sharding.optimizer_state,
             splits=config.own.split_master,
             keeps_whole=whole,
-            moments=config.moments,
-            types=types,
+            types=GradientTypes.of(config, world.world_size),
         )
+        state.moments = config.moments
         layout = Layout(config, sharding, built, plan)
         records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state)
         built.end()
@@ -119,16 +119,10 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         live_numel = config.zero.stage3_max_live_parameters if sharding.parameters else None
         units = find_units(model, {record.parameter: record for record in records}, live_numel)
         updater, mode = Updater(store, transfers), StepMode(config.step_overlap)
-        hooks, rank_groups = None, _groups(config, sharding, world)
-        copy_world = world if sharding.num_copies == 1 else rank_groups[0].within
-        if sharding.parameters:
-            secondary = None
-            if rank_groups and sharding.num_copies == 1:
-                secondary = SecondaryShards(rank_groups[0].within, rank_groups[0].between.world_size)
-            sharded = make_sharded_units(
-                units, config, store, transfers, world=world, copy_world=copy_world, secondary=secondary
-            )
-            hooks = UnitHooks(model, units, sharded)
+        rank_groups, tier = _groups(config, sharding, world), make_tier(config, store, transfers)
+        copy_world = _copy_world(sharding, world, rank_groups)
+        hooks = _hooks(model, units, state, config, sharding, world, rank_groups)
+        if hooks is not None:
             hooks.units.on_ready(updater.wait_for)
         gradients = _gradients(state, units, hooks, config, sharding, world, rank_groups)
         in_backward = None
@@ -154,30 +148,14 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             loader=loader,
             run_id=world.broadcast_object(uuid.uuid4().hex),
             client_step=ClientStep(optimizer.client, state) if whole else None,
-            tensor_step=TensorStep(state, copy_world)
-            if any(isinstance(one, TensorKernel) for one in kernels)
-            else None,
-            activations=_activations(model, records, config, store, transfers),
+            tensor_step=TensorStep(state, copy_world) if by_tensor else None,
+            activations=None
+            if tier is None
+            else ActivationOffload(model, records, find_blocks(model), tier, transfers),
         )
     except BaseException:
         store.close()
         raise
-
-
-def _activations(
-    model: nn.Module, records: Sequence[ParameterRecord], config: Config, store: TensorStore, transfers: Transfers
-) -> ActivationOffload | None:
-    """Return what takes activations off the device; None where they stay."""
-    tier: ActivationTier
-    if config.activations == "disk":
-        tier = DiskPieces(store, transfers, activation_pool_bytes(store.options.host_budget_bytes))
-    elif config.activations == "host" and not transfers.streams.device_is_host:
-        tier = HostPieces(store, transfers)
-    else:
-        if config.activations == "host":
-            _log.info("activations stay where they are: the CPU computes, in host memory")
-        return None
-    return ActivationOffload(model, records, find_blocks(model), tier, transfers)
 
 
 def _open(
@@ -208,13 +186,6 @@ def _require_own_snapshots(config: Config, store: TensorStore, world: World) -> 
                 f'"durability": "step": another engine of this process has its snapshots in {config.step_folder}: give '
                 "this one another nvme_path, or a zstore.durability_path of its own"
             )
-
-
-def _kept(kernel: Kernel, parameter: nn.Parameter) -> Slots:
-    """Return what the optimizer keeps of a parameter, for the plan."""
-    if isinstance(kernel, TensorKernel):
-        return tuple(TensorSlot(slot.name, slot.shape) for slot in kernel.arrays_of(parameter.shape))
-    return kernel.slots
 
 
 def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
@@ -272,6 +243,31 @@ def _groups(config: Config, sharding: Sharding, world: World) -> tuple[Groups, .
     return (groups,) if world.backend == "gloo" else (groups, make_groups(world, sharding.copy_size))
 
 
+def _copy_world(sharding: Sharding, world: World, groups: tuple[Groups, ...]) -> World:
+    """Return the ranks that hold one copy of the state."""
+    return world if sharding.num_copies == 1 else groups[0].within
+
+
+def _hooks(
+    model: nn.Module,
+    units: list[Unit],
+    state: OptimizerState,
+    config: Config,
+    sharding: Sharding,
+    world: World,
+    groups: tuple[Groups, ...],
+) -> UnitHooks | None:
+    """Return what gathers the parameters of units for their use; None where they stay whole."""
+    if not sharding.parameters:
+        return None
+    secondary = SecondaryShards(groups[0]) if groups and sharding.num_copies == 1 else None
+    copy_world = _copy_world(sharding, world, groups)
+    sharded = make_sharded_units(
+        units, config, state.store, state.transfers, world=world, copy_world=copy_world, secondary=secondary
+    )
+    return UnitHooks(model, units, sharded)
+
+
 def _gradients(
     state: OptimizerState,
     units: list[Unit],
@@ -296,6 +292,7 @@ def _gradients(
         types=GradientTypes.of(config, world.world_size),
         # Those of the disk by way of host memory: sums of squares have the same bits then, wherever gradients wait.
         to_host=frozenset(state.gradients_on_host.union(state.spilled)),
+        spills=agree_any(world, [bool(state.spilled)])[0],
         keeps_rows=config.offload_optimizer.device == "none",
         squares_at_once=in_backward,
         copies=sharding.num_copies,

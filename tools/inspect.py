@@ -92,7 +92,7 @@ def _neighbours(
     """Return the checkpoints in the folder, and what looks like one and is not; nothing of other software's."""
     if not isinstance(source, CheckpointReader):
         return [], []
-    folder = folder_of(split_location(ckpt)[0], common.storage_options)
+    folder = folder_of(split_location(ckpt)[0], common.storage_options, common.also or ())
     # `DIR/TAG` may name a tag whose folder is called otherwise.
     found = list_tags(source.folder if folder.is_local and not folder.path.exists() else folder)
     return list(found.tags), list(found.refusals)

@@ -53,7 +53,7 @@ def ls_command(folder: FolderLocation, common: Common = DEFAULTS) -> int:
     With `json`, one object: `path`, `checkpoints` (see `Entry`), `refused`, and `Progress.summary` of the records that were
     read. Raises CheckpointNotFoundError where there is none, BudgetError where a limit of memory does not hold the list.
     """
-    place = folder_of(folder, common.storage_options)
+    place = folder_of(folder, common.storage_options, common.also or ())
     with reporting(f"ls {place}", common) as progress:
         check_listing(place, common)
         try:

@@ -66,6 +66,8 @@ def prune_folder(
     something could not be removed. Raises CheckpointNotFoundError where nothing is there, or no checkpoint has the metric to
     go by, UsageError for other software's, BudgetError where a limit of memory does not hold the list.
     """
+    if common.also:
+        raise UsageError("prune removes from one folder: run it for each, without --also")
     place = folder_of(folder, common.storage_options)
     fates = _weigh(place, keep, common)
     doomed = [fate for fate in fates if not fate.reasons]

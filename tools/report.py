@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from zstore.errors import CheckpointExistsError
+from zstore.errors import CheckpointExistsError, UsageError
 from zstore.io.files import Files
 from zstore.serve.report.report import MAX_BYTES, NUM_ARRAYS, Limits, Report, open_run
 from zstore.sizes import format_bytes
@@ -48,6 +48,8 @@ def report_command(
     are several, or `max_size` does not hold the least that a report has, BudgetError where a limit of memory does not hold
     the metadata.
     """
+    if common.also:
+        raise UsageError("a report is of one folder: copy the parts of its checkpoints there, and leave --also out")
     _refuse_existing(out)
     memory_bytes = common.memory_bytes or DEFAULT_MEMORY_BYTES
     with open_run(run, common.storage_options, memory_bytes) as (library, found):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from zstore import checkpointing, profiling, zero
+    from zstore import checkpointing, data, profiling, zero
     from zstore.engine import Init, add_config_arguments, from_pretrained, gather, init_distributed
     from zstore.engine.initialize import initialize
 
@@ -26,6 +26,7 @@ __all__ = [
     "__version__",
     "add_config_arguments",
     "checkpointing",
+    "data",
     "from_pretrained",
     "gather",
     "init_distributed",
@@ -42,6 +43,7 @@ _HOMES = {
     "ZstoreError": "zstore.errors",
     "add_config_arguments": "zstore.engine",
     "checkpointing": "zstore.checkpointing",
+    "data": "zstore.data",
     "from_pretrained": "zstore.engine",
     "gather": "zstore.engine",
     "init_distributed": "zstore.engine",

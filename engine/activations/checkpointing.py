@@ -285,7 +285,7 @@ class _Block:
                 tracker.set_states(present)
 
     def _wait(self) -> None:
-        if torch.cuda.is_available():
+        if (self._choices.synchronize or self._choices.profile) and torch.cuda.is_available():
             torch.cuda.synchronize()
 
 

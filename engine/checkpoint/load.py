@@ -26,6 +26,7 @@ import torch
 
 from zstore.checkpoint.lookahead import MEMORY_BYTES, ReadAhead, read_into
 from zstore.checkpoint.moments import whole_moment
+from zstore.checkpoint.names import tag_text
 from zstore.checkpoint.reuse import KnownFile
 from zstore.checkpoint.source import ArraySource
 from zstore.checkpoint.split import complete_master
@@ -33,6 +34,7 @@ from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, Usag
 from zstore.format.arrays import buffer_array, model_array, numpy_dtype
 from zstore.format.shardfile import layout_of
 from zstore.open.sources import open_source
+from zstore.remote.url import is_url
 from zstore.store.tiers import LocalShard
 from zstore.tensors import as_numpy, as_torch, dtype_name
 
@@ -49,6 +51,7 @@ from .load_plan import (
     converted_moments,
     plan_load,
 )
+from .parts import common_tag
 from .record import apply_record, check_record
 from .renaming import as_the_model_calls_it
 from .rng import derive_rng_state, load_rng_state
@@ -84,6 +87,10 @@ class Restore:
         training = self._training
         reader: ArraySource | None = None
         plan: LoadPlan | None = None
+        world, is_local = training.world, training.config.settings.checkpoint.use_node_local_storage
+        if is_local and world.world_size > 1 and not is_url(folder):
+            text = None if tag is None else tag_text(tag)
+            tag = common_tag(world, folder, text, training.config.storage_options)
         with ExitStack() as opened:
             with training.world.agreeing():  # until here nothing was changed, on any rank
                 try:
@@ -128,7 +135,8 @@ class Restore:
         if any(ranks) and not all(ranks):
             raise CheckpointNotFoundError(
                 f"ranks {[rank for rank, seen in enumerate(ranks) if not seen]} do not see the checkpoint that others "
-                "loaded: the folder is local to a machine; give one that all ranks share"
+                "loaded: the folder is local to a machine; give one that all ranks share, or set "
+                "checkpoint.use_node_local_storage where each machine saved to its own"
             )
 
     def _replace(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:

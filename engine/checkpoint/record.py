@@ -36,6 +36,7 @@ def engine_record(training: Training) -> dict[str, Any]:
         "loss_scale": training.scaler.state() | {"rules": training.scaler.rules()},
         "schedule": plain(training.schedule.state()),
         "data_position": None if training.loader is None else training.loader.position,
+        "data_draws": None if training.loader is None else training.loader.state(),
     }
 
 
@@ -64,7 +65,7 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
                 training.counters.global_steps * training.accumulation.batch.accumulation_steps
             )
         if training.loader is not None and record["data_position"] is not None:
-            training.loader.position = int(record["data_position"])
+            training.loader.restore(int(record["data_position"]), record.get("data_draws"), training.accumulation.batch)
     for parameter in plan.updated:
         training.state.scalars[parameter] = {name: float(v) for name, v in record["scalars"][parameter.name].items()}
     if options.schedule:
@@ -110,6 +111,8 @@ def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
             )
     if plan.options.progress:
         batch_for(training, record["batch"], saved_world_size=saved_world_size)
+        if training.loader is not None and record["data_position"] is not None:
+            training.loader.require_same(record.get("data_draws"))
 
 
 def _check_settings(group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

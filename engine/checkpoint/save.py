@@ -19,6 +19,7 @@ import numpy as np
 
 from zstore.checkpoint.format import ABSENT_KEY, LATEST_KEY
 from zstore.checkpoint.handle import SaveHandle
+from zstore.checkpoint.machines import Parts
 from zstore.checkpoint.names import new_save_id, step_tag, tag_folder, tag_text
 from zstore.checkpoint.reader import CheckpointReader
 from zstore.checkpoint.request import SaveRequest, SaveSummary
@@ -41,6 +42,7 @@ from .base import BaseWeights
 from .destinations import Destination, destination_of
 from .load import Restore
 from .load_plan import LoadOptions, LoadReport
+from .parts import parts_of, share_small
 from .pending import PendingSave
 from .record import engine_record
 from .rng import rng_state
@@ -108,7 +110,7 @@ class Checkpoints:
         place = place_of(str(options.folder))
         chosen, save_id, described, theirs = world.broadcast_object([mine, new_save_id(), small.described(), place])
         with world.agreeing():
-            if place != theirs:
+            if place != theirs and not self._is_local:
                 raise UsageError(
                     f"save_checkpoint: rank {world.rank} saves in {place}, rank 0 in {theirs}: pass one folder that all share"
                 )
@@ -116,9 +118,15 @@ class Checkpoints:
             _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, mine, chosen)
         if world.rank > 0:
             small = Small.standing_in(small.state, described)
+        parts = None
+        if self._is_local and destination.upload is None:
+            parts = parts_of(world, destination.folder, save_id)
+            share_small(world, small.arrays)
         notes = self._journal.save_begins(chosen, destination.location_of(tag_folder(chosen)))
         try:
-            handle = self._pending.begin(lambda: self._begin(options, destination, chosen, save_id, small, notes))
+            handle = self._pending.begin(
+                lambda: self._begin(options, destination, chosen, small, notes, (save_id, parts))
+            )
         except BaseException as error:
             if notes is not None:
                 notes(error)
@@ -139,6 +147,12 @@ class Checkpoints:
         if self._journal.enabled:
             drives = self._training.state.store.options.all_paths
             self._journal.place(destination_of(folder, self._training.config, drives).journal_place)
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether each machine saves to a drive of its own."""
+        config, world = self._training.config, self._training.world
+        return config.settings.checkpoint.use_node_local_storage and world.world_size > 1
 
     def _tag(self, tag: str | float | None) -> str:
         return tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)
@@ -179,12 +193,13 @@ class Checkpoints:
         options: SaveOptions,
         destination: Destination,
         tag: str,
-        save_id: str,
         small: Small,
         notes: SaveNotes | None,
+        made: tuple[str, Parts | None],
     ) -> SaveHandle:
-        """Pin the store's arrays and hand the save to its thread, which releases them whatever happens."""
-        training = self._training
+        """Pin the store's arrays and hand the save to its thread, which releases them whatever happens; `made` are its id,
+        and its parts."""
+        training, (save_id, parts) = self._training, made
         store = training.state.store
         folder = destination.folder
         # What is copied to another drive before training goes on stays nobody's after that.
@@ -194,7 +209,10 @@ class Checkpoints:
         reserve_bytes = 0 if copied else store.require_room(changing, num_stores=training.world.local_world_size)
         return destination.begin(
             replace(
-                self.pinned_request(folder, tag, save_id, small, without_frozen=options.leaves_out_frozen),
+                self.pinned_request(
+                    folder, tag, save_id, small, few_files=parts is None, without_frozen=options.leaves_out_frozen
+                ),
+                parts=parts,
                 keep=training.config.own.keep,
                 overwrite=options.overwrite,
                 before_commit=self._write_weights

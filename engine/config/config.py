@@ -13,8 +13,9 @@ from zstore.store.runfolder import RUN_FOLDER
 
 from .answers import problem_text
 from .jsonc import load_jsonc
+from .notices import Notice
 from .optimizers import WHOLE_TENSORS, AdamParams
-from .parse import Notice, parse
+from .parse import parse
 from .resolve import BatchSizes, ResolveContext, answered, default_weight_decay, resolve_settings
 from .scheduler import SchedulerSection
 from .schema import Settings, ZstoreSection

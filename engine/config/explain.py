@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .keys import Section, Status, about
-from .parse import Notice, Problem, parse
+from .notices import Notice, Problem
+from .parse import parse
 from .schema import Settings
 from .values import show
 

@@ -1,8 +1,7 @@
 """From what was written to `Settings`: every problem is found and named by its key, and every key that does not act."""
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -10,8 +9,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from .keys import Section, Status, about, known_keys, type_of
-from .optimizers import AdamParams
-from .schema import BATCH_KEYS, Settings
+from .notices import Notice, Problem
+from .rules import contradictions, idle_keys
+from .schema import Settings
 from .values import expected, refusal, show
 
 _EVERY_KEY = tuple(path for path, _ in known_keys(Settings))
@@ -26,33 +26,6 @@ _MOST_KEYS = 8
 """Keys of a section that are listed."""
 _TELLING = 5
 """Letters without which a part of a name says little."""
-
-
-@dataclass(frozen=True)
-class Notice:
-    """A key that was set and does not act, or not as it could be read."""
-
-    key: str
-    """Dotted path, as written."""
-    message: str
-    """What happens instead, or why nothing is left to do."""
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.message}"
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is wrong, and the keys that it is about."""
-
-    keys: tuple[str, ...]
-    what: str
-
-    @property
-    def message(self) -> str:
-        """What is wrong, after the names of the keys."""
-        named = " and ".join(filter(None, self.keys))
-        return f"{named}: {self.what}" if named else self.what
 
 
 def parse(raw: Mapping[str, Any]) -> tuple[Settings, list[Problem], list[Notice]]:
@@ -85,8 +58,8 @@ def parse(raw: Mapping[str, Any]) -> tuple[Settings, list[Problem], list[Notice]
         if f"{section}.type" in broken:  # Its params belong to a type that is not offered.
             problems = [problem for problem in problems if not problem.keys[0].startswith(f"{section}.params")]
     found, notices = _review(settings, sound)
-    notices += _idle(settings)
-    problems += [problem for problem in [*found, *_contradictions(settings)] if not broken & set(problem.keys)]
+    notices += idle_keys(settings)
+    problems += [problem for problem in [*found, *contradictions(settings)] if not broken & set(problem.keys)]
     return settings, problems, notices
 
 
@@ -208,137 +181,3 @@ def _review(section: Section, raw: Any, prefix: str = "") -> tuple[list[Problem]
         elif status in (Status.NOT_BUILT, Status.NO_EFFECT) and asks and not off_switch:
             notices.append(Notice(key, f"{status.value}: {why}"))
     return problems, notices
-
-
-def _idle(settings: Settings) -> Iterator[Notice]:
-    """Yield the keys that act in general, but not with the other keys of this config."""
-    zero, own, optimizer = settings.zero_optimization, settings.zstore, settings.optimizer
-    if zero.stage != 3 and "stage3_param_persistence_threshold" in zero.model_fields_set:
-        yield Notice(
-            "zero_optimization.stage3_param_persistence_threshold",
-            f"no effect: parameters are sharded at stage 3 only, and the stage is {zero.stage}",
-        )
-    if zero.stage != 3 and zero.offload_param.device != "none":
-        yield Notice(
-            "zero_optimization.offload_param",
-            "not built: parameters are offloaded at stage 3 only. At stage "
-            f'{zero.stage} they stay whole on the device; write "stage": 3 to offload them',
-        )
-    yield from _idle_quantization(settings)
-    if zero.offload_optimizer.device == "cpu" and zero.offload_optimizer.nvme_path is not None:
-        yield Notice("zero_optimization.offload_optimizer.nvme_path", 'no effect: the device is "cpu"')
-    if own.activations != "disk" and own.activations_path is not None:
-        yield Notice("zstore.activations_path", 'no effect: zstore.activations is not "disk"')
-    if own.durability != "step" and own.durability_path is not None:
-        yield Notice("zstore.durability_path", 'no effect: zstore.durability is not "step"')
-    for key in ("wall_clock_breakdown", "memory_breakdown"):
-        if getattr(settings, key) and settings.steps_per_print == 0:
-            yield Notice(key, "no effect: its line comes with those of progress, and steps_per_print is 0")
-    params = None if optimizer is None else optimizer.params
-    if (
-        optimizer is not None
-        and optimizer.type == "AdamW"
-        and isinstance(params, AdamParams)
-        and not params.adam_w_mode
-    ):
-        message = 'no effect: AdamW always decouples weight decay, as in DeepSpeed; write type "Adam" for the other'
-        yield Notice("optimizer.params.adam_w_mode", message)
-    if settings.elasticity.enabled and settings.elasticity.ignore_non_elastic_batch_info:
-        for key in BATCH_KEYS:
-            if getattr(settings, key) not in (None, "auto"):
-                yield Notice(key, "no effect: elasticity gives the batch sizes")
-    if settings.autotuning.enabled:
-        yield Notice(
-            "autotuning", "acts in `zstore tune --config FILE` only; this run trains with the config as it is written"
-        )
-
-
-def _idle_quantization(settings: Settings) -> Iterator[Notice]:
-    """Yield the keys of ZeRO++ that do nothing at this stage."""
-    zero = settings.zero_optimization
-    if zero.zero_quantized_weights and zero.stage != 3:
-        yield Notice(
-            "zero_optimization.zero_quantized_weights",
-            f"no effect: parameters are gathered for each use at stage 3 only, and the stage is {zero.stage}; what an update "
-            "changed is gathered in its own type",
-        )
-    if zero.zero_quantized_gradients and zero.stage < 2:
-        yield Notice(
-            "zero_optimization.zero_quantized_gradients",
-            f"no effect: gradients are sharded at stages 2 and 3, and the stage is {zero.stage}",
-        )
-    if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
-        yield Notice(
-            "zero_optimization.zeropp_loco_param", "no effect: zero_optimization.zero_quantized_gradients is not set"
-        )
-    if settings.zstore.quantized_gradient_bits != 4 and not zero.zero_quantized_gradients:
-        yield Notice(
-            "zstore.quantized_gradient_bits", "no effect: zero_optimization.zero_quantized_gradients is not set"
-        )
-
-
-def _contradictions(settings: Settings) -> Iterator[Problem]:
-    """Yield what is wrong between keys that are each right by themselves."""
-    zero, own, optimizer = settings.zero_optimization, settings.zstore, settings.optimizer
-    if settings.fp16.enabled is True and settings.bf16.enabled is True:
-        yield Problem(("fp16.enabled", "bf16.enabled"), "both are true; set one of them to false")
-    for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
-        key = f"zero_optimization.{name}"
-        ignored = offload is zero.offload_param and zero.stage != 3
-        if offload.device == "nvme" and offload.nvme_path is None and not ignored:
-            message = 'the device is "nvme"; give the absolute path of a folder on the drive'
-            yield Problem((f"{key}.nvme_path", f"{key}.device"), message)
-    if zero.offload_optimizer.device != "none" and zero.stage == 0:
-        message = f'"{zero.offload_optimizer.device}" needs stage 1, 2 or 3; got stage 0'
-        yield Problem(("zero_optimization.offload_optimizer.device", "zero_optimization.stage"), message)
-    nvme = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device if zero.stage == 3 else "none")
-    if own.durability == "step" and own.durability_path is None and not nvme:
-        message = '"step" needs a folder for its snapshots, and nothing is on a drive: give the absolute path of one'
-        yield Problem(("zstore.durability", "zstore.durability_path"), message)
-    if own.activations == "disk" and own.activations_path is None and not nvme:
-        message = '"disk" needs a folder, and nothing else is on a drive: give the absolute path of one'
-        yield Problem(("zstore.activations", "zstore.activations_path"), message)
-    checkpointing = settings.activation_checkpointing
-    if checkpointing.contiguous_memory_optimization and not (
-        checkpointing.partition_activations and checkpointing.number_checkpoints
-    ):
-        message = "true needs partition_activations and number_checkpoints, the places of its buffers; set both"
-        yield Problem(("activation_checkpointing.contiguous_memory_optimization",), message)
-    if own.durability_path is not None and len(own.durability_path) > 1:
-        message = f"expected one folder, got {len(own.durability_path)}: a snapshot is in one place"
-        yield Problem(("zstore.durability_path",), message)
-    yield from _elasticity(settings)
-    asked = {
-        "bf16.bf16_optimizer_states": settings.bf16.bf16_optimizer_states,
-        "optimizer.params.fp32_optimizer_states": optimizer is not None and not optimizer.params.fp32_optimizer_states,
-    }
-    for key in (key for key, value in asked.items() if value and own.moments not in (None, "bf16")):
-        yield Problem((key, "zstore.moments"), f'one asks for moments in bf16, one for "{own.moments}"; keep one')
-    threads, aio = own.io_threads, settings.aio
-    if threads is not None and "thread_count" in aio.model_fields_set and threads != aio.thread_count:
-        message = f"these are the same setting, but one is {threads} and one {aio.thread_count}; keep one"
-        yield Problem(("zstore.io_threads", "aio.thread_count"), message)
-
-
-def _elasticity(settings: Settings) -> Iterator[Problem]:
-    """Yield what is wrong with a section `elasticity` that is enabled, by itself and with the batch sizes beside it."""
-    section = settings.elasticity
-    if not section.enabled:
-        return
-    missing = [key for key in ("max_train_batch_size", "micro_batch_sizes") if getattr(section, key) is None]
-    for key in missing:
-        kind = expected(type_of(type(section).model_fields[key]))
-        yield Problem((f"elasticity.{key}",), f"the key is missing, and elasticity is enabled; expected {kind}")
-    beside = [key for key in BATCH_KEYS if getattr(settings, key) not in (None, "auto")]
-    if beside and not section.ignore_non_elastic_batch_info:
-        message = (
-            "elasticity gives the batch sizes; remove the key, or write "
-            '"ignore_non_elastic_batch_info": true into the section elasticity'
-        )
-        for key in beside:
-            yield Problem((key,), message)
-    if not missing:
-        try:
-            section.batch()
-        except ValueError as error:
-            yield Problem(("elasticity",), str(error))

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from .activations import ActivationCheckpointingSection
 from .autotuning import AutotuningSection
+from .data import CurriculumSection, DataEfficiencySection
 from .elasticity import ElasticitySection
 from .keys import Section, built, no_effect, not_built, refused
 from .optimizers import OptimizerSection
@@ -268,10 +269,8 @@ class Settings(Section):
         None, "layers are not dropped by the engine: drop them in the model's forward, by engine.global_steps"
     )
     """Drop layers while training."""
-    curriculum_learning: Unread = refused(None, "order the data in your data set")
-    """Sequence lengths that grow."""
-    data_efficiency: Unread = refused(None, "order and drop the data in your data set")
-    """Sampling and token dropping."""
+    curriculum_learning: CurriculumSection = CurriculumSection()
+    data_efficiency: DataEfficiencySection = DataEfficiencySection()
 
     @classmethod
     def rewrite(cls, data: object) -> object:

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from .keys import Section, built, no_effect, not_built, refused
+from .keys import Section, built, no_effect, not_built
 from .values import (
     Auto,
     Bool,
@@ -136,8 +136,10 @@ class CheckpointSection(Section):
     """Compare the tags of all ranks."""
     load_universal: Bool = no_effect(False, "every checkpoint loads at any world size")
     """Load a converted checkpoint."""
-    use_node_local_storage: Bool = refused(False, "a checkpoint is one folder that all ranks see; give a shared folder")
-    """Save to a folder of each node's own."""
+    use_node_local_storage: Bool = built(False)
+    """Save to a drive of each machine's own: the folder that is saved to is another one on each machine. Each has the part
+    of its ranks, which loads there at the same world size; for anything else bring the parts together, see docs/saving.md.
+    Without it all ranks must see one folder, since that is how they save without waiting for each other."""
     parallel_write: Unread = no_effect(None, "all ranks write at once")
     """Let pipeline stages write."""
     checkpoint_serialization: Bool = no_effect(True, "nothing is pickled")

@@ -158,7 +158,11 @@ class TorchKernel:
     _PROBE_NUMEL = 16
 
     def __init__(self, kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> None:
-        self._proxy = torch.nn.Parameter(torch.zeros(self._PROBE_NUMEL, device=group["params"][0].device))
+        # The step below needs values, which a model that is only planned has not.
+        device = group["params"][0].device
+        self._proxy = torch.nn.Parameter(
+            torch.zeros(self._PROBE_NUMEL, device="cpu" if device.type == "meta" else device)
+        )
         accepted = inspect.signature(kind.__init__).parameters
         self._settings = tuple(name for name in group if name in accepted and name != "params")
         self._optimizer = kind([self._proxy], **{name: group[name] for name in self._settings})

@@ -31,10 +31,12 @@ from zstore.checkpoint.moments import (
 )
 from zstore.errors import UsageError
 
-from .kernel import SlotArray
+from .kernel import ParameterStep, SlotArray
 
 _WORDS = 1 << 17
 """Random words, after which they repeat along a parameter."""
+_PIECE_NUMEL = 1 << 16
+"""Elements that are in fp32 at a time, where the processor updates them: they stay in its cache."""
 _NOISE_BITS = 16
 _ABOVE_ZERO = 2.0**-8
 
@@ -64,29 +66,73 @@ def check_moments(moments: Moments, slots: Sequence[Sequence[str]], kind: str) -
     )
 
 
+class Scratch:
+    """Memory of one thread for the fp32 values of a piece, used again for the next: fresh pages would cost more than the
+    work on them."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+    def take(self, device: torch.device, number: int, numel: int) -> torch.Tensor:
+        """Return memory number `number` on a device, 1-D fp32 [numel], with undefined values."""
+        held = self._held.get((device, number))
+        if held is None or held.numel() < numel:
+            held = self._held[device, number] = torch.empty(numel, device=device)
+        return held[:numel]
+
+
 class MomentTiles:
     """The slots of a parameter, tile by tile, as the kernel wants them. See [Note: moments at rest].
 
-    `stored` are its arrays, and `first` the place of this rank's first element in the whole parameter.
+    `stored` are its arrays, and `first` the place of this rank's first element in the whole parameter. The memory of a
+    `former` one, which is not used any more, is taken over.
     """
 
-    def __init__(self, stored: Sequence[SlotArray], name: str, step: int, first: int) -> None:
+    def __init__(
+        self, stored: Sequence[SlotArray], name: str, step: int, first: int, former: MomentTiles | None = None
+    ) -> None:
         self._stored = stored
         self._start = word_of(name, step) + first
+        self._scratch: Scratch = Scratch() if former is None else former._scratch
 
     @property
     def blocks(self) -> list[int]:
         """How many elements a value of each array is for."""
         return [slot.block for slot in self._stored]
 
+    def update(
+        self,
+        step: ParameterStep,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        views: Sequence[torch.Tensor],
+        first: int,
+    ) -> None:
+        """Take `step` over a tile whose first element is this rank's number `first`; `views` are of the arrays."""
+        piece = _PIECE_NUMEL if master.device.type == "cpu" else max(master.numel(), 1)
+        for begin in range(0, master.numel(), piece):
+            stop = min(begin + piece, master.numel())
+            parts = [view[begin // n : -(-stop // n)] for view, n in zip(views, self.blocks, strict=True)]
+            values = self._expand(parts, self._scratch)
+            step.tile(master[begin:stop], gradient[begin:stop], values)
+            self.reduce(values, parts, first + begin)
+
     def expand(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the values of a tile of the arrays, 1-D fp32 [n] a slot; of slots that are kept so, the views themselves."""
+        return self._expand(views, Scratch())
+
+    def _expand(self, views: Sequence[torch.Tensor], scratch: Scratch) -> list[torch.Tensor]:
         values: list[torch.Tensor] = []
-        for slot, view, scales in self._slots(views):
-            if scales is not None:
-                values.append(expand_codes(view, scales, slot.block))
+        for number, (slot, view, scales) in enumerate(self._slots(views)):
+            if view.dtype == torch.float32:
+                values.append(view)
+                continue
+            value = scratch.take(view.device, number + 1, view.numel())
+            if scales is None:
+                value.copy_(view)
             else:
-                values.append(view.float())
+                expand_codes(view, scales, slot.block, value, scratch.take(view.device, 0, view.numel()))
+            values.append(value)
         return values
 
     def reduce(self, values: Sequence[torch.Tensor], views: Sequence[torch.Tensor], first: int) -> None:
@@ -98,12 +144,13 @@ class MomentTiles:
                 continue
             for begin in range(0, value.numel(), _WORDS):
                 stop = min(begin + _WORDS, value.numel())
-                word = (self._start + first + begin) % _WORDS
+                noise = ((self._start + first + begin) % _WORDS, number % 2)
                 if scales is None:
-                    reduce_to_bf16(value[begin:stop], view[begin:stop], word, number)
+                    reduce_to_bf16(value[begin:stop], view[begin:stop], noise)
                 else:
                     part = scales[begin // slot.block : -(-stop // slot.block)]
-                    reduce_to_codes(value[begin:stop], view[begin:stop], part, word, number, slot.block)
+                    room = self._scratch.take(view.device, 0, stop - begin)
+                    reduce_to_codes(value[begin:stop], view[begin:stop], part, slot.block, noise, room)
 
     def _slots(self, views: Sequence[torch.Tensor]) -> Iterator[tuple[SlotArray, torch.Tensor, torch.Tensor | None]]:
         """Yield each slot with its view and that of its scales; of one with scales the slot is theirs."""
@@ -119,45 +166,54 @@ class MomentTiles:
                 number += 1
 
 
-def expand_codes(codes: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
-    """Return the fp32 values of `codes`, 1-D, with a scale for each `block` of them."""
-    index = codes.to(torch.int32)
+def expand_codes(
+    codes: torch.Tensor, scales: torch.Tensor, block: int, out: torch.Tensor, room: torch.Tensor
+) -> torch.Tensor:
+    """Set `out`, fp32, to the values of `codes`, 1-D, with a scale for each `block` of them, and return it.
+
+    `room` is memory like it, whose values are lost.
+    """
+    index = room.view(torch.int32).copy_(codes)
     if codes.dtype == torch.int8:
         index += 128
-    values = torch.index_select(_values(codes.dtype, codes.device), 0, index)
-    for rows, factors in _blocks(values, scales, block):
+    torch.index_select(_values(codes.dtype, codes.device), 0, index, out=out)
+    for rows, factors in _blocks(out, scales, block):
         rows.mul_(factors)
-    return values
+    return out
+
+
+Noise = tuple[int, int]
+"""The place of the first value's random word in the table, and which half of the words is meant, 0 or 1."""
 
 
 def reduce_to_codes(
-    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, word: int, half: int, block: int
+    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block: int, noise: Noise, room: torch.Tensor
 ) -> None:
-    """Set `codes` and `scales` to those of `values`, 1-D fp32, which are lost.
-
-    `word` is the place of the first value's random bits in the table, and `half` (even or odd) says which bits of them.
-    """
+    """Set `codes` and `scales` to those of `values`, 1-D fp32, which are lost, as those of `room`, memory like them, are."""
     signed = codes.dtype == torch.int8
-    for rows, factors in _blocks(values, scales, block):
-        largest = (rows.abs() if signed else rows).amax(1, keepdim=True)
-        factors.copy_(largest.div_(LARGEST_SIGNED if signed else LARGEST_POSITIVE))
+    sizes = torch.abs(values, out=room) if signed else values
+    for (rows, factors), (absolute, _) in zip(
+        _blocks(values, scales, block), _blocks(sizes, scales, block), strict=True
+    ):
+        factors.copy_(absolute.amax(1, keepdim=True).div_(LARGEST_SIGNED if signed else LARGEST_POSITIVE))
         # Of a block of zeros: 0 / 1.
         rows.div_(factors + (factors == 0))
-    signs = values.view(torch.int32) >> 31 if signed else None
+    bits, signs = values.view(torch.int32), room.view(torch.int32)
     if signed:
+        torch.bitwise_right_shift(bits, 31, out=signs)
         values.abs_().add_(_ABOVE_ZERO)
-    bits = values.view(torch.int32)
-    bits.add_(_noise(values.device, half % 2, LEAST_SIGNED if signed else LEAST_POSITIVE)[word : word + values.numel()])
+    least, (word, half) = LEAST_SIGNED if signed else LEAST_POSITIVE, noise
+    bits.add_(_noise(values.device, half, least)[word : word + values.numel()])
     bits.bitwise_right_shift_(STEP_BITS).clamp_(0, 127 if signed else 255)
-    if signs is not None:
+    if signed:
         bits.bitwise_xor_(signs).sub_(signs)
     codes.copy_(bits)
 
 
-def reduce_to_bf16(values: torch.Tensor, out: torch.Tensor, word: int, half: int) -> None:
-    """Set `out` to `values`, 1-D fp32, which are lost; the rest as in `reduce_to_codes`."""
-    bits = values.view(torch.int32)
-    bits.add_(_noise(values.device, half % 2, None)[word : word + values.numel()])
+def reduce_to_bf16(values: torch.Tensor, out: torch.Tensor, noise: Noise) -> None:
+    """Set `out` to `values`, 1-D fp32, which are lost."""
+    bits, (word, half) = values.view(torch.int32), noise
+    bits.add_(_noise(values.device, half, None)[word : word + values.numel()])
     out.view(torch.int16).copy_(bits.bitwise_right_shift_(_NOISE_BITS))
 
 

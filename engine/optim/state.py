@@ -47,10 +47,9 @@ class RowsInStore:
 
 class OptimizerState:
     """This rank's arrays. `kernels` has one entry for each parameter group; `splits` says whether masters are split,
-    `keeps_whole` whether `whole_master` is asked for, `moments` in what moments rest, and `types` in which type gradients on
-    disk wait for the update."""
+    `keeps_whole` whether `whole_master` is asked for, and `types` in which type gradients on disk wait for the update."""
 
-    def __init__(  # noqa: PLR0913 - keywords, each of a rule of the config
+    def __init__(
         self,
         store: TensorStore,
         kernels: Sequence[Kernel],
@@ -59,7 +58,6 @@ class OptimizerState:
         is_sharded: bool = False,
         splits: bool = False,
         keeps_whole: bool = False,
-        moments: Moments = "fp32",
         types: GradientTypes | None = None,
     ) -> None:
         self.store = store
@@ -69,7 +67,8 @@ class OptimizerState:
         self._has_disk = bool(store.options.all_paths)
         self._splits = splits
         self._keeps_whole = keeps_whole
-        self._moments: Moments = moments
+        self.moments: Moments = "fp32"
+        """What moments rest in; set before `add`."""
         self.owns_fp32 = False
         """Whether fp32 parameters are their own masters wherever their slots rest; set before `add`."""
         self._types = types or GradientTypes()
@@ -180,18 +179,19 @@ class OptimizerState:
         if record.group is None:
             return ()
         slots = self.kernel_slots(record)
-        return slots if self._moments == "fp32" else slots_at_rest(slots, self._moments, _stored_shape(record.shape))
+        return slots if self.moments == "fp32" else slots_at_rest(slots, self.moments, _stored_shape(record.shape))
 
     def kernel_slots(self, record: ParameterRecord) -> Sequence[SlotArray]:
         """Return what the kernel of a trained parameter works on beside its master, in its order."""
         kernel, _ = self.kernel_of(record)
         return kernel.arrays_of(record.shape) if isinstance(kernel, TensorKernel) else kernel.arrays(record.owned_numel)
 
-    def moment_tiles(self, record: ParameterRecord, step: int) -> MomentTiles | None:
-        """Return what makes a kernel's slots out of those at rest in step number `step`; None: they are what rests."""
-        if self._moments == "fp32":
+    def moment_tiles(self, record: ParameterRecord, step: int, former: MomentTiles | None = None) -> MomentTiles | None:
+        """Return what makes a kernel's slots out of those at rest in step number `step`; None: they are what rests. It takes
+        the memory of a `former` one, which is not used any more."""
+        if self.moments == "fp32":
             return None
-        return MomentTiles(self.slots_of(record), record.name, step, record.owned_range[0])
+        return MomentTiles(self.slots_of(record), record.name, step, record.owned_range[0], former)
 
     def moment(self, record: ParameterRecord, slot: str) -> tuple[list[str], MomentTiles]:
         """Return the arrays that rest of one of the kernel's slots, and what makes its values out of them."""
@@ -286,7 +286,7 @@ class OptimizerState:
         """Return how many elements of the parameter a value of an array of it is for."""
         if name.startswith(f"{TIE}/"):
             return BITS
-        if self._moments != "int8":
+        if self.moments != "int8":
             return 1
         slots = self.slots_of(record)
         return next((slot.block for slot in slots if optimizer_array(slot.name, record.name) == name), 1)

@@ -13,6 +13,7 @@ import torch
 
 from zstore.errors import UsageError
 
+from ..plan.plan import Slots, TensorSlot
 from .classes.lamb import Lamb
 from .classes.muon import MuonWithAdam
 from .kernel import Kernel, ParameterStep, Scalars, SlotArray, fp32_arrays, kernel_for
@@ -110,6 +111,13 @@ class TensorKernel:
             state.pop(proxy, None)
             proxy.grad = None
             proxy.data = master.new_zeros(1, 1)
+
+
+def planned_slots(kernel: Kernel, shape: Sequence[int]) -> Slots:
+    """Return what any kernel keeps of a parameter of `shape`, for the plan."""
+    if isinstance(kernel, TensorKernel):
+        return tuple(TensorSlot(slot.name, slot.shape) for slot in kernel.arrays_of(shape))
+    return kernel.slots
 
 
 class _Counted:

@@ -30,6 +30,7 @@ from zstore.tensors import as_torch
 from ..device import GradientTiles, H2DQueue
 from ..params.record import ParameterRecord
 from .kernel import ParameterStep
+from .moments import MomentTiles
 from .state import OptimizerState
 
 Rows = Callable[[ParameterRecord], torch.Tensor | None]
@@ -68,12 +69,13 @@ class _Change:
         rows: torch.Tensor | None,
         step: ParameterStep,
         factor: float,
-        number: int,
+        moments: MomentTiles | None,
         h2d: H2DQueue,
     ) -> None:
         self.record = record
         self._state = state
-        self._moments = state.moment_tiles(record, number)
+        self.moments = moments
+        """What makes the kernel's slots out of those at rest; None: they are what rests."""
         self._num_master = len(state.master_arrays(record))
         """What comes first in a tile: the master, or its parts."""
         self._num_state = len(state.arrays_of(record))
@@ -101,10 +103,10 @@ class _Change:
             gradient = self._gradient.tile(tile.first, tile.stop, master)
         if self._factor != 1.0:
             gradient.mul_(self._factor)
-        values = slots if self._moments is None else self._moments.expand(slots)
-        self._step.tile(master, gradient, values)
-        if self._moments is not None:
-            self._moments.reduce(values, slots, tile.first)
+        if self.moments is None:
+            self._step.tile(master, gradient, slots)
+        else:
+            self.moments.update(self._step, master, gradient, slots, tile.first)
         if self._staged is None:
             self._state.put_master(master, held)
         else:
@@ -168,8 +170,9 @@ class Update:
                 record = mine[tile.group]
                 if change is None or change.record is not record:
                     step, factor = self._step_of(record), self.settings.factor
-                    number = self.settings.step
-                    change = _Change(self._state, record, self.rows(record), step, factor, number, h2d)
+                    former = None if change is None else change.moments
+                    moments = self._state.moment_tiles(record, self.settings.step, former)
+                    change = _Change(self._state, record, self.rows(record), step, factor, moments, h2d)
                 change.apply(tile)
         h2d.settle()
 

@@ -200,6 +200,12 @@ class RunJournal:
         record = {"kind": "load", "at": time.time(), "step": step, "tag": tag, "location": location}
         self.writer.append(record | {"elapsed_s": elapsed_s, "read_bytes": read_bytes})
 
+    def evaluated(self, loss: float, perplexity: float, samples: int) -> None:
+        """Write down an evaluation after the last step: the mean loss of so many samples over all ranks."""
+        if self.enabled:
+            record = {"kind": "eval", "at": time.time(), "step": self._training.counters.global_steps, "loss": loss}
+            self.writer.append(record | {"perplexity": perplexity, "samples": samples})
+
     def acted(self, action: str, request_id: str, problem: str | None = None) -> None:
         """Write down that a request was carried out, or why it was not."""
         if self.enabled:

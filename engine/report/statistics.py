@@ -68,7 +68,7 @@ class EngineStatistics:
     store: StoreStatistics
     utilisation: Utilisation | None
     """Model FLOPs utilisation, on rank 0; None where no operations are known."""
-    activations: ActivationStatistics | None = None
+    activations: ActivationStatistics | None
     """Of activations that leave the device, and of blocks that are timed; None where there are neither."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,14 +82,16 @@ class EngineStatistics:
         return {name: asdict(link) for name, link in moved.items() if link.operations or any(link.stall_s.values())}
 
 
-def engine_statistics(
+def engine_statistics(  # noqa: PLR0913 - the parts of a run that count
     world: World,
     state: OptimizerState,
     gradients: Gradients,
     units: ShardedUnits | None,
     times: PhaseTimes,
     saves_s: Mapping[str, float],
+    *,
     utilisation: Utilisation | None,
+    activations: ActivationStatistics | None,
 ) -> EngineStatistics:
     """Return the counters now; `saves_s` has the seconds for which saves held training up, by their kind."""
     store = state.store.statistics()
@@ -105,6 +107,7 @@ def engine_statistics(
         overlapped=gradients.overlapped,
         store=store,
         utilisation=utilisation,
+        activations=activations,
     )
 
 

@@ -36,8 +36,8 @@ from zstore.tensors import as_torch
 from ..device import Event, Transfers
 from ..params.record import ParameterRecord
 from .collectives import Bucket, over_copy, plan_buckets, unpack
-from .quantized_gather import QuantizedGather, gathers_quantized, start_gathers
-from .secondary import SecondaryShards
+from .plusplus.quantized_gather import QuantizedGather, gathers_quantized, start_gathers
+from .plusplus.secondary import SecondaryShards
 
 Ready = Callable[[Sequence[ParameterRecord]], None]
 """Waits until the records' rows are those of the last step; may be called from the reading thread."""

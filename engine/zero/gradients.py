@@ -21,7 +21,7 @@ from zstore.ranks.world import World
 from ..params.gradient_types import GradientTypes, add_in, is_narrower
 from ..params.record import ParameterRecord
 from .collectives import Reduce, Reduction, reduce_whole
-from .quantized_gradients import QuantizedReducer
+from .plusplus.quantized_gradients import QuantizedReducer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,8 @@ class GradientRules:
     types: GradientTypes = field(default_factory=GradientTypes)
     to_host: frozenset[ParameterRecord] = frozenset()
     """Parameters whose rows wait in host memory, wherever the device is."""
+    spills: bool = False
+    """Whether gradients wait on disk on some rank: then all ranks hear of an error there before the norm is taken."""
     keeps_rows: bool = True
     """Keep the rows' memory from step to step; else it is free as soon as an update took it."""
     reduce: Reduce = Reduction

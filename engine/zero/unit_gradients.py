@@ -368,10 +368,10 @@ class UnitGradients(Gradients):
 
     def reduce(self) -> None:
         """See Gradients."""
-        if self._spill is None:
-            return
-        self._on_disk(self._spill.settle)
-        self._world.raise_together(self._lost)
+        if self._spill is not None:
+            self._on_disk(self._spill.settle)
+        if self._rules.spills:
+            self._world.raise_together(self._lost)
 
     def has(self, record: ParameterRecord) -> bool:
         """See Gradients."""

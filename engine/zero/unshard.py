@@ -25,7 +25,7 @@ from ..params.units import Unit
 from ..plan.needs import parameter_pool_bytes, prefetch_limits
 from ..plan.schedule import NO_SCHEDULE, PrefetchLimits, Recorder, Schedule, Use, make_schedule
 from .fetch import Fetch, Fetcher, Ready, RowReader
-from .secondary import SecondaryShards
+from .plusplus.secondary import SecondaryShards
 
 Fill = Callable[[Sequence[ParameterRecord]], None]
 """Sets `full` of the records, which has room, to the values of all ranks."""
@@ -141,7 +141,7 @@ class ShardedUnits:
         self.forget()
         secondary = self.fetcher.secondary
         if secondary is not None and by_step:
-            secondary.make_old()
+            secondary.expire()
         elif secondary is not None:
             secondary.free()
 

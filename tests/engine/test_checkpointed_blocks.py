@@ -113,3 +113,18 @@ def test_what_configure_was_told_holds_before_a_config() -> None:
         checkpointing.configure(object())
     with pytest.raises(UsageError, match="num_checkpoints"):
         checkpointing.configure(contiguous_checkpointing=True, partition_activations=True)
+
+
+@pytest.mark.parametrize(("asked", "waits"), [(True, 4), (False, 0)])
+def test_a_boundary_waits_for_the_device_where_it_is_asked_to(
+    asked: bool, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = {"activation_checkpointing": {"synchronize_checkpoint_boundary": asked}}
+    checkpointing.configure(None, section)
+    checkpointing.get_cuda_rng_tracker().add("a stream", 1)  # for which a block is called anew, too
+    waited: list[None] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(None))
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    checkpointing.checkpoint(torch.sin, x).sum().backward()
+    assert len(waited) == waits  # before and after, forward and again

@@ -176,12 +176,12 @@ def test_what_steps_whole_tensors_is_refused_where_that_cannot_be() -> None:
         zstore.initialize(model=net, optimizer=torch.optim.LBFGS(net.parameters()), config=make_config())
     for key, value in (("step_overlap", "backward"), ("split_master", True)):
         config = make_config(zstore={key: value}, bf16={"enabled": True})
-        with pytest.raises(UsageError, match=f"Adafactor .* take {key} out"):
-            zstore.initialize(model=net, optimizer=MAKE["Adafactor"](net), config=config)
+        with pytest.raises(UsageError, match=f"Lamb .* take {key} out"):
+            zstore.initialize(model=net, optimizer=MAKE["Lamb"](net), config=config)
     config = make_config(zero_optimization={"stage": 1})
-    message = r"Adafactor .* sharded \(stages 1 to 3\) or offloaded .* stage 0 without offload"
+    message = r"Lamb .* sharded \(stages 1 to 3\) or offloaded .* stage 0 without offload"
     with pytest.raises(UsageError, match=message):
-        zstore.initialize(model=net, optimizer=MAKE["Adafactor"](net), config=config)
+        zstore.initialize(model=net, optimizer=MAKE["Lamb"](net), config=config)
 
 
 def test_a_checkpoint_without_the_optimizers_state_is_refused(tmp_path: Path) -> None:
@@ -193,9 +193,9 @@ def test_a_checkpoint_without_the_optimizers_state_is_refused(tmp_path: Path) ->
         engine.backward(engine(*batch(0, 0, 0)))
         engine.step()
         engine.save_checkpoint(str(tmp_path))
-    with started(MAKE["Adafactor"]) as engine:
+    with started(MAKE["Lamb"]) as engine:
         before = {name: value.clone() for name, value in engine.module.state_dict().items()}
-        with pytest.raises(CheckpointMismatchError, match="steps whole tensors, as Adafactor does"):
+        with pytest.raises(CheckpointMismatchError, match="steps whole tensors, as Lamb does"):
             engine.load_checkpoint(str(tmp_path))
         assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
         engine.load_checkpoint(str(tmp_path), load_optimizer_states=False)

@@ -25,7 +25,7 @@ from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.params.record import Sharding, make_record
 from zstore.engine.zero.collectives import pack, plan_buckets, put_rows
-from zstore.engine.zero.copies import CopiesReduction
+from zstore.engine.zero.plusplus.copies import CopiesReduction
 from zstore.errors import ConfigError
 from zstore.ranks.groups import make_groups
 from zstore.ranks.world import Done, Kind, Work, World

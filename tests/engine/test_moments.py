@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import zstore
@@ -26,6 +27,7 @@ from zstore.engine.optim.moments import expand_codes, random_words, reduce_to_bf
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError
 from zstore.format.partition import make_grid
 from zstore.testing.ranks import run_ranks
+from zstore.tools.export_dcp import write_dcp
 
 FORMAT = Path(__file__).parents[2] / "docs/format.md"
 KINDS = ("fp32", "bf16", "int8")
@@ -77,7 +79,7 @@ def test_codes_are_those_of_plain_python(signed: bool) -> None:
     values = values if signed else values**2
     codes = torch.empty(numel, dtype=torch.int8 if signed else torch.uint8)
     scales = torch.empty(-(-numel // block))
-    reduce_to_codes(torch.from_numpy(values.copy()), codes, scales, word, 0, block)
+    reduce_to_codes(torch.from_numpy(values.copy()), codes, scales, block, (word, 0), torch.empty(numel))
     noise = [((int(w) & 0xFFFF) + 0.5) / 2**16 for w in random_words()[word : word + numel]]
     wanted, wanted_scales = reference(values.tolist(), signed, block, noise)
     np.testing.assert_allclose(scales.numpy(), wanted_scales, rtol=2e-7)
@@ -87,7 +89,7 @@ def test_codes_are_those_of_plain_python(signed: bool) -> None:
     assert np.count_nonzero(apart) <= 1
     numbers = np.array(SIGNED if signed else POSITIVE)
     expected = np.sign(codes.numpy()) * numbers[np.abs(codes.numpy().astype(int))] if signed else numbers[codes.numpy()]
-    found = expand_codes(codes, scales, block).numpy()
+    found = expand_codes(codes, scales, block, torch.empty(numel), torch.empty(numel)).numpy()
     np.testing.assert_allclose(found, expected * np.repeat(scales.numpy(), block)[:numel], rtol=2e-7)
     assert (found[16:32] == 0).all()
     if not signed:
@@ -103,16 +105,16 @@ def test_rounding_is_fair_and_close() -> None:
         for number in range(600):
             codes = torch.empty(16, dtype=torch.int8 if signed else torch.uint8)
             scales = torch.empty(1)
-            reduce_to_codes(given.clone(), codes, scales, word_of("w", number), 1, 16)
-            total += expand_codes(codes, scales, 16)
+            reduce_to_codes(given.clone(), codes, scales, 16, (word_of("w", number), 1), torch.empty(16))
+            total += expand_codes(codes, scales, 16, torch.empty(16), torch.empty(16))
         apart = (total / 600 - given).abs() / (given.abs() + 2**-8 * signed)
         assert apart.max() < 0.006
-        one = expand_codes(codes, scales, 16)
+        one = expand_codes(codes, scales, 16, torch.empty(16), torch.empty(16))
         assert ((one - given).abs() <= (given.abs() + 2**-8 * signed) / 16).all()
     total = torch.zeros(16)
     for number in range(600):
         out = torch.empty(16, dtype=torch.bfloat16)
-        reduce_to_bf16(values.clone(), out, word_of("w", number), 0)
+        reduce_to_bf16(values.clone(), out, (word_of("w", number), 0))
         assert ((out.float() - values).abs() <= values.abs() * 2**-7).all()
         total += out.float()
     assert ((total / 600 - values).abs() / values.abs()).max() < 8e-4
@@ -356,6 +358,12 @@ def test_any_moments_load_into_any_other(tmp_path: Path, caplog: pytest.LogCaptu
                 assert engine.global_steps == 3
 
 
+def given(values: torch.Tensor | None) -> torch.Tensor:
+    assert values is not None
+    return values
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_files_are_what_the_format_says(tmp_path: Path) -> None:
     with start(with_moments("int8")) as engine:
         step(engine)
@@ -374,6 +382,11 @@ def test_files_are_what_the_format_says(tmp_path: Path) -> None:
             assert whole_moment(reader, f"optimizer/{slot}/embed.weight", 13, codes.reshape(-1)[13:99]).tobytes() == (
                 values.reshape(-1)[13:99].numpy().tobytes()
             )
+        (tmp_path / "dcp").mkdir()
+        write_dcp(reader, tmp_path / "dcp", lambda _: None)
+        exported = {"optimizer": {"state": {"embed.weight": {"exp_avg": torch.empty(1203, 56)}}}}
+        dcp.load(exported, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"), no_dist=True)
+        assert torch.equal(exported["optimizer"]["state"]["embed.weight"]["exp_avg"], given(expected["exp_avg"]))
         resharded = tmp_path / "three"
         reshard_checkpoint(reader, resharded, 3)
         del reader.arrays["optimizer/exp_avg_scale/embed.weight"]

@@ -20,7 +20,7 @@ from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.params.quantized import BLOCK_NUMEL, BlockCode, encoded_bytes
 from zstore.engine.params.record import Sharding, make_record
 from zstore.engine.zero.collectives import plan_buckets
-from zstore.engine.zero.quantized_gradients import ErrorFeedback
+from zstore.engine.zero.plusplus.quantized_gradients import ErrorFeedback
 from zstore.errors import ConfigError
 from zstore.testing.ranks import run_ranks
 

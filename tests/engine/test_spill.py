@@ -181,7 +181,7 @@ def test_an_error_within_the_backward_waits_for_the_step(nvme: Path) -> None:
     files = FaultyFiles()
     with opened(nvme, files) as (spill, records):
         unit = Unit("all", (torch.nn.Module(),), tuple(records), tuple(records))
-        rules = GradientRules(bucket_numel=10**9)
+        rules = GradientRules(bucket_numel=10**9, spills=True)
         gradients = UnitGradients([unit], [], World(), rules, Transfers(Streams(), LinkCounters()), spill=spill)
         for faulty in (True, False):
             if faulty:

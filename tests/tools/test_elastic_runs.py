@@ -24,7 +24,7 @@ CONFIG = {
     "zero_optimization": {"stage": 2},
     "steps_per_print": 0,
 }
-# Torch's agents share a store that one that joins later does not find: https://github.com/pytorch/pytorch/issues/123678
+# Torch's agents share a store that one that joins later does not find: https://github.com/pytorch/pytorch/issues/135712
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from zstore.engine.config.config import load_config
 from zstore.errors import UsageError
-from zstore.tools.plan.choices import changed_config, plan_of, weigh_given
+from zstore.tools.plan.choices import Outcome, changed_config, ladder, plan_of, weigh_given
 from zstore.tools.plan.command import plan_command
+from zstore.tools.plan.estimate import resting_bytes
 from zstore.tools.plan.given import differences
 from zstore.tools.plan.job import Choice, make_job
 from zstore.tools.plan.options import PlanOptions, Precision
+from zstore.tools.plan.report import headline
+from zstore.tools.sample.models import build_model
 
 BASE: dict[str, Any] = {
     "train_batch_size": 8,
@@ -96,6 +101,58 @@ def test_a_changed_config_keeps_the_samples_of_a_step_and_the_rest() -> None:
     load_config(changed_config(BASE | {"zero_optimization": True}, choice, 8, "/drive"))
 
 
+# -- what optimizers keep -------------------------------------------------------------------------------------------------
+
+
+def planned_state(tmp_path: Path, optimizer: dict[str, Any]) -> int:
+    """Return the bytes that the plan has for what an optimizer keeps beside the master."""
+    plan = weigh_given(make_job(options(tmp_path, BASE | {"optimizer": optimizer}))).plan
+    return sum(
+        held.total for kind, held in plan.held.items() if kind not in ("parameters", "gradients", "master", "buffers")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("Adam", {"amsgrad": True}), ("AdamW", {}), ("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adagrad", {}),
+        ("RMSprop", {}), ("RMSprop", {"momentum": 0.9, "centered": True}), ("NAdam", {}), ("Adamax", {}), ("RAdam", {}),
+        ("Adadelta", {}), ("ASGD", {}), ("Rprop", {}), ("Adafactor", {}),
+    ],
+)  # fmt: skip
+def test_the_plan_counts_what_torchs_class_keeps(name: str, params: dict[str, Any], tmp_path: Path) -> None:
+    model = build_model("gpt-tiny", 128)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3, **params)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    numel = sum(value.numel() for value in kept if isinstance(value, torch.Tensor) and value.dim())
+    assert planned_state(tmp_path, {"type": name, "params": {"lr": 1e-3, **params}}) == 4 * numel
+
+
+def test_the_plan_counts_what_lion_lamb_and_muon_keep(tmp_path: Path) -> None:
+    model = build_model("gpt-tiny", 128)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    assert planned_state(tmp_path, {"type": "Lion", "params": {"lr": 1e-3}}) == 4 * numel
+    assert planned_state(tmp_path, {"type": "Lamb", "params": {"lr": 1e-3}}) == 8 * numel
+    # One buffer of the matrices in blocks, Adam's two of the rest.
+    inner = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and ".h." in name)
+    muon = {"type": "Muon", "params": {"lr": 1e-3}}
+    assert 0 < planned_state(tmp_path, muon) == 4 * inner + 8 * (numel - inner)
+
+
+def test_errors_of_quantization_are_counted_for_both_hops(tmp_path: Path) -> None:
+    loco = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}
+    config = BASE | {"train_batch_size": 16, "zero_optimization": {"stage": 3} | loco}
+
+    def errors(gpus: int, machines: int) -> int:
+        plan = weigh_given(make_job(options(tmp_path, config, gpus=gpus, machines=machines))).plan
+        return plan.held["gradient errors"].total
+
+    assert errors(2, 2) * 4 == errors(4, 1) * 6  # what each of 4 ranks gets, and each of 2 machines
+
+
 def test_options_that_contradict_the_config(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="gives the batch size"):
         make_job(options(tmp_path, BASE, micro_batch=3))
@@ -103,3 +160,45 @@ def test_options_that_contradict_the_config(tmp_path: Path) -> None:
         options(tmp_path, BASE, precision=Precision.FP32)
     open_sizes = {"bf16": {"enabled": "auto"}}
     assert make_job(options(tmp_path, open_sizes, micro_batch=3)).micro_batch == 3
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion", "Lamb", "Adafactor", "Muon"])
+def test_the_state_is_that_of_the_configs_optimizer(tmp_path: Path, kind: str) -> None:
+    job = make_job(options(tmp_path, BASE | {"optimizer": {"type": kind, "params": {"lr": 1e-3}}}))
+    held = {name: one.total for name, one in weigh_given(job).plan.held.items()}
+    shapes = {one.name: one.shape for one in job.model.shapes}
+    whole = 4 * sum(map(math.prod, shapes.values()))
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
+    hidden = 4 * sum(math.prod(shape) for name, shape in matrices.items() if ".h." in name)
+    expected = {
+        "AdamW": {"exp_avg": whole, "exp_avg_sq": whole},
+        "SGD": {},
+        "Lion": {"exp_avg": whole},
+        "Lamb": {"exp_avg": whole, "exp_avg_sq": whole},
+        "Adafactor": {
+            "row_var": 4 * sum(rows for rows, _ in matrices.values()),
+            "col_var": 4 * sum(columns for _, columns in matrices.values()),
+            "variance": 4 * sum(math.prod(shape) for shape in shapes.values() if len(shape) == 1),
+        },
+        "Muon": {"momentum_buffer": hidden, "exp_avg": whole - hidden, "exp_avg_sq": whole - hidden},
+    }[kind]
+    assert {
+        name: held[name] for name in held if name not in ("parameters", "gradients", "master", "buffers")
+    } == expected
+    assert f" {kind}, " in headline(job)
+
+
+def test_activations_rest_where_the_config_says(tmp_path: Path) -> None:
+    def weighed(**own: Any) -> Outcome:
+        return weigh_given(make_job(options(tmp_path, BASE | {"zstore": own}, gpu_memory=100 * GB)))
+
+    plain, kept = weighed(), weighed(gradient_checkpointing=True)
+    base = make_job(options(tmp_path, BASE))
+    resting, kept_resting = (resting_bytes(base, one.choice) for one in (plain, kept))
+    host, disk = weighed(activations="host"), weighed(activations="disk", activations_path=str(tmp_path))
+    assert plain.device_bytes - host.device_bytes == host.host_bytes - plain.host_bytes == resting
+    assert plain.device_bytes - disk.device_bytes == disk.disk_bytes - plain.disk_bytes == resting
+    both = weighed(gradient_checkpointing=True, activations="host")
+    assert kept.device_bytes - both.device_bytes == kept_resting < resting
+    job = make_job(options(tmp_path, BASE | {"zstore": {"gradient_checkpointing": True}}))
+    assert all(rung.choice.checkpointing for rung in ladder(job))

@@ -17,15 +17,15 @@ from zstore.engine.plan.sent import with_sent
 from zstore.errors import BudgetError
 from zstore.sizes import format_bytes
 
-from .estimate import BUCKET_NUMEL, Seconds, activation_bytes, step_seconds, transit_bytes
+from .estimate import BUCKET_NUMEL, Seconds, activation_bytes, resting_bytes, step_seconds, transit_bytes
 from .job import Choice, GroupKey, Job
 from .machine import Machine
+from .slots import slots_of
 
 HEADROOM_PERCENT = 10
 """Of every memory: left for the process itself, the allocator's gaps, and what an estimate misses."""
 
 _BUDGET_PERCENT = 60
-_ADAM_SLOTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +73,15 @@ def ladder(job: Job) -> list[Outcome]:
 
 
 def _rungs(job: Job) -> Iterator[tuple[str, Choice]]:
-    choice = Choice(stage=0, micro_batch=job.base_micro_batch or job.micro_batch)
+    checkpointing = bool(((job.base or {}).get("zstore") or {}).get("gradient_checkpointing"))
+    choice = Choice(stage=0, micro_batch=job.base_micro_batch or job.micro_batch, checkpointing=checkpointing)
     yield "as asked, stage 0", choice
     if choice.micro_batch > 1:
         choice = replace(choice, micro_batch=1)
         yield "micro-batch 1", choice
-    choice = replace(choice, checkpointing=True)
-    yield "activation checkpointing", choice
+    if not checkpointing:
+        choice = replace(choice, checkpointing=True)
+        yield "activation checkpointing", choice
     choice = replace(choice, stage=2)
     yield "ZeRO-2", choice
     choice = replace(choice, optimizer="cpu")
@@ -116,6 +118,7 @@ def weigh_given(job: Job) -> Outcome:
         optimizer=resolved.offload_optimizer.device,
         parameters=resolved.offload_param.device,
         micro_batch=resolved.batch.micro_batch_size,
+        checkpointing=resolved.own.gradient_checkpointing,
     )
     plan, too_small = _planned(job, raw)
     outcome = _outcome(job, choice, "as it is written", raw, plan)
@@ -138,10 +141,12 @@ def _without_budget(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _outcome(job: Job, choice: Choice, title: str, config: dict[str, Any], plan: Plan) -> Outcome:
-    machine = job.machine
+    machine, held, rest = job.machine, plan.held_total, _resolved(job, config).activations
     activations, transit = activation_bytes(job, choice), transit_bytes(job, choice, plan)
-    held = plan.held_total
-    on_device = held.device + transit + activations
+    moved = resting_bytes(job, choice) if rest == "disk" or (rest == "host" and not machine.device_is_host) else 0
+    # When whole tensors are updated, nothing is left of the backward.
+    on_device = held.device + max(transit + activations - moved, plan.update_bytes)
+    in_host = held.host + held.pinned + (moved if rest == "host" else 0)
     outcome = Outcome(
         title=title,
         choice=choice,
@@ -150,8 +155,8 @@ def _outcome(job: Job, choice: Choice, title: str, config: dict[str, Any], plan:
         activations_bytes=activations,
         transit_bytes=transit,
         device_bytes=0 if machine.device_is_host else on_device,
-        host_bytes=machine.num_ranks * (held.host + held.pinned + (on_device if machine.device_is_host else 0)),
-        disk_bytes=machine.num_ranks * plan.file_bytes,
+        host_bytes=machine.num_ranks * (in_host + (on_device if machine.device_is_host else 0)),
+        disk_bytes=machine.num_ranks * (plan.file_bytes + (moved if rest == "disk" else 0)),
         seconds=step_seconds(job, choice, plan),
         lacking=(),
     )
@@ -218,9 +223,10 @@ def changed_config(
             kept = {name: value for name, value in section.items() if name == "pin_memory"}
             zero[key] = {"device": tier} | ({"nvme_path": nvme_path} if tier == "nvme" else {}) | kept
     config["zero_optimization"] = zero
+    own: dict[str, Any] = {"gradient_checkpointing": True} if choice.checkpointing else {}
     if budget_bytes is not None:
-        config["zstore"] = {**(config.get("zstore") or {}), "host_budget_bytes": budget_bytes}
-    return config
+        own["host_budget_bytes"] = budget_bytes
+    return config | ({"zstore": {**(config.get("zstore") or {}), **own}} if own else {})
 
 
 def plan_of(job: Job, config: dict[str, Any]) -> Plan:
@@ -232,10 +238,17 @@ def plan_of(job: Job, config: dict[str, Any]) -> Plan:
         budget = machine.memory_bytes * _BUDGET_PERCENT // 100
     share = budget // machine.num_ranks if isinstance(budget, int) else None
     settings = placement_settings(resolved, budget_bytes=share, device_is_host=machine.device_is_host)
-    slots = {one.name: _ADAM_SLOTS for one in job.model.shapes}
-    units = job.model.units
-    needs = find_needs(job.model.shapes, slots, resolved, world_size=machine.world_size, rank=0, units=units)
+    slots, units = slots_of(job.model, resolved.optimizer), job.model.units
     ranks, native = machine.world_size, not machine.device_is_host
+    needs = find_needs(
+        job.model.shapes,
+        slots,
+        resolved,
+        world_size=ranks,
+        rank=0,
+        units=units,
+        local_world_size=machine.num_ranks,
+    )
     plan = make_plan(needs, settings, units)
     return with_sent(plan, needs, resolved, ranks, native=native, local_world_size=machine.num_ranks)
 

@@ -86,5 +86,3 @@ def _print(
         console.print(
             f"  {key}: {told}" + ("" if before is None else f" (is {json_module.dumps(before)})"), soft_wrap=True
         )
-    if first.choice.checkpointing:
-        console.print("  in the model: activation checkpointing")

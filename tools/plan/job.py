@@ -29,6 +29,7 @@ from .machine import (
 )
 from .model import DEFAULT_VOCAB, ModelShape, shape_of_model, shape_of_numbers
 from .options import PlanOptions
+from .slots import ADAM
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 GroupKey = Literal["mics_shard_size", "zero_hpz_partition_size"]
@@ -56,10 +57,12 @@ class Job:
     """The config that is weighed, as JSON; a choice replaces its stage, offload and batch sizes. None: there is none."""
     answers: Mapping[str, Any] = field(default_factory=dict)
     """What stands for its "auto"."""
-    moments: Moments = "fp32"
-    """What the optimizer's moments are kept in."""
     base_micro_batch: int | None = None
     """Its samples in one forward."""
+    optimizer: str = ADAM.kind
+    """Class of the optimizer."""
+    moments: Moments = "fp32"
+    """What the optimizer's moments are kept in."""
 
     @property
     def itemsize(self) -> int:
@@ -86,7 +89,11 @@ def make_job(options: PlanOptions) -> Job:
     found, found_bytes = own_gpus()
     gpus = found if options.gpus is None else options.gpus
     own = own_rates(gpus, is_this_machine=options.gpu_memory is None or options.measure is not None)
-    given = None if options.config is None else read_given(options.config, options, own, num_ranks=max(1, gpus))
+    given = (
+        None
+        if options.config is None
+        else read_given(options.config, options, own, world_size=max(1, gpus) * options.machines)
+    )
     precision = find_precision(str(options.precision), own) if given is None else given.precision
     model = _model(options, precision.name)
     gpu_bytes = options.gpu_memory or found_bytes
@@ -124,8 +131,9 @@ def make_job(options: PlanOptions) -> Job:
         precision_note=precision.note,
         base=None if given is None else given.raw,
         answers={} if given is None else given.answers,
-        moments=options.moments.value,
         base_micro_batch=None if given is None else given.resolved.batch.micro_batch_size,
+        optimizer=ADAM.kind if given is None or given.resolved.optimizer is None else given.resolved.optimizer.kind,
+        moments=options.moments.value,
     )
 
 
@@ -157,7 +165,7 @@ class Given:
         return sum(drives.values()) if drives else None
 
 
-def read_given(path: Path, options: PlanOptions, rates: MatmulRates | None, *, num_ranks: int) -> Given:
+def read_given(path: Path, options: PlanOptions, rates: MatmulRates | None, *, world_size: int) -> Given:
     """Return the config in `path`, resolved for the planned devices. Raises ConfigError for one that is not sound, and
     UsageError where --micro-batch contradicts it."""
     raw = read_config(path)
@@ -170,7 +178,7 @@ def read_given(path: Path, options: PlanOptions, rates: MatmulRates | None, *, n
     native = ("bf16",) if rates is None else rates.native
     resolved = loaded.resolve(
         ResolveContext(
-            world_size=num_ranks,
+            world_size=world_size,
             device_supports_bf16="bf16" in native,
             device_supports_fp16="fp16" in native,
             answers=answers,

@@ -24,6 +24,8 @@ class ModelShape:
     """A model without memory."""
 
     name: str
+    module: nn.Module
+    """On the meta device."""
     shapes: Sequence[ParameterShape]
     units: Sequence[Sequence[str]]
     """Names of the parameters that each unit gathers, in the order in which units run."""
@@ -62,6 +64,7 @@ def shape_of_model(name_or_path: str, precision: str, seq_length: int) -> ModelS
     hidden, num_layers, vocab_size = (int(fact) for fact in facts)
     return ModelShape(
         name=name_or_path,
+        module=model,
         shapes=shapes_of_model(model, precision),
         units=units_of_model(model),
         hidden=hidden,
@@ -93,6 +96,7 @@ def shape_of_numbers(num_parameters: int, hidden: int, num_layers: int, vocab_si
         model = nn.ModuleDict({"wte": ends[0], "h": blocks, "ln_f": ends[1], "lm_head": ends[2]})
     return ModelShape(
         name=f"GPT, {num_layers} layers of width {hidden}, {wide} in between",
+        module=model,
         shapes=shapes_of_model(model, precision),
         units=units_of_model(model),
         hidden=hidden,

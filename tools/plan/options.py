@@ -105,3 +105,5 @@ class PlanOptions:
             raise UsageError("name a model: --model M, or --params, --hidden and --layers together")
         if self.config is not None and self.precision is not Precision.AUTO:
             raise UsageError("--config says which type the model is trained in: leave out --precision")
+        if self.config is not None and self.moments is not MomentsKind.FP32:
+            raise UsageError("--config says what moments are kept in: leave out --moments")

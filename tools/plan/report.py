@@ -96,7 +96,7 @@ def headline(job: Job) -> str:
         devices = f"{machine.machines} machines, each with {devices}"
     disk = "" if machine.disk_bytes is None else f", {format_bytes(machine.disk_bytes)} of disk"
     return (
-        f"{model.name}: {model.num_parameters:,} parameters in {job.precision}, Adam, {job.micro_batch} x "
+        f"{model.name}: {model.num_parameters:,} parameters in {job.precision}, {job.optimizer}, {job.micro_batch} x "
         f"{job.seq_length} tokens per rank and step, on {devices} with {format_bytes(machine.memory_bytes)} of memory{disk}"
     )
 
@@ -156,7 +156,7 @@ def shape_document(job: Job) -> dict[str, Any]:
     return {
         "model": {name: getattr(job.model, name) for name in names},
         "machine": asdict(job.machine),
-        "job": {"micro_batch": job.micro_batch, "seq_length": job.seq_length, "precision": job.precision},
+        "job": {name: getattr(job, name) for name in ("micro_batch", "seq_length", "precision", "optimizer")},
     }
 
 

@@ -13,7 +13,7 @@ import os
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -55,11 +55,20 @@ class Corpus(Text):
     """Where each file ends, in bytes from the beginning of the corpus."""
     name: str
     """For messages: the path given, or what stands in for it."""
+    first: int = 0
+    """Where the part that is taken begins, in bytes from the beginning of the files."""
+    stop: int | None = None
+    """Where it ends; None: with the files."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files; a byte is a token."""
-        return self.ends[-1]
+        """Bytes that are taken; a byte is a token."""
+        return (self.ends[-1] if self.stop is None else self.stop) - self.first
+
+    def split(self, part: float) -> tuple[Corpus, Corpus]:
+        """Return the text without its last `part`, and that."""
+        cut = self.first + self.num_bytes - int(self.num_bytes * part)
+        return replace(self, stop=cut), replace(self, first=cut, stop=self.first + self.num_bytes)
 
     def require(self, seq_len: int) -> None:
         """Raise `ConfigError` unless a sample of `seq_len` tokens can be cut from the text."""
@@ -80,6 +89,7 @@ class Corpus(Text):
     def read(self, start: int, num_bytes: int) -> bytes:
         """The bytes from `start` on, across files; `ConfigError` when a file was truncated."""
         pieces = []
+        start += self.first
         index = bisect.bisect_right(self.ends, start)
         while num_bytes > 0:
             begin = self.ends[index - 1] if index else 0

@@ -199,7 +199,7 @@ def build_model(name_or_path: str, seq_len: int) -> nn.Module:
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         path /= "config.json"
-    with _from_transformers(path):
+    with from_transformers(path):
         automatic, config = _transformers_config(name_or_path, path, seq_len)
         built: nn.Module = automatic.from_config(config)
     return built.float()
@@ -218,7 +218,7 @@ def load_or_build(name_or_path: str, seq_len: int, config: Any) -> nn.Module:
         with zstore.Init(config=config):
             return build_model(name_or_path, seq_len)
     path = folder / "config.json"
-    with _from_transformers(path):
+    with from_transformers(path):
         automatic, _ = _transformers_config(name_or_path, path, seq_len)
     return zstore.from_pretrained(automatic, folder, config=config)
 
@@ -244,7 +244,7 @@ def _unknown(name: str, path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _from_transformers(path: Path) -> Iterator[None]:
+def from_transformers(path: Path) -> Iterator[None]:
     """Raise ConfigError for what transformers refuses in a block."""
     try:
         yield

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from zstore.errors import ConfigError
 
 from .corpus import Corpus, Text, start_of
+from .packing import BYTES, Encoder
 
 _FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _BYTES_PER_TOKEN = 6
@@ -67,10 +69,10 @@ def has_tokenizer(model: str) -> bool:
     return folder.is_dir() and any((folder / name).is_file() for name in _FILES)
 
 
-def with_tokenizer(corpus: Corpus, model: str) -> Text:
-    """Return the corpus as the tokenizer in the folder `model` sees it; as bytes where that has none (extra `hf`)."""
+def tokenizer_of(model: str) -> Any:
+    """Return the tokenizer in the folder `model` (extra `hf`); None where that has none."""
     if not has_tokenizer(model):
-        return corpus
+        return None
     folder = Path(model).expanduser()
     try:
         from transformers import AutoTokenizer
@@ -82,8 +84,21 @@ def with_tokenizer(corpus: Corpus, model: str) -> Text:
         raise ConfigError(f"transformers cannot read the tokenizer in {folder}: {error}") from error
     # A sample is longer than the model's window before it is cut, which is no mistake.
     tokenizer.model_max_length = int(1e30)
+    return tokenizer
+
+
+def encoder_of(model: str) -> Encoder:
+    """Return what makes tokens of text for `model`: its tokenizer, or bytes where it has none."""
+    tokenizer = tokenizer_of(model)
+    if tokenizer is None:
+        return BYTES
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    return TokenCorpus(corpus=corpus, encode=encode)
+    return Encoder(encode=encode, end=tokenizer.eos_token_id)
+
+
+def with_tokenizer(corpus: Corpus, model: str) -> Text:
+    """Return the corpus as the tokenizer in the folder `model` sees it; as bytes where that has none (extra `hf`)."""
+    return TokenCorpus(corpus=corpus, encode=encoder_of(model).encode) if has_tokenizer(model) else corpus

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zstore.errors import storage_error
+from zstore.errors import ConfigError, UsageError, storage_error
 from zstore.remote.upload import require_uploads
 from zstore.remote.url import is_url
 
@@ -22,7 +22,7 @@ from .resume import Position, require_free_tags, resume_source, saved_run, start
 if TYPE_CHECKING:
     from zstore.engine.config.config import Config
 
-    from ..sample.corpus import Text
+    from ..sample.data import TrainingData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class _Start:
     source: tuple[str, str | None] | None
     """Folder and tag of the checkpoint to resume from."""
     position: Position
-    corpus: Text
+    data: TrainingData
 
 
 OFFLOAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}
@@ -57,22 +57,40 @@ def train_command(options: TrainOptions) -> None:
 
 def _prepare(options: TrainOptions) -> _Start:
     """Return what the run begins with. Raises what can be known before anything is built, and leaves nothing behind."""
-    from ..sample.corpus import open_corpus
-    from ..sample.tokens import with_tokenizer
+    from ..sample.data import DataOptions, open_data
 
     config = load_train_config(options)
     storage = config.storage_options
     source = resume_source(options.resume, options.save, config.step_folder, storage_options=storage)
     saved = None if source is None else saved_run(*source, storage_options=storage)
-    position = start_position(options.seed, options.seq_len, None if saved is None else saved.position)
-    corpus = with_tokenizer(open_corpus(options.data), options.model)
-    corpus.require(position.seq_len)
+    if config.settings.data_efficiency.sampling is not None:
+        raise ConfigError(
+            f"{config.source}: data_efficiency.data_sampling acts on the training_data of initialize(); `zstore train` draws "
+            "its samples itself: remove it, or use curriculum_learning"
+        )
+    position = start_position(
+        options.seed, options.seq_len, None if saved is None else saved.position, options.validation_split
+    )
+    data = open_data(
+        DataOptions(
+            data=options.data,
+            model=options.model,
+            text_key=options.text_key,
+            validation=options.validation,
+            validation_split=position.split,
+        )
+    )
+    if options.eval_every is not None and data.validation is None:
+        raise UsageError("--eval-every needs --validation PATH or --validation-split X, what to evaluate on")
+    for text in (data.train, data.validation):
+        if text is not None:
+            text.require(position.seq_len)
     if options.save is not None:
         # Any of these may end with a save: a signal decides that, too.
         steps = range(1 if saved is None else saved.step + 1, options.steps + 1)
         require_free_tags(options.save, steps, None if saved is None else saved.id, storage_options=storage)
         require_place(options.save, storage)
-    return _Start(config=config, source=source, position=position, corpus=corpus)
+    return _Start(config=config, source=source, position=position, data=data)
 
 
 def require_place(location: str, storage_options: Mapping[str, Any]) -> None:
@@ -112,4 +130,4 @@ def _train(options: TrainOptions) -> None:
             engine.note_save_folder(str(options.save))
         if start.source is not None:
             engine.load_checkpoint(*start.source)
-        TrainLoop(options, engine, start.corpus, start.position).run()
+        TrainLoop(options, engine, start.data, start.position).run()

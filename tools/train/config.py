@@ -42,8 +42,28 @@ class TrainOptions:
     steps: Annotated[int, typer.Option(help="Total number of steps, including those before a resume.", min=1)]
     data: Annotated[
         Path | None,
-        typer.Option(help="Text file or folder of them, read as bytes (default: Python's standard library)."),
+        typer.Option(
+            help="Text file or folder of them; JSONL file or folder of them; folder of a Hugging Face data set, saved or "
+            "parquet (extra data). Text is read as bytes where the model has no tokenizer (default: Python's standard library)."
+        ),
     ] = None
+    text_key: Annotated[
+        str, typer.Option(help='Column of a JSONL row or data set with the text; one with "input_ids" has tokens.')
+    ] = "text"
+    validation: Annotated[
+        Path | None, typer.Option(help="Text to evaluate on, of any kind that --data takes.", metavar="PATH")
+    ] = None
+    validation_split: Annotated[
+        float | None,
+        typer.Option(help="Part of --data held out to evaluate on, as 0.05 (default: the resumed run's).", metavar="X"),
+    ] = None
+    eval_every: Annotated[
+        int | None,
+        typer.Option(help="Evaluate every K steps, and after the last (default: after the last).", min=1, metavar="K"),
+    ] = None
+    eval_samples: Annotated[
+        int, typer.Option(help="Samples to evaluate on, the same ones each time.", min=1, metavar="N")
+    ] = 256
     save: Annotated[
         str | None, typer.Option(help="Folder or URL for checkpoints; one is saved at the end.", metavar="DIR")
     ] = None
@@ -114,6 +134,10 @@ class TrainOptions:
             raise UsageError("--save-every needs --save DIR, the folder to save in")
         if self.resume == "auto" and self.save is None:
             raise UsageError("--resume auto needs --save DIR, the folder to look in")
+        if self.validation_split is not None and not 0 < self.validation_split < 1:
+            raise UsageError(f"--validation-split: expected a part between 0 and 1, got {self.validation_split:g}")
+        if self.validation is not None and self.validation_split is not None:
+            raise UsageError("--validation and --validation-split both say what to evaluate on: give one of them")
 
     def arguments(self) -> list[str]:
         """Return the command line that gives these options, `--nproc` left out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +16,11 @@ from zstore.engine import Engine
 from zstore.open.sources import folder_of
 from zstore.weights.companions import companions
 
-from ..sample.corpus import Text
+from ..sample.data import TrainingData, validation_samples
 from ..sample.models import loss_of
+from ..sample.packing import LanePosition, PackedRows
 from .config import TrainOptions
+from .evaluation import Evaluation
 from .metrics import MetricsFile, StepMeter, TrainProgress
 from .resume import STATE_KEY, Position
 
@@ -25,11 +28,22 @@ from .resume import STATE_KEY, Position
 class TrainLoop:
     """Steps from where the engine stands to `options.steps`, with metrics and saves."""
 
-    def __init__(self, options: TrainOptions, engine: Engine, corpus: Text, position: Position) -> None:
+    def __init__(self, options: TrainOptions, engine: Engine, data: TrainingData, position: Position) -> None:
         self._options = options
         self._engine = engine
-        self._corpus = corpus
+        self._corpus = data.train
+        self._packed = data.train if isinstance(data.train, PackedRows) else None
+        if self._packed is not None:
+            self._packed.begin(engine.train_batch_size(), position.samples, position.lanes)
+        self._lanes: list[LanePosition] = []
+        """Where the lanes of packed rows are after the step under way, where that is asked for."""
         self._position = position
+        self._evaluation = None
+        if data.validation is not None:
+            samples = validation_samples(data.validation, options.eval_samples, position.seq_len)
+            self._evaluation = Evaluation(engine, samples, options.eval_every, options.steps)
+        self._evaluated: dict[str, float] = {}
+        """What the last evaluation found."""
         self._first_step = engine.global_steps
         engine.step_client_state = self._state
         self._row: dict[str, Any] = {}
@@ -65,10 +79,17 @@ class TrainLoop:
                 engine.watch_signals()
             while engine.global_steps < options.steps:
                 row = self._row = self._step()
+                if self._evaluation is not None and self._evaluation.is_due:
+                    self._evaluated = self._evaluation.run()
+                    row |= self._evaluated
                 if metrics is not None:
                     metrics.write(row)
                 if progress is not None:
                     progress.show(row)
+                    if "eval_loss" in row:
+                        progress.say(
+                            f"step {row['step']}: evaluation loss {row['eval_loss']:.4f}, perplexity {row['perplexity']:.2f}"
+                        )
                 due, stop = self._is_save_due() or self._is_save_asked, engine.stop_requested
                 if due or stop is not None:
                     stall_s = self._save()
@@ -90,11 +111,15 @@ class TrainLoop:
 
     def _step(self) -> dict[str, Any]:
         engine, meter = self._engine, self._meter
+        self._note_length()
         meter.start()
         model = engine.module
         model.train()
-        for micro in range(engine.gradient_accumulation_steps()):
+        micro_batches = engine.gradient_accumulation_steps()
+        for micro in range(micro_batches):
             inputs, labels = self._batch(micro)
+            if micro == micro_batches - 1 and engine.steps.enabled:  # its snapshot is taken within step()
+                self._find_lanes()
             with meter.phase("forward"):
                 loss = loss_of(engine(inputs, labels=labels))
             meter.add_loss(loss)
@@ -115,6 +140,20 @@ class TrainLoop:
         inputs, labels = self._corpus.batch(range(first, first + size), self._position.seq_len, self._position.seed)
         return inputs.to(engine.device), labels.to(engine.device)
 
+    def _note_length(self) -> None:
+        """Say how many tokens the next step has, where a curriculum lets sequences grow."""
+        engine, length = self._engine, self._position.seq_len
+        if engine.curriculum is not None:
+            length = min(length, engine.curriculum_difficulties()["seqlen"])
+            engine.journal.note(tokens=engine.train_batch_size() * length)
+            self._meter.seq_len = length
+
+    def _find_lanes(self) -> None:
+        """Learn from all ranks where the lanes of packed rows are (all ranks)."""
+        if self._packed is not None:
+            everyone = self._engine.world.all_gather_object(self._packed.positions())
+            self._lanes = self._packed.all_positions(everyone)
+
     @property
     def _samples(self) -> int:
         """Samples of the run that its finished steps have seen."""
@@ -122,7 +161,8 @@ class TrainLoop:
         return self._position.samples + steps * self._engine.train_batch_size()
 
     def _state(self) -> dict[str, Any]:
-        return {STATE_KEY: asdict(self._position) | {"samples": self._samples}}
+        lanes = {"lanes": [list(lane) for lane in self._lanes]} if self._packed is not None else {}
+        return {STATE_KEY: asdict(self._position) | {"samples": self._samples, "lanes": []} | lanes}
 
     def _take_request(self, action: str) -> str | None:
         """Note what a person asks for at the end of a step; see `Engine.take_requests`."""
@@ -144,10 +184,12 @@ class TrainLoop:
         if not self._saved and self._engine.global_rank == 0:
             self._keep_model_files()
         self._saved, self._is_save_asked = True, False
+        self._find_lanes()
         handle = self._engine.save_checkpoint(
             str(self._options.save),
             client_state=self._state(),
-            metrics={name: value for name in ("loss", "grad_norm") if (value := self._row[name]) is not None},
+            metrics={name: value for name in ("loss", "grad_norm") if (value := self._row[name]) is not None}
+            | {name: value for name, value in self._evaluated.items() if math.isfinite(value)},
             wait=False,
         )
         return float(handle.stall_s)

@@ -27,7 +27,8 @@ class StepMeter:
 
     def __init__(self, engine: Engine, seq_len: int) -> None:
         self._engine = engine
-        self._seq_len = seq_len
+        self.seq_len = seq_len
+        """Tokens of a sample of the step."""
         self._losses: list[torch.Tensor] = []
         self._phases: dict[str, float] = {}
         self._started = 0.0
@@ -64,7 +65,7 @@ class StepMeter:
             now.memory.process_peak_bytes,
         )
         ranks = engine.world.all_gather_object(mine)
-        tokens = engine.train_batch_size() * self._seq_len
+        tokens = engine.train_batch_size() * self.seq_len
         return {
             "step": engine.global_steps,
             "loss": sum(row[0] for row in ranks) / len(ranks),

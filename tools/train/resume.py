@@ -77,6 +77,10 @@ class Position:
     seed: int
     seq_len: int
     samples: int = 0
+    split: float = 0.0
+    """Part of the data that is held out for evaluation."""
+    lanes: tuple[tuple[int, int, int], ...] = ()
+    """Where each lane of packed rows is; see [Note: lanes] in `sample.packing`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,15 +102,26 @@ def saved_run(folder: str, tag: str | None, *, storage_options: Mapping[str, Any
             f"{folder}: the checkpoint was not saved by `zstore train`, so its position in the data is unknown; load it "
             "with `engine.load_checkpoint` in the script that made it"
         )
-    position = Position(int(state["seed"]), int(state["seq_len"]), int(state["samples"]))
+    lanes = tuple((int(a), int(b), int(c)) for a, b, c in state.get("lanes") or ())
+    position = Position(
+        int(state["seed"]), int(state["seq_len"]), int(state["samples"]), float(state.get("split", 0.0)), lanes
+    )
     return SavedRun(id=record.run, step=record.step, position=position)
 
 
-def start_position(seed: int | None, seq_len: int | None, saved: Position | None) -> Position:
-    """Return where to start; a resumed run keeps its seed and sample length, or its order of data would change."""
+def start_position(
+    seed: int | None, seq_len: int | None, saved: Position | None, split: float | None = None
+) -> Position:
+    """Return where to start; a resumed run keeps its seed, sample length and held out part, or its order of data would
+    change."""
     if saved is None:
-        return Position(seed or 0, seq_len or 128)
-    for option, asked, kept in (("--seed", seed, saved.seed), ("--seq-len", seq_len, saved.seq_len)):
+        return Position(seed or 0, seq_len or 128, split=split or 0.0)
+    asked_for = (
+        ("--seed", seed, saved.seed),
+        ("--seq-len", seq_len, saved.seq_len),
+        ("--validation-split", split, saved.split),
+    )
+    for option, asked, kept in asked_for:
         if asked is not None and asked != kept:
             raise CheckpointMismatchError(
                 f"{option} {asked}: the checkpoint was trained with {kept}, and the order of its data depends on it; omit "

@@ -110,6 +110,9 @@ def first_candidates(
             samples = samples_of(batch, size, section, num_ranks)
             choice = Choice(stage=stage, optimizer=optimizer, parameters=parameters, micro_batch=size)
             outcome = None if job is None else weigh(replace(job, micro_batch=samples), choice)
+            if job is not None and outcome is not None and not outcome.fits:
+                choice = replace(choice, checkpointing=True)
+                outcome = weigh(replace(job, micro_batch=samples), choice)
             config = changed_config(base, choice, samples, nvme_path) if outcome is None else outcome.config
             here.append(
                 Candidate(
@@ -163,7 +166,7 @@ def with_batch(base: Mapping[str, Any], config: Mapping[str, Any], batch: Batch,
 def name_of(choice: Choice) -> str:
     """Return a short name of a choice, as `z3-cpu-none-mbs4`."""
     tiers = "" if choice.optimizer == choice.parameters == "none" else f"-{choice.optimizer}-{choice.parameters}"
-    return f"z{choice.stage}{tiers}-mbs{choice.micro_batch}"
+    return f"z{choice.stage}{tiers}-mbs{choice.micro_batch}{'-checkpointing' if choice.checkpointing else ''}"
 
 
 def refinements(best: Candidate, context: ResolveContext) -> Iterator[Candidate]:

@@ -195,6 +195,14 @@ class DeepSpeedEngine(Engine):
         section = self.training_state.config.scheduler
         return None if section is None else section.type
 
+    def curriculum_enabled_legacy(self) -> bool:
+        """Return whether `curriculum_learning` is on."""
+        return self.curriculum is not None
+
+    def curriculum_learning_enabled(self) -> bool:
+        """Return whether samples are drawn by a curriculum of `data_efficiency`."""
+        return self.training_dataloader is not None and self.training_dataloader.curriculum is not None
+
     def empty_partition_cache(self) -> None:
         """Do nothing: gathered parameters are released by themselves."""
 

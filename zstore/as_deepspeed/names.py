@@ -216,8 +216,6 @@ ENGINE_INSTEAD: Mapping[str, str] = {
     "load_universal_checkpoint": "engine.load_checkpoint() loads it",
     "mpu": "there is no model parallelism",
     "print_forward_breakdown": 'set "wall_clock_breakdown": true, or read engine.statistics()',
-    "set_custom_curriculum_learning_schedule": "order the data in the data set",
-    "set_data_post_process_func": "do it in the data set or loader",
     "set_dataloader": "use a loader of the script's own",
 }
 """Attribute of DeepSpeed's engine -> what to use instead."""

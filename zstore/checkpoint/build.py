@@ -10,7 +10,7 @@ A process that writes all ranks' parts leaves rank 0's to `finish`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,10 @@ READ_ONLY = 0o444
 class CheckpointBuilder:
     """Builds the checkpoint `plan` in the temporary folder `folder`. See [Note: building a checkpoint]."""
 
-    def __init__(self, plan: CheckpointPlan, folder: Path, files: Files) -> None:
+    def __init__(self, plan: CheckpointPlan, folder: Path, files: Files, ranks: Collection[int] | None = None) -> None:
         self.folder = folder
+        self._ranks = range(plan.world_size) if ranks is None else ranks
+        """Those whose manifests come into the folder."""
         self._plan = plan
         self._files = files
         self._found: dict[int, str] = {}
@@ -135,7 +137,7 @@ class CheckpointBuilder:
                     f"rank {rank} saved other arrays than rank 0, or cut them in another way: every rank needs the same model"
                 )
             self._found[rank] = sha256(data)
-        return len(self._found) == self._plan.world_size
+        return not self.missing_ranks()
 
     def _arrived(self) -> list[int]:
         """Return the ranks whose manifest is there and was not looked at."""
@@ -144,7 +146,16 @@ class CheckpointBuilder:
 
     def missing_ranks(self) -> list[int]:
         """Return the ranks whose manifest is not there yet."""
-        return [rank for rank in range(self._plan.world_size) if rank not in self._found]
+        return [rank for rank in self._ranks if rank not in self._found]
+
+    @property
+    def digests(self) -> dict[int, str]:
+        """Those of the manifests that were looked at, by rank."""
+        return dict(self._found)
+
+    def learn(self, digests: Mapping[int, str]) -> None:
+        """Take digests of manifests that are in other folders."""
+        self._found |= digests
 
     def check_complete(self) -> None:
         """Raise CheckpointError unless every shard of every array is some rank's, which made sure that it stored it."""

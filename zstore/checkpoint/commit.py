@@ -100,9 +100,9 @@ class Committer:
     def commit(self, record: Record) -> list[str]:
         """Publish the temporary folder, whose files are durable, with `record`; returns what went wrong after that.
 
-        `record.committed_ns` is set here.
+        `record.committed_ns` is set here, unless it is already.
         """
-        record = stamped(record, self.folder)
+        record = record if record.committed_ns else stamped(record, self.folder)
         path = self.temporary / RECORD_FILE
         self._files.write_small(path, record.encode())
         os.chmod(path, READ_ONLY)

@@ -133,6 +133,12 @@ class Folder(ABC):
         None for one that is no plain file, as a symbolic link. Empty where there is no such folder.
         """
 
+    def sizes_of(self, files: Iterable[str]) -> dict[str, int | None]:
+        """Return the bytes of those of some files that are there; None for one that is no plain file."""
+        wanted = set(files)
+        tops = {file.split("/")[0] for file in wanted}
+        return {file: size for top in tops for file, size in self.sizes(top).items() if file in wanted}
+
     @abstractmethod
     def resources(self, res: IoResources) -> IoResources:
         """Return `res`, made to read this folder's files by the names that `location_of` gives."""
@@ -269,6 +275,10 @@ class LocalFolder(Folder):
             links = (name for name in folders if os.path.islink(os.path.join(folder, name)))
             found |= plain_sizes(self._path, (f"{inside}/{name}" for name in (*names, *links)))
         return found
+
+    def sizes_of(self, files: Iterable[str]) -> dict[str, int | None]:
+        """See `Folder.sizes_of`."""
+        return plain_sizes(self._path, files)
 
     def resources(self, res: IoResources) -> IoResources:
         """See `Folder.resources`."""

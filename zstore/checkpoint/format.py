@@ -30,6 +30,8 @@ ABSENT_KEY = "frozen_left_out"
 """Key of a record's state: names of parameters that the checkpoint does not have although the model does."""
 BASE_KEY = "base"
 """Key of a record's state: where the parameters that it left out came from, and what they were; see `Base`."""
+MACHINES_KEY = "machines"
+"""Key of a record's state: the machines on whose own drives the ranks saved; see `zstore.checkpoint.machines`."""
 LATEST_KEY = "latest"
 """Key of a record's state: false in a checkpoint that is loaded by its tag alone."""
 

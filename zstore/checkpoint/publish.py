@@ -52,6 +52,17 @@ class Publisher:
             tasks += [partial(self._write_small, name) for name in request.small if request.file_bytes(name, 0)]
         return tasks
 
+    def copy_tasks(self) -> list[Callable[[], None]]:
+        """Return a task for each file of rank 0's that this rank copies for its machine: see [Note: parts]."""
+        request, tasks = self._request, list[Callable[[], None]]()
+        if request.parts is None or not request.leads or request.rank == 0:
+            return tasks
+        tasks += [partial(self._copy_small, name) for name in request.small if request.file_bytes(name, 0)]
+        return tasks
+
+    def _copy_small(self, name: str) -> None:
+        self._write_small(name)
+
     def syncs(self) -> list[Callable[[], None]]:
         """Return a task for each shard file that makes it durable: many at once, for drives coalesce concurrent flushes."""
         written, self._written = self._written, []

@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..format.arrays import numpy_dtype
 from ..io.shards import IoResources
 from ..store.tiers import PinnedShard
+from .machines import Parts
 from .names import check_save_id, tag_text
 from .plan import CheckpointPlan
 from .retention import Keep
@@ -57,12 +58,24 @@ class SaveRequest(CheckpointPlan):
     told: Callable[[SaveSummary | BaseException], None] | None = None
     """Called in the save's thread with what this rank did, or what went wrong, before `wait()` returns; of a save to a URL
     with the summary of the local commit first. Must not raise."""
+    parts: Parts | None = None
+    """Where each machine saves its own ranks' part; None: in one folder that all ranks share."""
     timeout_s: float = 1800.0
     """How long a rank waits for the others."""
     most_pause_s: float = 0.1
     """Longest pause between two looks at what the other ranks did."""
     num_threads: int = 8
     """Shards that are published at a time."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank makes and commits the folder."""
+        return self.rank == (0 if self.parts is None else self.parts.leader)
+
+    @property
+    def num_here(self) -> int:
+        """Ranks that save into the same folder."""
+        return self.world_size if self.parts is None else len(self.parts.ranks)
 
     def check(self) -> None:
         """Raise UsageError for what makes no sense. Not done when it is made: the save releases the pins first."""
@@ -72,6 +85,8 @@ class SaveRequest(CheckpointPlan):
             raise UsageError(f"rank {self.rank} is not in a world of {self.world_size}")
         if self.step < 0:
             raise UsageError(f"step {self.step}: expected a count of steps")
+        if self.parts is not None and (self.pieces or self.before_commit is not None):
+            raise UsageError("a save in parts of each machine's own neither joins shards nor writes whole weights")
         if self.keep is not None and not self.run_id:
             raise UsageError(f"{self.keep}: expected a run_id to know the run's own checkpoints by")
         for name in [*self.pins, *self.small, *self.grids]:
@@ -108,7 +123,9 @@ class SaveRequest(CheckpointPlan):
             if (known := self.unchanged(name)) is None or known.identity[0] != here or not known.is_there()
         ]
         needed = sum(
-            self.grid(name).num_shards * self.file_bytes(name, 0) for name in written if name not in self.pieces
+            min(self.grid(name).num_shards, self.num_here) * self.file_bytes(name, 0)
+            for name in written
+            if name not in self.pieces
         )
         # For a while a piece and the whole are both there.
         needed += sum(self.file_bytes(name, 0) for name in self.small)

@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import zip_longest
 from typing import TypeVar
@@ -25,14 +28,15 @@ from ..errors import CheckpointError
 from ..io.pool import Workers
 from ..io.shards import ShardSummary
 from ..ranks.rendezvous import Rendezvous
-from .build import CheckpointBuilder
-from .catalog import TagInfo, read_record, replaced_text
+from .build import READ_ONLY, CheckpointBuilder
+from .catalog import TagInfo, read_record, replaced_text, stamped
 from .commit import Committer, discard, sweep
 from .folder import LocalFolder
-from .format import COMPLETE, decode_state, encode_state
+from .format import COMPLETE, Record, decode_state, encode_state
 from .handle import SaveHandle
 from .lock import owner_is_dead
-from .names import ABORT_FILE, MANIFEST_FOLDER
+from .machines import Parts, machine_file
+from .names import ABORT_FILE, MANIFEST_FOLDER, manifest_file
 from .pieces import Pieces
 from .publish import Publisher
 from .reader import CheckpointReader
@@ -88,7 +92,8 @@ class _Save:
             pause=self.cancelled.wait,
             most_pause_s=request.most_pause_s,
         )
-        self._builder = CheckpointBuilder(request, self._folder, self._files)
+        ranks = None if request.parts is None else request.parts.ranks
+        self._builder = CheckpointBuilder(request, self._folder, self._files, ranks)
         self._publisher = Publisher(request, self._builder, self._check_alive)
         self._pieces = Pieces(request, self._folder)
         self._messages: list[str] = []
@@ -106,7 +111,7 @@ class _Save:
 
     def check(self) -> None:
         """Check what can be checked at once."""
-        if self._request.rank == 0:
+        if self._request.leads:
             request = self._request
             # Asked for now: it raises where two arrays would share a folder.
             self._metadata_sha256 = self._builder.metadata_sha256
@@ -132,7 +137,7 @@ class _Save:
         request = self._request
         try:
             with Workers(request.num_threads, f"zstore-save-{request.rank}") as workers:
-                if request.rank == 0:
+                if request.leads:
                     self._begin()
                 else:
                     # What rank 0 makes last: a rank that has no rows comes straight to its manifest.
@@ -143,7 +148,7 @@ class _Save:
                 if request.rank == 0 and request.pieces:
                     summaries += self._assemble(workers)
                 self._builder.write_manifest(request.rank, COMPLETE, summaries, self._rank_state)
-                if request.rank == 0:
+                if request.leads:
                     self._commit(workers)
                 else:
                     self._rendezvous.wait_until(self._is_over, request.timeout_s, self._not_committed)
@@ -167,13 +172,14 @@ class _Save:
 
     def _publish(self, workers: Workers) -> list[ShardSummary]:
         tasks: list[Callable[[], ShardSummary | None]] = [*self._pieces.tasks(), *self._publisher.tasks()]
-        if self._request.rank == 0:
+        tasks += self._publisher.copy_tasks()
+        if self._request.leads:
             # In between, so that the drive writes shards meanwhile.
             tasks = _in_turn(tasks, self._builder.metadata_tasks())
         try:
             found = workers.run(tasks)
             syncs = self._publisher.syncs()
-            if self._request.rank == 0:
+            if self._request.leads:
                 syncs += self._builder.metadata_syncs()
             workers.run(syncs)
             return [summary for summary in found if summary is not None]
@@ -218,13 +224,15 @@ class _Save:
         self._messages += sweep(self._files, request.folder)
         self._rendezvous.wait_until(builder.collect, request.timeout_s, self._ranks_missing)
         builder.check_complete()
-        record = builder.record(self._state)
+        record = builder.record(self._state) if request.parts is None else self._record_of_parts(request.parts)
         if request.before_commit is not None:
             with CheckpointReader(TagInfo(folder=LocalFolder(self._folder), record=record)) as reader:
                 self._messages += request.before_commit(reader)
         builder.sync_folders(workers)
         self._check_alive()
         self._messages += self._committer.commit(record)
+        if request.parts is not None:
+            request.parts.committed(self._wait_for_machines)
         if request.spares:
             self._spare, messages = make_spare(self._files, request.folder, request, self._metadata_sha256)
             self._messages += messages
@@ -235,6 +243,28 @@ class _Save:
                 run=request.run_id,
                 remove=lambda info: discard(self._files, info.path),
             )
+
+    def _record_of_parts(self, parts: Parts) -> Record:
+        """Return the record, the same on all machines, once each has its part (leaders)."""
+        builder, files = self._builder, self._files
+        mine = self._folder / manifest_file(0)
+        if parts.here == 0:
+            parts.post_manifest(mine.read_bytes())
+        else:
+            files.write_small(mine, parts.manifest(self._wait_for_machines))
+            os.chmod(mine, READ_ONLY)
+        named = self._folder / machine_file(parts.here)
+        files.write_small(named, json.dumps(asdict(parts.machines[parts.here])).encode())
+        os.chmod(named, READ_ONLY)
+        builder.learn(parts.gather(builder.digests, self._wait_for_machines))
+        own = None
+        if parts.here == 0:
+            own = stamped(builder.record({**self._state, **parts.state()}), self._request.folder)
+        return parts.share_record(own, self._wait_for_machines)
+
+    def _wait_for_machines(self, ready: Callable[[], bool], failure: Callable[[], str]) -> None:
+        timeout_s = self._request.timeout_s
+        self._rendezvous.wait_until(ready, timeout_s, lambda: f"{failure()} of {self.target} within {timeout_s} s")
 
     def _summarise(self, summaries: Sequence[ShardSummary]) -> SaveSummary:
         request = self._request
@@ -265,7 +295,9 @@ class _Save:
         """Raise CheckpointError where the save was given up here or by rank 0."""
         if self.cancelled.is_set():
             raise CheckpointError(f"the save of {self.target} was cancelled")
-        if self._request.rank > 0 and (told := self._rendezvous.posted(ABORT_FILE)) is not None:
+        if self._request.parts is not None and self._request.leads:
+            self._request.parts.check()
+        if not self._request.leads and (told := self._rendezvous.posted(ABORT_FILE)) is not None:
             raise CheckpointError(f"rank 0 gave up the save of {self.target}: {told.get('reason')}")
 
     def _is_over(self) -> bool:
@@ -293,7 +325,8 @@ class _Save:
     def _not_seen(self) -> str:
         return (
             f"rank {self._request.rank} does not see {self._folder}, which rank 0 makes: either rank 0 could not (its error "
-            "says why), or the checkpoint folder is local to a machine; give one that all ranks share"
+            "says why), or the checkpoint folder is local to a machine; give one that all ranks share, or set "
+            "checkpoint.use_node_local_storage, with which each machine saves to its own"
         )
 
     def _not_committed(self) -> str:
@@ -306,8 +339,11 @@ class _Save:
     def give_up(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed, and why."""
         reason = f"{type(error).__name__}: {error}"
-        if self._request.rank == 0:
-            self._committer.abort(reason, alone=self._request.world_size == 1)
+        if self._request.leads:
+            self._committer.abort(reason, alone=self._request.num_here == 1)
+            if self._request.parts is not None:
+                with contextlib.suppress(RuntimeError):  # nobody is there to be told
+                    self._request.parts.give_up(reason)
         elif (self._folder / MANIFEST_FOLDER).is_dir():
             with contextlib.suppress(OSError):
                 self._builder.write_manifest(self._request.rank, f"failed: {reason}", [], self._rank_state)

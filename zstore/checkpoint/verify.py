@@ -14,8 +14,8 @@ from ..io.pool import Workers
 from ..io.shards import ShardReader
 from ..ranks.division import items_of, shares_of
 from ..ranks.team import ALONE, Team
-from .folder import plain_sizes
 from .format import parse_json
+from .machines import machine_file, machines_of, missing_text
 from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
 from .reader import CheckpointReader
 from .source import StoredArray
@@ -67,14 +67,19 @@ class _Check:
     def __init__(self, reader: CheckpointReader, team: Team) -> None:
         self._reader = reader
         self._team = team
-        self._shares = shares_of_shards(reader.arrays, team.rank, team.world_size)
-        self._manifests = items_of([1] * reader.record.world_size, team.rank, team.world_size)
+        elsewhere = {rank for one in reader.missing_machines() for rank in one.ranks}
+        shares = shares_of_shards(reader.arrays, team.rank, team.world_size)
+        self._shares = [share for share in shares if share[1] not in elsewhere]
+        manifests = items_of([1] * reader.record.world_size, team.rank, team.world_size)
+        self._manifests = [rank for rank in manifests if rank not in elsewhere]
 
     def run(self, advance: Advance | None, num_threads: int) -> list[Fault]:
         """Return the faults of this rank's part."""
         reader, faults = self._reader, list[Fault]()
         if self._team.rank == 0:
             faults += _check_metadata(reader)
+            missing = reader.missing_machines()
+            faults += [Fault(file=MANIFEST_FOLDER, problem=missing_text(reader.location, [one])) for one in missing]
         ranks = {shard for _, shard, _, _ in self._shares if shard < reader.record.world_size}
         crcs = _read_manifests(reader, {*self._manifests, *ranks}, faults)
         sizes = self._sizes()
@@ -100,7 +105,7 @@ class _Check:
         if self._team.rank == 0 or not self._reader.folder.is_local:
             return _sizes(self._reader)
         files = {self._reader.arrays[name].shard_file(shard) for name, shard, _, _ in self._shares}
-        return plain_sizes(self._reader.path, files)
+        return self._reader.folder.sizes_of(files)
 
 
 def shares_of_shards(arrays: Mapping[str, StoredArray], rank: int, world_size: int) -> list[tuple[str, int, int, int]]:
@@ -244,6 +249,7 @@ class _ShardCheck:
 def _find_extra_files(reader: CheckpointReader, sizes: Mapping[str, int | None]) -> list[Fault]:
     known = {f"{folder}/{METADATA_FILE}" for folder in reader.documents["consolidated_metadata"]["metadata"]}
     known |= {manifest_file(rank) for rank in range(reader.record.world_size)}
+    known |= {machine_file(number) for number in range(len(machines_of(reader.record)))}
     for array in reader.arrays.values():
         known |= {array.shard_file(shard) for shard in range(array.grid.num_shards)}
     return [Fault(file=file, problem="is not part of the checkpoint") for file in sizes if file not in known]

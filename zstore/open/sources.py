@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..checkpoint.folder import Folder, LocalFolder
 from ..checkpoint.names import tag_text
 from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.source import ArraySource
+from ..checkpoint.union import with_parts
 from ..errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from ..io.shards import IoResources
 from ..remote.url import is_url
@@ -25,6 +26,8 @@ _MAKERS = (
 )
 """Whose checkpoint has a file of such a name."""
 
+PARTS_VARIABLE = "ZSTORE_PARTS"
+"""Lists folders in which parts of checkpoints are looked for."""
 
 _ADDRESS = re.compile(r"https?://[^/]*:\d+")
 """An HTTP server and no more."""
@@ -36,6 +39,7 @@ def open_source(
     *,
     resources: IoResources | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    also: Sequence[str | os.PathLike[str]] = (),
 ) -> ArraySource:
     """Open the checkpoint `tag` at `location` (the newest committed one by default), or a tag's own folder.
 
@@ -43,7 +47,7 @@ def open_source(
     is damaged, CheckpointMismatchError where it is of a kind or version that is not read, or other software's behind a URL,
     UsageError for a URL that nothing opens. `resources` stays the caller's.
     """
-    folder = folder_of(location, storage_options)
+    folder = folder_of(location, storage_options, also)
     text = None if tag is None else tag_text(tag)
     try:
         return open_checkpoint(folder, text, resources=resources)
@@ -120,13 +124,21 @@ def maker_of(folder: Folder) -> str | None:
     return maker_of(folder.child(steps[0])) if steps else None
 
 
-def folder_of(location: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Folder:
+def folder_of(
+    location: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    also: Sequence[str | os.PathLike[str]] | None = None,
+) -> Folder:
     """Return the folder that a path or URL names, which need not be there; `tags` and `refused` take it.
 
-    Raises UsageError for a URL that nothing opens.
+    Where `also` is given, parts of a path's checkpoints are looked for in those folders, too, and in those that the variable
+    ZSTORE_PARTS lists as PATH lists its. Raises UsageError for a URL that nothing opens.
     """
     if is_url(location):
         from ..remote.folder import open_folder
 
         return open_folder(os.fspath(location), storage_options)
-    return LocalFolder(Path(location))
+    if also is None:
+        return LocalFolder(Path(location))
+    listed = os.environ.get(PARTS_VARIABLE, "").split(os.pathsep)
+    return with_parts(Path(location), [Path(other) for other in (*also, *listed) if os.fspath(other)])

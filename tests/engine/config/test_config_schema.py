@@ -95,7 +95,10 @@ def test_every_key_that_does_not_act_is_reported_when_set() -> None:
     """Sets each such key to another value than its default, alone in its section."""
     switches: dict[str, dict[str, Any]] = {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}
     switches |= {key: {"device": "cpu"} for key in ("offload_param", "offload_optimizer")}
-    sections = ("fp16", "bf16", "tensorboard", "csv_monitor", "wandb", "throughput", "autotuning")
+    sections = ("fp16", "bf16", "tensorboard", "csv_monitor", "wandb", "throughput", "autotuning", "data_efficiency")
+    metric = {"min_difficulty": 1, "max_difficulty": 2, "schedule_type": "custom", "clustering_type": "single_cluster"}
+    switches["curriculum_learning"] = {"enabled": True, "curriculum_metrics": {"depth": metric}}
+    switches["data_sampling"] = {"enabled": True}
     switches |= {key: {"enabled": True} for key in sections}
     switches["elasticity"] = {"enabled": True, "max_train_batch_size": 4, "micro_batch_sizes": [1]}
     values: list[Any] = [True, False, 7, 0.5, "fp32", "x", "Ignore", "/x", {"enabled": True}, "cpu", "step", "forward"]
@@ -234,7 +237,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         r"offload_optimizer\.devise: unknown key; did you mean zero_optimization\.offload_optimizer\.device\?",
     ),
     ({"stage": 2}, r"stage: unknown key; it belongs in zero_optimization$"),
-    ({"zero_optimization": {"seed": 2}}, r"zero_optimization\.seed: unknown key; it belongs at the top of the config$"),
+    (
+        {"zero_optimization": {"seed": 2}},
+        r"zero_optimization\.seed: unknown key; it belongs at the top of the config or in data_efficiency$",
+    ),
     ({"qqqq": 2}, r"qqqq: unknown key$"),
     ({"enabled": True}, r"enabled: unknown key$"),
     ({"zero_optimization": {"qqq": 2}}, r"zero_optimization\.qqq: unknown key$"),
@@ -334,7 +340,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tensor_parallel": {"autotp_size": 4}}, r"tensor_parallel: .* is not supported"),
     ({"gradient_allreduce_op": "sum"}, r'gradient_allreduce_op: "sum" is not supported'),
-    ({"checkpoint": {"use_node_local_storage": True}}, r"checkpoint\.use_node_local_storage: true is not supported"),
+    (
+        {"checkpoint": {"use_node_local_storage": True}, "zero_optimization": {"stage": 0}},
+        r"checkpoint\.use_node_local_storage.*each rank loads what ranks of other machines saved",
+    ),
+    (
+        {
+            "checkpoint": {"use_node_local_storage": True},
+            "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+        },
+        r"checkpoint\.use_node_local_storage.*no machine has all weights",
+    ),
     ({3: 4}, r"3: .*[Kk]eys? should be"),  # type: ignore[dict-item]
 ]
 

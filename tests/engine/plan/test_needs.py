@@ -48,6 +48,8 @@ def _cases(nvme: str) -> list[dict[str, Any]]:
         _config(2, "nvme", "fp32", nvme),
         _config(1, "none", "bf16", nvme) | {"zstore": {"split_master": True}},
         _config(3, "nvme", "bf16", nvme) | {"zstore": {"split_master": True}},
+        _config(3, "nvme", "bf16", nvme, "nvme") | {"zstore": {"moments": "int8", "split_master": True}},
+        _config(2, "cpu", "bf16", nvme) | {"zstore": {"moments": "int8"}},
         _config(3, "nvme", "bf16", nvme, "nvme"),
         _config(3, "nvme", "bf16", nvme, "nvme") | {"gradient_accumulation_steps": 2},
         _config(3, "nvme", "bf16", nvme, "nvme") | {"zstore": {"split_master": True}},

@@ -13,9 +13,9 @@ import torch
 
 from zstore.ranks.world import Work, World
 
-from ..params.quantized import BLOCK_NUMEL, WEIGHT_BITS, BlockCode, is_matrix
-from ..params.record import ParameterRecord
-from .collectives import Bucket, over_copy, plan_buckets, unpack
+from ...params.quantized import BLOCK_NUMEL, WEIGHT_BITS, BlockCode, is_matrix
+from ...params.record import ParameterRecord
+from ..collectives import Bucket, over_copy, plan_buckets, unpack
 
 Rows = Callable[[ParameterRecord], torch.Tensor]
 """Gives this rank's rows of a parameter with padding, 1-D [shard_numel]."""

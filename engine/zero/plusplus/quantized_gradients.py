@@ -26,10 +26,10 @@ import torch
 from zstore.ranks.groups import make_groups
 from zstore.ranks.world import Kind, Work, World
 
-from ..config.config import Config
-from ..params.quantized import BLOCK_NUMEL, BlockCode, is_matrix
-from ..params.record import ParameterRecord
-from .collectives import Bucket, TypeOf, plan_buckets
+from ...config.config import Config
+from ...params.quantized import BLOCK_NUMEL, BlockCode, is_matrix
+from ...params.record import ParameterRecord
+from ..collectives import Bucket, TypeOf, plan_buckets
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,7 @@ import torch
 from zstore.ranks.groups import Groups
 from zstore.ranks.world import Kind, Work, World
 
-from .collectives import Bucket, mean_of_rows
+from ..collectives import Bucket, mean_of_rows
 
 
 class CopiesReduction:

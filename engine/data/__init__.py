@@ -1,0 +1,1 @@
+"""What the engine does with training data: sequences that grow, samples that become harder."""

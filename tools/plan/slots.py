@@ -1,0 +1,36 @@
+"""What the optimizer of a config keeps of each parameter of a model that has no memory yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from zstore.engine.config.config import OptimizerConfig
+from zstore.engine.optim.kernel import kernel_for
+from zstore.engine.optim.optimizer import optimizer_from_config
+from zstore.engine.optim.tensor_kernel import kernels_for, needs_whole_tensors, planned_slots
+from zstore.engine.params.record import named_parameters
+from zstore.engine.plan.plan import Slots
+
+from .model import ModelShape
+
+ADAM = OptimizerConfig(kind="AdamW", arguments={})
+"""What is planned where a config leaves the optimizer to the script."""
+
+
+def slots_of(model: ModelShape, optimizer: OptimizerConfig | None) -> Mapping[str, Slots]:
+    """Return the slots of each parameter by its name. Raises ConfigError for arguments that the optimizer does not take."""
+    made = optimizer_from_config(optimizer or ADAM, None, model.module)
+    kind = type(made)
+    # A kernel tries a step, which needs a parameter that has memory.
+    groups = [{**group, "params": [torch.nn.Parameter(torch.zeros(1))]} for group in made.param_groups]
+    kernels = kernels_for(kind, groups) if needs_whole_tensors(kind) else [kernel_for(kind, one) for one in groups]
+    of = {
+        parameter: kernel
+        for group, kernel in zip(made.param_groups, kernels, strict=True)
+        for parameter in group["params"]
+    }
+    return {
+        name: planned_slots(of[parameter], parameter.shape) for name, _, parameter in named_parameters(model.module)
+    }
