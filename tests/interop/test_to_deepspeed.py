@@ -275,11 +275,12 @@ def by_deepspeed(cases: list[dict[str, Any]], world_size: int, out: Path) -> lis
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    logs = [(out / f"{rank}.log").open("w") for rank in range(world_size)]
     script = Path(__file__).with_name("deepspeed_goes_on.py")
     ranks = [
         subprocess.Popen(
             [PYTHON, script, json.dumps(cases), out],
-            stdout=(out / f"{rank}.log").open("w"),
+            stdout=logs[rank],
             stderr=subprocess.STDOUT,
             env={
                 **os.environ,
@@ -293,6 +294,8 @@ def by_deepspeed(cases: list[dict[str, Any]], world_size: int, out: Path) -> lis
         )
         for rank in range(world_size)
     ]
+    for log in logs:
+        log.close()
     codes = [rank.wait(600) for rank in ranks]
     assert not any(codes), (out / "0.log").read_text()[-3000:]
     found: list[dict[str, Any]] = json.loads((out / "losses.json").read_text())

@@ -334,3 +334,26 @@ def test_a_launcher_sees_one_output_and_one_exit_code(tmp_path: Path) -> None:
     assert done.stderr.count("is for one process") == 1, done.stderr
     done = launched("consolidate", str(tmp_path / "run"), "--dtype", "fp17")
     assert done.stderr.count("fp17") == 1, done.stderr
+
+
+_LAUNCHED = """
+import os, signal, threading
+from zstore.tools.ranks import _ending_with_the_launcher
+reading, writing = os.pipe()
+if (launcher := os.fork()) == 0:
+    if os.fork() == 0:
+        with _ending_with_the_launcher():
+            os.write(writing, b"meeting")
+            threading.Event().wait(60)
+    os.close(writing)
+    signal.pause()
+os.close(writing)
+os.read(reading, 7)
+os.kill(launcher, signal.SIGKILL)
+print(os.read(reading, 1))  # nothing, once the rank is gone too
+"""
+
+
+def test_a_rank_that_waits_for_others_ends_with_its_launcher() -> None:
+    done = subprocess.run([sys.executable, "-c", _LAUNCHED], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == "b''\n", done.stderr
