@@ -7,6 +7,7 @@ import io
 import json
 import random
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
