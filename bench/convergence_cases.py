@@ -25,6 +25,16 @@ def _zero(**keys: Any) -> dict[str, Any]:
     return {"zero_optimization": keys}
 
 
+def _optimizer(kind: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": kind, "params": params}}
+
+
+# The warm-up of the rate and of the variance, a fifth of 200 steps.
+_FREEZE = 40
+_RAISED = {"type": "WarmupLR", "params": {"warmup_num_steps": _FREEZE, "warmup_type": "linear", "warmup_max_lr": 1e-3}}
+# Gradients of a rank alone are not clipped.
+_SIGNS = _zero(stage=1) | {"gradient_clipping": 0.0, "scheduler": _RAISED}
+
 GROUPS: dict[str, Group] = {
     "quantized": Group(
         # The model is small: all of its matrices are sharded.
@@ -43,6 +53,20 @@ GROUPS: dict[str, Group] = {
         exact=_zero(stage=1, offload_optimizer={"device": "nvme", "nvme_path": "FOLDER"}),
         cases={kind: {"zstore": {"moments": kind}} for kind in ("bf16", "int8")},
         ranks=(1,),
+    ),
+    "one_bit": Group(
+        exact=_SIGNS,
+        cases={
+            "OneBitAdam": _optimizer("OneBitAdam", freeze_step=_FREEZE),
+            "ZeroOneAdam": _optimizer("ZeroOneAdam", var_freeze_step=_FREEZE, local_step_clipper=1),
+            "ZeroOneAdam, own steps": _optimizer(
+                "ZeroOneAdam", var_freeze_step=_FREEZE, local_step_scaler=_FREEZE, local_step_clipper=4
+            ),
+        },
+    ),
+    "one_bit_lamb": Group(
+        exact=_SIGNS | _optimizer("Lamb", lr=1e-3),
+        cases={"OneBitLamb": _optimizer("OneBitLamb", lr=1e-3, freeze_step=_FREEZE)},
     ),
 }
 """By area. A group's name is what `--groups` takes."""

@@ -833,7 +833,7 @@ class Engine(nn.Module):
 
     def zero_optimization_stage(self) -> int:
         """Return the stage, 0 to 3."""
-        return self.training_state.config.stage
+        return self.training_state.config.zero.stage
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Return whether gradients are sharded: stages 2 and 3."""

@@ -101,6 +101,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             device_supports_fp16=rates is not None and "fp16" in rates.native,
             client_optimizer=optimizer is not None,
             whole_tensors=optimizer is not None and needs_whole_tensors(type(optimizer)),
+            optimizer_name=type(optimizer).__name__ if needs_whole_tensors(type(optimizer)) else "",
             client_scheduler=lr_scheduler is not None,
             frozen=frozen,
             answers=answers,

@@ -24,6 +24,7 @@ from .lr_schedules import LRSchedule
 from .optim.client_step import ClientStep
 from .optim.in_backward import OptimizerInBackward
 from .optim.loss_scale import LossScaler
+from .optim.one_bit_step import OneBitStep
 from .optim.optimizer import ZeroOptimizer
 from .optim.state import OptimizerState
 from .optim.tensor_step import TensorStep
@@ -234,9 +235,10 @@ class Training:
     loader: TrainingLoader | None
     run_id: str
     """Of the whole training run; a resumed one keeps it."""
-    client_step: ClientStep | None
-    """Takes the steps of an optimizer of the client's that is not known, over whole tensors."""
-    tensor_step: TensorStep | None = None
+    client_step: ClientStep | OneBitStep | None
+    """Keeps state of its own beside the store's: an optimizer of the client's that is not known, whose steps it takes over
+    whole tensors, or one that sends signs."""
+    tensor_step: TensorStep | OneBitStep | None = None
     """Takes the steps of one that is known to need whole tensors."""
     activations: ActivationOffload | None = None
     """None where activations stay on the device."""
@@ -400,7 +402,9 @@ class Training:
             self.gradients.reduce()
             if self._needs_gradients:
                 self._require_gradients()
-            self._raw_norm = global_norm(self.trained, self.gradients, self.world, sharding=self.sharding)
+            norm = global_norm(self.trained, self.gradients, self.world, sharding=self.sharding)
+            stepper = self.tensor_step
+            self._raw_norm = stepper.agreed_norm(norm) if isinstance(stepper, OneBitStep) else norm
         return self._raw_norm
 
     def step(self) -> None:
@@ -467,10 +471,10 @@ class Training:
             update = Update(self.state, records, settings, self.gradients.take)
             if self.tensor_step is not None:
                 self.tensor_step.run(update)
-            elif self.client_step is None:
-                update.run()
-            else:
+            elif isinstance(self.client_step, ClientStep):
                 self.client_step.run(records, settings.factor, self.gradients.take)
+            else:
+                update.run()
             update.note_scalars(records)
 
         def later() -> None:

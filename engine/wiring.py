@@ -35,6 +35,8 @@ from .optim.in_backward import OptimizerInBackward
 from .optim.kernel import ELEMENT_WISE, Kernel, kernel_for
 from .optim.loss_scale import LossScaler
 from .optim.moments import check_moments
+from .optim.one_bit.kernel import OneBitKernel
+from .optim.one_bit_step import OneBitStep
 from .optim.optimizer import ZeroOptimizer, group_of_parameters
 from .optim.state import OptimizerState
 from .optim.tensor_kernel import TensorKernel, kernels_for, needs_whole_tensors, planned_slots
@@ -100,15 +102,13 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         _require_own_snapshots(config, store, world)
         check_drives(plan, config, world, _present_bytes(store))
         place_buffers(model, world, PRECISIONS[config.precision])
-        whole = any(isinstance(kernel, WholeKernel) for kernel in kernels)
-        by_tensor = any(isinstance(kernel, TensorKernel) for kernel in kernels)
         state = OptimizerState(
             store,
             kernels,
             transfers,
             is_sharded=sharding.optimizer_state,
             splits=config.own.split_master,
-            keeps_whole=whole,
+            keeps_whole=any(isinstance(kernel, WholeKernel | OneBitKernel) for kernel in kernels),
             types=GradientTypes.of(config, world.world_size),
         )
         state.moments = config.moments
@@ -125,6 +125,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         if hooks is not None:
             hooks.units.on_ready(updater.wait_for)
         gradients = _gradients(state, units, hooks, config, sharding, world, rank_groups)
+        client_step, tensor_step = _steps(optimizer, state, gradients, world, copy_world)
         in_backward = None
         if mode is StepMode.BACKWARD and isinstance(gradients, UnitGradients):
             in_backward = OptimizerInBackward(model, state, gradients, updater)
@@ -147,8 +148,8 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             scaler=LossScaler(settings=config.loss_scaling, skips=config.skips_overflow),
             loader=loader,
             run_id=world.broadcast_object(uuid.uuid4().hex),
-            client_step=ClientStep(optimizer.client, state) if whole else None,
-            tensor_step=TensorStep(state, copy_world) if by_tensor else None,
+            client_step=client_step,
+            tensor_step=tensor_step,
             activations=None
             if tier is None
             else ActivationOffload(model, records, find_blocks(model), tier, transfers),
@@ -156,6 +157,20 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     except BaseException:
         store.close()
         raise
+
+
+def _steps(
+    optimizer: ZeroOptimizer, state: OptimizerState, gradients: Gradients, world: World, copy_world: World
+) -> tuple[ClientStep | OneBitStep | None, TensorStep | OneBitStep | None]:
+    """Return what keeps state beside the store's, and what takes the steps of whole tensors; None where nothing does."""
+    kinds = {type(kernel) for kernel in state.kernels}
+    if OneBitKernel in kinds:
+        signs = OneBitStep(optimizer, state, world)
+        if isinstance(gradients, WholeGradients):
+            gradients.averaged = signs.averaged
+        return signs, signs
+    client = ClientStep(optimizer.client, state) if WholeKernel in kinds else None
+    return client, TensorStep(state, copy_world) if TensorKernel in kinds else None
 
 
 def _open(

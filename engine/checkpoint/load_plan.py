@@ -19,6 +19,7 @@ from zstore.format.arrays import buffer_array, model_array, optimizer_array
 from ..build.model import stored_buffers
 from ..optim.client_step import STATE_KEY, ClientStep
 from ..optim.moments import MomentTiles
+from ..optim.one_bit_step import OneBitStep
 from ..optim.state import OptimizerState
 from ..params.record import ParameterRecord
 from ..runtime.messages import shortened
@@ -168,13 +169,13 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
     )
 
 
-def check_client_step(step: ClientStep, reader: ArraySource) -> None:
+def check_client_step(step: ClientStep | OneBitStep, reader: ArraySource) -> None:
     """Raise CheckpointMismatchError where an optimizer that steps whole tensors would not find what it kept."""
     state = reader.record.state.get("client_state")
     kept = state.get(STATE_KEY) if isinstance(state, dict) else None
     if not isinstance(kept, dict):
         raise CheckpointMismatchError(
-            f"checkpoint {reader.location} has no state of an optimizer that steps whole tensors, as {step.name} does: use the "
+            f"checkpoint {reader.location} has no state of an optimizer that keeps its own, as {step.name} does: use the "
             "optimizer that it was trained with, or pass load_optimizer_states=False"
         )
     unexpected = sorted(kept.keys() - {record.name for record in step.records})

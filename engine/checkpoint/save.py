@@ -97,6 +97,8 @@ class Checkpoints:
         """Begin a save, and with `wait` complete it (all ranks)."""
         started = time.perf_counter()
         self.wait()
+        if self._training.client_step is not None:
+            self._training.client_step.collect()
         world, drives = self._training.world, self._training.state.store.options.all_paths
         with world.agreeing():
             destination = destination_of(options.folder, self._training.config, drives)

@@ -14,9 +14,10 @@ from zstore.store.runfolder import RUN_FOLDER
 from .answers import problem_text
 from .jsonc import load_jsonc
 from .notices import Notice
-from .optimizers import WHOLE_TENSORS, AdamParams
+from .optimizers import ONE_BIT, WHOLE_TENSORS, AdamParams
 from .parse import parse
 from .resolve import BatchSizes, ResolveContext, answered, default_weight_decay, resolve_settings
+from .rules import one_bit_problems
 from .scheduler import SchedulerSection
 from .schema import Settings, ZstoreSection
 from .sections import Fp16Section
@@ -68,6 +69,8 @@ class Config:
     """Of an engine without an optimizer: there is no state to offload, and no step."""
     whole_tensors: bool = False
     """The optimizer's step needs whole tensors, which ranks exchange."""
+    one_bit: bool = False
+    """The optimizer sends signs; its state is whole on every rank."""
 
     def notices(self) -> list[Notice]:
         """Return each key that was set and does not act, once, with the reason."""
@@ -107,8 +110,14 @@ class Config:
         if context.world_size == 1:
             notices += _alone(settings.zero_optimization, {notice.key for notice in notices})
         named = settings.optimizer is not None and settings.optimizer.type in WHOLE_TENSORS
-        whole = named or context.whole_tensors
-        resolved = replace(self, settings=settings, reported=tuple(notices), resolved=True, whole_tensors=whole)
+        kind = context.optimizer_name if settings.optimizer is None else settings.optimizer.type
+        signs = kind in ONE_BIT
+        if signs and (found := list(one_bit_problems(settings, kind))):
+            raise ConfigError(problem_text(self.source, [problem.message for problem in found]))
+        whole = named or signs or context.whole_tensors
+        resolved = replace(
+            self, settings=settings, reported=tuple(notices), resolved=True, whole_tensors=whole, one_bit=signs
+        )
         overlap = resolved._overlap_notice(context.world_size)
         return resolved if overlap is None else replace(resolved, reported=(*notices, overlap))
 
@@ -217,8 +226,9 @@ class Config:
 
     @property
     def stage(self) -> int:
-        """What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
-        return self.zero.stage
+        """What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Stage 1 is 0 with an optimizer that
+        sends signs, whose state is whole on every rank."""
+        return 0 if self.one_bit and self.zero.stage == 1 else self.zero.stage
 
     @property
     def offload_optimizer(self) -> OffloadConfig:

@@ -11,10 +11,7 @@ ALIASES = {
 }
 """Names of DeepSpeed's classes, in small letters, and the type that does the same."""
 
-_ONE_BIT = "the 1-bit optimizers, which compress what ranks send, are not built"
 _OTHERS = {
-    **dict.fromkeys(("onebitadam", "zerooneadam"), f'{_ONE_BIT}; write "Adam"'),
-    "onebitlamb": f'{_ONE_BIT}; write "Lamb"',
     "lbfgs": "it calls the model again within its step, which the engine cannot do; train with it in plain torch",
     "sparseadam": "it needs sparse gradients, which are not supported",
 }

@@ -307,6 +307,83 @@ class MuonParams(OptimizerParams):
     """DeepSpeed's choice between two forms of the iteration."""
 
 
+_BACKEND = "the ranks' own backend carries the signs"
+_NO_AMSGRAD = "the 1-bit optimizers have no such form; remove it"
+
+
+class _OneBitParams(OptimizerParams):
+    """Arguments that the 1-bit optimizers share."""
+
+    lr: Real | Auto = built(1e-3)
+    """Learning rate; the default is DeepSpeed's."""
+    betas: Betas | Auto = built((0.9, 0.999))
+    """Decay of the two moments."""
+    eps: Real | Auto = built(1e-8)
+    """Added to the denominator."""
+    bias_correction: Bool = built(True)
+    """Correct the moments for starting at zero, so that the warm-up is that of the exact optimizer; false: use them as
+    they are, which DeepSpeed does whatever this says."""
+    amsgrad: Bool = refused(False, _NO_AMSGRAD)
+    """Use the largest second moment seen."""
+    cuda_aware: Anything = no_effect(None, _BACKEND)
+    """MPI that reads GPU memory."""
+    comm_backend_name: Anything = no_effect(None, _BACKEND)
+    """Backend of the exchange."""
+
+
+class OneBitAdamParams(_OneBitParams):
+    """Arguments of 1-bit Adam, at stages 0 and 1: AdamW that sends its momentum as signs after a warm-up."""
+
+    weight_decay: Real | Auto = built(0.0)
+    """Decoupled decay of the weights per step, times lr."""
+    freeze_step: Positive = built(100000)
+    """Updates that are AdamW's; in later ones the variance stays, and signs are sent. Take 15 to 25% of the run, and not
+    less than the warm-up of the rate; the default is DeepSpeed's."""
+    eps_inside_sqrt: Anything = no_effect(None, "DeepSpeed's class does not use it either; eps is added to the root")
+    """Add eps under the square root."""
+
+
+class ZeroOneAdamParams(_OneBitParams):
+    """Arguments of 0/1 Adam, at stages 0 and 1: AdamW that sends signs from the start, and later not in every step."""
+
+    weight_decay: Real | Auto = built(0.0)
+    """Decoupled decay of the weights per step, times lr."""
+    var_freeze_step: Positive = built(100000)
+    """Last update that may change the variance; after it ranks take steps of their own. The end of the warm-up of the rate
+    is a good one; the default is DeepSpeed's."""
+    var_update_scaler: Positive = built(16)
+    """Updates of the variance after which their interval doubles; it starts at 1."""
+    local_step_scaler: Positive = built(32678)
+    """Updates after which the interval between exchanges doubles; it starts at 1."""
+    local_step_clipper: Positive = built(16)
+    """Longest interval between exchanges, in updates; 1: ranks exchange in every one."""
+    eps_inside_sqrt: Anything = no_effect(None, "DeepSpeed's class does not use it either; eps is added to the root")
+    """Add eps under the square root."""
+
+
+class OneBitLambParams(_OneBitParams):
+    """Arguments of 1-bit LAMB, at stages 0 and 1: LAMB that sends its momentum as signs after a warm-up."""
+
+    weight_decay: Real | Auto = built(0.0)
+    """Decay of the weights, a part of the update before it is scaled."""
+    eps_inside_sqrt: Bool = built(False)
+    """Add eps under the square root."""
+    freeze_step: Positive = built(100000)
+    """Updates that are LAMB's; in later ones the variance stays, and signs are sent. The default is DeepSpeed's."""
+    max_coeff: Real = built(10.0)
+    """Largest factor of a tensor's step in the warm-up."""
+    min_coeff: Real = built(0.01)
+    """Smallest factor of a tensor's step in the warm-up."""
+    coeff_beta: BelowOne = built(0.9)
+    """Decay of the average of factors that later steps take; freeze_step should be well above 1 / (1 - coeff_beta)."""
+    factor_max: Real = built(4.0)
+    """Largest correction of that average."""
+    factor_min: Real = built(0.5)
+    """Smallest correction of that average."""
+    factor_threshold: Real = built(0.1)
+    """Part by which the correction may change in an update."""
+
+
 OPTIMIZERS: Mapping[str, type[OptimizerParams]] = {
     "Adam": AdamParams,
     "AdamW": AdamParams,
@@ -323,15 +400,20 @@ OPTIMIZERS: Mapping[str, type[OptimizerParams]] = {
     "Lamb": LambParams,
     "Adafactor": AdafactorParams,
     "Muon": MuonParams,
+    "OneBitAdam": OneBitAdamParams,
+    "ZeroOneAdam": ZeroOneAdamParams,
+    "OneBitLamb": OneBitLambParams,
 }
 OptimizerName = Literal[
     "Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "Adamax", "RAdam", "Adadelta", "ASGD", "Rprop",
-    "Lion", "Lamb", "Adafactor", "Muon",
+    "Lion", "Lamb", "Adafactor", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb",
 ]  # fmt: skip
 
 
 WHOLE_TENSORS = ("Lamb", "Adafactor", "Muon")
 """Those whose step needs whole tensors, which ranks exchange."""
+ONE_BIT = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+"""Those that send signs."""
 
 
 def _by_type(value: object, info: ValidationInfo) -> object:

@@ -30,6 +30,8 @@ class ResolveContext:
     """Whether an optimizer was passed: then the config's section is not read."""
     whole_tensors: bool = False
     """Whether that optimizer's steps need whole tensors, which ranks exchange."""
+    optimizer_name: str = ""
+    """Name of its class, where that is one that the config could name."""
     client_scheduler: bool = False
     """Whether a scheduler was passed: then the config's section is not read."""
     frozen: bool = False

@@ -129,6 +129,9 @@ class ClientStep:
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
+    def collect(self) -> None:
+        """Every rank has the same: nothing is brought for `state`."""
+
     def state(self) -> dict[str, Any]:
         """Return what the optimizer keeps, by parameter name, for a checkpoint to copy."""
         return {r.name: dict(self._client.state[r.parameter]) for r in self._state.scalars if self._kept(r.parameter)}

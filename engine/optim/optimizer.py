@@ -16,12 +16,13 @@ from ..config.config import OptimizerConfig
 from ..runtime.messages import warn_once
 from .classes.lamb import Lamb
 from .classes.muon import MuonWithAdam, split_for_muon
+from .classes.one_bit import ONE_BIT
 from .kernel import ELEMENT_WISE
 from .loss_scale import LossScaler
 from .tensor_kernel import needs_whole_tensors
 
 Groups = list[dict[str, Any]]
-_CLASSES = {kind.__name__: kind for kind in (*ELEMENT_WISE, Lamb, torch.optim.Adafactor)}
+_CLASSES = {kind.__name__: kind for kind in (*ELEMENT_WISE, Lamb, torch.optim.Adafactor, *ONE_BIT)}
 
 
 class ZeroOptimizer(torch.optim.Optimizer):

@@ -47,7 +47,8 @@ class RowsInStore:
 
 class OptimizerState:
     """This rank's arrays. `kernels` has one entry for each parameter group; `splits` says whether masters are split,
-    `keeps_whole` whether `whole_master` is asked for, and `types` in which type gradients on disk wait for the update."""
+    `keeps_whole` whether `whole_master` and `whole_slot` are asked for,
+    and `types` in which type gradients on disk wait for the update."""
 
     def __init__(
         self,
@@ -85,6 +86,8 @@ class OptimizerState:
         self._own_shapes: dict[str, SlotArray] = {}
         """Arrays that have another shape than their parameter."""
         self._whole_masters: dict[ParameterRecord, torch.Tensor] = {}
+        self._whole_slots: dict[str, torch.Tensor] = {}
+        """By array."""
 
     def add(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, placement: Placement) -> None:
         """Create the arrays of a parameter; `initial` has this rank's rows, 1-D, in the best precision there is.
@@ -166,7 +169,11 @@ class OptimizerState:
     def _create_slot(self, record: ParameterRecord, slot: SlotArray, tier: TierName) -> None:
         name = f"optimizer/{slot.name}"
         if slot.block == 1 and slot.shape is None:
-            self._create(record, name, slot.dtype, tier)
+            memory = None
+            if self._keeps_whole:
+                memory = torch.zeros(record.owned_numel, dtype=slot.dtype, device=record.full.device)
+                self._whole_slots[optimizer_array(slot.name, record.name)] = memory
+            self._create(record, name, slot.dtype, tier, memory=memory)
             return
         elements, grid = record.spec(name, slot.dtype), self.state_grid_of(record, slot)
         spec = replace(elements, shape=slot.shape or (grid.rows,))
@@ -215,6 +222,10 @@ class OptimizerState:
     def whole_master(self, record: ParameterRecord) -> torch.Tensor:
         """Return the memory of the fp32 master of a parameter whose state is whole on the device, 1-D [numel]."""
         return record.full if self.is_master(record) else self._whole_masters[record]
+
+    def whole_slot(self, record: ParameterRecord, slot: str) -> torch.Tensor:
+        """Return the memory of a slot of a parameter whose state is whole on the device, 1-D [numel]."""
+        return self._whole_slots[optimizer_array(slot, record.name)]
 
     def is_split(self, record: ParameterRecord) -> bool:
         """Return whether the master is kept as the bf16 parameter and what it lacks. See [Note: the split]."""

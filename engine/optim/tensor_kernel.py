@@ -16,7 +16,10 @@ from zstore.errors import UsageError
 from ..plan.plan import Slots, TensorSlot
 from .classes.lamb import Lamb
 from .classes.muon import MuonWithAdam
+from .classes.one_bit import ONE_BIT
 from .kernel import Kernel, ParameterStep, Scalars, SlotArray, fp32_arrays, kernel_for
+from .one_bit.kernel import OneBitKernel
+from .one_bit.rules import rule_for
 
 _MUON: Any = getattr(torch.optim, "Muon", None)
 _KINDS = [kind for kind in (Lamb, torch.optim.Adafactor, _MUON, MuonWithAdam) if kind is not None]
@@ -24,11 +27,13 @@ _KINDS = [kind for kind in (Lamb, torch.optim.Adafactor, _MUON, MuonWithAdam) if
 
 def needs_whole_tensors(kind: type[torch.optim.Optimizer]) -> bool:
     """Return whether a class is one that is stepped tensor by tensor, with state in the store."""
-    return kind in _KINDS
+    return kind in (*_KINDS, *ONE_BIT)
 
 
 def kernels_for(kind: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]) -> list[Kernel]:
     """Return the kernel of each group of a class that `needs_whole_tensors`."""
+    if kind in ONE_BIT:
+        return [OneBitKernel(rule_for(kind.__name__)) for _ in groups]
     found: list[Kernel] = []
     for group in groups:
         if kind is MuonWithAdam and not group["use_muon"]:
@@ -117,6 +122,8 @@ def planned_slots(kernel: Kernel, shape: Sequence[int]) -> Slots:
     """Return what any kernel keeps of a parameter of `shape`, for the plan."""
     if isinstance(kernel, TensorKernel):
         return tuple(TensorSlot(slot.name, slot.shape) for slot in kernel.arrays_of(shape))
+    if isinstance(kernel, OneBitKernel):
+        return kernel.rule.slots
     return kernel.slots
 
 

@@ -154,6 +154,8 @@ class WholeGradients(Gradients):
         everywhere: bool,
     ) -> None:
         super().__init__(records, others, world, rules)
+        self.averaged: Callable[[], set[ParameterRecord]] | None = None
+        """Returns those of the step that are averaged over ranks; of others each rank keeps its own. None: all are."""
         self._everywhere = everywhere
         """Each rank gets all of the mean; else its own rows."""
         self._held: dict[ParameterRecord, torch.Tensor] = {}
@@ -214,13 +216,14 @@ class WholeGradients(Gradients):
         """See Gradients."""
         had = agree_any(self._world, [record in self._held for record in self._records])
         agreed = [record for record, any_ in zip(self._records, had, strict=True) if any_]
+        averaged = set(agreed) if self.averaged is None else self.averaged()
         if self._world.world_size > 1:
             for record in agreed:
                 if record not in self._held:
                     self._held[record] = self._zeros(record)
             self.overlapped += reduce_whole(
                 self._world,
-                agreed,
+                [record for record in agreed if record in averaged],
                 self._rules.bucket_numel,
                 self._flat,
                 self._rules.reduced,

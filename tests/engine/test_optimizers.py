@@ -20,6 +20,7 @@ from zstore.engine import Engine
 from zstore.engine.config.config import load_config
 from zstore.engine.config.optimizers import OPTIMIZERS
 from zstore.engine.config.resolve import ResolveContext
+from zstore.engine.optim.classes.one_bit import ONE_BIT
 from zstore.engine.optim.optimizer import optimizer_from_config
 from zstore.errors import ConfigError, UsageError
 from zstore.optim import Lamb, Lion, MuonWithAdam, split_for_muon
@@ -255,16 +256,19 @@ def from_section(kind: str, params: dict[str, Any]) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("Adam", "Muon")])
 def test_a_name_makes_the_class_with_its_defaults_and_every_key_reaches_it(name: str) -> None:
-    kind = {"Lion": Lion, "Lamb": Lamb}.get(name) or getattr(torch.optim, name)
+    ours: dict[str, type[torch.optim.Optimizer]] = {"Lion": Lion, "Lamb": Lamb} | {one.__name__: one for one in ONE_BIT}
+    kind = ours.get(name) or getattr(torch.optim, name)
     usual, made = kind(model().parameters()).defaults, from_section(name, {})
     assert type(made) is kind
     other = {"AdamW": {"weight_decay": 0.0}, "Lion": {"lr": 1e-3}}.get(name, {})  # DeepSpeed's
     assert {key: value for key, value in made.param_groups[0].items() if key != "params"} == usual | other
     keys = set(OPTIMIZERS[name]().arguments()) - {"adam_w_mode", "torch_adam"}
     values = {
-        key: VALUES.get(key, not usual[key] if isinstance(usual[key], bool) else 0.25)
+        key: VALUES.get(
+            key, not usual[key] if isinstance(usual[key], bool) else 3 if isinstance(usual[key], int) else 0.25
+        )
         for key in keys
-        if key != "bias_correction" or name == "Lamb"
+        if key != "bias_correction" or name not in ("Adam", "AdamW")
     }
     if name == "Adafactor":
         values["eps"] = (1e-7, 0.5)

@@ -9,9 +9,21 @@ Read in this order: offloaded, records, local_state, stored_tensor, gradients, s
 from zstore.engine.optim.classes.lamb import Lamb
 from zstore.engine.optim.classes.lion import Lion
 from zstore.engine.optim.classes.muon import MuonWithAdam, split_for_muon
+from zstore.engine.optim.classes.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
 
 from .offloaded import Offloaded
 from .registry import register
 from .stored_tensor import StoredTensor
 
-__all__ = ["Lamb", "Lion", "MuonWithAdam", "Offloaded", "StoredTensor", "register", "split_for_muon"]
+__all__ = [
+    "Lamb",
+    "Lion",
+    "MuonWithAdam",
+    "Offloaded",
+    "OneBitAdam",
+    "OneBitLamb",
+    "StoredTensor",
+    "ZeroOneAdam",
+    "register",
+    "split_for_muon",
+]

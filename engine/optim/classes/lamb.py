@@ -4,7 +4,7 @@ limits and the place of the bias correction DeepSpeed's FusedLamb."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -56,18 +56,35 @@ class Lamb(torch.optim.Optimizer):
             state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter)}
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
-        (beta1, beta2), steps = group["betas"], float(state["step"])
-        moment, squares = state["exp_avg"], state["exp_avg_sq"]
-        moment.mul_(beta1).add_(gradient, alpha=1 - beta1)
-        squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        inside = group["eps_inside_sqrt"]
-        update = (squares + group["eps"]).sqrt_() if inside else squares.sqrt().add_(group["eps"])
-        torch.div(moment, update, out=update)
-        update.add_(parameter, alpha=group["weight_decay"])
-        rate = group["lr"]
-        if group["bias_correction"]:
-            rate = rate * math.sqrt(1 - beta2**steps) / (1 - beta1**steps)
-        weights_norm, update_norm = parameter.norm(), update.norm()
-        factor = (weights_norm / update_norm).clamp_(group["min_coeff"], group["max_coeff"])
-        factor = torch.where((weights_norm > 0) & (update_norm > 0), factor, 1.0)
-        parameter.sub_(update.mul_(factor * rate))
+        lamb_step(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], float(state["step"]), group)
+
+
+def lamb_step(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    moment: torch.Tensor,
+    squares: torch.Tensor,
+    steps: float,
+    group: Mapping[str, Any],
+) -> torch.Tensor:
+    """Take step number `steps` of LAMB in place; return the factor of the tensor, a tensor without dimensions, which is 0
+    where a norm was 0 and the step was taken with factor 1."""
+    beta1, beta2 = group["betas"]
+    moment.mul_(beta1).add_(gradient, alpha=1 - beta1)
+    squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    update = moment / lamb_root(squares, group)
+    update.add_(parameter, alpha=group["weight_decay"])
+    rate = group["lr"]
+    if group["bias_correction"]:
+        rate = rate * math.sqrt(1 - beta2**steps) / (1 - beta1**steps)
+    weights_norm, update_norm = parameter.norm(), update.norm()
+    both = (weights_norm > 0) & (update_norm > 0)
+    factor = (weights_norm / update_norm).clamp_(group["min_coeff"], group["max_coeff"])
+    parameter.sub_(update.mul_(torch.where(both, factor, 1.0) * rate))
+    return torch.where(both, factor, 0.0)
+
+
+def lamb_root(squares: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """Return what the moment is divided by."""
+    eps = group["eps"]
+    return (squares + eps).sqrt_() if group["eps_inside_sqrt"] else squares.sqrt().add_(eps)

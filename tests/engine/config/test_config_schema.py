@@ -108,7 +108,8 @@ def test_every_key_that_does_not_act_is_reported_when_set() -> None:
             continue
         *outer, name = path.split(".")
         if outer == ["optimizer", "params"]:
-            switches["optimizer"] = {"type": next(one for one, kind in OPTIMIZERS.items() if name in kind.model_fields)}
+            having = (one for one, kind in OPTIMIZERS.items() if kind.model_fields.get(name) is field)
+            switches["optimizer"] = {"type": next(having)}
         for value in values:
             config: dict[str, Any] = {name: value}
             for section in reversed(outer):
