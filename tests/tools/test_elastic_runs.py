@@ -60,7 +60,7 @@ def wait_for(what: Callable[[], bool], why: str) -> None:
     deadline = time.monotonic() + 100
     while not what():
         assert time.monotonic() < deadline, why
-        time.sleep(0.02)
+        time.sleep(0.1)
 
 
 def torchrun(tmp_path: Path, port: int, *words: str) -> list[str]:
