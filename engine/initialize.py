@@ -28,7 +28,6 @@ from .device import Streams
 from .engine import Engine
 from .loader import Collate, TrainingLoader
 from .lr_schedules import LRSchedule, named_schedule
-from .optim.classes.one_bit import ONE_BIT
 from .optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from .optim.tensor_kernel import needs_whole_tensors
 from .plan.rates import MatmulRates, find_rates, tell_choice, warn_of_slow
@@ -94,6 +93,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = World.current()
     rates = find_rates(loaded, world)
+    whole = optimizer is not None and needs_whole_tensors(type(optimizer))
     resolved = loaded.resolve(
         ResolveContext(
             world_size=world.world_size,
@@ -101,8 +101,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             device_supports_bf16=rates is not None and "bf16" in rates.native,
             device_supports_fp16=rates is not None and "fp16" in rates.native,
             client_optimizer=optimizer is not None,
-            whole_tensors=optimizer is not None and needs_whole_tensors(type(optimizer)),
-            optimizer_name="" if optimizer is None or type(optimizer) not in ONE_BIT else type(optimizer).__name__,
+            whole_tensors=whole,
+            optimizer_name=type(optimizer).__name__ if whole else "",
             client_scheduler=lr_scheduler is not None,
             frozen=frozen,
             answers=answers,
