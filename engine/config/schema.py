@@ -237,7 +237,7 @@ class Settings(Section):
     comms_logger: CommsLoggerSection = CommsLoggerSection()
     elasticity: ElasticitySection = ElasticitySection()
     autotuning: AutotuningSection = AutotuningSection()
-    amp: Unread = refused(None, "Apex's amp is no longer maintained: set bf16.enabled, or fp16.enabled, in its place")
+    amp: Unread = refused(None, "Apex's amp is no longer maintained: use bf16 or fp16")
     """Apex mixed precision."""
     torch_autocast: Unread = refused(None, "use bf16 or fp16, or torch.autocast within the model's forward")
     """Let the engine run torch.autocast."""
