@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import signal
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -129,7 +130,7 @@ class Engine(nn.Module):
             training,
             self.access,
             self.report,
-            functools.partial(self.times.timing, "backward_s", self._wait_for_device),
+            functools.partial(_time_phase, self.times, "backward_s", self._wait_for_device),
         )
         self._offloaded = OffloadedStates(training, self.access)
         section = settings.curriculum_learning
@@ -254,7 +255,7 @@ class Engine(nn.Module):
 
     def _timed(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """Add the block's seconds to those of a phase."""
-        timed = self.times.timing(phase, self._wait_for_device)
+        timed = _time_phase(self.times, phase, self._wait_for_device)
         return timed if self.report.computation is None else self.report.computation.around(phase, timed)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
@@ -912,6 +913,20 @@ class Engine(nn.Module):
                 ) from error
         gathers = self.world_size > 1 and self.training_state.hooks is not None
         return in_step(value) if name == "generate" and gathers else value
+
+
+@contextlib.contextmanager
+def _time_phase(times: PhaseTimes, phase: str, wait: Callable[[], object] | None) -> Iterator[None]:
+    """Add the block's seconds to those of a phase; `wait` is called at both ends, to wait for the device."""
+    if wait is not None:
+        wait()
+    start = time.perf_counter()
+    try:
+        yield
+        if wait is not None:
+            wait()
+    finally:
+        setattr(times, phase, getattr(times, phase) + time.perf_counter() - start)
 
 
 def _saves_s(checkpoints: Checkpoints, steps: StepSnapshots) -> dict[str, float]:

@@ -93,6 +93,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = World.current()
     rates = find_rates(loaded, world)
+    whole = optimizer is not None and needs_whole_tensors(type(optimizer))
     resolved = loaded.resolve(
         ResolveContext(
             world_size=world.world_size,
@@ -100,8 +101,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             device_supports_bf16=rates is not None and "bf16" in rates.native,
             device_supports_fp16=rates is not None and "fp16" in rates.native,
             client_optimizer=optimizer is not None,
-            whole_tensors=optimizer is not None and needs_whole_tensors(type(optimizer)),
-            optimizer_name=type(optimizer).__name__ if needs_whole_tensors(type(optimizer)) else "",
+            whole_tensors=whole,
+            optimizer_name=type(optimizer).__name__ if whole else "",
             client_scheduler=lr_scheduler is not None,
             frozen=frozen,
             answers=answers,

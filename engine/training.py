@@ -291,7 +291,7 @@ class Training:
     def compile(self, compiler: Compiler) -> None:
         """Compile the model, or where parameters come and go its units; what was compiled before is compiled anew."""
         if self.activations is not None:
-            self.activations.take_all()
+            self.activations.stay_out_of_graphs()
         if self.hooks is None:
             self.model._compiled_call_impl = compiler(self.model._call_impl)
             return

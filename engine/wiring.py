@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from zstore.store import TensorStore
 from .activations.blocks import find_blocks
 from .activations.offload import ActivationOffload
 from .activations.recompute import set_up_checkpointing
-from .activations.tiers import ActivationTier, DiskPieces, HostPieces
+from .activations.tiers import make_tier
 from .build.layout import Layout
 from .build.model import check_model, place_buffers
 from .build.store import open_store, store_key
@@ -43,10 +43,10 @@ from .optim.tensor_kernel import TensorKernel, kernels_for, needs_whole_tensors,
 from .optim.tensor_step import TensorStep
 from .optim.updater import StepMode, Updater
 from .params.gradient_types import GradientTypes
-from .params.record import ParameterRecord, Sharding, named_parameters
+from .params.record import Sharding, named_parameters
 from .params.tensors import PRECISIONS
 from .params.units import Unit, find_units
-from .plan.needs import activation_pool_bytes, spill_pool_bytes
+from .plan.needs import spill_pool_bytes
 from .plan.plan import Plan, Slots
 from .plan.run import budget_of_rank, check_drives, plan_run
 from .runtime.allocator import map_large_blocks
@@ -102,7 +102,6 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         _require_own_snapshots(config, store, world)
         check_drives(plan, config, world, _present_bytes(store))
         place_buffers(model, world, PRECISIONS[config.precision])
-        types = GradientTypes.of(config, world.world_size)
         state = OptimizerState(
             store,
             kernels,
@@ -110,7 +109,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             is_sharded=sharding.optimizer_state,
             splits=config.own.split_master,
             keeps_whole=any(isinstance(kernel, WholeKernel | OneBitKernel) for kernel in kernels),
-            types=types,
+            types=GradientTypes.of(config, world.world_size),
         )
         state.moments = config.moments
         layout = Layout(config, sharding, built, plan)
@@ -120,16 +119,10 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         live_numel = config.zero.stage3_max_live_parameters if sharding.parameters else None
         units = find_units(model, {record.parameter: record for record in records}, live_numel)
         updater, mode = Updater(store, transfers), StepMode(config.step_overlap)
-        hooks, rank_groups = None, _groups(config, sharding, world)
-        copy_world = world if sharding.num_copies == 1 else rank_groups[0].within
-        if sharding.parameters:
-            secondary = None
-            if rank_groups and sharding.num_copies == 1:
-                secondary = SecondaryShards(rank_groups[0].within, rank_groups[0].between.world_size)
-            sharded = make_sharded_units(
-                units, config, store, transfers, world=world, copy_world=copy_world, secondary=secondary
-            )
-            hooks = UnitHooks(model, units, sharded)
+        rank_groups, tier = _groups(config, sharding, world), make_tier(config, store, transfers)
+        copy_world = _copy_world(sharding, world, rank_groups)
+        hooks = _hooks(model, units, state, config, sharding, world, rank_groups)
+        if hooks is not None:
             hooks.units.on_ready(updater.wait_for)
         gradients = _gradients(state, units, hooks, config, sharding, world, rank_groups)
         client_step, tensor_step = _steps(optimizer, state, gradients, world, copy_world)
@@ -157,7 +150,9 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             run_id=world.broadcast_object(uuid.uuid4().hex),
             client_step=client_step,
             tensor_step=tensor_step,
-            activations=_activations(model, records, config, store, transfers),
+            activations=None
+            if tier is None
+            else ActivationOffload(model, records, find_blocks(model), tier, transfers),
         )
     except BaseException:
         store.close()
@@ -176,22 +171,6 @@ def _steps(
         return signs, signs
     client = ClientStep(optimizer.client, state) if WholeKernel in kinds else None
     return client, TensorStep(state, copy_world) if TensorKernel in kinds else None
-
-
-def _activations(
-    model: nn.Module, records: Sequence[ParameterRecord], config: Config, store: TensorStore, transfers: Transfers
-) -> ActivationOffload | None:
-    """Return what takes activations off the device; None where they stay."""
-    tier: ActivationTier
-    if config.activations == "disk":
-        tier = DiskPieces(store, transfers, activation_pool_bytes(store.options.host_budget_bytes))
-    elif config.activations == "host" and not transfers.streams.device_is_host:
-        tier = HostPieces(store, transfers)
-    else:
-        if config.activations == "host":
-            _log.info("activations stay where they are: the CPU computes, in host memory")
-        return None
-    return ActivationOffload(model, records, find_blocks(model), tier, transfers)
 
 
 def _open(
@@ -277,6 +256,31 @@ def _groups(config: Config, sharding: Sharding, world: World) -> tuple[Groups, .
     groups = make_groups(world, sharding.copy_size)
     # Gathers come in another order than reductions within a group, which gloo has none of: see CopiesReduction.
     return (groups,) if world.backend == "gloo" else (groups, make_groups(world, sharding.copy_size))
+
+
+def _copy_world(sharding: Sharding, world: World, groups: tuple[Groups, ...]) -> World:
+    """Return the ranks that hold one copy of the state."""
+    return world if sharding.num_copies == 1 else groups[0].within
+
+
+def _hooks(
+    model: nn.Module,
+    units: list[Unit],
+    state: OptimizerState,
+    config: Config,
+    sharding: Sharding,
+    world: World,
+    groups: tuple[Groups, ...],
+) -> UnitHooks | None:
+    """Return what gathers the parameters of units for their use; None where they stay whole."""
+    if not sharding.parameters:
+        return None
+    secondary = SecondaryShards(groups[0]) if groups and sharding.num_copies == 1 else None
+    copy_world = _copy_world(sharding, world, groups)
+    sharded = make_sharded_units(
+        units, config, state.store, state.transfers, world=world, copy_world=copy_world, secondary=secondary
+    )
+    return UnitHooks(model, units, sharded)
 
 
 def _gradients(

@@ -25,7 +25,7 @@ COMMANDS = {
     "run": "Start a script's ranks, on one machine or several; --as-deepspeed for scripts that import deepspeed.",
     "plan": "Show where a model's training state fits, how long a step takes, and which config to use.",
     "tune": "Find the fastest config for a model or a script: the plan says what fits, short runs say what is fast.",
-    "config": "Check a config: what each key does here, every problem, and what is left open comes to.",
+    "config": "Check a config: what each key does here, every problem, and what is filled in for auto.",
     "doctor": "Report versions, devices, memory, the file system, and the speed of the drive.",
     "ls": "List the checkpoints in a folder: step, world size, size on disk, shared size, age.",
     "inspect": "Show a checkpoint's step, world size and size on disk, and its arrays with shapes, types and bytes.",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zstore.errors import ConfigError
+from zstore.sizes import format_count
 
 from .options import Json
 from .printing import cell, make_console, make_table, print_json
@@ -29,9 +30,11 @@ Hidden = Annotated[
     typer.Option(help='Width of the model, from which sizes of buckets that are "auto" follow.', min=1, metavar="N"),
 ]
 
+_ONE_RANK = "note: this is about 1 rank; --world-size N checks the configuration for N"
+
 
 def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = None, json: Json = False) -> int:
-    """Print what each key does and what is left open comes to; 0 for a sound config, else 1."""
+    """Print what each key does, and what is filled in for "auto" and batch sizes; 0 for a sound config, else 1."""
     from zstore.engine.config.config import load_config, read_config
     from zstore.engine.config.explain import explain
 
@@ -40,11 +43,13 @@ def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = 
     problems = [problem.message for problem in found]
     resolved: dict[str, Any] = {}
     open_keys: list[str] = []
+    note = ""
     if not problems:
         try:
             resolved, open_keys = resolve(load_config(raw, name=str(file)), world_size, hidden_size)
         except ConfigError as error:
             problems = [str(error)]
+            note = _ONE_RANK if world_size == 1 else ""
     if json:
         print_json(
             {
@@ -61,6 +66,8 @@ def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = 
         _print(file, facts, resolved, open_keys, world_size)
         for problem in problems:
             print(f"problem: {problem}", file=sys.stderr)
+        if note:
+            print(note, file=sys.stderr)
     return 1 if problems else 0
 
 
@@ -123,7 +130,7 @@ def _print(
         console.print(table)
     if not resolved:
         return
-    console.print(f"with {world_size} rank{'s' if world_size > 1 else ''}:")
+    console.print(f"with {format_count(world_size, 'rank')}:")
     for key, value in resolved.items():
         console.print(f"  {key} = {'unset' if value is None else value}", soft_wrap=True)
     for key in open_keys:

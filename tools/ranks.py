@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
@@ -58,7 +59,8 @@ def _joined(phase: str) -> Iterator[Team]:
 
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
-    torch_dist.init_process_group("gloo", timeout=_MEET)
+    with _ending_with_the_launcher():
+        torch_dist.init_process_group("gloo", timeout=_MEET)
     world = World(
         rank=torch_dist.get_rank(),
         world_size=torch_dist.get_world_size(),
@@ -75,6 +77,24 @@ def _joined(phase: str) -> Iterator[Team]:
         world.end_watch()
         if world.watch is not None and not world.watch.broken:
             torch_dist.destroy_process_group()
+
+
+@contextmanager
+def _ending_with_the_launcher() -> Iterator[None]:
+    """End this process where the one that started it is gone within the block: a launcher that is killed cannot end ranks
+    that wait for each other. Once they have met, the watch does."""
+    launcher, met = os.getppid(), threading.Event()
+
+    def watch() -> None:
+        while not met.wait(1.0):
+            if os.getppid() != launcher:
+                os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="zstore-launcher").start()
+    try:
+        yield
+    finally:
+        met.set()
 
 
 def _leave(number: int, _frame: object) -> NoReturn:

@@ -15,7 +15,7 @@ __all__ = ["ElasticConfig", "compute_elastic_config"]
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
-    """What the section `elasticity` of a config comes to."""
+    """Batch and world sizes that the section `elasticity` of a config gives."""
 
     train_batch_size: int
     """Samples of a step, at every world size."""

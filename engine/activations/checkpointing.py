@@ -231,7 +231,7 @@ def _keeping(choices: Choices) -> AbstractContextManager[object]:
     pack: Pack = _as_it_is
     unpack: Unpack = _as_it_is
     if offload is not None:
-        pack, unpack = offload.pack, offload.unpack
+        pack, unpack = offload.hooks
     elif choices.in_cpu:
         pack, unpack = _to_cpu, _from_cpu
     slots = choices.slots if pack is _as_it_is else None
@@ -285,7 +285,7 @@ class _Block:
                 tracker.set_states(present)
 
     def _wait(self) -> None:
-        if torch.cuda.is_available():
+        if (self._choices.synchronize or self._choices.profile) and torch.cuda.is_available():
             torch.cuda.synchronize()
 
 

@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -46,7 +46,7 @@ from zstore.io.queue import Ticket
 
 from ..device import Event, StreamContext, Transfers
 from ..params.record import ParameterRecord
-from .statistics import ActivationStatistics, Counts
+from .statistics import ActivationStatistics
 from .tiers import ActivationTier, Place
 
 LEAST_BYTES = 64 * 1024
@@ -162,8 +162,10 @@ class ActivationOffload:
         self._error: BaseException | None = None
         """Of a thread, for whoever comes next."""
         self._closed = False
-        self._counts = Counts()
+        self._counts = ActivationStatistics(tier=tier.name)
         self._handles = self._watch(blocks)
+        self.hooks: Any = (self.pack, self.unpack)
+        """The saved-tensor hooks."""
 
     def _watch(self, blocks: Sequence[nn.Module]) -> list[RemovableHandle]:
         def enter(module: nn.Module, args: Any) -> None:
@@ -175,8 +177,13 @@ class ActivationOffload:
         handles = [block.register_forward_pre_hook(enter) for block in blocks]
         return handles + ([blocks[-1].register_forward_hook(leave)] if blocks else [])
 
-    def take_all(self) -> None:
-        """Take what is saved after the last block too: compiled code saves when it likes."""
+    def stay_out_of_graphs(self) -> None:
+        """Take what is saved after the last block too, since compiled code saves when it likes, and let torch.compile not
+        trace the hooks where they are called between its graphs."""
+        self._take_all()
+        self.hooks = tuple(map(torch.compiler.disable, (self.pack, self.unpack)))
+
+    def _take_all(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -194,7 +201,7 @@ class ActivationOffload:
             self._context = self._transfers.stream_context()
         token = _active.set(self)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(*self.hooks):
                 yield
         finally:
             _active.reset(token)
@@ -423,13 +430,12 @@ class ActivationOffload:
         """Return counters since the start."""
         with self._lock:
             self._sweep()
-            counts = dict(vars(self._counts))
-        return ActivationStatistics(tier=self._tier.name, **counts)
+            return replace(self._counts)
 
     def close(self) -> None:
         """End the threads; what is away is gone, and the backward of a graph that needs it raises."""
         self._closed = True
-        self.take_all()
+        self._take_all()
         self._writer.close()
         self._reader.close()
 

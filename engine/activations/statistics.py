@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ActivationStatistics:
-    """Counters of this rank since the engine was made."""
+    """Counters of this rank since the engine was made; what is handed out is a copy."""
 
     tier: str
     """Where activations rest: device, host or disk."""
@@ -37,22 +37,6 @@ class ActivationStatistics:
     recomputed: int = 0
     """Of those, how many were computed again."""
     recompute_s: float = 0.0
-
-
-@dataclass
-class Counts:
-    """The same, while it changes."""
-
-    kept: int = 0
-    kept_bytes: int = 0
-    written_bytes: int = 0
-    read_bytes: int = 0
-    used_in_place: int = 0
-    read_ahead: int = 0
-    resting_bytes: int = 0
-    resting_peak_bytes: int = 0
-    write_wait_s: float = 0.0
-    read_wait_s: float = 0.0
 
     def rests(self, nbytes: int) -> None:
         """Note that `nbytes` more rest on the tier, or fewer."""

@@ -7,6 +7,7 @@ of which has one stream of pieces; `make` and `free` are called by one thread at
 from __future__ import annotations
 
 import ctypes
+import logging
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from contextlib import closing
@@ -19,7 +20,11 @@ from zstore.format.partition import make_grid
 from zstore.store import TensorStore
 from zstore.tensors import as_torch
 
+from ..config.config import Config
 from ..device import Event, Transfers
+from ..plan.needs import activation_pool_bytes
+
+_log = logging.getLogger("zstore")
 
 Place = Any
 """Of one piece; only the tier that made it knows more."""
@@ -131,3 +136,14 @@ class DiskPieces(ActivationTier):
     def free(self, place: str) -> None:
         """See ActivationTier."""
         self._free[self._store.valid_numel(place)].append(place)
+
+
+def make_tier(config: Config, store: TensorStore, transfers: Transfers) -> ActivationTier | None:
+    """Return where activations rest, as the config says; None where they stay on the device."""
+    if config.activations == "disk":
+        return DiskPieces(store, transfers, activation_pool_bytes(store.options.host_budget_bytes))
+    if config.activations == "host" and not transfers.streams.device_is_host:
+        return HostPieces(store, transfers)
+    if config.activations == "host":
+        _log.info("activations stay where they are: the CPU computes, in host memory")
+    return None

@@ -119,7 +119,7 @@ class MetricSection(ScheduleSection):
     of the samples, those of the least metric."""
     clustering_type: Annotated[Literal["single_cluster", "schedule_based"], OneOf()] = built("schedule_based")
     """"schedule_based": the difficulty limits which samples are drawn. "single_cluster": all are drawn, and a function given to
-    `engine.set_data_post_process_func` does with the difficulty what it likes."""
+    `engine.set_data_post_process_func` may use the difficulty."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield what is wrong with the metric, after the key that it is about."""
@@ -227,7 +227,7 @@ class DataEfficiencySection(Section):
             return
         prefix = "data_sampling.curriculum_learning.curriculum_metrics"
         if not self.metrics:
-            yield prefix, "expected a metric at least"
+            yield prefix, "expected at least one metric, got none"
         for name, metric in self.metrics.items():
             for key, text in metric.problems():
                 yield f"{prefix}.{name}.{key}", text

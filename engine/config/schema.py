@@ -111,6 +111,27 @@ class ZstoreSection(Section):
     where nothing is offloaded to a drive."""
 
 
+_NO_TENSOR = (
+    "there is no tensor parallelism: remove the section and use ZeRO stage 3, with offload_param for models larger than "
+    "memory; to split single tensors, torchtitan, whose checkpoints zstore.dcp saves"
+)
+_NO_PIPELINE = (
+    "there is no pipeline parallelism: remove the section and use ZeRO stage 3, with offload_param for models larger than "
+    "memory"
+)
+_NO_EXPERT = (
+    "there is no expert parallelism: remove the section; experts are parameters like any others, sharded at stage 3"
+)
+_NO_SEQUENCE = (
+    "there is no sequence parallelism: for long sequences use activation_checkpointing, with cpu_checkpointing, or "
+    "zstore.activations"
+)
+_NO_COMPRESSION = (
+    "training does not compress the model: train without it, then zstore consolidate, and quantize or prune the result with "
+    "torchao"
+)
+
+
 class Settings(Section):
     """The whole config."""
 
@@ -188,7 +209,8 @@ class Settings(Section):
     """Broadcast updated shards."""
     zero_allow_untested_optimizer: Bool = no_effect(
         False,
-        "every element-wise optimizer is allowed; others work at stage 0 without offload, and are refused elsewhere",
+        "all that a config names work at every stage and tier; one passed as an object that has no place in docs/optimizers.md "
+        "works at stage 0 without offload",
     )
     """Allow optimizers that were not tested."""
     zero_force_ds_cpu_optimizer: Bool = no_effect(True, KERNEL)
@@ -215,7 +237,7 @@ class Settings(Section):
     comms_logger: CommsLoggerSection = CommsLoggerSection()
     elasticity: ElasticitySection = ElasticitySection()
     autotuning: AutotuningSection = AutotuningSection()
-    amp: Unread = refused(None, "Apex is no longer maintained; use bf16 or fp16")
+    amp: Unread = refused(None, "Apex's amp is no longer maintained: set bf16.enabled, or fp16.enabled, in its place")
     """Apex mixed precision."""
     torch_autocast: Unread = refused(None, "use bf16 or fp16, or torch.autocast within the model's forward")
     """Let the engine run torch.autocast."""
@@ -224,25 +246,29 @@ class Settings(Section):
         None, "call engine.compile() after initialize(), which is torch.compile, unit by unit at stage 3"
     )
     """DeepCompile."""
-    pipeline: Unread = refused(None, "there is no pipeline parallelism; remove the section")
+    pipeline: Unread = refused(None, _NO_PIPELINE)
     """Pipeline parallelism."""
-    tensor_parallel: Unread = refused(None, "there is no tensor parallelism; remove the section")
+    tensor_parallel: Unread = refused(None, _NO_TENSOR)
     """Tensor parallelism."""
-    expert_parallel: Unread = refused(None, "there is no expert parallelism; remove the section")
+    expert_parallel: Unread = refused(None, _NO_EXPERT)
     """Expert parallelism."""
-    sequence_parallel_size: Positive = refused(1, "there is no sequence parallelism")
+    sequence_parallel_size: Positive = refused(1, _NO_SEQUENCE)
     """Ranks that share a sequence."""
-    hybrid_engine: Unread = refused(None, "there is no inference engine; remove the section")
+    hybrid_engine: Unread = refused(
+        None, "there is no inference engine: engine.save_16bit_model() writes weights for a server of your choice"
+    )
     """Inference within training."""
-    compression_training: Unread = refused(None, "compression changes the model; remove the section")
+    compression_training: Unread = refused(None, _NO_COMPRESSION)
     """Quantize and prune while training."""
-    quantize_training: Unread = refused(None, "quantization changes the model; remove the section")
+    quantize_training: Unread = refused(None, _NO_COMPRESSION)
     """Quantize while training."""
-    weight_quantization: Unread = refused(None, "quantization changes the model; remove the section")
+    weight_quantization: Unread = refused(None, _NO_COMPRESSION)
     """Quantize weights at load."""
     eigenvalue: Unread = refused(None, "it serves quantize_training; remove the section")
     """Curvature for quantization."""
-    progressive_layer_drop: Unread = refused(None, "drop layers in the model's forward")
+    progressive_layer_drop: Unread = refused(
+        None, "layers are not dropped by the engine: drop them in the model's forward, by engine.global_steps"
+    )
     """Drop layers while training."""
     curriculum_learning: CurriculumSection = CurriculumSection()
     data_efficiency: DataEfficiencySection = DataEfficiencySection()

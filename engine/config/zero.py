@@ -214,7 +214,7 @@ class ZeroSection(Section):
     """Internal checks."""
     legacy_stage1: Bool = no_effect(False, "there is one implementation of all stages")
     """An older stage 1."""
-    save_muon_momentum_buffer_in_memory: Bool = no_effect(False, "Muon is not offered")
+    save_muon_momentum_buffer_in_memory: Bool = no_effect(False, "it rests where all state does: see offload_optimizer")
     """Keep Muon's momentum off the drive."""
     leaf_module: Unread = not_built(
         None,

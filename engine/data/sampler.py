@@ -52,7 +52,7 @@ class CurriculumSampler:
         return copy.deepcopy(asdict(self._state))
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raises CorruptionError for what is none."""
+        """Go on where `state` was taken. Raises CorruptionError for a malformed state."""
         try:
             parts = [
                 ({str(name): int(level) for name, level in levels.items()}, int(n)) for levels, n in state["parts"]

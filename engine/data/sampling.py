@@ -49,7 +49,7 @@ def use_schedules(
     schedule: Rise | Mapping[str, Rise], sequences: SequenceCurriculum | None, sampler: CurriculumSampler | None
 ) -> None:
     """Let functions say how custom difficulties rise: one for the length of sequences, or some by the names of metrics.
-    Raises UsageError for a name that there is not, or whose schedule is not custom."""
+    Raises UsageError for an unknown name, or one whose schedule is not custom."""
     known: dict[str, list[Difficulty]] = {}
     for name, metric in ({} if sampler is None else sampler.metrics).items():
         known.setdefault(name, []).append(metric.difficulty)

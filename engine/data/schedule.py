@@ -36,7 +36,7 @@ class Difficulty:
         self._custom = custom
 
     def at(self, step: int) -> int:
-        """Return the difficulty at a step. Raises UsageError where a function is to say it and none was given, or it says
+        """Return the difficulty at a step. Raises UsageError where a custom schedule has no function, or its function returns
         less than 1."""
         section, config = self._section, self._section.schedule_config
         if self.is_custom:

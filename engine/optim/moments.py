@@ -93,7 +93,7 @@ class MomentTiles:
     ) -> None:
         self._stored = stored
         self._start = word_of(name, step) + first
-        self._scratch = Scratch() if former is None else former._scratch
+        self._scratch: Scratch = Scratch() if former is None else former._scratch
 
     @property
     def blocks(self) -> list[int]:
@@ -136,7 +136,7 @@ class MomentTiles:
         return values
 
     def reduce(self, values: Sequence[torch.Tensor], views: Sequence[torch.Tensor], first: int) -> None:
-        """Set a tile's `views`, whose first element is this rank's number `first`, to `values`, which are lost."""
+        """Set a tile's `views`, whose first element is this rank's number `first`, to `values`, which are overwritten."""
         for number, (value, (slot, view, scales)) in enumerate(zip(values, self._slots(views), strict=True)):
             if view.dtype == torch.float32:
                 if value is not view:
@@ -171,7 +171,7 @@ def expand_codes(
 ) -> torch.Tensor:
     """Set `out`, fp32, to the values of `codes`, 1-D, with a scale for each `block` of them, and return it.
 
-    `room` is memory like it, whose values are lost.
+    `room` is scratch memory of the shape and type of `out`.
     """
     index = room.view(torch.int32).copy_(codes)
     if codes.dtype == torch.int8:
@@ -189,7 +189,8 @@ Noise = tuple[int, int]
 def reduce_to_codes(
     values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block: int, noise: Noise, room: torch.Tensor
 ) -> None:
-    """Set `codes` and `scales` to those of `values`, 1-D fp32, which are lost, as those of `room`, memory like them, are."""
+    """Set `codes` and `scales` to those of `values`, 1-D fp32, which are overwritten, as is `room`, scratch memory like
+    them."""
     signed = codes.dtype == torch.int8
     sizes = torch.abs(values, out=room) if signed else values
     for (rows, factors), (absolute, _) in zip(
@@ -211,7 +212,7 @@ def reduce_to_codes(
 
 
 def reduce_to_bf16(values: torch.Tensor, out: torch.Tensor, noise: Noise) -> None:
-    """Set `out` to `values`, 1-D fp32, which are lost."""
+    """Set `out` to `values`, 1-D fp32, which are overwritten."""
     bits, (word, half) = values.view(torch.int32), noise
     bits.add_(_noise(values.device, half, None)[word : word + values.numel()])
     out.view(torch.int16).copy_(bits.bitwise_right_shift_(_NOISE_BITS))

@@ -9,7 +9,8 @@ parameter's elements. At another world size each rank starts from the mean of th
 still owe, and from its chunk of the server error.
 
 The phase of a parameter follows from its own number of updates: one of which no rank has a gradient takes no part in a
-step, as with any optimizer. A rank that fails goes on through the exchanges, since the others wait in them, and raises at the end.
+step, as with any optimizer. A rank that fails goes on through the exchanges, since the others wait in them, and raises at
+the end.
 """
 
 from __future__ import annotations

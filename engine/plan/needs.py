@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -179,6 +180,7 @@ def placement_settings(config: Config, *, budget_bytes: int | None, device_is_ho
         max_in_cpu_numel=zero.offload_param.max_in_cpu,
         budget_bytes=budget_bytes,
         buffer_bytes=buffer_bytes(config, budget_bytes),
+        buffers_of=partial(buffer_bytes, config),
         # Within the backward each gradient is used as it arrives.
         holds_gradients=config.step_overlap != "backward" or config.batch.accumulation_steps > 1,
         accumulation_steps=1 if config.frozen else config.batch.accumulation_steps,
@@ -195,7 +197,8 @@ def buffer_bytes(config: Config, budget_bytes: int | None) -> int:
     pools = [options.pool_bytes]
     if config.offload_param.device != "none":
         pools.append(parameter_pool_bytes(config, options))
-    if budget_bytes is not None and config.offload_optimizer.device == "nvme":
+    tiers = (config.offload_optimizer.device, config.offload_param.device)
+    if budget_bytes is not None and tiers[0] != "none" and "nvme" in tiers:
         pools.append(spill_pool_bytes(budget_bytes))
     if config.activations == "disk":
         pools.append(activation_pool_bytes(budget_bytes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -176,6 +176,8 @@ class PlacementSettings:
     """Host memory for buffers and whatever rests in host memory. None: no limit, and "nvme" means on disk."""
     buffer_bytes: int = 0
     """Transfer buffers: all pools together."""
+    buffers_of: Callable[[int], int] | None = field(default=None, compare=False)
+    """Returns what `buffer_bytes` would be with another budget; None: the same."""
     holds_gradients: bool = True
     """The gradients of a step are held until the update: a global norm is awaited, or they accumulate. False: each is
     used as it arrives."""

@@ -65,7 +65,9 @@ def check_host(plan: Plan, needed_bytes: int, host_bytes: int) -> None:
 def over_budget(required: Mapping[str, int], budget_bytes: int, settings: PlacementSettings) -> BudgetError:
     """Return the error of a host budget under what has to be in host memory; `required` has bytes by what they are for."""
     parts = ", ".join(f"{nbytes} of {kind}" for kind, nbytes in required.items() if nbytes)
-    advice = [f"raise `host_budget_bytes` (to at least {sum(required.values())} for each rank of the machine)"]
+    advice = [
+        f"raise `host_budget_bytes` (to at least {_enough_bytes(required, settings)} for each rank of the machine)"
+    ]
     if "cpu" in (settings.optimizer, settings.parameters):
         offloaded = [
             f"`{key}.device`"
@@ -77,6 +79,16 @@ def over_budget(required: Mapping[str, int], budget_bytes: int, settings: Placem
         f"the host budget gives this rank {budget_bytes} bytes, but {sum(required.values())} have to be in host memory "
         f"({parts}): {', or '.join(advice)}"
     )
+
+
+def _enough_bytes(required: Mapping[str, int], settings: PlacementSettings) -> int:
+    """Return a budget that has room for what is required. Buffers are a share of the budget, and grow with it."""
+    enough = sum(required.values())
+    if settings.buffers_of is not None:
+        others = enough - settings.buffer_bytes
+        while (needed := others + settings.buffers_of(enough)) > enough:
+            enough = needed
+    return enough
 
 
 def _table(plan: Plan) -> list[str]:

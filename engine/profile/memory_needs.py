@@ -177,7 +177,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
 ) -> list[MemoryNeed]:
-    """Do as `..._all_live` for a model of which the number of parameters is known alone."""
+    """Do as `..._all_live` for a model of which only the number of parameters is known."""
     return _all(_cold(total_params, total_params), 2, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 

@@ -106,8 +106,8 @@ def _totals_text(profile: ModelProfile) -> str:
     if seen.backward or profile.backward_s:
         how = "" if seen.backward else " (not seen: twice the forward)"
         rows.append(("operations of the backward", rate_text(profile.backward, "FLOPs") + how))
-        if profile.recomputed:
-            rows.append(("operations of repeated forwards", rate_text(profile.recomputed, "FLOPs")))
+    if profile.recomputed:
+        rows.append(("operations of repeated forwards", rate_text(profile.recomputed, "FLOPs")))
     rows.append(("latency of the forward", _seconds_text(profile.forward_s)))
     if profile.forward_s:
         rows.append(("rate of the forward", rate_text(forward / profile.forward_s, "FLOPS")))

@@ -114,18 +114,18 @@ class StepUtilisation:
         self._numel: int | None = None
 
     def counted(self, micro: Operations) -> None:
-        """Say what the first micro-batch took."""
+        """Take the operations of the first micro-batch."""
         if micro.forward:
             self._micro, self._counted_tokens = micro, self._tokens
 
     def tokens(self, tokens: int | None) -> None:
-        """Say how many tokens the step under way and those to come have, over all ranks."""
+        """Set the tokens of the step under way and of those to come, over all ranks."""
         if self._micro is not None and self._counted_tokens is None:
             self._counted_tokens = tokens
         self._tokens = tokens
 
     def step_ended(self) -> None:
-        """Note that a step ended now, which began when the one before did; the first one, which warms up, counts not."""
+        """Note that a step ended now, which began when the one before did; the first one, which warms up, does not count."""
         now_s, before_s = time.perf_counter(), self._ended_s
         self.last = None
         if before_s is not None:

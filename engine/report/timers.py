@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -20,20 +17,6 @@ class PhaseTimes:
     """Backward, with the reduction that goes along with it."""
     optimizer_s: float = 0.0
     """`step()` at the end of an accumulation: reduction, norm, update, gathering of parameters."""
-
-    @contextmanager
-    def timing(self, phase: str, wait: Callable[[], object] | None) -> Iterator[None]:
-        """Add the block's seconds to those of a phase, by its field's name; `wait` is called at both ends, to wait for the
-        device."""
-        if wait is not None:
-            wait()
-        start = time.perf_counter()
-        try:
-            yield
-            if wait is not None:
-                wait()
-        finally:
-            setattr(self, phase, getattr(self, phase) + time.perf_counter() - start)
 
     def __sub__(self, other: PhaseTimes) -> PhaseTimes:
         return PhaseTimes(

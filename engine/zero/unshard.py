@@ -141,7 +141,7 @@ class ShardedUnits:
         self.forget()
         secondary = self.fetcher.secondary
         if secondary is not None and by_step:
-            secondary.make_old()
+            secondary.expire()
         elif secondary is not None:
             secondary.free()
 

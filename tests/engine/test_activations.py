@@ -99,6 +99,21 @@ def test_with_everything_on_disk_and_the_switch(tmp_path: Path, expected: dict[s
         assert pools % PAGE_BYTES == 0
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_blocks_that_are_computed_again_keep_their_bits_on_disk(tmp_path: Path) -> None:
+    found = []
+    for own in ({}, {"activations": "disk", "activations_path": str(tmp_path)}):
+        with start(config(3, gradient_checkpointing=True, **own), deep()) as engine:
+            engine.compile(backend="aot_eager")
+            found.append(bits(engine, steps=1))
+    with start(config(3, activations="disk", activations_path=str(tmp_path)), deep()) as engine:
+        engine.compile(backend="aot_eager")
+        found.append(bits(engine, steps=1))
+        assert offloaded(engine).written_bytes > 0
+    assert found[0] == found[1] == found[2]
+    assert not any(tmp_path.rglob("*.shard"))
+
+
 def test_the_switch_alone_keeps_inputs_and_bits(expected: dict[str, Any]) -> None:
     kept = []
     for chosen in (config(), config(gradient_checkpointing=True)):

@@ -45,18 +45,21 @@ def _train(stage: int, path: str, **own: Any) -> tuple[dict[str, Any], Any]:
         return state_of(engine), engine.statistics().activations
 
 
-def _shares(rank: int, path: str) -> list[str]:
+SHARES: list[Any] = [
+    ("one buffer", 0, {"contiguous_checkpointing": True, "num_checkpoints": BLOCKS - 1}, {}),
+    ("in host memory", 0, {"checkpoint_in_cpu": True}, {}),
+    ("on disk at stage 3", 3, {}, {"activations": "disk"}),
+]
+MORE_SHARES: list[Any] = [("shares", 0, {}, {})]
+
+
+def _shares(rank: int, path: str, cases: list[Any]) -> list[str]:
     torch.set_num_threads(1)
     zstore.init_distributed("gloo")
-    expected = {stage: _train(stage, path)[0] for stage in (0, 3)}
+    expected = {stage: _train(stage, path)[0] for stage in sorted({case[1] for case in cases})}
     different = []
     partitioned = {"partition_activations": True}
-    for name, stage, keys, own in (
-        ("shares", 0, {}, {}),
-        ("in host memory", 0, {"checkpoint_in_cpu": True}, {}),
-        ("one buffer", 0, {"contiguous_checkpointing": True, "num_checkpoints": BLOCKS - 1}, {}),
-        ("on disk at stage 3", 3, {}, {"activations": "disk"}),
-    ):
+    for name, stage, keys, own in cases:
         checkpointing.configure(Mpu(), **partitioned, **keys)
         found, counted = _train(stage, path, **own)
         different += [f"{name}: {key}" for key, value in expected[stage].items() if found[key] != value]
@@ -67,8 +70,9 @@ def _shares(rank: int, path: str) -> list[str]:
     return different
 
 
-def test_ranks_that_share_inputs_keep_a_part_each_and_the_bits(tmp_path: Any) -> None:
-    assert run_ranks(_shares, 2, str(tmp_path), timeout_s=120) == [[], []]
+@pytest.mark.parametrize("cases", [SHARES, pytest.param(MORE_SHARES, marks=pytest.mark.soak)], ids=["some", "more"])
+def test_ranks_that_share_inputs_keep_a_part_each_and_the_bits(cases: list[Any], tmp_path: Any) -> None:
+    assert run_ranks(_shares, 2, str(tmp_path), cases, timeout_s=120) == [[], []]
 
 
 def test_named_random_streams_are_the_same_when_a_block_is_computed_again() -> None:
@@ -113,3 +117,18 @@ def test_what_configure_was_told_holds_before_a_config() -> None:
         checkpointing.configure(object())
     with pytest.raises(UsageError, match="num_checkpoints"):
         checkpointing.configure(contiguous_checkpointing=True, partition_activations=True)
+
+
+@pytest.mark.parametrize(("asked", "waits"), [(True, 4), (False, 0)])
+def test_a_boundary_waits_for_the_device_where_it_is_asked_to(
+    asked: bool, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = {"activation_checkpointing": {"synchronize_checkpoint_boundary": asked}}
+    checkpointing.configure(None, section)
+    checkpointing.get_cuda_rng_tracker().add("a stream", 1)  # for which a block is called anew, too
+    waited: list[None] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(None))
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    checkpointing.checkpoint(torch.sin, x).sum().backward()
+    assert len(waited) == waits  # before and after, forward and again

@@ -173,7 +173,7 @@ def test_one_step_is_profiled_with_sharded_parameters(tmp_path: Path) -> None:
 
 
 def test_the_other_keys_of_the_section(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    keys = {"enabled": True, "profile_step": 2, "module_depth": 0, "detailed": False, "recompute_fwd_factor": 1.0}
+    keys = {"enabled": True, "profile_step": 2, "module_depth": 0, "detailed": False, "recompute_fwd_factor": 2.0}
     caplog.set_level(logging.INFO, "zstore")
     with start(config(flops_profiler=keys), Two()) as engine:
         for _ in range(3):
@@ -185,6 +185,7 @@ def test_the_other_keys_of_the_section(caplog: pytest.LogCaptureFixture, tmp_pat
     assert "depth 1" not in caplog.text
     assert "(layers)" not in caplog.text
     assert f"operations of the forward            {FORWARD / 1e3:.2f} KFLOPs" in caplog.text
+    assert f"operations of repeated forwards      {2 * FORWARD / 1e3:.2f} KFLOPs" in caplog.text
 
 
 def test_a_compiled_model_says_what_is_not_seen(caplog: pytest.LogCaptureFixture) -> None:

@@ -63,19 +63,24 @@ def test_step_benchmark_counts_the_bytes_of_a_step(tmp_path: Path, monkeypatch: 
     assert 0 < figures["save_new_blocks_percent"] < 25  # of a tiny model, the small parameters are much
 
 
-def test_named_optimizers_are_compared_with_their_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "least_bytes", "most_bytes"),
+    [("Adafactor", 0.001, 0.2), pytest.param("Lion", 4, 4, marks=pytest.mark.soak)],
+)
+def test_named_optimizers_are_compared_with_their_classes(
+    name: str, least_bytes: float, most_bytes: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "named.json"
-    arguments = ["--path", str(tmp_path), "--names", "Lion", "Adafactor", "--steps", "2", "--tokens", "16"]
+    arguments = ["--path", str(tmp_path), "--names", name, "--steps", "2", "--batch", "1", "--tokens", "16"]
     monkeypatch.setattr(sys, "argv", ["named_optimizers", *arguments, "--json", str(out)])
     threads = torch.get_num_threads()
     try:
         named_optimizers.main()
     finally:
         torch.set_num_threads(threads)
-    lion, adafactor = json.loads(out.read_text())["rows"]
-    assert lion["most_apart"] == adafactor["most_apart"] == 0
-    assert lion["slot_bytes_per_parameter"] == 4
-    assert 0 < adafactor["slot_bytes_per_parameter"] < 0.2
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["most_apart"] == 0
+    assert least_bytes <= row["slot_bytes_per_parameter"] <= most_bytes
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
@@ -313,7 +318,7 @@ def test_trainer_benchmark_sets_steps_saves_and_memory_beside_trainer_alone(
 
 def test_activations_benchmark_trains_the_same_in_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "activations.json"
-    shape = ["--tokens", "256", "--hidden", "128", "--layers", "2", "--steps", "2"]
+    shape = ["--tokens", "128", "--hidden", "64", "--layers", "1", "--steps", "2"]
     shape += ["--rows", "computed again, inputs on disk"]
     monkeypatch.setattr(sys, "argv", ["activations", "--path", str(tmp_path), *shape, "--json", str(out)])
     activations.main()  # raises where the losses differ
@@ -324,7 +329,8 @@ def test_activations_benchmark_trains_the_same_in_every_row(tmp_path: Path, monk
 
 def test_convergence_benchmark_sets_cases_beside_the_exact_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "convergence.json"
-    arguments = ["--groups", "quantized", "--cases", "both", "--ranks", "2", "--steps", "2", "--tokens", "16"]
+    arguments = ["--groups", "quantized", "--cases", "both", "--ranks", "2", "--steps", "2", "--batch", "1"]
+    arguments += ["--tokens", "16"]
     monkeypatch.setattr(sys, "argv", ["convergence", *arguments, "--json", str(out)])
     convergence.main()
     exact, both = json.loads(out.read_text())["rows"]

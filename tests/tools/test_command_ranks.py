@@ -7,6 +7,7 @@ import io
 import json
 import random
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from tests import warm
 from tests.checkpoint.checkpoints import save_arrays
+from tests.interop.deepspeed_data import root_of
 from zstore.checkpoint.commit import new_folder_of
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.reshard import reshard_checkpoint
@@ -41,6 +43,7 @@ from zstore.weights.file import BLOCK_BYTES
 from zstore.weights.from_checkpoint import list_weights, write_weights
 from zstore.weights.layout import Weight, parts_of, plan_files
 
+DEEPSPEED = str(root_of("stage2-bf16-groups-2"))
 ITEMS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5000)), max_size=30)
 
 
@@ -121,6 +124,7 @@ def commands(base: Path, out: Path, common: Common) -> dict[str, Any]:
         "convert dcp": lambda: convert_command(str(run), out / "dcp", ConvertOptions(to="dcp"), common=common),
         "convert pt": lambda: convert_command(str(run), out / "it.pt", ConvertOptions(to="torch"), common=common),
         "convert st": lambda: convert_command(str(run), out / "st", ConvertOptions(to="safetensors"), common=common),
+        "convert ds": lambda: convert_command(DEEPSPEED, out / "ds", ConvertOptions(to="deepspeed"), common=common),
     }
     found: dict[str, Any] = {}
     for name, call in calls.items():
@@ -186,7 +190,7 @@ def test_ranks_write_and_say_what_one_process_does(tmp_path: Path) -> None:
     assert one["verify bad"][0] == 1
     assert len(one["verify bad"][1]["faults"]) == 4
     assert one["diff"][1]["arrays"][0]["changed"] == 1000
-    for name in ("weights", "one", "st"):
+    for name in ("weights", "one", "st", "ds"):
         assert files_of(alone / name) == files_of(several / name), name
     assert len(files_of(alone / "weights")) > 3
     assert (alone / "it.pt").read_bytes() == (several / "it.pt").read_bytes()
@@ -331,3 +335,26 @@ def test_a_launcher_sees_one_output_and_one_exit_code(tmp_path: Path) -> None:
     assert done.stderr.count("is for one process") == 1, done.stderr
     done = launched("consolidate", str(tmp_path / "run"), "--dtype", "fp17")
     assert done.stderr.count("fp17") == 1, done.stderr
+
+
+_LAUNCHED = """
+import os, signal, threading
+from zstore.tools.ranks import _ending_with_the_launcher
+reading, writing = os.pipe()
+if (launcher := os.fork()) == 0:
+    if os.fork() == 0:
+        with _ending_with_the_launcher():
+            os.write(writing, b"meeting")
+            threading.Event().wait(60)
+    os.close(writing)
+    signal.pause()
+os.close(writing)
+os.read(reading, 7)
+os.kill(launcher, signal.SIGKILL)
+print(os.read(reading, 1))  # nothing, once the rank is gone too
+"""
+
+
+def test_a_rank_that_waits_for_others_ends_with_its_launcher() -> None:
+    done = subprocess.run([sys.executable, "-c", _LAUNCHED], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == "b''\n", done.stderr

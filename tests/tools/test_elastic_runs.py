@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 
 from tests import warm
+from tests.tools.train_runs import rows
+from zstore.checkpoint.folder import LocalFolder
+from zstore.checkpoint.reader import tags
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "elastic.py"
 STEPS = 12
@@ -57,19 +60,27 @@ def wait_for(what: Callable[[], bool], why: str) -> None:
     deadline = time.monotonic() + 100
     while not what():
         assert time.monotonic() < deadline, why
-        time.sleep(0.02)
+        time.sleep(0.1)
+
+
+def torchrun(tmp_path: Path, port: int, *words: str) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
+    command += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    command += ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1", "--monitor-interval", "0.1"]
+    return [*command, "--log-dir", str(tmp_path / "logs"), *words]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
 
 
 def test_a_run_goes_on_with_one_rank_and_with_two_again(tmp_path: Path) -> None:
     whole, run = prepare(tmp_path / "whole", STEPS), prepare(tmp_path / "run", 4)
     alone = warm.run([sys.executable, str(SCRIPT), str(whole), str(STEPS)], check=False, env=ENVIRONMENT, timeout=100)
     assert alone.returncode == 0
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
-    command += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    command += ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1", "--monitor-interval", "0.1"]
-    command += ["--log-dir", str(tmp_path / "logs"), str(SCRIPT), str(run), str(STEPS)]
+    port = free_port()
+    command = torchrun(tmp_path, port, str(SCRIPT), str(run), str(STEPS))
 
     def worlds(step: int) -> set[int]:
         return {line["world"] for line in lines(run) if line["step"] == step}
@@ -104,6 +115,57 @@ def test_a_run_goes_on_with_one_rank_and_with_two_again(tmp_path: Path) -> None:
         assert loss == pytest.approx(expected, rel=1e-4)
     used = [number for _, numbers, _ in steps_of(run)[:10] for number in numbers]
     assert sorted(used) == list(range(40))  # an epoch
+
+
+@pytest.mark.soak
+def test_zstore_train_goes_on_with_one_rank_and_with_two_again(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 1000)
+    train = ["train", "--config", str(tmp_path / "ds.json"), "--model", "gpt-tiny", "--seq-len", "16", "--lr", "1e-4"]
+    train += ["--data", str(tmp_path / "text.txt")]
+    saved = tmp_path / "saved"
+    words = ["-m", "zstore", *train, "--steps", "1000000", "--save", str(saved), "--save-every", "10", "--keep", "3"]
+    port = free_port()
+    command = torchrun(tmp_path, port, *words, "--resume", "auto", "--metrics", str(tmp_path / "all.jsonl"))
+
+    def saves(world_size: int, after: int) -> bool:
+        found = [] if not saved.is_dir() else tags(LocalFolder(saved))
+        return any(one.record.training_world_size == world_size and one.record.step > after for one in found)
+
+    def steps() -> int:
+        return max(one.record.step for one in tags(LocalFolder(saved)))
+
+    def starts() -> Any:
+        agents.append(warm.Popen(command, env=ENVIRONMENT, start_new_session=True))
+        return agents[-1]
+
+    agents: list[Any] = []
+    try:
+        first = starts()
+        wait_for(lambda: is_there(port), "the first agent does not listen")
+        second = starts()
+        wait_for(lambda: saves(2, 0), "the run did not begin with two ranks")
+        ranks = [int(pid) for pid in Path(f"/proc/{second.pid}/task/{second.pid}/children").read_text().split()]
+        second.kill()
+        for rank in ranks:
+            os.kill(rank, signal.SIGKILL)
+        lost_at = steps()
+        wait_for(lambda: saves(1, lost_at), "the run did not go on with one rank")
+        alone_at = steps()
+        third = starts()
+        wait_for(lambda: saves(2, alone_at), "the run did not grow")
+        for agent in (first, third):
+            agent.send_signal(signal.SIGTERM)
+        assert all(agent.wait(100) for agent in (first, third))  # torchrun's, of a signal
+    finally:
+        for agent in agents:
+            agent.kill()
+    alone = [sys.executable, "-m", "zstore", *train, "--steps", str(steps()), "--metrics", str(tmp_path / "one.jsonl")]
+    assert warm.run(alone, check=False, env=ENVIRONMENT, timeout=300).returncode == 0
+    found, expected = rows(tmp_path / "all.jsonl"), rows(tmp_path / "one.jsonl")
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for row, other in zip(found, expected, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-3), row["step"]
 
 
 def is_there(port: int) -> bool:

@@ -166,6 +166,7 @@ COMMANDS = {
     "reshard-to-url": ["reshard", "{large}", "--to", "{url}"],
     "reshard-split-to-url": ["reshard", "{split}", "--to", "{url}", "--world-size", "3"],
     "convert-to-dcp": ["convert", "{large}", "{out}", "--to", "dcp"],
+    "convert-to-deepspeed": ["convert", "{deepspeed}", "{out}", "--to", "deepspeed"],
     "convert-to-torch": ["convert", "{split}", "{out}", "--to", "torch"],
     "convert-to-safetensors": ["convert", "{dcp}", "{out}", "--to", "safetensors", "--dtype", "bf16"],
 }

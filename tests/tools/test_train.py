@@ -66,6 +66,33 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(tmp_path: Path, 
         assert set(row["links"]["disk_read"]["stall_s"]) <= {"not read yet", "no free buffer"}
 
 
+def test_where_activations_rest_changes_no_loss(tmp_path: Path, text: Path) -> None:
+    config = config_file(tmp_path, zstore={"activations_path": str(tmp_path)})
+    plain, moved = tmp_path / "plain.jsonl", tmp_path / "moved.jsonl"
+    train_command(options(tmp_path, text, config, optimizer="lion", steps=2, seq_len=128, metrics=plain))
+    words = [
+        "--config",
+        config,
+        "--data",
+        text,
+        "--model",
+        "gpt-tiny",
+        "--seq-len",
+        128,
+        "--steps",
+        2,
+        "--metrics",
+        moved,
+    ]
+    asked = ["--gradient-checkpointing", "--activations", "disk", "--optimizer", "lion"]
+    done = zstore("train", *words, *asked)
+    assert done.returncode == 0, done.stderr
+    assert [row["loss"] for row in rows(moved)] == [row["loss"] for row in rows(plain)]
+    written = [row["links"].get("activation_write", {"bytes": 0})["bytes"] for row in rows(moved)]
+    assert all(written)
+    assert "activation_write" not in rows(plain)[0]["links"]
+
+
 def test_a_killed_run_goes_on_at_its_last_finished_step(tmp_path: Path, text: Path) -> None:
     (tmp_path / "nvme").mkdir()
     offload = {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tests.tools.train_runs import config_file, options, rows
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError
+from zstore.journal.reader import read
 from zstore.testing.ranks import run_ranks
 from zstore.tools.generate import GenerateOptions, generate_command
 from zstore.tools.sample.data import DataOptions, open_data, validation_samples
@@ -115,8 +116,7 @@ def test_a_run_on_rows_evaluates_without_changing_a_bit_and_resumes_anywhere(lin
         assert reader.record.state["metrics"]["eval_loss"] == evaluated[-1]["eval_loss"]
         lanes = reader.record.state["client_state"]["zstore_train"]["lanes"]
     assert len(lanes) == 4
-    journal = [json.loads(line) for path in run.glob("journal-*.jsonl") for line in path.read_text().splitlines()]
-    told = [record["loss"] for record in journal if record["kind"] == "eval"]
+    told = [record["loss"] for record in read(run) if record["kind"] == "eval"]
     assert told == [row["eval_loss"] for row in evaluated if "eval_loss" in row]
     assert (tmp_path / "csv" / "run" / "Train_Samples_eval_loss.csv").read_text().count("\n") == 4
 

@@ -76,7 +76,7 @@ class TrainOptions:
     ] = None
     keep_best: Annotated[
         str | None,
-        typer.Option(help="Also keep the best one, by the loss or grad_norm of its last step.", metavar="loss:min"),
+        typer.Option(help="Also keep the best one, by loss, grad_norm, eval_loss or perplexity.", metavar="loss:min"),
     ] = None
     resume: Annotated[
         str | None,

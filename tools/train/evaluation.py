@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from zstore.engine import Engine
+from zstore.engine.batches import evaluating
 from zstore.engine.checkpoint.rng import load_rng_state, rng_state
 
-from ..sample.models import evaluating, loss_of
+from ..sample.models import loss_of
 
 
 class Evaluation:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..run.job import Job
 from .space import Candidate, first_candidates, refinements, spaces
 from .task import Task
 from .trial import Measured, run_trial, trial_config, write_json
@@ -28,11 +29,12 @@ _FINALISTS = 3
 _CLEARLY = 1.02
 
 Say = Callable[[str], None]
+RunTrial = Callable[[Job, Mapping[str, Any], Path, range, float], Measured]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A candidate and what it came to."""
+    """A candidate and the results of its runs."""
 
     candidate: Candidate
     runs: tuple[Measured, ...]
@@ -73,6 +75,8 @@ class Search:
     """What does not fit by the plan."""
     num_run: int = 0
     """Trials that were run, and not taken from a record."""
+    run_one: RunTrial = run_trial
+    """Runs a trial; a seam for tests."""
 
     def run(self) -> Trial | None:
         """Run the trials; return the best, None where none is ok. Raises KeyboardInterrupt with the records kept."""
@@ -163,7 +167,7 @@ class Search:
         path = folder / "ds_config.json"
         write_json(path, config)
         steps = range(section.start_profile_step, section.end_profile_step + 1)
-        found = run_trial(task.job(path, config), config, folder, steps, task.options.trial_timeout)
+        found = self.run_one(task.job(path, config), config, folder, steps, task.options.trial_timeout)
         write_json(record, found.to_json())
         self.num_run += 1
         self.say(f"{folder.name}: {told(found)}")

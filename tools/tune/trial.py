@@ -3,7 +3,7 @@
 [Note: how a trial ends]
 `zstore.tools.run.remote` starts the ranks of a trial and takes words on stdin. Once the journal has the last step to be timed,
 or the time is over, it is told to kill them: a script is not asked to end, for then it might save a checkpoint over the
-user's own. A trial that fails, runs out of memory or takes too long is a result as any other.
+user's own. A trial that fails, runs out of memory or takes too long is a result like any other.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from zstore.journal.reader import read
 from ..run.job import Job
 
 _LOOK_S = 0.1
+_LAUNCHERS = re.compile(r"zstore: rank \d+ on .*; see its output above$")
 _OUT_OF_MEMORY = re.compile(rb"OutOfMemoryError|MemoryError|BudgetError|out of memory|Cannot allocate memory")
 _KILLED = 128 + 9
 _LAST_LINES = 8
@@ -35,7 +36,7 @@ _LAST_LINES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a trial came to."""
+    """The result of a trial."""
 
     status: str
     """"ok", "failed", "out of memory" or "timed out"."""
@@ -174,7 +175,10 @@ def measured(journal: Path, steps: range) -> Measured | None:
 
 def _failed(folder: Path, code: int) -> Measured:
     output = (folder / "output.log").read_bytes()
-    lines = output.decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
+    lines = output.decode(errors="replace").strip().splitlines()
+    if len(lines) > 1 and _LAUNCHERS.match(lines[-1]):
+        del lines[-1]  # what the rank said tells more
+    lines = lines[-_LAST_LINES:]
     is_memory = _OUT_OF_MEMORY.search(output) is not None or code == _KILLED
     if not code:
         lines.append("the run ended before the last step to be timed")

@@ -147,7 +147,7 @@ def values_of_codes(dtype: str) -> npt.NDArray[np.float32]:
 
 def whole_moment(reader: ArraySource, name: str, first: int, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the fp32 values of a moment of which `stored` is the elements from `first` on, 1-D; `stored` itself where it
-    is in no 8 bits."""
+    is not in 8 bits."""
     found = scales_of(reader.arrays, name)
     if found is None:
         return stored

@@ -18,20 +18,21 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from zstore.format.partition import Grid
-from zstore.ranks.world import World
+from zstore.ranks.groups import Groups
 
 from ...params.record import ParameterRecord
 
 
 class SecondaryShards:
-    """This rank's, in the group `world` of one of `num_groups`. See [Note: the secondary shards]."""
+    """Those of this rank, one of several `groups`. See [Note: the secondary shards]."""
 
-    def __init__(self, world: World, num_groups: int) -> None:
-        self.world = world
-        self._num_groups = num_groups
+    def __init__(self, groups: Groups) -> None:
+        self.world = groups.within
+        """The ranks that hold all values together."""
+        self._num_groups = groups.between.world_size
         self._rows: dict[ParameterRecord, torch.Tensor] = {}
-        self._sound: set[ParameterRecord] = set()
-        """Those whose rows have the present values."""
+        self._current: set[ParameterRecord] = set()
+        """Those whose rows have the values of now."""
 
     def grid(self, record: ParameterRecord) -> Grid:
         """Return how the ranks of the group divide a parameter: cuts are among those of all ranks."""
@@ -39,7 +40,7 @@ class SecondaryShards:
 
     def has(self, records: Iterable[ParameterRecord]) -> bool:
         """Return whether all of them can be gathered within the group."""
-        return all(record in self._sound for record in records)
+        return all(record in self._current for record in records)
 
     def rows(self, record: ParameterRecord) -> torch.Tensor:
         """Return this rank's rows of a parameter, 1-D with padding, of undefined values."""
@@ -48,22 +49,22 @@ class SecondaryShards:
     def keep(self, records: Sequence[ParameterRecord]) -> None:
         """Keep this rank's rows of parameters whose `full` has all values."""
         for record in records:
-            if record not in self._sound:
+            if record not in self._current:
                 numel = self.grid(record).shard_numel
                 mine = record.padded_full(self.world.world_size * numel)[self.world.rank * numel :][:numel]
                 if record in self._rows:
                     self._rows[record].copy_(mine)
                 else:
                     self._rows[record] = mine.clone()
-                self._sound.add(record)
+                self._current.add(record)
 
-    def make_old(self) -> None:
-        """Note that a step changes what is trained; the memory stays for the values to come."""
-        self._sound = {record for record in self._sound if record.group is None}
+    def expire(self) -> None:
+        """Note that a step changes what is trained: its rows are out of date, and their memory stays for new ones."""
+        self._current = {record for record in self._current if record.group is None}
 
     def free(self) -> None:
         """Forget everything, and give the memory back."""
-        self._sound.clear()
+        self._current.clear()
         self._rows.clear()
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,18 @@ def test_a_budget_that_cannot_hold_the_state_is_refused_with_numbers(tmp_path: P
         zstore.initialize(model=model, config=config)
     assert any(character.isdigit() for character in str(raised.value))
     assert {name: digest(p.detach().view(-1)) for name, p in model.named_parameters()} == before
+
+
+@pytest.mark.parametrize("optimizer", ["cpu", "nvme"])
+def test_the_budget_that_an_error_names_is_enough(optimizer: str, tmp_path: Path) -> None:
+    """Buffers grow with the budget."""
+    config = make_config(str(tmp_path), zero={"offload_optimizer": {"device": optimizer, "nvme_path": str(tmp_path)}})
+    with pytest.raises(BudgetError) as raised:
+        zstore.initialize(model=build_model("gpt-tiny", 16), config=config | {"zstore": {"host_budget_bytes": 300_000}})
+    found = re.search(r"to at least (\d+) for each rank", str(raised.value))
+    assert found is not None
+    config |= {"zstore": {"host_budget_bytes": int(found[1])}}
+    zstore.initialize(model=build_model("gpt-tiny", 16), config=config)[0].close()
 
 
 @pytest.mark.parametrize("dump_state", [False, True])

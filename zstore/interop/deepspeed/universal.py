@@ -26,7 +26,7 @@ from typing import Any
 from ...checkpoint.moments import POSITIVE, SIGNED, scale_slot
 from ...checkpoint.source import ArraySource
 from ...checkpoint.split import LOW, TIE
-from ...errors import CheckpointMismatchError, CorruptionError
+from ...errors import CheckpointMismatchError, CorruptionError, ZstoreError
 from ...format.arrays import model_array, optimizer_array
 from ..pickles import Global, PickledObject
 from ..torch_archive import Tensor
@@ -105,12 +105,13 @@ class UniversalFolder:
     def __init__(self, source: ArraySource) -> None:
         self._source = source
         state = source.record.state
-        self._engine = state.get("engine")
-        if not isinstance(self._engine, dict):
+        engine = state.get("engine")
+        if not isinstance(engine, dict):
             raise CheckpointMismatchError(
                 f"{source.location} ({source.kind}) has no state of an engine, of which DeepSpeed could go on: expected a "
                 "checkpoint that zstore's engine or DeepSpeed saved; weights alone go out with --to safetensors"
             )
+        self._engine: dict[str, Any] = engine
         self._client = state.get("client_state")
         self.notes: list[str] = ["the states of random number generators"]
         """What is not carried over."""
@@ -124,7 +125,9 @@ class UniversalFolder:
                 MODEL_STATES_3: self._model_states(whole=False),
             }
             """Files by their path in the tag's folder, but those of single parameters."""
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except ZstoreError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
             raise CorruptionError(
                 f"{source.location}: the engine's state in the record is damaged: {error!r:.200}"
             ) from error
