@@ -37,7 +37,7 @@ with engine:
     with contextlib.suppress(CheckpointNotFoundError):
         engine.load_checkpoint(str(folder / "saved"))
     assert loader is not None
-    with open(folder / f"steps-{os.getpid()}.jsonl", "a", encoding="utf-8") as log:
+    with open(folder / f"steps-{engine.world_size}-{os.getpid()}.jsonl", "a", encoding="utf-8") as log:
         while engine.global_steps < steps:
             for numbers, samples in loader:
                 while int((folder / "gate").read_text() or 0) <= engine.global_steps:

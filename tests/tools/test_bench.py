@@ -318,7 +318,7 @@ def test_trainer_benchmark_sets_steps_saves_and_memory_beside_trainer_alone(
 
 def test_activations_benchmark_trains_the_same_in_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "activations.json"
-    shape = ["--tokens", "128", "--hidden", "64", "--layers", "1", "--steps", "2"]
+    shape = ["--tokens", "256", "--hidden", "128", "--layers", "1", "--steps", "2"]
     shape += ["--rows", "computed again, inputs on disk"]
     monkeypatch.setattr(sys, "argv", ["activations", "--path", str(tmp_path), *shape, "--json", str(out)])
     activations.main()  # raises where the losses differ

@@ -161,35 +161,34 @@ def test_a_script_is_tuned_and_an_interrupted_search_goes_on(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     tuning = {
         "enabled": True, "fast": True, "start_profile_step": 2, "end_profile_step": 4, "tuner_num_trials": 3,
-        "num_tuning_micro_batch_sizes": 3, "tuner_type": "gridsearch",
+        "num_tuning_micro_batch_sizes": 3, "min_train_micro_batch_size_per_gpu": 4, "tuner_type": "gridsearch",
         "arg_mappings": {"train_micro_batch_size_per_gpu": "--mbs"},
     }  # fmt: skip
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
-    config = BASE | {"train_batch_size": 4, "optimizer": optimizer, "autotuning": tuning}
-    config["zero_optimization"] = {"stage": 0}
+    config = BASE | {"optimizer": optimizer, "autotuning": tuning, "zero_optimization": {"stage": 0}}
     Path("ds.json").write_text(json.dumps(config))
-    words = ["tune", "--config", "ds.json", "--repeats", "0", "--json", "--", str(SCRIPT), "--fail-at", "4"]
+    words = ["tune", "--config", "ds.json", "--repeats", "0", "--json", "--", str(SCRIPT), "--fail-at", "8"]
     done = run(*words, "--mbs", "1", "--deepspeed_config", "ds.json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["best"] == "z0-mbs2"
+    assert found["best"] == "z0-mbs4"
     statuses = {one["name"]: one["runs"][0]["status"] for one in found["trials"]}
-    assert statuses == {"z0-mbs2": "ok", "start": "ok", "z0-mbs4": "out of memory"}
+    assert statuses == {"z0-mbs4": "ok", "start": "ok", "z0-mbs8": "out of memory"}
     best = json.loads(Path("autotuning_results/ds_config_optimal.json").read_text())
-    assert (best["train_batch_size"], best["train_micro_batch_size_per_gpu"]) == (4, 2)
+    assert (best["train_batch_size"], best["train_micro_batch_size_per_gpu"]) == (8, 4)
     assert "autotuning" not in best
     load_config(best)
     command = Path("autotuning_results/cmd_optimal.txt").read_text()
     assert command.startswith("zstore run --nproc 1 ")
-    assert "--mbs 2 --deepspeed_config autotuning_results/ds_config_optimal.json" in command
-    assert "| z0-mbs4 | out of memory: " in Path("autotuning_results/trials.md").read_text()
-    # As if it had been interrupted in the trial of 2 samples.
-    (stopped,) = Path("autotuning_exps").glob("z0-mbs2-*")
+    assert "--mbs 4 --deepspeed_config autotuning_results/ds_config_optimal.json" in command
+    assert "| z0-mbs8 | out of memory: " in Path("autotuning_results/trials.md").read_text()
+    # As if it had been interrupted in the trial of 4 samples.
+    (stopped,) = Path("autotuning_exps").glob("z0-mbs4-*")
     (stopped / "result.json").unlink()
     again = run(*words, "--mbs", "1", "--deepspeed_config", "ds.json")
     assert again.returncode == 0, again.stderr
     assert again.stderr.count("(recorded)") == 2
-    assert json.loads(again.stdout)["best"] == "z0-mbs2"
+    assert json.loads(again.stdout)["best"] == "z0-mbs4"
 
 
 def test_a_failed_trial_tells_what_its_rank_said(tmp_path: Path) -> None:
