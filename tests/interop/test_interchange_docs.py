@@ -43,7 +43,8 @@ def test_the_examples_of_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     weight = torch.randn(100, 30)
     dcp.save({"model": {"w": weight}, "step": 30}, checkpoint_id="theirs/step-30", no_dist=True)
-    (block,) = blocks("convert.md", "bash")
+    block, back = blocks("convert.md", "bash")
+    assert back == "zstore convert ckpt back --to deepspeed\n"  # of a checkpoint with the state of an engine
     for line in block.splitlines():
         run(line)
     assert torch.equal(torch.load("model.pt", weights_only=True)["w"], weight)
