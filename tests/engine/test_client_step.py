@@ -195,7 +195,7 @@ def test_a_checkpoint_without_the_optimizers_state_is_refused(tmp_path: Path) ->
         engine.save_checkpoint(str(tmp_path))
     with started(MAKE["Lamb"]) as engine:
         before = {name: value.clone() for name, value in engine.module.state_dict().items()}
-        with pytest.raises(CheckpointMismatchError, match="keeps its own, as Lamb does"):
+        with pytest.raises(CheckpointMismatchError, match="as Lamb does"):
             engine.load_checkpoint(str(tmp_path))
         assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
         engine.load_checkpoint(str(tmp_path), load_optimizer_states=False)

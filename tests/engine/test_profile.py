@@ -221,7 +221,8 @@ def test_utilisation_is_in_the_monitors_the_journal_and_the_statistics(tmp_path:
     steps = [record for record in records if record["kind"] == "step"]
     assert steps[0]["mfu"] is None
     assert steps[1]["mfu"] > 0
-    assert steps[2]["mfu"] == pytest.approx(known.step_flops / known.peak_flops / steps[2]["step_s"], rel=0.2)
+    # The two take the time apart, and a step here is of a millisecond.
+    assert 1 / 3 < steps[2]["mfu"] / (known.step_flops / known.peak_flops / steps[2]["step_s"]) < 3
     with (tmp_path / "job" / "Train_Samples_mfu.csv").open(newline="") as file:
         rows = list(csv.reader(file))[1:]
     assert [float(value) for _, value in rows] == [one["mfu"] for one in steps[1:]]

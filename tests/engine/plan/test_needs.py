@@ -143,7 +143,7 @@ def _unused_bytes(engine: Any) -> int:
         (1, "net", 1),
         (2, "net", 1),
         (1, "gpt-tiny", 2),
-        (2, "gpt-tiny", 3),
+        pytest.param(2, "gpt-tiny", 3, marks=pytest.mark.soak),
         pytest.param(1, "gpt-tiny", 1, marks=pytest.mark.soak),
         pytest.param(2, "gpt-tiny", 1, marks=pytest.mark.soak),
     ],
