@@ -915,20 +915,6 @@ class Engine(nn.Module):
         return in_step(value) if name == "generate" and gathers else value
 
 
-@contextlib.contextmanager
-def _time_phase(times: PhaseTimes, phase: str, wait: Callable[[], object] | None) -> Iterator[None]:
-    """Add the block's seconds to those of a phase; `wait` is called at both ends, to wait for the device."""
-    if wait is not None:
-        wait()
-    start = time.perf_counter()
-    try:
-        yield
-        if wait is not None:
-            wait()
-    finally:
-        setattr(times, phase, getattr(times, phase) + time.perf_counter() - start)
-
-
 def _saves_s(checkpoints: Checkpoints, steps: StepSnapshots) -> dict[str, float]:
     """Return the seconds for which saves held training up, by their kind."""
     return {"save called": checkpoints.stall_s, "step snapshot": steps.stall_s}
@@ -960,3 +946,17 @@ def _close(
         last_to_first.callback(access.close)
         # First of all: others may wait for this rank, and what follows may wait for them.
         last_to_first.callback(training.world.tell_uncaught)
+
+
+@contextlib.contextmanager
+def _time_phase(times: PhaseTimes, phase: str, wait: Callable[[], object] | None) -> Iterator[None]:
+    """Add the block's seconds to those of a phase; `wait` is called at both ends, to wait for the device."""
+    if wait is not None:
+        wait()
+    start = time.perf_counter()
+    try:
+        yield
+        if wait is not None:
+            wait()
+    finally:
+        setattr(times, phase, getattr(times, phase) + time.perf_counter() - start)

@@ -236,10 +236,9 @@ class Training:
     run_id: str
     """Of the whole training run; a resumed one keeps it."""
     client_step: ClientStep | OneBitStep | None
-    """Keeps state of its own beside the store's: an optimizer of the client's that is not known, whose steps it takes over
-    whole tensors, or one that sends signs."""
-    tensor_step: TensorStep | OneBitStep | None = None
-    """Takes the steps of one that is known to need whole tensors."""
+    """Keeps state of its own beside the store's: an optimizer of the client's that is not known, or one that sends signs."""
+    tensor_step: ClientStep | TensorStep | OneBitStep | None = None
+    """Takes the steps of an optimizer that needs whole tensors; None: steps are taken in tiles."""
     activations: ActivationOffload | None = None
     """None where activations stay on the device."""
     compiled: CompiledUnits | None = None
@@ -469,12 +468,10 @@ class Training:
 
         def at_once() -> None:
             update = Update(self.state, records, settings, self.gradients.take)
-            if self.tensor_step is not None:
-                self.tensor_step.run(update)
-            elif isinstance(self.client_step, ClientStep):
-                self.client_step.run(records, settings.factor, self.gradients.take)
-            else:
+            if self.tensor_step is None:
                 update.run()
+            else:
+                self.tensor_step.run(update)
             update.note_scalars(records)
 
         def later() -> None:

@@ -161,7 +161,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
 
 def _steps(
     optimizer: ZeroOptimizer, state: OptimizerState, gradients: Gradients, world: World, copy_world: World
-) -> tuple[ClientStep | OneBitStep | None, TensorStep | OneBitStep | None]:
+) -> tuple[ClientStep | OneBitStep | None, ClientStep | TensorStep | OneBitStep | None]:
     """Return what keeps state beside the store's, and what takes the steps of whole tensors; None where nothing does."""
     kinds = {type(kernel) for kernel in state.kernels}
     if OneBitKernel in kinds:
@@ -169,8 +169,10 @@ def _steps(
         if isinstance(gradients, WholeGradients):
             gradients.averaged = signs.averaged
         return signs, signs
-    client = ClientStep(optimizer.client, state) if WholeKernel in kinds else None
-    return client, TensorStep(state, copy_world) if TensorKernel in kinds else None
+    if WholeKernel in kinds:
+        client = ClientStep(optimizer.client, state)
+        return client, client
+    return None, TensorStep(state, copy_world) if TensorKernel in kinds else None
 
 
 def _open(
@@ -206,13 +208,13 @@ def _require_own_snapshots(config: Config, store: TensorStore, world: World) -> 
 def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
     """Return the kernel of each parameter group. Raises UsageError where the config does not let the optimizer do what it
     does."""
-    if needs_whole_tensors(optimizer.kind):
-        kernels = kernels_for(optimizer.kind, optimizer.param_groups)
-        check_moments(config.moments, [kernel.slots for kernel in kernels], optimizer.kind.__name__)
-        return kernels
-    whole = config.stage == 0 and config.offload_optimizer.device == "none"
-    if optimizer.kind in ELEMENT_WISE or not whole:
-        kernels = [kernel_for(optimizer.kind, group) for group in optimizer.param_groups]
+    whole, by_tensor = (
+        config.stage == 0 and config.offload_optimizer.device == "none",
+        needs_whole_tensors(optimizer.kind),
+    )
+    if by_tensor or optimizer.kind in ELEMENT_WISE or not whole:
+        groups = optimizer.param_groups
+        kernels = kernels_for(optimizer.kind, groups) if by_tensor else [kernel_for(optimizer.kind, g) for g in groups]
         check_moments(config.moments, [kernel.slots for kernel in kernels], optimizer.kind.__name__)
         return kernels
     check_client(optimizer.client)

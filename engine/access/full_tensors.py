@@ -70,6 +70,7 @@ class Piece:
 @dataclass(frozen=True)
 class _Plan:
     source: Source
+    grid: Grid
     shard: int
     first: int
     stop: int
@@ -114,7 +115,7 @@ class WholeArrays:
             for shard in range(grid.num_shards):
                 valid, step = grid.shard_valid_numel(shard), _step_numel(grid)
                 for first in range(0, valid, step):
-                    yield _Plan(source, shard, first, min(valid, first + step))
+                    yield _Plan(source, grid, shard, first, min(valid, first + step))
 
     def _has(self, plan: _Plan, rank0_only: bool) -> bool:
         if self._sharded:
@@ -154,8 +155,7 @@ class WholeArrays:
         return values
 
     def _hand_over(self, plan: _Plan, values: torch.Tensor, take: Callable[[Piece], None]) -> None:
-        grid = plan.source.grid(self._world.world_size if self._sharded else 1)
-        first = plan.shard * grid.shard_numel + plan.first
+        first = plan.shard * plan.grid.shard_numel + plan.first
         try:
             take(Piece(source=plan.source, first=first, values=values.cpu()))
         except Exception as error:

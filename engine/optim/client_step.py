@@ -22,9 +22,9 @@ from zstore.format.arrays import model_array
 
 from ..device import GradientTiles
 from ..params.record import ParameterRecord
-from .kernel import ParameterStep, Scalars, SlotArray
+from .kernel import ParameterStep, Scalars, SlotArray, WholeStep
 from .state import OptimizerState
-from .update import Rows
+from .update import Rows, Update
 
 STATE_KEY = "zstore.client_optimizer"
 """Where a checkpoint's client state has the optimizer's."""
@@ -45,22 +45,7 @@ class WholeKernel:
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
         """See Kernel."""
-        return _Counted({"updates": scalars["updates"] + 1})
-
-
-class _Counted:
-    """A step that `ClientStep` takes."""
-
-    def __init__(self, after: Scalars) -> None:
-        self._after = after
-
-    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
-        """See ParameterStep. Raises UsageError: there are no tiles of a whole tensor."""
-        raise UsageError("the client's optimizer steps whole tensors, not tiles")
-
-    def scalars(self) -> Scalars:
-        """See ParameterStep."""
-        return self._after
+        return WholeStep({"updates": scalars["updates"] + 1})
 
 
 def check_client(client: torch.optim.Optimizer) -> None:
@@ -87,15 +72,11 @@ class ClientStep:
         """The parameters that it updates."""
         return list(self._state.scalars)
 
-    def run(self, records: Sequence[ParameterRecord], factor: float, rows: Rows) -> None:
-        """Update `records`, each of which has a gradient; `factor` multiplies the gradients once."""
-        mine = [record for record in records if record.numel]
+    def run(self, update: Update) -> None:
+        """Carry out an update."""
+        mine = [record for record in update.records if record.numel]
         groups = [[model_array(record.name)] for record in mine]
-        with self._state.passing(groups, "update") as tiles:
-            for tile in tiles:
-                # Now the pass has begun with all of them: nobody else reads what is about to change.
-                if tile.group == len(mine) - 1 and tile.first == 0:
-                    self._step(mine, factor, rows)
+        self._state.change_whole(groups, lambda: self._step(mine, update.settings.factor, update.rows))
 
     def _step(self, records: Sequence[ParameterRecord], factor: float, rows: Rows) -> None:
         masters = [self._state.whole_master(record) for record in records]

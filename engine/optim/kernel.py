@@ -83,6 +83,21 @@ class Kernel(Protocol):
         """Begin a step of a parameter, with the settings that its group has now."""
 
 
+class WholeStep:
+    """A step that is not taken in tiles: what steps whole tensors takes it, and counts it as `after`."""
+
+    def __init__(self, after: Scalars) -> None:
+        self._after = after
+
+    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
+        """See ParameterStep. Raises UsageError: there are no tiles of a whole tensor."""
+        raise UsageError("this optimizer steps whole tensors, not tiles")
+
+    def scalars(self) -> Scalars:
+        """See ParameterStep."""
+        return self._after
+
+
 def fp32_arrays(slots: Sequence[str]) -> list[SlotArray]:
     """Return one fp32 array of the parameter's shape for each slot."""
     return [SlotArray(name, entry=name) for name in slots]

@@ -101,12 +101,14 @@ class OneBitStep:
         mine = [record for record in update.records if record.numel]
         groups = [[model_array(one.name), *(optimizer_array(s, one.name) for s in self._shared(one))] for one in mine]
         error: Exception | None = None
-        with torch.no_grad(), self._state.passing(groups, "update") as tiles:
-            for tile in tiles:
-                # Now the pass has begun with all of them: nobody else reads what is about to change.
-                if tile.group == len(mine) - 1 and tile.first == 0:
-                    for record in mine:
-                        error = self._try_step(record, update.settings, update.rows, error)
+
+        def step() -> None:
+            nonlocal error
+            for record in mine:
+                error = self._try_step(record, update.settings, update.rows, error)
+
+        with torch.no_grad():
+            self._state.change_whole(groups, step)
         if error is not None:
             raise error
         local = {record for record in mine if self._phases[record] == "local"}

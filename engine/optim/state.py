@@ -329,6 +329,13 @@ class OptimizerState:
         ):
             yield tiles
 
+    def change_whole(self, groups: Sequence[Sequence[str]], change: Callable[[], None]) -> None:
+        """Call `change` once, when a pass has begun with all of `groups`: nobody else reads what it changes."""
+        with self.passing(groups, "update") as tiles:
+            for tile in tiles:
+                if tile.group == len(groups) - 1 and tile.first == 0:
+                    change()
+
     def arrays_of(self, record: ParameterRecord) -> list[str]:
         """Return the names of `master_arrays` and slots, in the kernel's order: what a checkpoint has of the parameter."""
         slots = self.slots_of(record)

@@ -17,7 +17,7 @@ from ..plan.plan import Slots, TensorSlot
 from .classes.lamb import Lamb
 from .classes.muon import MuonWithAdam
 from .classes.one_bit import ONE_BIT
-from .kernel import Kernel, ParameterStep, Scalars, SlotArray, fp32_arrays, kernel_for
+from .kernel import Kernel, ParameterStep, Scalars, SlotArray, WholeStep, fp32_arrays, kernel_for
 from .one_bit.kernel import OneBitKernel
 from .one_bit.rules import rule_for
 
@@ -84,7 +84,7 @@ class TensorKernel:
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
         """See Kernel; the step counts, and `update` does the work."""
-        return _Counted({self._count: scalars[self._count] + 1})
+        return WholeStep({self._count: scalars[self._count] + 1})
 
     def update(
         self,
@@ -125,18 +125,3 @@ def planned_slots(kernel: Kernel, shape: Sequence[int]) -> Slots:
     if isinstance(kernel, OneBitKernel):
         return kernel.rule.slots
     return kernel.slots
-
-
-class _Counted:
-    """A step that is not taken in tiles."""
-
-    def __init__(self, after: Scalars) -> None:
-        self._after = after
-
-    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
-        """See ParameterStep. Raises UsageError: there are no tiles of a whole tensor."""
-        raise UsageError("this optimizer steps whole tensors, not tiles")
-
-    def scalars(self) -> Scalars:
-        """See ParameterStep."""
-        return self._after

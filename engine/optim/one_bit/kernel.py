@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from zstore.errors import UsageError
-
-from ..kernel import ParameterStep, Scalars, SlotArray, fp32_arrays
+from ..kernel import ParameterStep, Scalars, SlotArray, WholeStep, fp32_arrays
 from .rule import Rule
 
 
@@ -30,19 +26,4 @@ class OneBitKernel:
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
         """See Kernel; the step was taken, and counted, before."""
-        return _Taken(scalars)
-
-
-class _Taken:
-    """A step that `OneBitStep` took."""
-
-    def __init__(self, after: Scalars) -> None:
-        self._after = after
-
-    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
-        """See ParameterStep. Raises UsageError: there are no tiles of a whole tensor."""
-        raise UsageError("this optimizer steps whole tensors, not tiles")
-
-    def scalars(self) -> Scalars:
-        """See ParameterStep."""
-        return self._after
+        return WholeStep(scalars)
