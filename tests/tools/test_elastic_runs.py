@@ -8,7 +8,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,22 @@ def torchrun(tmp_path: Path, port: int, *words: str) -> list[str]:
     return [*command, "--log-dir", str(tmp_path / "logs"), *words]
 
 
+@contextmanager
+def agents(command: list[str]) -> Iterator[Callable[[], Any]]:
+    """Give what starts an agent by `command`; all are killed at the end of the block."""
+    started: list[Any] = []
+
+    def starts() -> Any:
+        started.append(warm.Popen(command, env=ENVIRONMENT, start_new_session=True))
+        return started[-1]
+
+    try:
+        yield starts
+    finally:
+        for agent in started:
+            agent.kill()
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return int(taken.getsockname()[1])
@@ -85,12 +102,7 @@ def test_a_run_goes_on_with_one_rank_and_with_two_again(tmp_path: Path) -> None:
     def worlds(step: int) -> set[int]:
         return {line["world"] for line in lines(run) if line["step"] == step}
 
-    def starts() -> Any:
-        agents.append(warm.Popen(command, env=ENVIRONMENT, start_new_session=True))
-        return agents[-1]
-
-    agents: list[Any] = []
-    try:
+    with agents(command) as starts:
         first = starts()
         wait_for(lambda: is_there(port), "the first agent does not listen")
         second = starts()
@@ -106,9 +118,6 @@ def test_a_run_goes_on_with_one_rank_and_with_two_again(tmp_path: Path) -> None:
         wait_for(lambda: set(run.glob("steps-2-*")) > of_two, "no rank joined")
         (run / "gate").write_text(str(STEPS))
         assert [agent.wait(100) for agent in (first, third)] == [0, 0]
-    finally:
-        for agent in agents:
-            agent.kill()
     assert [sorted(worlds(step)) for step in (0, 4, STEPS - 1)] == [[2], [1], [2]]
     for (batch, numbers, loss), (_, same, expected) in zip(steps_of(run), steps_of(whole), strict=True):
         assert batch == 4
@@ -136,12 +145,7 @@ def test_zstore_train_goes_on_with_one_rank_and_with_two_again(tmp_path: Path) -
     def steps() -> int:
         return max(one.record.step for one in tags(LocalFolder(saved)))
 
-    def starts() -> Any:
-        agents.append(warm.Popen(command, env=ENVIRONMENT, start_new_session=True))
-        return agents[-1]
-
-    agents: list[Any] = []
-    try:
+    with agents(command) as starts:
         first = starts()
         wait_for(lambda: is_there(port), "the first agent does not listen")
         second = starts()
@@ -158,9 +162,6 @@ def test_zstore_train_goes_on_with_one_rank_and_with_two_again(tmp_path: Path) -
         for agent in (first, third):
             agent.send_signal(signal.SIGTERM)
         assert all(agent.wait(100) for agent in (first, third))  # torchrun's, of a signal
-    finally:
-        for agent in agents:
-            agent.kill()
     alone = [sys.executable, "-m", "zstore", *train, "--steps", str(steps()), "--metrics", str(tmp_path / "one.jsonl")]
     assert warm.run(alone, check=False, env=ENVIRONMENT, timeout=300).returncode == 0
     found, expected = rows(tmp_path / "all.jsonl"), rows(tmp_path / "one.jsonl")
