@@ -32,7 +32,7 @@ from .loader import TrainingLoader
 from .lr_schedules import LRSchedule
 from .optim.client_step import ClientStep, WholeKernel, check_client
 from .optim.in_backward import OptimizerInBackward
-from .optim.kernel import ELEMENT_WISE, Kernel, kernel_for
+from .optim.kernel import ELEMENT_WISE, Kernel
 from .optim.loss_scale import LossScaler
 from .optim.moments import check_moments
 from .optim.one_bit.kernel import OneBitKernel
@@ -208,13 +208,9 @@ def _require_own_snapshots(config: Config, store: TensorStore, world: World) -> 
 def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
     """Return the kernel of each parameter group. Raises UsageError where the config does not let the optimizer do what it
     does."""
-    whole, by_tensor = (
-        config.stage == 0 and config.offload_optimizer.device == "none",
-        needs_whole_tensors(optimizer.kind),
-    )
-    if by_tensor or optimizer.kind in ELEMENT_WISE or not whole:
-        groups = optimizer.param_groups
-        kernels = kernels_for(optimizer.kind, groups) if by_tensor else [kernel_for(optimizer.kind, g) for g in groups]
+    whole = config.stage == 0 and config.offload_optimizer.device == "none"
+    if needs_whole_tensors(optimizer.kind) or optimizer.kind in ELEMENT_WISE or not whole:
+        kernels = kernels_for(optimizer.kind, optimizer.param_groups)
         check_moments(config.moments, [kernel.slots for kernel in kernels], optimizer.kind.__name__)
         return kernels
     check_client(optimizer.client)

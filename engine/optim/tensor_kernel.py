@@ -31,7 +31,9 @@ def needs_whole_tensors(kind: type[torch.optim.Optimizer]) -> bool:
 
 
 def kernels_for(kind: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]) -> list[Kernel]:
-    """Return the kernel of each group of a class that `needs_whole_tensors`."""
+    """Return the kernel of each group; parameters may be on the meta device. Raises what `kernel_for` raises."""
+    if not needs_whole_tensors(kind):
+        return [kernel_for(kind, group) for group in groups]
     if kind in ONE_BIT:
         return [OneBitKernel(rule_for(kind.__name__)) for _ in groups]
     found: list[Kernel] = []

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from zstore.engine.config.config import OptimizerConfig
-from zstore.engine.optim.kernel import kernel_for
 from zstore.engine.optim.optimizer import optimizer_from_config
-from zstore.engine.optim.tensor_kernel import kernels_for, needs_whole_tensors, planned_slots
+from zstore.engine.optim.tensor_kernel import kernels_for, planned_slots
 from zstore.engine.params.record import named_parameters
 from zstore.engine.plan.plan import Slots
 
@@ -22,10 +19,7 @@ ADAM = OptimizerConfig(kind="AdamW", arguments={})
 def slots_of(model: ModelShape, optimizer: OptimizerConfig | None) -> Mapping[str, Slots]:
     """Return the slots of each parameter by its name. Raises ConfigError for arguments that the optimizer does not take."""
     made = optimizer_from_config(optimizer or ADAM, None, model.module)
-    kind = type(made)
-    # A kernel tries a step, which needs a parameter that has memory.
-    groups = [{**group, "params": [torch.nn.Parameter(torch.zeros(1))]} for group in made.param_groups]
-    kernels = kernels_for(kind, groups) if needs_whole_tensors(kind) else [kernel_for(kind, one) for one in groups]
+    kernels = kernels_for(type(made), made.param_groups)
     of = {
         parameter: kernel
         for group, kernel in zip(made.param_groups, kernels, strict=True)
