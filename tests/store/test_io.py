@@ -1,7 +1,10 @@
 """I/O threads: who goes first, when a producer waits, and where results and errors go."""
 
 import asyncio
+import gc
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 
@@ -102,6 +105,25 @@ def test_an_error_goes_to_the_ticket_and_the_threads_live_on(queue: IoQueue) -> 
             ticket.wait()
         assert ticket.done()
     assert queue.submit(lambda: 3, Priority.READ).wait() == 3
+
+
+def test_an_idle_thread_keeps_nothing_of_what_it_carried_out(queue: IoQueue) -> None:
+    class Memory:
+        """Something that a failed operation's frames hold."""
+
+    def fail() -> None:
+        memory = Memory()
+        known.append(weakref.ref(memory))
+        raise ValueError("on purpose")
+
+    known: list[weakref.ref[Memory]] = []
+    ticket = queue.submit(fail, Priority.READ)
+    assert isinstance(ticket.error(), ValueError)
+    del ticket
+    deadline = time.monotonic() + 30
+    while known[0]() is not None:  # the thread lets go behind the result
+        gc.collect()
+        assert time.monotonic() < deadline
 
 
 def test_settle_waits_for_all_and_raises_the_first_error(queue: IoQueue) -> None:

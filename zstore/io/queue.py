@@ -208,6 +208,7 @@ class IoQueue:
                 run = heapq.heappop(self._heap)[2]
                 self._emptied.notify()
             run()
+            del run  # what it holds, an error with its frames too, is not this thread's to keep
 
     def statistics(self) -> QueueStatistics:
         """Return counters of the time since the start."""
