@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,6 +84,10 @@ def find_sampler(*, perf: bool = True) -> Sampler:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
+Window = tuple[float, float]
+"""Begin and end, in seconds of CLOCK_MONOTONIC."""
+
+
 @dataclass(kw_only=True)
 class Found:
     """What was sampled within the windows."""
@@ -114,12 +118,22 @@ class Frame:
         return self.address >= 1 << 63
 
 
-def read_samples(data: Path, windows: Sequence[tuple[float, float]], interpreter_at: int) -> Found:
-    """Return what `perf record` wrote, as far as it falls into `windows` (seconds of CLOCK_MONOTONIC)."""
+def read_samples(data: Path, windows: Sequence[Window], interpreter_at: int) -> Found:
+    """Return what `perf record` wrote to `data`, as far as it falls into `windows`; see `sort_samples`."""
+    command = ["perf", "script", "-i", str(data), "-F", "tid,time,event,ip,sym,dso,trace"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace"
+    ) as process:
+        return sort_samples(process.stdout or (), windows, interpreter_at)
+
+
+def sort_samples(lines: Iterable[str], windows: Sequence[Window], interpreter_at: int) -> Found:
+    """Return what lines of `perf script` say of `windows`, which are in order and apart; `interpreter_at` is the address of
+    the interpreter's state. Of a wait that reaches over the end of a window nothing counts."""
     found = Found()
-    waiting: dict[int, float] = {}
+    waiting: dict[int, tuple[float, int]] = {}
     begins = [begin for begin, _ in windows]
-    for event in _events(data):
+    for event in _events(lines):
         number = bisect_right(begins, event.when) - 1
         if number < 0 or event.when > windows[number][1]:
             continue
@@ -129,9 +143,9 @@ def read_samples(data: Path, windows: Sequence[tuple[float, float]], interpreter
             found.places.setdefault(cause, Counter())[place] += 1
         elif (asked := _UADDR.search(event.text)) is not None:
             if 0 <= int(asked[1], 16) - interpreter_at < _LOCK_SPAN:
-                waiting[event.thread] = event.when
-        elif (since := waiting.pop(event.thread, None)) is not None:
-            found.lock_wait_s += event.when - since
+                waiting[event.thread] = event.when, number
+        elif (begun := waiting.pop(event.thread, None)) is not None and begun[1] == number:
+            found.lock_wait_s += event.when - begun[0]
             found.lock_waits += 1
     return found
 
@@ -151,21 +165,16 @@ _HEAD = re.compile(r"\s*(\d+)\s+([\d.]+):\s+(\S+?):\s+(.*)$")
 _FRAME = re.compile(r"\s+([0-9a-f]+) (.*) \((.*)\)$")
 
 
-def _events(data: Path) -> Iterator[_Event]:
-    command = ["perf", "script", "--full-source-path", "-i", str(data), "-F", "tid,time,event,ip,sym,dso,trace"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace"
-    ) as process:
-        head: re.Match[str] | None = None
-        chain: list[Frame] = []
-        for line in itertools.chain(process.stdout or (), ["0 0.0: end: \n"]):
-            if (frame := _FRAME.match(line)) is not None:
-                chain.append(Frame(int(frame[1], 16), frame[2], frame[3]))
-            elif (begun := _HEAD.match(line)) is not None:
-                if head is not None:
-                    when = float(head[2])
-                    yield _Event(thread=int(head[1]), when=when, name=head[3], text=head[4], chain=chain)
-                head, chain = begun, []
+def _events(lines: Iterable[str]) -> Iterator[_Event]:
+    head: re.Match[str] | None = None
+    chain: list[Frame] = []
+    for line in itertools.chain(lines, ["0 0.0: end: \n"]):
+        if (frame := _FRAME.match(line)) is not None:
+            chain.append(Frame(int(frame[1], 16), frame[2], frame[3]))
+        elif (begun := _HEAD.match(line)) is not None:
+            if head is not None:
+                yield _Event(thread=int(head[1]), when=float(head[2]), name=head[3], text=head[4], chain=chain)
+            head, chain = begun, []
 
 
 # -- sorting ----------------------------------------------------------------------------------------------------------
