@@ -25,7 +25,8 @@ CAUSES = {
     "cast": "loops of numpy and torch from one dtype to another",
     "update": "the optimizer's kernel, and other arithmetic on state (norm, clipping)",
     "model": "torch's and its libraries' other kernels: forward and backward",
-    "python": "the interpreter, its extensions, and torch's binding to it",
+    "dispatch": "from torch's binding down to a kernel: dispatcher, autograd, views, allocation of tensors",
+    "python": "the interpreter and its extensions, numpy's calls among them",
     "spin": "threads of OpenMP or BLAS that wait without sleeping",
     "libc": "malloc, locks and the rest of libc outside of the kernel",
     "disk calls": "system calls that read and write, and wait for what was submitted",
@@ -236,6 +237,10 @@ _ANONYMOUS = "(anonymous namespace)::"
 _ANY = re.compile("")
 _TORCH = re.compile(r"/lib(torch|c10|mkl|dnnl|onednn|openblas|scipy_openblas|cblas|sleef)[\w.+-]*$|torch/lib/")
 _NUMPY = re.compile(r"/numpy/|ml_dtypes")
+_DISPATCH = re.compile(
+    r"^(c10::(?!function_ref)|torch::|std::|at::(?!native::|internal::)"
+    r"|at::native::(?!.*(kernel|vectorized|loop|gemm|gemv|blas|dot|conv|softmax|layer_norm|embedding|attention|sum|mean)))"
+)
 _PLACES = (
     ("checksum", re.compile(r"crc32|awscrt|xxhash"), _ANY),
     ("copy", re.compile(r"/(libc|ld)[-.]|vdso|\[unknown\]"), re.compile(r"mem(move|cpy|set|pcpy|cmp|chr|rchr)")),
@@ -255,7 +260,8 @@ _PLACES = (
         re.compile(r"adam|adagrad|foreach|_fused|lion|sgd|norm_kernel|linalg_vector_norm", re.IGNORECASE),
     ),
     ("cast", _TORCH, re.compile(r"copy_kernel|convert|_to_copy|cast", re.IGNORECASE)),
-    ("python", re.compile(r"libtorch_python|libshm"), _ANY),
+    ("dispatch", re.compile(r"libtorch_python|libc10|libshm"), _ANY),
+    ("dispatch", _TORCH, _DISPATCH),
     ("model", _TORCH, _ANY),
     ("model", re.compile(r"\[unknown\]|anon|\[JIT\]|jit"), _ANY),
     ("python", re.compile(r"python|lib-dynload|site-packages|libffi|vdso|_ctypes"), _ANY),

@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 _HERE = Path(__file__).resolve().parent.parent
 _LIMIT_S = 3600.0
-_TOP = 12
+_TOP = 40
 """Places that are kept for each cause."""
 
 PATHS: dict[str, Row] = {
@@ -86,7 +86,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--times", type=int, help="times that a process takes its path (default: 2 to 6)")
     parser.add_argument("--rounds", type=int, default=1, help="processes for each path; figures are their medians")
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to use, for about 3 GB")
-    parser.add_argument("--against", type=Path, help="another checkout of this project, to set beside this one")
+    parser.add_argument("--checkout", type=Path, default=_HERE, help="checkout of this project (default: this one)")
+    parser.add_argument("--against", type=Path, help="another checkout of this project, to set beside it")
     parser.add_argument("--compare", type=Path, help="JSON of an earlier run, to set beside this one")
     parser.add_argument("--prefix", type=shlex.split, default=[], help='before each process, as "taskset -c 0,1"')
     parser.add_argument("--perf", action=argparse.BooleanOptionalAction, default=True, help="sample, where perf can")
@@ -113,7 +114,7 @@ def _num_parameters(options: argparse.Namespace) -> int:
 
 def measure(options: argparse.Namespace, sampler: Sampler) -> Iterator[tuple[str, str, Row]]:
     """Yield path, checkout ("before" or "now") and figures, as each is taken."""
-    checkouts = ({"before": options.against.resolve()} if options.against else {}) | {"now": _HERE}
+    checkouts = ({"before": options.against.resolve()} if options.against else {}) | {"now": options.checkout.resolve()}
     with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as temporary:
         folder, saved = Path(temporary), {}
         needed = [path for path in PATHS if path in options.paths or (path == "save" and _uses_saved(options.paths))]
