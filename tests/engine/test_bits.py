@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.bits import (
-    Case,
-    compare_all,
-)
+from tests.engine.bits import STEPS, Case, compare_all
 from zstore.testing.ranks import run_ranks
 
 TIERS = ("none", "cpu", "nvme")
@@ -89,5 +86,5 @@ def test_bits_equal_the_plain_loop_in_every_combination(world_size: int) -> None
     cases = [asdict(case) for case in all_cases()]
     for first in range(0, len(cases), CASES_A_PROCESS):
         chunk = cases[first : first + CASES_A_PROCESS]
-        for failed in run_ranks(compare_all, world_size, world_size, chunk, timeout_s=900):
+        for failed in run_ranks(compare_all, world_size, world_size, chunk, STEPS, timeout_s=900):
             assert failed == []

@@ -22,7 +22,7 @@ from tests.reference import Reference
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 
-WORLD_SIZE, STEPS = 2, 3
+WORLD_SIZE, STEPS = 2, 2
 
 
 class FunctionalTie(Base):
