@@ -214,8 +214,17 @@ def run_of(rank: int, folder: str, nvme: str, saves: bool, loads: bool, stage: i
     return (loaded, found) == (at_save, expected)
 
 
-@pytest.mark.parametrize(("saves", "loads"), [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("world_size", "stage", "saves", "loads"),
+    [
+        (1, 1, True, True),
+        (1, 1, True, False),
+        (1, 1, False, True),
+        pytest.param(2, 3, True, True, marks=pytest.mark.soak),
+        (2, 3, True, False),
+        (2, 3, False, True),
+    ],
+)
 def test_load_with_and_without(
     tmp_path: Path, nvme: Path, saves: bool, loads: bool, world_size: int, stage: int
 ) -> None:

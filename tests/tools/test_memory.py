@@ -261,7 +261,10 @@ def refusal(words: list[str]) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.soak] if name in ("inspect-text", "convert") else []) for name in MANY],
+)
 def test_the_metadata_of_many_arrays_is_counted_in(name: str, many: Path, base: Path, tmp_path: Path) -> None:
     def words(size: str) -> list[str]:
         places = {"many": many if size == "large" else base / "small", "out": tmp_path / size}
