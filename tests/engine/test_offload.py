@@ -14,7 +14,7 @@ import torch
 
 import zstore
 import zstore.store.store
-from tests.engine.bits import Case, compare
+from tests.engine.bits import Case, compare_all
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, state_of, step
 from zstore.engine import Engine
@@ -47,30 +47,26 @@ KEYS: list[dict[str, Any]] = [
 ]
 
 
-def _compare(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    return [(str(case), found) for case in cases if (found := compare(Case(**case), rank, world_size))]
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bits_equal_the_plain_loop(world_size: int) -> None:
     cases = [
         asdict(Case(3, optimizer, *rest, parameters=parameters, overlap=overlap))
         for optimizer, parameters, *rest, overlap in CASES
     ]
-    for failed in run_ranks(_compare, world_size, world_size, cases, timeout_s=120):
+    for failed in run_ranks(compare_all, world_size, world_size, cases, timeout_s=120):
         assert failed == []
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_key_changes_a_bit(world_size: int) -> None:
     cases = [asdict(Case(3, "nvme", "bf16", 1, 0.25, 40_000, 1000, "nvme", keys=keys)) for keys in KEYS]
-    for failed in run_ranks(_compare, world_size, world_size, cases, timeout_s=120):
+    for failed in run_ranks(compare_all, world_size, world_size, cases, timeout_s=120):
         assert failed == []
 
 
 def _compare_direct(rank: int, cases: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     fetch._DIRECT_NUMEL = 1
-    return _compare(rank, 3, cases)
+    return compare_all(rank, 3, cases)
 
 
 def test_large_parameters_are_gathered_in_place() -> None:
