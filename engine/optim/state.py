@@ -125,6 +125,13 @@ class OptimizerState:
         if placement.gradient == "disk":
             self.spilled[record] = self._create(record, "gradient", self._types.planned(record.dtype), "disk")
 
+    def use_in_place(self, record: ParameterRecord) -> None:
+        """Let a released parameter be used where it rests, where this rank has all its rows in memory that the device computes
+        in."""
+        alone = record.world_size == 1 and self.transfers.streams.device_is_host
+        if alone and record.rest is not None and self.store.tier_of(record.rest) == "host":
+            record.use_in_place(as_torch(self.store.memory(record.rest)))
+
     def _add_own(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, tier: TierName) -> None:
         """Let the parameter's own rows be its `model/` array, on the device or at rest."""
         if tier == "device":
