@@ -65,7 +65,7 @@ class OptimizerState:
         self.transfers = transfers
         self.is_sharded = is_sharded
         """Whether each rank holds its own rows alone; else every rank holds everything."""
-        self._has_disk = bool(store.options.all_paths)
+        self.has_disk = bool(store.options.all_paths)
         self._splits = splits
         self._keeps_whole = keeps_whole
         self.moments: Moments = "fp32"
@@ -324,7 +324,7 @@ class OptimizerState:
         wait for each other, would take the processors from the I/O threads.
         """
         with (
-            one_thread(self._has_disk),
+            one_thread(self.has_disk),
             closing(self.store.stream(groups, mode, modes=modes, admit=admit, on_end=on_end)) as tiles,
         ):
             yield tiles
