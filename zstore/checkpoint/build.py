@@ -42,14 +42,23 @@ class CheckpointBuilder:
         """Digests of the manifests that were looked at, by rank."""
 
     @cached_property
-    def _documents(self) -> dict[str, bytes]:
+    def _documents(self) -> dict[str, dict[str, Any]]:
         plan = self._plan
-        return encode_documents(make_documents(plan.specs, {name: plan.grid(name) for name in plan.specs}, plan.codec))
+        return make_documents(plan.specs, {name: plan.grid(name) for name in plan.specs}, plan.codec)
+
+    @cached_property
+    def _texts(self) -> dict[str, bytes]:
+        """Of all documents, by folder."""
+        return encode_documents(self._documents)
+
+    def check_names(self) -> None:
+        """Raise UsageError where two arrays would share a folder."""
+        self._documents  # noqa: B018
 
     @cached_property
     def metadata_sha256(self) -> str:
-        """SHA-256 of the root's metadata, which names all arrays. Raises UsageError where two would share a folder."""
-        return sha256(self._documents[""])
+        """SHA-256 of the root's metadata, which names all arrays. Raises as `check_names` does."""
+        return sha256(self._texts[""])
 
     @cached_property
     def _layout(self) -> str:
@@ -117,7 +126,7 @@ class CheckpointBuilder:
         def write(folder: str) -> None:
             self._make_folder(self.folder / folder)
             path = self.folder / folder / METADATA_FILE
-            self._files.write_small(path, self._documents[folder], sync=False)
+            self._files.write_small(path, self._texts[folder], sync=False)
             os.chmod(path, READ_ONLY)
 
         return [partial(write, folder) for folder in self._documents]

@@ -113,8 +113,7 @@ class _Save:
         """Check what can be checked at once."""
         if self._request.leads:
             request = self._request
-            # Asked for now: it raises where two arrays would share a folder.
-            self._metadata_sha256 = self._builder.metadata_sha256
+            self._builder.check_names()
             replaced = self._committer.check(overwrite=request.overwrite, run=request.run_id)
             if replaced is not None and not request.overwrite:
                 self._messages.append(replaced_text(replaced))
@@ -165,7 +164,7 @@ class _Save:
 
     def _begin(self) -> None:
         spare, files = self._request.spare, self._files
-        if spare is not None and spare.metadata_sha256 != self._metadata_sha256:
+        if spare is not None and spare.metadata_sha256 != self._builder.metadata_sha256:
             spare.remove(files)
             spare = None
         self._committer.begin(None if spare is None else partial(spare.take, files))
@@ -234,7 +233,7 @@ class _Save:
         if request.parts is not None:
             request.parts.committed(self._wait_for_machines)
         if request.spares:
-            self._spare, messages = make_spare(self._files, request.folder, request, self._metadata_sha256)
+            self._spare, messages = make_spare(self._files, request.folder, request, self._builder.metadata_sha256)
             self._messages += messages
         elif request.keep is not None:
             self._messages += retire(
