@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -19,6 +19,7 @@ from .activations.offload import ActivationOffload
 from .build.compiled import CompiledUnits, Compiler
 from .config.config import Config
 from .config.resolve import BatchSizes
+from .device import one_thread
 from .loader import TrainingLoader
 from .lr_schedules import LRSchedule
 from .optim.client_step import ClientStep
@@ -28,20 +29,16 @@ from .optim.one_bit_step import OneBitStep
 from .optim.optimizer import ZeroOptimizer
 from .optim.state import OptimizerState
 from .optim.tensor_step import TensorStep
-from .optim.update import StepSettings, Update
+from .optim.update import StepSettings, Update, read_ahead
 from .optim.updater import StepMode, Updater
 from .params.record import ParameterRecord, Residency, Sharding
 from .plan.plan import Plan
-from .runtime.messages import listed
 from .zero.collectives import all_gather_rows
 from .zero.gradients import Gradients
 from .zero.hooks import UnitHooks
 from .zero.norm import global_norm, scale_factor
 
 _log = logging.getLogger("zstore")
-
-_NAMED = 5
-"""Parameters that an error names."""
 
 
 def _nothing() -> None:
@@ -98,21 +95,15 @@ class Accumulation:
     def batch_of(self, train_batch_size: int) -> BatchSizes:
         """Return the batch sizes with that many samples a step, by more or fewer micro-batches.
 
-        Raises UsageError where no number of micro-batches gives that, and in the middle of a step.
+        Raises UsageError as `of_train_batch_size` does, and in the middle of a step.
         """
-        round_size = self.batch.micro_batch_size * self.world_size
-        if type(train_batch_size) is not int or train_batch_size < 1 or train_batch_size % round_size:
-            raise UsageError(
-                f"train_batch_size: expected a multiple of {round_size}, which is train_micro_batch_size_per_gpu "
-                f"{self.batch.micro_batch_size} x world size {self.world_size}; got {train_batch_size!r}"
-            )
+        batch = self.batch.of_train_batch_size(train_batch_size, self.world_size)
         if not self.is_new:
             raise UsageError(
                 f"set_train_batch_size({train_batch_size}) in the middle of a step, whose losses were divided by "
                 f"{self.batch.accumulation_steps} micro-batches: call it after the step() that ends an accumulation"
             )
-        steps = train_batch_size // round_size
-        return replace(self.batch, train_batch_size=train_batch_size, accumulation_steps=steps)
+        return batch
 
 
 class PendingUpdate:
@@ -393,15 +384,19 @@ class Training:
 
     # -- step -------------------------------------------------------------------------------------------------------
 
-    def measure(self) -> float:
+    def measure(self, *, begin: bool = False) -> float:
         """Return the norm of the gradients accumulated, with the loss scale, once a step: no backward may follow before
-        `step` (all ranks)."""
+        `step` (all ranks). With `begin` state is read meanwhile for the update that is to come next."""
         self.pending.require_whole()
         if self._raw_norm is None:
             self.gradients.reduce()
             if self._needs_gradients:
-                self._require_gradients()
-            norm = global_norm(self.trained, self.gradients, self.world, sharding=self.sharding)
+                self.gradients.require(self.trained, self.counters.global_steps + 1, self._what_changed())
+            # It takes buffers: nobody may wait for any until the update.
+            if begin and not (self.tensor_step or self.pending.in_backward or self.before_change is not _nothing):
+                read_ahead(self.state, *self._updated())
+            with one_thread(self.state.has_disk):
+                norm = global_norm(self.trained, self.gradients, self.world, sharding=self.sharding)
             stepper = self.tensor_step
             self._raw_norm = stepper.agreed_norm(norm) if isinstance(stepper, OneBitStep) else norm
         return self._raw_norm
@@ -416,7 +411,7 @@ class Training:
         if self.hooks is not None:
             self.hooks.units.values_change(by_step=True)  # what a forward without a backward left is old now
         try:
-            norm = self.measure()
+            norm = self.measure(begin=True)
             self.norm = norm / self.scaler.scale
             overflow = not math.isfinite(norm)
             if overflow and not self.scaler.skips:
@@ -436,18 +431,9 @@ class Training:
             self.pending.torn |= self.pending.is_in_backward
             self.pending.abandon()
             self._raw_norm = None
+            self.state.drop_ahead()
             self.gradients.drop()
         self._count(overflow)
-
-    def _require_gradients(self) -> None:
-        """Raise UsageError, on every rank, that names the parameters to which no rank's loss led."""
-        unused = [record.name for record in self.trained if not self.gradients.has(record)]
-        if unused:
-            raise UsageError(
-                f"step {self.counters.global_steps + 1}: on no rank was there a gradient for "
-                f"{listed([repr(name) for name in unused], _NAMED)}; {self._what_changed()}. Use them in the loss, freeze them "
-                "with requires_grad_(False) before initialize(), or set zero_optimization.ignore_unused_parameters to true"
-            )
 
     def _what_changed(self) -> str:
         if not self.pending.is_in_backward:
@@ -457,14 +443,16 @@ class Training:
     def _settings(self, factor: float) -> StepSettings:
         return StepSettings.of(self.optimizer.param_groups, step=self.counters.global_steps + 1, factor=factor)
 
-    def _update(self, factor: float) -> None:
-        """Update everything that had a gradient, or in step mode `forward` all that nobody reads before gathering it."""
+    def _updated(self) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
+        """Return what had a gradient and is updated in `step()`, and what is behind it."""
         records = [record for record in self.trained if self.gradients.has(record)]
+        here = {r for r in records if self.step_mode is not StepMode.FORWARD or r.residency is Residency.RESIDENT}
+        return [record for record in records if record in here], [record for record in records if record not in here]
+
+    def _update(self, factor: float) -> None:
+        """Update everything that had a gradient; in step mode `forward` here what a plain read reaches, the rest behind."""
+        records, behind = self._updated()
         settings = self._settings(factor)
-        behind: list[ParameterRecord] = []
-        if self.step_mode is StepMode.FORWARD:
-            behind = [record for record in records if record.residency is not Residency.RESIDENT]
-            records = [record for record in records if record.residency is Residency.RESIDENT]
 
         def at_once() -> None:
             update = Update(self.state, records, settings, self.gradients.take)

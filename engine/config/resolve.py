@@ -1,10 +1,12 @@
 """What "auto" stands for, and batch sizes. Pure."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
 
 from pydantic.fields import FieldInfo
+
+from zstore.errors import UsageError
 
 from .keys import Section, answer_type
 from .optimizers import AdamParams, OptimizerSection
@@ -50,6 +52,17 @@ class BatchSizes:
     """Samples of one forward on one rank."""
     accumulation_steps: int
     """Micro-batches of one step on one rank."""
+
+    def of_train_batch_size(self, train_batch_size: int, world_size: int) -> Self:
+        """Return the sizes with that many samples a step, by more or fewer micro-batches. Raises UsageError where none are."""
+        round_size = self.micro_batch_size * world_size
+        if type(train_batch_size) is not int or train_batch_size < 1 or train_batch_size % round_size:
+            raise UsageError(
+                f"train_batch_size: expected a multiple of {round_size}, which is train_micro_batch_size_per_gpu "
+                f"{self.micro_batch_size} x world size {world_size}; got {train_batch_size!r}"
+            )
+        steps = train_batch_size // round_size
+        return replace(self, train_batch_size=train_batch_size, accumulation_steps=steps)
 
 
 def solve_batch(train: int | None, micro: int | None, accumulation: int | None, world_size: int) -> BatchSizes:

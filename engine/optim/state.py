@@ -20,7 +20,7 @@ from zstore.format.arrays import ArraySpec, model_array, optimizer_array
 from zstore.format.partition import BITS, Grid, grid_in_checkpoint, make_grid
 from zstore.store import TensorStore
 from zstore.store.store import ModeName
-from zstore.store.stream import Tile
+from zstore.store.stream import Stream, Tile
 from zstore.tensors import as_torch
 
 from ..device import Transfers, one_thread
@@ -65,7 +65,7 @@ class OptimizerState:
         self.transfers = transfers
         self.is_sharded = is_sharded
         """Whether each rank holds its own rows alone; else every rank holds everything."""
-        self._has_disk = bool(store.options.all_paths)
+        self.has_disk = bool(store.options.all_paths)
         self._splits = splits
         self._keeps_whole = keeps_whole
         self.moments: Moments = "fp32"
@@ -82,6 +82,8 @@ class OptimizerState:
         """Parameters whose gradients wait for the update on disk, and the array in which they do."""
         self.gradients_on_host: set[ParameterRecord] = set()
         """Parameters whose gradients wait for the update in host memory, wherever the device is."""
+        self._ahead: tuple[Sequence[ParameterRecord], Stream] | None = None
+        """What is read ahead of an update, and of which parameters that is."""
         self._own_master: set[ParameterRecord] = set()
         self._own_shapes: dict[str, SlotArray] = {}
         """Arrays that have another shape than their parameter."""
@@ -122,6 +124,13 @@ class OptimizerState:
             self.gradients_on_host.add(record)
         if placement.gradient == "disk":
             self.spilled[record] = self._create(record, "gradient", self._types.planned(record.dtype), "disk")
+
+    def use_in_place(self, record: ParameterRecord) -> None:
+        """Let a released parameter be used where it rests, where this rank has all its rows in memory that the device computes
+        in."""
+        alone = record.world_size == 1 and self.transfers.streams.device_is_host
+        if alone and record.rest is not None and self.store.tier_of(record.rest) == "host":
+            record.use_in_place(as_torch(self.store.memory(record.rest)))
 
     def _add_own(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, tier: TierName) -> None:
         """Let the parameter's own rows be its `model/` array, on the device or at rest."""
@@ -317,17 +326,38 @@ class OptimizerState:
         modes: Mapping[str, ModeName] | None = None,
         admit: Callable[[int, bool], bool] | None = None,
         on_end: Callable[[int], None] | None = None,
+        begun: Stream | None = None,
     ) -> Iterator[Tiles]:
         """Give a pass over groups of arrays for the length of a `with` block: what is left of it is ended there.
 
         Beside a disk, tiles are worked on by one thread: it outruns the disk, while torch's threads, which spin as they
-        wait for each other, would take the processors from the I/O threads.
+        wait for each other, would take the processors from the I/O threads. `begun` is such a pass that was read
+        ahead.
         """
-        with (
-            one_thread(self._has_disk),
-            closing(self.store.stream(groups, mode, modes=modes, admit=admit, on_end=on_end)) as tiles,
-        ):
+        if begun is not None and begun.go_on(admit, on_end):
+            whole = begun.tiles()
+        else:
+            whole = self.store.stream(groups, mode, modes=modes, admit=admit, on_end=on_end)
+        with one_thread(self.has_disk), closing(whole) as tiles:
             yield tiles
+
+    def keep_ahead(self, records: Sequence[ParameterRecord], begun: Stream) -> None:
+        """Keep what was `begun` for the update of `records`, until that takes it."""
+        self.drop_ahead()
+        self._ahead = records, begun
+
+    def take_ahead(self, records: Sequence[ParameterRecord]) -> Stream | None:
+        """Return what was read ahead of an update of `records`, which has it from then on."""
+        if self._ahead is None or self._ahead[0] != records:
+            return None
+        (_, begun), self._ahead = self._ahead, None
+        return begun
+
+    def drop_ahead(self) -> None:
+        """Give back the memory of what was read ahead and nobody took."""
+        if self._ahead is not None:
+            self._ahead[1].drop()
+            self._ahead = None
 
     def change_whole(self, groups: Sequence[Sequence[str]], change: Callable[[], None]) -> None:
         """Call `change` once, when a pass has begun with all of `groups`: nobody else reads what it changes."""

@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from zstore.errors import ZstoreError
+from zstore.store.store import ModeName
 from zstore.store.stream import Tile
 from zstore.tensors import as_torch
 
@@ -124,6 +127,36 @@ class _Change:
         return self._state.take_master(held)
 
 
+def read_ahead(
+    state: OptimizerState, records: Sequence[ParameterRecord], behind: Sequence[ParameterRecord] = ()
+) -> None:
+    """Begin to read what an update of `records`, or if there are none of those `behind`, comes to first; nothing where that
+    fails: then the update will too, and all ranks hear of it."""
+    first = list(records or behind)
+    mine = [record for record in first if record.owned_numel]
+    with suppress(ZstoreError):
+        begun = state.store.read_ahead([_arrays(state, record) for record in mine], modes=_modes(state, mine))
+        state.keep_ahead(first, begun)
+
+
+def _arrays(state: OptimizerState, record: ParameterRecord) -> list[str]:
+    """Return what an update brings together of a parameter."""
+    names = state.arrays_of(record)
+    if record in state.spilled:
+        names.append(state.spilled[record])
+    if record.rest is not None and record.rest not in names:
+        names.append(record.rest)
+    return names
+
+
+def _modes(state: OptimizerState, records: Sequence[ParameterRecord]) -> dict[str, ModeName]:
+    modes: dict[str, ModeName] = {state.spilled[r]: "read" for r in records if r in state.spilled}
+    for record in records:
+        if record.rest is not None and record.rest not in state.arrays_of(record):
+            modes[record.rest] = "fill"
+    return modes
+
+
 class Update:
     """The changes of one step to `records`, each of which has a gradient by the time that it is admitted."""
 
@@ -134,6 +167,7 @@ class Update:
         self.settings = settings
         self._state = state
         self.rows = rows
+        self._begun = state.take_ahead(self.records)
         self._steps: dict[ParameterRecord, ParameterStep] = {}
 
     def run(
@@ -158,11 +192,12 @@ class Update:
 
         with (
             self._state.passing(
-                [self._arrays(record) for record in mine],
+                [_arrays(self._state, record) for record in mine],
                 "update",
-                modes=self._modes(mine),
+                modes=_modes(self._state, mine),
                 admit=None if admit is None else (lambda group, wait: admit(mine[group], wait)),
                 on_end=None if done is None else ended,
+                begun=self._begun,
             ) as tiles,
         ):
             change: _Change | None = None
@@ -175,21 +210,6 @@ class Update:
                     change = _Change(self._state, record, self.rows(record), step, factor, moments, h2d)
                 change.apply(tile)
         h2d.settle()
-
-    def _arrays(self, record: ParameterRecord) -> list[str]:
-        names = self._state.arrays_of(record)
-        if record in self._state.spilled:
-            names.append(self._state.spilled[record])
-        if record.rest is not None and record.rest not in names:
-            names.append(record.rest)
-        return names
-
-    def _modes(self, records: Sequence[ParameterRecord]) -> dict[str, Any]:
-        modes: dict[str, Any] = {self._state.spilled[r]: "read" for r in records if r in self._state.spilled}
-        for record in records:
-            if record.rest is not None and record.rest not in self._state.arrays_of(record):
-                modes[record.rest] = "fill"
-        return modes
 
     def _step_of(self, record: ParameterRecord) -> ParameterStep:
         found = self._steps.get(record)

@@ -20,8 +20,12 @@ from zstore.ranks.world import World
 
 from ..params.gradient_types import GradientTypes, add_in, is_narrower
 from ..params.record import ParameterRecord
+from ..runtime.messages import listed
 from .collectives import Reduce, Reduction, reduce_whole
 from .plusplus.quantized_gradients import QuantizedReducer
+
+_NAMED = 5
+"""Parameters that an error names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +108,17 @@ class Gradients(ABC):
     @abstractmethod
     def has(self, record: ParameterRecord) -> bool:
         """Return whether any rank had a gradient of the parameter in this step."""
+
+    def require(self, records: Sequence[ParameterRecord], step: int, changed: str) -> None:
+        """Raise UsageError, on every rank, that names those of `records` to which no rank's loss led in a step, and says
+        what was `changed`."""
+        unused = [record.name for record in records if not self.has(record)]
+        if unused:
+            raise UsageError(
+                f"step {step}: on no rank was there a gradient for {listed([repr(name) for name in unused], _NAMED)}; "
+                f"{changed}. Use them in the loss, freeze them with requires_grad_(False) before initialize(), or set "
+                "zero_optimization.ignore_unused_parameters to true"
+            )
 
     @abstractmethod
     def owned(self, record: ParameterRecord) -> torch.Tensor | None:

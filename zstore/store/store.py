@@ -277,7 +277,7 @@ class TensorStore(Closing):
 
     def _views(self, what: Pass, first: int, stop: int) -> Iterator[tuple[View, slice]]:
         """Yield views of an array's elements `[first, stop)`, and where in these each view lies."""
-        for tile in self._stream(what):
+        for tile in self._stream(what).tiles():
             low, high = max(tile.first, first), min(tile.stop, stop)
             if low < high:
                 yield tile.views[0][low - tile.first : high - tile.first], slice(low - first, high - first)
@@ -304,19 +304,35 @@ class TensorStore(Closing):
         New versions are the present ones when the pass is done, or, with `on_end`, each group's before its number is
         handed to that. Exhaust the pass or close it.
         """
+        what = self._pass(groups, mode, modes)
+        what = replace(what, pool=pool or what.pool, admit=admit, on_end=on_end)
+        return self._stream(replace(what, priority=Priority.PREFETCH) if ahead else what).tiles()
+
+    def read_ahead(
+        self, groups: Sequence[Sequence[str]], mode: ModeName = "update", *, modes: Mapping[str, ModeName] | None = None
+    ) -> Stream:
+        """Return a pass as `stream` has, and begin to read what it comes to first: then call `Stream.go_on`, or `Stream.drop`.
+
+        Until then nothing is changed, and buffers are held, up to three quarters of the pool.
+        """
+        begun = self._stream(self._pass(groups, mode, modes))
+        begun.read_ahead()
+        return begun
+
+    def _pass(self, groups: Sequence[Sequence[str]], mode: ModeName, modes: Mapping[str, ModeName] | None) -> Pass:
         self._check_open()
         chosen = {name: Mode(other) for name, other in (modes or {}).items()}
-        what = Pass(
-            groups=groups,
-            mode=Mode(mode),
-            pool=pool or self.resources.pool,
-            modes=chosen,
-            priority=Priority.PREFETCH if ahead else Priority.READ,
-            admit=admit,
-            on_end=on_end,
-        )
+        what = Pass(groups=groups, mode=Mode(mode), pool=self.resources.pool, modes=chosen)
         self._order.settle(what.names)
-        return self._stream(what)
+        return what
+
+    def memory(self, name: str) -> Any:
+        """Return the memory where a shard on the host or the device tier rests, 1-D, without padding, until it is moved or
+        removed. Whoever writes to it sees to it that nobody else does."""
+        tier = self._tiers[self.local(name).spec.name]
+        if not isinstance(tier, MemoryTier):
+            raise UsageError(f"array {name!r} rests on tier {tier.name!r}, not in memory")
+        return tier.view(name, 0, self.valid_numel(name))
 
     def may_fill(self, name: str) -> bool:
         """Tell whether `filling` has the array: it rests in the host's memory."""
@@ -344,10 +360,10 @@ class TensorStore(Closing):
     def _pass_over(self, name: str, mode: Mode, chunks: tuple[int, int] | None = None) -> Pass:
         return Pass(groups=[[name]], mode=mode, pool=self.resources.pool, chunks=chunks)
 
-    def _stream(self, what: Pass) -> Generator[Tile, None, None]:
+    def _stream(self, what: Pass) -> Stream:
         for name in what.names:
             self.local(name)
-        return Stream(what, tiers=self._tiers, shards=self._shards, counters=self._counters).tiles()
+        return Stream(what, tiers=self._tiers, shards=self._shards, counters=self._counters)
 
     def make_pool(self, nbytes: int) -> Pool:
         """Return buffers of their own for passes that must not wait for others; counted against the host budget.

@@ -10,6 +10,9 @@ A stream waits for the pool only while it holds no loaded span, so it cannot wai
 last quarter of the pool ahead of use. New versions become the present ones at the end, when every save is done; a pass
 with `on_end` makes each group's the present one as soon as that group's own saves are done.
 
+The first spans may be loaded before it is known whether the pass will be (`Stream.read_ahead`): nothing is begun by
+that. They serve where the pass comes and no shard has another version by then; else their memory goes back.
+
 Where all arrays of a group rest in memory there is nothing to load, and a tile spans many chunks: fewer steps in
 Python. Beside a disk a tile is one chunk, for on disk a checksum stands between two. A pass over memory alone does
 without the pipeline, whose bookkeeping costs more than the work on a small array.
@@ -21,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -35,7 +38,11 @@ from .tiers.base import View
 __all__ = ["Pass", "Stream", "StreamCounters", "Tile"]
 
 _MOST_LOADED_SPANS = 64
+_MOST_LOADS_AHEAD = 32
+"""Before a pass: they find room in the queue, where nobody must wait for it."""
 _LEAST_SPANS_IN_POOL = 3
+
+Admit = Callable[[int, bool], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +61,7 @@ class Pass:
     """Limits a reading pass to chunks `[first, stop)` of each shard."""
     priority: Priority = Priority.READ
     """Of the loads."""
-    admit: Callable[[int, bool], bool] | None = None
+    admit: Admit | None = None
     """Asked before a group is begun, with its number and whether to wait; false: not yet, after a wait: leave it out."""
     on_end: Callable[[int], None] | None = None
     """Told the number of each group whose new version is the present one, in the consumer's thread."""
@@ -139,6 +146,8 @@ class Stream:
         """Of the group under way."""
         self._ending: deque[tuple[int, deque[Ticket[None]]]] = deque()
         """Groups whose last span was taken back, and their saves."""
+        self._ahead: dict[str, int] = {}
+        """Versions of the arrays that were read ahead."""
 
     def _memory_tiers(self) -> dict[str, MemoryTier]:
         """Return the tier of each array where all rest in memory; nothing where one does not."""
@@ -197,6 +206,49 @@ class Stream:
         """Return how many elements of the group's first array a value of another one is for."""
         return self._shards[first].grid.numel_per_value(self._shards[name].grid) or 1
 
+    def read_ahead(self) -> None:
+        """Queue the loads of the first spans, as far as memory is free; `go_on` or `drop` comes next.
+
+        Raises UsageError while another pass changes one of their shards in place.
+        """
+        try:
+            while self._plans and sum(len(loaded.tickets) for loaded in self._loaded) < _MOST_LOADS_AHEAD:
+                for name in self._groups[self._plans[0].group]:
+                    if name not in self._ahead and self._pass.mode_of(name) is not Mode.FILL:
+                        self._tiers[name].begin(name, Mode.READ)
+                        self._ahead[name] = self._tiers[name].version(name)
+                if not self._load_next(wait=False):
+                    break
+        except BaseException:
+            self.drop()
+            raise
+
+    def go_on(self, admit: Admit | None = None, on_end: Callable[[int], None] | None = None) -> bool:
+        """Tell whether what was read ahead is still what the shards hold, and may go on with `tiles`; else it is dropped.
+
+        `admit` and `on_end` as in `Pass`.
+        """
+        if any(self._tiers[name].version(name) != version for name, version in self._ahead.items()):
+            self.drop()
+            return False
+        self._pass = replace(self._pass, admit=admit, on_end=on_end)
+        return True
+
+    def drop(self) -> None:
+        """Give the memory of what was read ahead back, once nothing is read into it any more."""
+        while self._loaded:
+            loaded = self._loaded.pop()
+            if loaded.buffer is not None:
+                _release_after(loaded.buffer, loaded.tickets)
+
+    def _begin_ahead(self) -> None:
+        """Begin the groups that were read ahead; where one cannot be begun without waiting, start over."""
+        for group in dict.fromkeys(loaded.plan.group for loaded in self._loaded):
+            if not (self._admit(group) and self._begin(self._groups[group])):
+                self.drop()
+                self._plans = deque(self._plan())
+                return
+
     def tiles(self) -> Generator[Tile, None, None]:
         """Yield the tiles; see [Note: the pipeline]. A failed or abandoned pass keeps former versions where it can."""
         return self._tiles_in_memory() if self._in_memory else self._tiles_of_all()
@@ -229,6 +281,7 @@ class Stream:
         ok = False
         current: _Loaded | None = None
         try:
+            self._begin_ahead()
             while True:
                 self._load_ahead()
                 if not self._loaded:
@@ -256,18 +309,26 @@ class Stream:
                     continue
                 if not (admitted and self._begin(names)):
                     return
-            sizes = [self._tiers[name].span_bytes(name, plan.span.num_chunks) for name in names]
-            total = sum(sizes)
-            buffer = self._take(total)
-            if buffer is None and total > 0:
+            if not self._load_next(wait=not self._loaded):
                 return
-            self._plans.popleft()
-            try:
-                self._loaded.append(self._start(plan, names, sizes, buffer))
-            except BaseException:
-                if buffer is not None:
-                    buffer.release()
-                raise
+
+    def _load_next(self, *, wait: bool) -> bool:
+        """Queue the loads of the next span; false where there is no memory for it."""
+        plan = self._plans[0]
+        names = self._groups[plan.group]
+        sizes = [self._tiers[name].span_bytes(name, plan.span.num_chunks) for name in names]
+        total = sum(sizes)
+        buffer = self._take(total, wait=wait)
+        if buffer is None and total > 0:
+            return False
+        self._plans.popleft()
+        try:
+            self._loaded.append(self._start(plan, names, sizes, buffer))
+        except BaseException:
+            if buffer is not None:
+                buffer.release()
+            raise
+        return True
 
     def _admit(self, group: int) -> bool | None:
         """Ask whether the group may be begun; while nothing is loaded, wait for the answer. None: never."""
@@ -294,10 +355,10 @@ class Stream:
         self._counters.pin_wait_s += time.perf_counter() - started
         return True
 
-    def _take(self, nbytes: int) -> Buffer | None:
+    def _take(self, nbytes: int, *, wait: bool) -> Buffer | None:
         if nbytes == 0:
             return None
-        if not self._loaded:
+        if wait:
             started = time.perf_counter()
             buffer = self._pool.acquire(nbytes)
             self._counters.pool_wait_s += time.perf_counter() - started
@@ -338,10 +399,12 @@ class Stream:
             first, stop = shard.span_range(plan.span)
             yield Tile(plan.group, first, stop, _views(in_memory, first, stop))
             return
-        columns = [self._tiers[n].views(n, plan.span, part) for n, part in zip(names, loaded.parts, strict=True)]
-        for i, chunk in enumerate(plan.span.chunks):
+        parts = zip(names, loaded.parts, strict=True)
+        columns = [self._tiers[name].views(name, plan.span, part, self._pass.mode_of(name)) for name, part in parts]
+        # Strict: each column is asked for one more than it has, which seals its last chunk.
+        for chunk, *views in zip(plan.span.chunks, *columns, strict=True):
             first, stop = shard.chunk_range(chunk)
-            yield Tile(plan.group, first, stop, tuple(column[i] for column in columns))
+            yield Tile(plan.group, first, stop, tuple(views))
 
     def _save(self, loaded: _Loaded) -> None:
         tickets: list[Ticket[None]] = []
