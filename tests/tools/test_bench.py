@@ -36,7 +36,7 @@ from bench.offload import Limits, figures_of
 from bench.process import page_cache_bytes
 from bench.scale_model import Trillion
 from tests import warm
-from tests.checkpoint.checkpoints import save_arrays
+from tests.checkpoint.checkpoints import Array, save_arrays
 from tests.tools.commands import run_here
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.format.partition import grid_in_checkpoint, make_grid
