@@ -291,7 +291,7 @@ def test_checkpoint_benchmark_sets_saves_and_loads_beside_others(
 
 
 def test_the_plain_program_of_checkpoints_makes_the_same_files(tmp_path: Path) -> None:
-    arrays = {
+    arrays: dict[str, Array] = {
         "model/w": np.arange(1171 * 256, dtype=np.float32).reshape(-1, 256),
         "model/b": np.arange(7, dtype=np.int16),
     }
