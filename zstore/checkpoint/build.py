@@ -184,12 +184,15 @@ class CheckpointBuilder:
                     "r, so an array has at most as many as there are ranks"
                 )
 
-    def sync_folders(self, workers: Workers) -> None:
-        """Make all names in the folder durable."""
+    def folder_syncs(self) -> list[Callable[[], None]]:
+        """Return a task for each array's and group's folder that makes the names in it durable, once all are there."""
         # Not by a walk: a folder has a file for each rank.
-        folders = [self.folder, self.folder / MANIFEST_FOLDER]
-        folders += [self.folder / folder for folder in self._documents if folder]
-        workers.run([partial(self._files.sync_folder, folder) for folder in folders])
+        return [partial(self._files.sync_folder, self.folder / folder) for folder in self._documents if folder]
+
+    def sync_folders(self, workers: Workers, *, arrays: bool = True) -> None:
+        """Make all names in the folder durable; without `arrays` those of `folder_syncs` are."""
+        own = [partial(self._files.sync_folder, folder) for folder in (self.folder, self.folder / MANIFEST_FOLDER)]
+        workers.run([*own, *(self.folder_syncs() if arrays else ())])
 
     def record(self, state: Mapping[str, Any], *, training_world_size: int | None = None) -> Record:
         """Return the commit record, once all manifests are there."""

@@ -21,11 +21,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import zip_longest
-from typing import TypeVar
 
 from ..errors import CheckpointError
-from ..io.pool import Workers
+from ..io.pool import Workers, in_turn
 from ..io.shards import ShardSummary
 from ..ranks.rendezvous import Rendezvous
 from .build import READ_ONLY, CheckpointBuilder
@@ -43,8 +41,6 @@ from .reader import CheckpointReader
 from .request import SaveRequest, SaveSummary
 from .retention import retire
 from .reuse import Spare, make_spare
-
-T = TypeVar("T")
 
 _SEE_FOLDER_S = 60.0
 """How long a rank looks for the temporary folder that rank 0 makes first."""
@@ -174,12 +170,14 @@ class _Save:
         tasks += self._publisher.copy_tasks()
         if self._request.leads:
             # In between, so that the drive writes shards meanwhile.
-            tasks = _in_turn(tasks, self._builder.metadata_tasks())
+            tasks = in_turn(tasks, self._builder.metadata_tasks())
         try:
             found = workers.run(tasks)
             syncs = self._publisher.syncs()
             if self._request.leads:
                 syncs += self._builder.metadata_syncs()
+            if self._request.num_here == 1:  # nobody else makes files
+                syncs += self._builder.folder_syncs()
             workers.run(syncs)
             return [summary for summary in found if summary is not None]
         except OSError:
@@ -227,7 +225,7 @@ class _Save:
         if request.before_commit is not None:
             with CheckpointReader(TagInfo(folder=LocalFolder(self._folder), record=record)) as reader:
                 self._messages += request.before_commit(reader)
-        builder.sync_folders(workers)
+        builder.sync_folders(workers, arrays=request.num_here > 1)
         self._check_alive()
         self._messages += self._committer.commit(record)
         if request.parts is not None:
@@ -346,8 +344,3 @@ class _Save:
         elif (self._folder / MANIFEST_FOLDER).is_dir():
             with contextlib.suppress(OSError):
                 self._builder.write_manifest(self._request.rank, f"failed: {reason}", [], self._rank_state)
-
-
-def _in_turn(first: Sequence[T], second: Sequence[T]) -> list[T]:
-    """Return all of both, each in order, one of each as long as there are some."""
-    return [each for pair in zip_longest(first, second) for each in pair if each is not None]
