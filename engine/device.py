@@ -216,12 +216,33 @@ class Transfers:
         return copy.wait()
 
 
-class GradientTiles:
-    """The rows of a gradient, tile by tile, in fp32 beside the state, brought ahead of use where they are not there."""
+class Room:
+    """Host memory for one tile in fp32, used again for the next: what is allocated anew for each has fresh pages each time,
+    and is in no cache."""
 
-    def __init__(self, transfers: Transfers, rows: torch.Tensor) -> None:
+    def __init__(self) -> None:
+        self._values = torch.empty(0)
+
+    def cast(self, values: torch.Tensor) -> torch.Tensor:
+        """Return `values`, 1-D, in fp32 for the caller to change: in this memory until the next call, where it is a cast on
+        the host."""
+        if values.dtype == torch.float32 or values.device.type != "cpu":
+            return values.float()
+        if self._values.numel() < values.numel():
+            self._values = torch.empty(values.numel())
+        return self._values[: values.numel()].copy_(values)
+
+
+class GradientTiles:
+    """The rows of a gradient, tile by tile, in fp32 beside the state, brought ahead of use where they are not there.
+
+    With `room` a tile is the caller's until the next one alone.
+    """
+
+    def __init__(self, transfers: Transfers, rows: torch.Tensor, room: Room | None = None) -> None:
         self._transfers = transfers
         self._rows = rows
+        self._room = room
         self._ahead: tuple[int, int, Copy] | None = None
 
     def tile(self, first: int, stop: int, beside: torch.Tensor) -> torch.Tensor:
@@ -229,7 +250,7 @@ class GradientTiles:
         part = self._rows[first:stop]
         link = self._transfers.link(part, beside)
         if link is None:
-            return part.float()
+            return part.float() if self._room is None else self._room.cast(part)
         if link == "host_to_device":
             there = torch.empty_like(beside, dtype=torch.float32)
             self._transfers.copy_into(there, part)
@@ -241,7 +262,8 @@ class GradientTiles:
         following = min(2 * stop - first, self._rows.numel())
         if following > stop:
             self._ahead = self._begin(stop, following)
-        return self._transfers.finish(ahead[2]).float()
+        there = self._transfers.finish(ahead[2])
+        return there.float() if self._room is None else self._room.cast(there)
 
     def _begin(self, first: int, stop: int) -> tuple[int, int, Copy]:
         staging = self._transfers.streams.empty_host(stop - first, self._rows.dtype)

@@ -30,7 +30,7 @@ from zstore.store.store import ModeName
 from zstore.store.stream import Tile
 from zstore.tensors import as_torch
 
-from ..device import GradientTiles, H2DQueue
+from ..device import GradientTiles, H2DQueue, Room
 from ..params.record import ParameterRecord
 from .kernel import ParameterStep
 from .moments import MomentTiles
@@ -62,6 +62,14 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """What the tiles of one pass use, one after another."""
+
+    h2d: H2DQueue
+    room: Room
+
+
 class _Change:
     """Phases 2 to 4 of one record; one at a time, so that the gradient's rows are free when it is done."""
 
@@ -73,7 +81,7 @@ class _Change:
         step: ParameterStep,
         factor: float,
         moments: MomentTiles | None,
-        h2d: H2DQueue,
+        shared: _Shared,
     ) -> None:
         self.record = record
         self._state = state
@@ -83,7 +91,7 @@ class _Change:
         """What comes first in a tile: the master, or its parts."""
         self._num_state = len(state.arrays_of(record))
         """Master and slots, which come next."""
-        self._gradient = None if rows is None else GradientTiles(state.transfers, rows)
+        self._gradient = None if rows is None else GradientTiles(state.transfers, rows, shared.room)
         """This rank's rows; None: they are in the tile."""
         casts = record.rest is None and self._num_master == 1 and not state.is_master(record)
         self._own = record.owned() if casts else None
@@ -92,7 +100,7 @@ class _Change:
         """The parameter's own rows, which are the master, on their way to slots in another memory."""
         self._step = step
         self._factor = factor
-        self._h2d = h2d
+        self._shared = shared
 
     def apply(self, tile: Tile) -> None:
         """Carry the phases out on one tile."""
@@ -101,7 +109,8 @@ class _Change:
         slots = views[self._num_master : self._num_state]
         master = self._take_master(held, slots, tile)
         if self._gradient is None:
-            gradient = GradientTiles(self._state.transfers, others.pop(0)).tile(0, master.numel(), master)
+            spilled = GradientTiles(self._state.transfers, others.pop(0), self._shared.room)
+            gradient = spilled.tile(0, master.numel(), master)
         else:
             gradient = self._gradient.tile(tile.first, tile.stop, master)
         if self._factor != 1.0:
@@ -113,11 +122,11 @@ class _Change:
         if self._staged is None:
             self._state.put_master(master, held)
         else:
-            self._h2d.put(held[0], master)
+            self._shared.h2d.put(held[0], master)
         if others:
             self._state.transfers.copy_into(others[0], master)
         elif self._own is not None:
-            self._h2d.put(self._own[tile.first : tile.stop], master)
+            self._shared.h2d.put(self._own[tile.first : tile.stop], master)
 
     def _take_master(self, held: list[torch.Tensor], slots: list[torch.Tensor], tile: Tile) -> torch.Tensor:
         if self._num_master == 1 and slots and self._state.transfers.link(held[0], slots[0]) is not None:
@@ -184,6 +193,7 @@ class Update:
         mine = [record for record in self.records if record.owned_numel]
 
         h2d = H2DQueue(self._state.transfers)
+        shared = _Shared(h2d, Room())
 
         def ended(group: int) -> None:
             h2d.settle()
@@ -207,7 +217,7 @@ class Update:
                     step, factor = self._step_of(record), self.settings.factor
                     former = None if change is None else change.moments
                     moments = self._state.moment_tiles(record, self.settings.step, former)
-                    change = _Change(self._state, record, self.rows(record), step, factor, moments, h2d)
+                    change = _Change(self._state, record, self.rows(record), step, factor, moments, shared)
                 change.apply(tile)
         h2d.settle()
 
