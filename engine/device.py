@@ -217,27 +217,23 @@ class Transfers:
 
 
 class Room:
-    """Host memory for one tile in fp32, used again for the next: what is allocated anew for each has fresh pages each time,
-    and is in no cache."""
+    """Memory for what lives as long as a tile, by name, kept for the tiles to come: memory that is given back and taken again
+    has fresh pages each time, which costs more than what is done with it."""
 
     def __init__(self) -> None:
-        self._values = torch.empty(0)
+        self._kept: dict[str, torch.Tensor] = {}
 
-    def cast(self, values: torch.Tensor) -> torch.Tensor:
-        """Return `values`, 1-D, in fp32 for the caller to change: in this memory until the next call, where it is a cast on
-        the host."""
-        if values.dtype == torch.float32 or values.device.type != "cpu":
-            return values.float()
-        if self._values.numel() < values.numel():
-            self._values = torch.empty(values.numel())
-        return self._values[: values.numel()].copy_(values)
+    def take(self, name: str, beside: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory like that of 1-D `beside`, with undefined values, until `name` is taken again."""
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < beside.numel() or kept.dtype != dtype or kept.device != beside.device:
+            kept = self._kept[name] = torch.empty_like(beside, dtype=dtype)
+        return kept[: beside.numel()]
 
 
 class GradientTiles:
-    """The rows of a gradient, tile by tile, in fp32 beside the state, brought ahead of use where they are not there.
-
-    With `room` a tile is the caller's until the next one alone.
-    """
+    """The rows of a gradient, tile by tile, in fp32 beside the state, brought ahead of use where they are not there. With
+    `room` the memory of a tile is that of the next."""
 
     def __init__(self, transfers: Transfers, rows: torch.Tensor, room: Room | None = None) -> None:
         self._transfers = transfers
@@ -250,7 +246,9 @@ class GradientTiles:
         part = self._rows[first:stop]
         link = self._transfers.link(part, beside)
         if link is None:
-            return part.float() if self._room is None else self._room.cast(part)
+            if self._room is None or part.dtype == torch.float32:
+                return part.float()
+            return self._room.take("gradient", part, torch.float32).copy_(part)
         if link == "host_to_device":
             there = torch.empty_like(beside, dtype=torch.float32)
             self._transfers.copy_into(there, part)
@@ -262,8 +260,7 @@ class GradientTiles:
         following = min(2 * stop - first, self._rows.numel())
         if following > stop:
             self._ahead = self._begin(stop, following)
-        there = self._transfers.finish(ahead[2])
-        return there.float() if self._room is None else self._room.cast(there)
+        return self._transfers.finish(ahead[2]).float()
 
     def _begin(self, first: int, stop: int) -> tuple[int, int, Copy]:
         staging = self._transfers.streams.empty_host(stop - first, self._rows.dtype)
