@@ -7,7 +7,7 @@ parameters that are offloaded) and `gradient/` (rows that wait on disk for the u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -23,7 +23,7 @@ from zstore.store.store import ModeName
 from zstore.store.stream import Stream, Tile
 from zstore.tensors import as_torch
 
-from ..device import Transfers, one_thread
+from ..device import Room, Transfers, one_thread
 from ..params.gradient_types import GradientTypes
 from ..params.record import ParameterRecord
 from ..plan.plan import Placement
@@ -65,7 +65,7 @@ class OptimizerState:
         self.transfers = transfers
         self.is_sharded = is_sharded
         """Whether each rank holds its own rows alone; else every rank holds everything."""
-        self._has_disk = bool(store.options.all_paths)
+        self.has_disk = bool(store.options.all_paths)
         self._splits = splits
         self._keeps_whole = keeps_whole
         self.moments: Moments = "fp32"
@@ -124,6 +124,13 @@ class OptimizerState:
             self.gradients_on_host.add(record)
         if placement.gradient == "disk":
             self.spilled[record] = self._create(record, "gradient", self._types.planned(record.dtype), "disk")
+
+    def use_in_place(self, record: ParameterRecord) -> None:
+        """Let a released parameter be used where it rests, where this rank has all its rows in memory that the device computes
+        in."""
+        alone = record.world_size == 1 and self.transfers.streams.device_is_host
+        if alone and record.rest is not None and self.store.tier_of(record.rest) == "host":
+            record.use_in_place(as_torch(self.store.memory(record.rest)))
 
     def _add_own(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, tier: TierName) -> None:
         """Let the parameter's own rows be its `model/` array, on the device or at rest."""
@@ -240,18 +247,18 @@ class OptimizerState:
             return [name]
         return [name, f"{LOW}/{record.name}", ties_spec(self.store.spec(name)).name]
 
-    def take_master(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
+    def take_master(self, views: Sequence[torch.Tensor], room: Room | None = None) -> torch.Tensor:
         """Return the master out of `views`, 1-D tiles of `master_arrays`, which it is where there is one.
 
-        A split master is on the device of its low bits.
+        A split master is on the device of its low bits; with `room` it is there until the next one is taken.
         """
         if len(views) == 1:
             return views[0]
         weight, low, ties = views
         here = self._beside(low, weight, weight.dtype)
-        return join_master(here, low, ties, torch.empty_like(low, dtype=torch.float32))
+        return join_master(here, low, ties, (room or Room()).take("master", low, torch.float32))
 
-    def put_master(self, master: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+    def put_master(self, master: torch.Tensor, views: Sequence[torch.Tensor], room: Room | None = None) -> None:
         """Set `views`, 1-D tiles of `master_arrays`, to those of `master`, of any floating type where it is not split."""
         if len(views) == 1:
             if views[0] is not master:
@@ -260,7 +267,7 @@ class OptimizerState:
         weight, low, ties = views
         master = self._beside(low, master, torch.float32)
         here = weight if self.transfers.link(low, weight) is None else torch.empty_like(low, dtype=weight.dtype)
-        split_master(master, here, low, ties, torch.empty_like(master, dtype=torch.int32))
+        split_master(master, here, low, ties, (room or Room()).take("bits", master, torch.int32))
         if here is not weight:
             self.transfers.copy_into(weight, here)
 
@@ -331,7 +338,7 @@ class OptimizerState:
             whole = begun.tiles()
         else:
             whole = self.store.stream(groups, mode, modes=modes, admit=admit, on_end=on_end)
-        with one_thread(self._has_disk), closing(whole) as tiles:
+        with one_thread(self.has_disk), closing(whole) as tiles:
             yield tiles
 
     def keep_ahead(self, records: Sequence[ParameterRecord], begun: Stream) -> None:
@@ -364,9 +371,18 @@ class OptimizerState:
         slots = self.slots_of(record)
         return [*self.master_arrays(record), *(optimizer_array(slot.name, record.name) for slot in slots)]
 
-    def refresh_parameters(self) -> None:
-        """Cast masters into the parameters' own rows, in memory and at rest (after a load)."""
-        records = [r for r in self.scalars if not (self.is_master(r) or self.is_split(r)) and r.owned_numel]
+    def rows_in_memory(self) -> dict[str, torch.Tensor]:
+        """Return by the name of its master's array a parameter's own rows that are cast from it, of those in the host's
+        memory, which any thread may write to."""
+        rows = {model_array(r.name): r.owned() for r in self._cast_from_masters() if r.rest is None}
+        return {name: own for name, own in rows.items() if own.device.type == "cpu"}
+
+    def _cast_from_masters(self) -> list[ParameterRecord]:
+        return [r for r in self.scalars if not (self.is_master(r) or self.is_split(r)) and r.owned_numel]
+
+    def refresh_parameters(self, done: Container[str] = ()) -> None:
+        """Cast masters, but for the arrays `done`, into the parameters' own rows, in memory and at rest (after a load)."""
+        records = [r for r in self._cast_from_masters() if model_array(r.name) not in done]
         groups = [[model_array(r.name), *([] if r.rest is None else [r.rest])] for r in records]
         rests: dict[str, ModeName] = {r.rest: "fill" for r in records if r.rest is not None}
         with self.passing(groups, "read", modes=rests) as tiles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -22,10 +23,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.checkpoints import save_arrays
+from zstore.checkpoint.catalog import TagInfo, read_record
+from zstore.checkpoint.folder import LocalFolder
+from zstore.checkpoint.format import MAX_JSON_BYTES
+from zstore.checkpoint.lookahead import read_into
 from zstore.checkpoint.names import array_path
 from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError
+from zstore.io.files import OpenFile
+from zstore.io.shards import open_resources
+from zstore.testing.faults import FaultyFiles
 
 Array = npt.NDArray[Any]
 
@@ -384,3 +392,61 @@ def test_a_folder_under_way_is_never_opened(several: Path, tmp_path: Path) -> No
         open_checkpoint(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match="never committed"):
         open_checkpoint(tmp_path / "again.tmp-0123456789abcdef0123456789abcdef")
+
+
+class Spans(FaultyFiles):
+    """Files that note the bytes of each read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def _preadv(self, file: OpenFile, out: Any, offset: int) -> int:
+        self.sizes.append(out.size)
+        return super()._preadv(file, out, offset)
+
+
+def test_no_request_of_a_load_or_a_verification_is_small(tmp_path: Path) -> None:
+    array = np.arange(3 * 2**20, dtype=np.float32).reshape(4096, 768)  # 12 MiB, in chunks of about 200 KiB
+    path = save_arrays(tmp_path, {"model/w": array})
+    files, found, told = Spans(), np.zeros_like(array), []
+    with (
+        open_resources(files=files, block_bytes=2**21) as resources,
+        open_checkpoint(path, resources=resources) as reader,
+    ):
+        targets = [(("model/w", 0, array.size), found)]
+        read_into(reader, targets, lambda *landed: told.append(landed))
+        loaded = [*files.sizes]
+        assert verify_checkpoint(reader) == []
+    assert np.array_equal(found, array)
+    ends = [0, *sorted(stop for _, _, stop in told)]
+    assert sorted(told) == [(0, first, stop) for first, stop in itertools.pairwise(ends)]
+    assert ends[-1] == array.size
+    # As many as the bytes need, and the last one may be smaller.
+    assert len(loaded) == len(told) == -(-(path / "model/w/c.0.0").stat().st_size // (2**21 - 200 * 1024))
+    assert sorted(files.sizes[len(loaded) :]) == sorted(loaded)
+
+
+class Counted(LocalFolder):
+    """A folder that notes what is read of it whole."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.files: list[str] = []
+
+    def read_small(self, file: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
+        self.files.append(file)
+        return super().read_small(file, most_bytes)
+
+
+def test_threads_that_load_read_a_manifest_once(saved: Path, arrays: dict[str, Array]) -> None:
+    folder = Counted(saved)
+    with CheckpointReader(TagInfo(folder=folder, record=read_record(LocalFolder(saved)))) as reader:
+        world_size = reader.record.world_size
+        whole = {name: array for name, array in arrays.items() if array.size}
+        found = {name: np.empty_like(array) for name, array in whole.items()}
+        read_into(reader, [((name, 0, array.size), array) for name, array in found.items()])
+    assert all(found[name].tobytes() == array.tobytes() for name, array in whole.items())
+    manifests = [file for file in folder.files if file.startswith("manifest/")]
+    # Of several ranks the groups' turns may come in any order.
+    assert len(manifests) == len(set(manifests)) == 1 if world_size == 1 else len(manifests) <= 3 * world_size

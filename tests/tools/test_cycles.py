@@ -38,6 +38,9 @@ def _system_call(*names: str) -> str:
         ("copy", "__memmove_avx512_unaligned_erms", "/usr/lib/x86_64-linux-gnu/libc.so.6"),
         ("libc", "_int_malloc", "/usr/lib/x86_64-linux-gnu/libc.so.6"),
         ("cast", "_aligned_contig_cast_float_to_half", "/v/site-packages/numpy/_core/_multiarray_umath.cpython-311.so"),
+        ("cast", "UINT_right_shift_X86_V3", "/v/site-packages/numpy/_core/_multiarray_umath.cpython-311.so"),
+        ("update", "FLOAT_multiply_X86_V3", "/v/site-packages/numpy/_core/_multiarray_umath.cpython-311.so"),
+        ("model", "[unknown]", "perf-28109.map"),
         ("update", "at::native::fused_adam_impl", "/v/site-packages/torch/lib/libtorch_cpu.so"),
         ("model", "mkl_blas_avx512_sgemm_kernel_0", "/v/site-packages/torch/lib/libtorch_cpu.so"),
         ("python", "_PyEval_EvalFrameDefault", "/usr/bin/python3.13"),
@@ -170,6 +173,8 @@ def test_tables_set_before_and_now_side_by_side() -> None:
     figures = {
         "names": ["before", "now"],
         "parameters": 10**6,
+        "model": "gpt",
+        "machine": {"cpu": "a", "cores": 1, "memory_bytes": 1, "drive": "b", "system": "c", "python": "3"},
         "sampler": {"perf": True, "why": ""},
         "paths": {"step": {"before": row, "now": half}},
     }

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -44,12 +45,12 @@ class ShardLayout:
     payload_bytes: int
     """Bytes of a chunk, without its crc32c."""
 
-    @property
+    @cached_property
     def index_bytes(self) -> int:
         """Bytes of the index with its crc32c, without the padding behind it."""
         return 16 * self.num_chunks + CRC_BYTES
 
-    @property
+    @cached_property
     def data_offset(self) -> int:
         """File offset of slot 0."""
         return round_up(self.index_bytes, BLOCK_BYTES)
@@ -59,7 +60,7 @@ class ShardLayout:
         """Bytes of a stored chunk: payload and crc32c."""
         return self.payload_bytes + CRC_BYTES
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Bytes from one chunk to the next."""
         return round_up(self.chunk_bytes, BLOCK_BYTES)
@@ -78,6 +79,7 @@ class ShardLayout:
         return self.data_offset + chunk * self.slot_bytes
 
 
+@lru_cache(maxsize=4096)
 def layout_of(grid: Grid, shard: int, dtype: str) -> ShardLayout:
     """Return the layout of shard number `shard` of an array on `grid` with data type `dtype`."""
     return ShardLayout(
@@ -130,6 +132,18 @@ def check_index(layout: ShardLayout, data: bytes | memoryview | Bytes, *, path: 
 def slot_views(slots: Bytes, layout: ShardLayout) -> Bytes:
     """Return `slots`, a run of whole slots, as a view of shape [chunks, slot_bytes]."""
     return slots.reshape(-1, layout.slot_bytes)
+
+
+def stored_crcs(slots: Bytes, layout: ShardLayout) -> npt.NDArray[np.uint32]:
+    """Return the crc32c that stands behind the payload of each of `slots`, a run of whole slots, as a view of them."""
+    behind = slot_views(slots, layout)[:, layout.payload_bytes : layout.chunk_bytes]
+    crcs: npt.NDArray[np.uint32] = behind.view("<u4")[:, 0]
+    return crcs
+
+
+def checksum(payload: Bytes) -> int:
+    """Return the crc32c of `payload`; the interpreter is not handed to other threads meanwhile."""
+    return crc32c(payload.data, 0, _KEEP_INTERPRETER)
 
 
 def seal_slots(slots: Bytes, layout: ShardLayout) -> list[int]:

@@ -399,10 +399,12 @@ class Stream:
             first, stop = shard.span_range(plan.span)
             yield Tile(plan.group, first, stop, _views(in_memory, first, stop))
             return
-        columns = [self._tiers[n].views(n, plan.span, part) for n, part in zip(names, loaded.parts, strict=True)]
-        for i, chunk in enumerate(plan.span.chunks):
+        parts = zip(names, loaded.parts, strict=True)
+        columns = [self._tiers[name].views(name, plan.span, part, self._pass.mode_of(name)) for name, part in parts]
+        # Strict: each column is asked for one more than it has, which seals its last chunk.
+        for chunk, *views in zip(plan.span.chunks, *columns, strict=True):
             first, stop = shard.chunk_range(chunk)
-            yield Tile(plan.group, first, stop, tuple(column[i] for column in columns))
+            yield Tile(plan.group, first, stop, tuple(views))
 
     def _save(self, loaded: _Loaded) -> None:
         tickets: list[Ticket[None]] = []

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from urllib.parse import quote
 from ...errors import CorruptionError, UsageError
 from ...format.arrays import Bytes, numpy_dtype
 from ...format.partition import Grid
-from ...format.shardfile import ShardLayout, layout_of, seal_slots, slot_views, verify_slots
+from ...format.shardfile import ShardLayout, checksum, layout_of, slot_views, stored_crcs, verify_slots
 from ...io.queue import Priority, Ticket, settle
 from ...io.shards import IoResources, ShardSummary, make_shard_file
 from .base import ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
@@ -214,15 +214,10 @@ class DiskTier(Tier):
         task = partial(_read_span, self._res, shard, file, span, buffer)
         return self._res.queue.submit(task, priority, buffer.size, subject=name.partition("/")[0])
 
-    def views(self, name: str, span: ChunkSpan, buffer: Bytes) -> Sequence[View]:
+    def views(self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode) -> Iterator[View]:
         """See `Tier.views`."""
         shard = self._shards[name]
-        dtype = numpy_dtype(shard.local.spec.dtype)
-        views: list[View] = []
-        for chunk, slot in zip(span.chunks, slot_views(buffer, shard.layout), strict=True):
-            first, stop = shard.local.chunk_range(chunk)
-            views.append(slot[: (stop - first) * dtype.itemsize].view(dtype))
-        return views
+        return _checked_views(self._res, shard, shard.current, span, buffer, mode)
 
     def save(self, name: str, span: ChunkSpan, buffer: Bytes) -> Ticket[None] | None:
         """See `Tier.save`."""
@@ -301,30 +296,58 @@ def _path(folder: Path, name: str, number: int) -> Path:
 def _read_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
     with res.files.opened(file.path) as opened:
         res.files.read_into(opened, buffer, shard.layout.slot_offset(span.first_chunk))
+
+
+def _checked_views(
+    res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes, mode: Mode
+) -> Iterator[View]:
+    """Yield each chunk, verified unless it is to be filled; seal it when the next is asked for unless it was only read."""
+    layout, dtype = shard.layout, numpy_dtype(shard.local.spec.dtype)
+    stored = stored_crcs(buffer, layout)
+    for number, slot in enumerate(slot_views(buffer, layout)):
+        chunk = span.first_chunk + number
+        payload = slot[: layout.payload_bytes]
+        if mode is not Mode.FILL:
+            known = file.crcs[chunk]
+            if known is None:
+                slot[:] = 0
+            elif res.verify and not stored[number] == known == checksum(payload):
+                raise _damage(shard, file, chunk, slot)
+        first, stop = shard.local.chunk_range(chunk)
+        nbytes = (stop - first) * dtype.itemsize
+        yield payload[:nbytes].view(dtype)
+        if mode is not Mode.READ:
+            payload[nbytes:] = 0
+            stored[number] = checksum(payload)
+
+
+def _damage(shard: DiskShard, file: DiskFile, chunk: int, slot: Bytes) -> CorruptionError:
+    """Return the error of a chunk that is not what was written last."""
     name, where = shard.local.spec.name, str(file.origin or file.path)
-    for chunk, slot in zip(span.chunks, slot_views(buffer, shard.layout), strict=True):
-        known = file.crcs[chunk]
-        if known is None:
-            slot[:] = 0
-        elif res.verify and verify_slots(slot, shard.layout, chunk, path=where, array=name) != [known]:
-            problem = "what was written last: the drive lost a write; load a checkpoint"
-            if file.origin is not None:
-                problem = "the one that the manifest names: the file was replaced; load another checkpoint"
-            raise CorruptionError(
-                f"array {name!r}: chunk {chunk} of {where} (offset {shard.layout.slot_offset(chunk)}) is whole, but not "
-                f"{problem}"
-            )
+    try:
+        verify_slots(slot, shard.layout, chunk, path=where, array=name)
+    except CorruptionError as error:
+        return error
+    problem = "what was written last: the drive lost a write; load a checkpoint"
+    if file.origin is not None:
+        problem = "the one that the manifest names: the file was replaced; load another checkpoint"
+    return CorruptionError(
+        f"array {name!r}: chunk {chunk} of {where} (offset {shard.layout.slot_offset(chunk)}) is whole, but not {problem}"
+    )
 
 
 def _write_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
-    local, layout = shard.local, shard.layout
-    for chunk, slot in zip(span.chunks, slot_views(buffer, layout), strict=True):
-        first, stop = local.chunk_range(chunk)
-        slot[(stop - first) * local.spec.itemsize : layout.payload_bytes] = 0
-    crcs = seal_slots(buffer, layout)
-    with res.files.opened(file.path, write=True) as opened:
-        res.files.write_from(opened, buffer, layout.slot_offset(span.first_chunk))
+    crcs = _write_slots(res, file.path, shard.layout, span, buffer)
     file.crcs[span.first_chunk : span.first_chunk + span.num_chunks] = crcs
+
+
+def _write_slots(res: IoResources, path: str | Path, layout: ShardLayout, span: ChunkSpan, buffer: Bytes) -> list[int]:
+    """Write sealed slots; return their checksums."""
+    slot_views(buffer, layout)[:, layout.chunk_bytes :] = 0
+    with res.files.opened(path, write=True) as opened:
+        res.files.write_from(opened, buffer, layout.slot_offset(span.first_chunk))
+    crcs: list[int] = stored_crcs(buffer, layout).tolist()
+    return crcs
 
 
 class DiskPin:
@@ -392,10 +415,9 @@ class DiskPin:
 
             def copy(span: ChunkSpan = span, data: Bytes = buffer.bytes) -> list[int]:
                 _read_span(res, shard, file, span, data)
-                crcs = seal_slots(data, layout)
-                with res.files.opened(path, write=True) as opened:
-                    res.files.write_from(opened, data, layout.slot_offset(span.first_chunk))
-                return crcs
+                for _ in _checked_views(res, shard, file, span, data, Mode.UPDATE):
+                    """What was read is verified and sealed."""
+                return _write_slots(res, path, layout, span, data)
 
             ticket = res.queue.submit(copy, priority, buffer.bytes.size)
             ticket.when_done(buffer.release)
