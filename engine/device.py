@@ -238,7 +238,7 @@ class GradientTiles:
     def __init__(self, transfers: Transfers, rows: torch.Tensor, room: Room | None = None) -> None:
         self._transfers = transfers
         self._rows = rows
-        self._room = room or Room()
+        self._room = room
         self._ahead: tuple[int, int, Copy] | None = None
 
     def tile(self, first: int, stop: int, beside: torch.Tensor) -> torch.Tensor:
@@ -246,7 +246,9 @@ class GradientTiles:
         part = self._rows[first:stop]
         link = self._transfers.link(part, beside)
         if link is None:
-            return part if part.dtype == torch.float32 else self._room.take("gradient", part, torch.float32).copy_(part)
+            if self._room is None or part.dtype == torch.float32:
+                return part.float()
+            return self._room.take("gradient", part, torch.float32).copy_(part)
         if link == "host_to_device":
             there = torch.empty_like(beside, dtype=torch.float32)
             self._transfers.copy_into(there, part)
