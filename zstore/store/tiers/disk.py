@@ -302,23 +302,27 @@ def _checked_views(
     res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes, mode: Mode
 ) -> Iterator[View]:
     """Yield each chunk, verified unless it is to be filled; seal it when the next is asked for unless it was only read."""
-    layout, dtype = shard.layout, numpy_dtype(shard.local.spec.dtype)
-    stored = stored_crcs(buffer, layout)
-    for number, slot in enumerate(slot_views(buffer, layout)):
-        chunk = span.first_chunk + number
-        payload = slot[: layout.payload_bytes]
+    layout, local = shard.layout, shard.local
+    slots, stored = slot_views(buffer, layout), stored_crcs(buffer, layout)
+    payloads = slots[:, : layout.payload_bytes]
+    crcs: list[int] = stored.tolist()
+    known = file.crcs[span.first_chunk : span.first_chunk + span.num_chunks]
+    left = local.valid_numel - span.first_chunk * local.grid.chunk_numel
+    for number, (payload, view) in enumerate(zip(payloads, payloads.view(numpy_dtype(local.spec.dtype)), strict=True)):
         if mode is not Mode.FILL:
-            known = file.crcs[chunk]
-            if known is None:
-                slot[:] = 0
-            elif res.verify and not stored[number] == known == checksum(payload):
-                raise _damage(shard, file, chunk, slot)
-        first, stop = shard.local.chunk_range(chunk)
-        nbytes = (stop - first) * dtype.itemsize
-        yield payload[:nbytes].view(dtype)
+            if known[number] is None:
+                payload[:] = 0
+            elif res.verify and not crcs[number] == known[number] == checksum(payload):
+                raise _damage(shard, file, span.first_chunk + number, slots[number])
+        is_whole = left >= view.size
+        yield view if is_whole else view[:left]
         if mode is not Mode.READ:
-            payload[nbytes:] = 0
-            stored[number] = checksum(payload)
+            if not is_whole:
+                view[left:] = 0
+            crcs[number] = checksum(payload)
+        left -= view.size
+    if mode is not Mode.READ:
+        stored[:] = crcs
 
 
 def _damage(shard: DiskShard, file: DiskFile, chunk: int, slot: Bytes) -> CorruptionError:
