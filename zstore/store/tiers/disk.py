@@ -10,6 +10,8 @@ A chunk that was never written has no checksum in the table and reads as zeros w
 
 A checkpoint's shard file that is laid out alike can be adopted: linked here, it is the present version, and was published.
 Its chunks are verified like all others, when they are read.
+
+Small shards share files, and have parts of them where others have files: see [Note: packs].
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -30,7 +33,8 @@ from ...format.partition import Grid
 from ...format.shardfile import ShardLayout, layout_of, seal_slots, slot_views, verify_slots
 from ...io.queue import Priority, Ticket, settle
 from ...io.shards import IoResources, ShardSummary, make_shard_file
-from .base import ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
+from .base import ChunkSpan, LocalShard, Mode, Piece, Tier, View, being_changed, new_version
+from .packs import Pack, Run, is_packed, read_runs, run_file_bytes, runs_of, write_runs
 
 if TYPE_CHECKING:
     import torch
@@ -38,10 +42,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class DiskFile:
-    """One file of the run folder. `crcs[i]` is the checksum of chunk i, None where it was never written."""
+    """One file of the run folder, or a part of one. `crcs[i]` is the checksum of chunk i, None where it was never written."""
 
     path: Path
     crcs: list[int | None]
+    base: int
+    """Offset of chunk 0."""
+    generation: int = 0
+    """Of a part of a pack: the number of its file."""
     pins: int = 0
     published: bool = False
     version: int = field(default_factory=new_version)
@@ -57,6 +65,10 @@ class DiskShard:
     layout: ShardLayout
     folder: Path
     current: DiskFile
+    pack: Pack | None = None
+    """Where its versions have parts; None: each has a file of its own."""
+    in_use: set[int] = field(default_factory=lambda: {0})
+    """Generations of a pack in which it has a version."""
     target: DiskFile | None = None
     spare: DiskFile | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -65,6 +77,10 @@ class DiskShard:
     touched: bool = False
     """Something was saved in the pass under way."""
     broken: bool = False
+
+    def offset(self, file: DiskFile, chunk: int) -> int:
+        """Return where a chunk begins in a file of the shard."""
+        return file.base + chunk * self.layout.slot_bytes
 
 
 @dataclass
@@ -94,6 +110,8 @@ class DiskTier(Tier):
         self._res = res
         self._request_bytes = res.request_bytes
         self._shards: dict[str, DiskShard] = {}
+        self._packs: dict[tuple[Path, str], Pack] = {}
+        """By folder and kind of arrays."""
         self._lock = threading.RLock()
 
     def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
@@ -101,11 +119,20 @@ class DiskTier(Tier):
         if memory is not None:
             raise UsageError(f"array {local.spec.name!r}: the disk tier cannot adopt memory")
         layout = layout_of(local.grid, local.shard, local.spec.dtype)
-        folder = self._drives.choose(local.spec.name, layout.file_bytes)
-        first = DiskFile(_path(folder, local.spec.name, 0), [None] * layout.num_present)
-        shard = DiskShard(local, layout, folder, first)
-        if layout.num_present:
-            make_shard_file(self._res, first.path, layout)
+        folder = self._drives.choose(local.spec.name, run_file_bytes(layout, local.nbytes))
+        crcs: list[int | None] = [None] * layout.num_present
+        if is_packed(local.nbytes):
+            kind = local.spec.name.partition("/")[0]
+            pack = self._packs.get((folder, kind)) or Pack(self._res.files, folder, kind)
+            part = DiskFile(pack.path(0), crcs, pack.add(layout.num_present * layout.slot_bytes))
+            self._packs[folder, kind] = pack
+            shard = DiskShard(local, layout, folder, part, pack)
+        else:
+            shard = DiskShard(
+                local, layout, folder, DiskFile(_path(folder, local.spec.name, 0), crcs, layout.data_offset)
+            )
+            if layout.num_present:
+                make_shard_file(self._res, shard.current.path, layout)
         self._shards[local.spec.name] = shard
 
     def folders(self) -> dict[str, Path]:
@@ -117,7 +144,11 @@ class DiskTier(Tier):
         with self._lock:
             shard = self._at_rest(name)
             del self._shards[name]
-        self._drives.given_bytes[shard.folder] -= shard.layout.file_bytes
+        layout = shard.layout
+        self._drives.given_bytes[shard.folder] -= run_file_bytes(layout, shard.local.nbytes)
+        if shard.pack is not None:
+            shard.pack.give_back(shard.current.base, layout.num_present * layout.slot_bytes)
+            return
         for file in (shard.current, shard.spare):
             if file is not None:
                 self._res.files.unlink(file.path)
@@ -127,7 +158,7 @@ class DiskTier(Tier):
         with self._lock:
             shard = self._at_rest(name)
             for number, file in enumerate((shard.current, shard.spare)):
-                if file is not None and shard.layout.num_present:
+                if file is not None and shard.layout.num_present and shard.pack is None:
                     path = _path(shard.folder, local.spec.name, number)
                     self._res.files.rename(file.path, path)
                     file.path = path
@@ -149,13 +180,16 @@ class DiskTier(Tier):
         with self._lock:
             if shard.target is not None:
                 raise being_changed(name)
+            if shard.pack is not None:
+                return False
             shard.number += 1
             link = _path(shard.folder, name, shard.number)
             try:
                 self._res.files.link(path, link)
             except OSError:
                 return False
-            former, shard.current = shard.current, DiskFile(link, list(crcs), published=True, origin=path)
+            former = shard.current
+            shard.current = DiskFile(link, list(crcs), shard.layout.data_offset, published=True, origin=path)
             shard.broken = False
             self._retire(shard, former)
         return True
@@ -182,7 +216,12 @@ class DiskTier(Tier):
                     shard.current.version = new_version()
 
     def _next_file(self, shard: DiskShard) -> DiskFile:
-        """Return a file for the next version: the spare one under a new name, or a new one."""
+        """Return a file for the next version: the spare one under a new name, or a new one; of a pack a part that is free."""
+        if shard.pack is not None:
+            free = next(number for number in count() if number not in shard.in_use)
+            path = shard.pack.make(free)
+            shard.in_use.add(free)
+            return DiskFile(path, [None] * shard.layout.num_present, shard.current.base, free)
         shard.number += 1
         path = _path(shard.folder, shard.local.spec.name, shard.number)
         if shard.spare is not None:
@@ -190,7 +229,7 @@ class DiskTier(Tier):
             shard.spare = None
         else:
             make_shard_file(self._res, path, shard.layout)
-        return DiskFile(path, [None] * shard.layout.num_present)
+        return DiskFile(path, [None] * shard.layout.num_present, shard.layout.data_offset)
 
     def span_bytes(self, name: str, num_chunks: int) -> int:
         """See `Tier.span_bytes`."""
@@ -227,11 +266,58 @@ class DiskTier(Tier):
     def save(self, name: str, span: ChunkSpan, buffer: Bytes) -> Ticket[None] | None:
         """See `Tier.save`."""
         shard = self._shards[name]
-        if shard.target is None:
-            raise UsageError(f"array {name!r}: a span can only be saved in a pass that changes the shard")
-        shard.touched = True
-        task = partial(_write_span, self._res, shard, shard.target, span, buffer)
+        task = partial(_write_span, self._res, shard, self._touch(shard), span, buffer)
         return self._res.queue.submit(task, Priority.WRITE_BACK, buffer.size, subject=name.partition("/")[0])
+
+    def _touch(self, shard: DiskShard) -> DiskFile:
+        """Return the file that the pass under way writes."""
+        if shard.target is None:
+            raise UsageError(
+                f"array {shard.local.spec.name!r}: a span can only be saved in a pass that changes the shard"
+            )
+        shard.touched = True
+        return shard.target
+
+    def place(self, name: str) -> tuple[str, int]:
+        """See `Tier.place`."""
+        shard = self._shards[name]
+        return ("", 0) if shard.pack is None else (str(shard.current.path), shard.current.base)
+
+    def is_packed(self, name: str) -> bool:
+        """Return whether the shard shares its file with others: it travels by `load_packed` and `save_packed`."""
+        return self._shards[name].pack is not None
+
+    def load_packed(self, pieces: Sequence[Piece], memory: Bytes, priority: Priority) -> list[Ticket[None]]:
+        """Start bringing spans of small shards, which lie in `memory`: those of a kind in one operation."""
+        found: dict[str, list[_Part]] = {}
+        for piece in pieces:
+            shard = self._shards[piece.name]
+            if all(shard.current.crcs[chunk] is None for chunk in piece.span.chunks):
+                memory[piece.first : piece.first + piece.nbytes] = 0
+            else:
+                found.setdefault(piece.kind, []).append((shard, shard.current, piece))
+        return [
+            self._res.queue.submit(
+                partial(_read_parts, self._res, parts, memory), priority, _sum_bytes(parts), subject=kind
+            )
+            for kind, parts in found.items()
+        ]
+
+    def save_packed(self, pieces: Sequence[Piece], memory: Bytes) -> list[Ticket[None]]:
+        """Start taking spans of small shards back; see `load_packed`."""
+        found: dict[str, list[_Part]] = {}
+        for piece in pieces:
+            shard = self._shards[piece.name]
+            found.setdefault(piece.kind, []).append((shard, self._touch(shard), piece))
+        return [
+            self._res.queue.submit(
+                partial(_write_parts, self._res, parts, memory),
+                Priority.WRITE_BACK,
+                _sum_bytes(parts),
+                subject=kind,
+            )
+            for kind, parts in found.items()
+        ]
 
     def end(self, name: str, ok: bool) -> None:
         """See `Tier.end`."""
@@ -251,6 +337,9 @@ class DiskTier(Tier):
     def _retire(self, shard: DiskShard, file: DiskFile) -> None:
         """Let go of a file that is not the present version, once nobody pins it."""
         if file.pins or file is shard.current:
+            return
+        if shard.pack is not None:
+            shard.in_use.discard(file.generation)
             return
         if shard.spare is None and not file.published and file.crcs:
             shard.spare = file
@@ -272,9 +361,14 @@ class DiskTier(Tier):
         """Return by folder the bytes of the files that changes of these shards will make once what they hold now is
         pinned."""
         needed: Counter[Path] = Counter()
+        packs: dict[Pack, Path] = {}
         for shard in [self._shards[name] for name in names]:
-            if shard.layout.num_present and shard.spare is None:
+            if shard.pack is not None:
+                packs[shard.pack] = shard.folder
+            elif shard.layout.num_present and shard.spare is None:
                 needed[shard.folder] += shard.layout.file_bytes
+        for pack, folder in packs.items():
+            needed[folder] += pack.missing_bytes(1)
         return needed
 
     def unpin(self, shard: DiskShard, file: DiskFile) -> None:
@@ -285,10 +379,13 @@ class DiskTier(Tier):
 
     def close(self) -> None:
         """See `Tier.close`; removes the files, for the run folder holds nothing that outlives the run."""
-        for shard in self._shards.values():
+        for pack in self._packs.values():
+            pack.close()
+        for shard in [shard for shard in self._shards.values() if shard.pack is None]:
             for file in {id(f): f for f in (shard.current, shard.spare, shard.target) if f is not None}.values():
                 self._res.files.unlink(file.path)
         self._shards.clear()
+        self._packs.clear()
 
 
 def _path(folder: Path, name: str, number: int) -> Path:
@@ -300,31 +397,71 @@ def _path(folder: Path, name: str, number: int) -> Path:
 
 def _read_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
     with res.files.opened(file.path) as opened:
-        res.files.read_into(opened, buffer, shard.layout.slot_offset(span.first_chunk))
+        res.files.read_into(opened, buffer, shard.offset(file, span.first_chunk))
+    _check_span(res, shard, file, span, buffer)
+
+
+def _check_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
     name, where = shard.local.spec.name, str(file.origin or file.path)
     for chunk, slot in zip(span.chunks, slot_views(buffer, shard.layout), strict=True):
         known = file.crcs[chunk]
         if known is None:
             slot[:] = 0
-        elif res.verify and verify_slots(slot, shard.layout, chunk, path=where, array=name) != [known]:
+        elif res.verify and verify_slots(slot, shard.layout, chunk, path=where, array=name, base=file.base) != [known]:
             problem = "what was written last: the drive lost a write; load a checkpoint"
             if file.origin is not None:
                 problem = "the one that the manifest names: the file was replaced; load another checkpoint"
             raise CorruptionError(
-                f"array {name!r}: chunk {chunk} of {where} (offset {shard.layout.slot_offset(chunk)}) is whole, but not "
+                f"array {name!r}: chunk {chunk} of {where} (offset {shard.offset(file, chunk)}) is whole, but not "
                 f"{problem}"
             )
 
 
 def _write_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
+    crcs = _seal_span(shard, span, buffer)
+    with res.files.opened(file.path, write=True) as opened:
+        res.files.write_from(opened, buffer, shard.offset(file, span.first_chunk))
+    file.crcs[span.first_chunk : span.first_chunk + span.num_chunks] = crcs
+
+
+def _seal_span(shard: DiskShard, span: ChunkSpan, buffer: Bytes) -> list[int]:
     local, layout = shard.local, shard.layout
     for chunk, slot in zip(span.chunks, slot_views(buffer, layout), strict=True):
         first, stop = local.chunk_range(chunk)
         slot[(stop - first) * local.spec.itemsize : layout.payload_bytes] = 0
-    crcs = seal_slots(buffer, layout)
-    with res.files.opened(file.path, write=True) as opened:
-        res.files.write_from(opened, buffer, layout.slot_offset(span.first_chunk))
-    file.crcs[span.first_chunk : span.first_chunk + span.num_chunks] = crcs
+    return seal_slots(buffer, layout)
+
+
+_Part = tuple[DiskShard, DiskFile, Piece]
+
+
+def _sum_bytes(parts: Sequence[_Part]) -> int:
+    return sum(piece.nbytes for _, _, piece in parts)
+
+
+def _runs(parts: Sequence[_Part]) -> list[Run]:
+    return runs_of(
+        Run(
+            path=file.path,
+            offset=shard.offset(file, piece.span.first_chunk),
+            first=piece.first,
+            nbytes=piece.nbytes,
+        )
+        for shard, file, piece in parts
+    )
+
+
+def _read_parts(res: IoResources, parts: Sequence[_Part], memory: Bytes) -> None:
+    read_runs(res.files, _runs(parts), memory)
+    for shard, file, piece in parts:
+        _check_span(res, shard, file, piece.span, piece.of(memory))
+
+
+def _write_parts(res: IoResources, parts: Sequence[_Part], memory: Bytes) -> None:
+    crcs = [_seal_span(shard, piece.span, piece.of(memory)) for shard, _, piece in parts]
+    write_runs(res.files, _runs(parts), memory)
+    for (_, file, piece), found in zip(parts, crcs, strict=True):
+        file.crcs[piece.span.first_chunk : piece.span.first_chunk + piece.span.num_chunks] = found
 
 
 class DiskPin:
@@ -353,7 +490,7 @@ class DiskPin:
         local, file = self.local, self._file
         self._require_layout(grid, shard)
         crcs = [crc for crc in file.crcs if crc is not None]
-        if not crcs or len(crcs) < len(file.crcs):
+        if not crcs or len(crcs) < len(file.crcs) or self._shard.pack is not None:
             return self._copy(res, path, priority)
         if res.sync:
             res.files.sync_file(file.path)
