@@ -10,6 +10,13 @@ What is held may be wider than the sum in it. In the first micro-batch of a step
 (reentrant checkpointing of a shared module), which autograd would add in the parameter's type: so the first sum is in the
 type of a single micro-batch, in memory that has room for those that follow. A step that turns out to have more
 micro-batches than expected widens what is held when the second one comes. So the bits do not depend on what was expected.
+
+[Note: the mean of two]
+a + b is b + a, so that between two ranks gloo's own all-reduce has the bits of a sum in rank order, and works in the
+gradients' own memory, without buckets, their padding and copies. It rounds the sum, not its half: the same bits, for
+halving is exact but below the least normal number, and there the sum is. A sum that has no finite value in fp32 or
+bf16 has a half whose square has none in fp32, so that the norm is infinite either way; in fp16, whose greatest number is
+small, the halves are summed by an exchange of rows.
 """
 
 from __future__ import annotations
@@ -57,6 +64,12 @@ class GradientTypes:
     def planned(self, dtype: torch.dtype) -> torch.dtype:
         """Return the type in which gradients of parameters of `dtype` wait for the update, as planned."""
         return self.held(dtype, several=self.accumulates)
+
+
+def sums_in_place(dtype: torch.dtype, world_size: int, *, native: bool) -> bool:
+    """Return whether gradients that travel in `dtype` and that every rank gets whole are summed where they are; `native`: the
+    backend has its own reductions of a bucket. See [Note: the mean of two]."""
+    return world_size == 2 and not native and dtype in (torch.float32, torch.bfloat16)
 
 
 def add_in(held: torch.Tensor, part: torch.Tensor, dtype: torch.dtype) -> None:

@@ -6,6 +6,8 @@ all-reduce. With groups of k ranks, (k - 1) of the N - 1 others are within the g
 (`mics_shard_size`): gathers are within the group, (k - 1) / k P; a reduction is as [Note: the mean of copies] has it. Second
 copies of the parameters (`zero_hpz_partition_size`): a step's first gather is over all ranks, the others within the group.
 
+Two ranks on gloo that sum whole gradients where they are send no padding; see [Note: the mean of two].
+
 Gradients are reduced once a micro-batch (stages 2 and 3) or once a step, in the type in which they travel; every trained
 parameter is taken to have one. What travels as integers counts as [Note: blocks] says, in two hops over groups as
 [Note: quantized reductions] does: with g ranks in each of n groups (g - 1) n rows within the group and n - 1 between groups.
@@ -23,7 +25,7 @@ import torch
 from zstore.format.arrays import numpy_dtype
 
 from ..config.config import Config
-from ..params.gradient_types import GradientTypes
+from ..params.gradient_types import GradientTypes, sums_in_place
 from ..params.quantized import WEIGHT_BITS, encoded_bytes, is_matrix
 from ..params.record import Sharding
 from .plan import Need, Plan, Sent
@@ -95,26 +97,30 @@ def planned_sent(
         world_size=world_size,
         group=group or (sharding.copy_size if sharding.num_copies > 1 and sharding.optimizer_state else near_size),
     )
+    everywhere = not (sharding.optimizer_state and (config.zero.reduce_scatter or sharding.parameters))
     types, sent = GradientTypes.of(config, world_size), {"gradients": Sent(), "parameters": Sent()}
     micro_batches = 1 if config.frozen else config.batch.accumulation_steps
     for need in needs:
         if need.slots is not None and not config.frozen:
-            reduced = types.reduced(getattr(torch, need.dtype)).itemsize
+            travelling = types.reduced(getattr(torch, need.dtype))
+            reduced = travelling.itemsize
+            in_place = everywhere and need.whole_gradient and sums_in_place(travelling, world_size, native=native)
             if config.zero.zero_quantized_gradients and sharding.gradients and _is_quantized(need):
                 row_bytes = encoded_bytes(need.reduced_numel // world_size, config.own.quantized_gradient_bits)
                 one = ranks.in_two_hops(row_bytes)
-                if not (config.zero.reduce_scatter or sharding.parameters):
+                if everywhere:
                     one += ranks.over_all(need.reduced_numel * reduced)
+            elif everywhere:
+                one = ranks.over_all((need.numel if in_place else need.reduced_numel) * reduced).times(2)
             else:
-                one = _reduction(need.reduced_numel * reduced, config, sharding, ranks, native=native)
+                one = _scatter(need.reduced_numel * reduced, sharding, ranks, native=native)
             sent["gradients"] += one.times(micro_batches if sharding.gradients else 1)
         sent["parameters"] += _gathers(need, config, sharding, ranks, micro_batches)
     return sent
 
 
-def _reduction(nbytes: int, config: Config, sharding: Sharding, ranks: _Ranks, *, native: bool) -> Sent:
-    if not sharding.optimizer_state or not (config.zero.reduce_scatter or sharding.parameters):
-        return ranks.over_all(nbytes).times(2)
+def _scatter(nbytes: int, sharding: Sharding, ranks: _Ranks, *, native: bool) -> Sent:
+    """Return what a reduction of which each rank gets its rows sends."""
     if sharding.num_copies == 1:
         return ranks.over_all(nbytes)
     if native:

@@ -11,6 +11,8 @@ On gloo a reduce-scatter is an all-to-all of rows, then a sum in rank order in f
 type in which they travel: the same bits whatever arrives first, at every stage. An all-reduce is that and an
 all-gather. On other backends it is the backend's own reduction. Bytes sent by a rank: (world - 1) / world of the bucket
 each way.
+
+An all-reduce of two ranks needs no such order; see [Note: the mean of two].
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 from zstore.format.partition import ALIGN_NUMEL, Grid
 from zstore.ranks.world import Kind, World
 
+from ..params.gradient_types import sums_in_place
 from ..params.record import ParameterRecord
 
 TypeOf = Callable[[ParameterRecord], torch.dtype]
@@ -32,6 +35,9 @@ GridOf = Callable[[ParameterRecord], Grid]
 """How the ranks of a collective divide a parameter."""
 
 _SUM_NUMEL = 64 * 1024
+_ALONE_NUMEL = 64 * 1024
+"""Elements of a gradient from which on it is not sent together with others."""
+_IN_PLACE_AT_ONCE = 4
 _GLOO_BUCKET_NUMEL = 4 * 1024 * 1024
 
 
@@ -266,6 +272,64 @@ def _gather(
     unpack(bucket, matrix, target)
 
 
+class _Mean:
+    """The mean of two ranks' gradients, 1-D, under way: of one where it is, of several or in another type in a copy."""
+
+    def __init__(self, world: World, gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        self._gradients = gradients
+        self._is_copy = len(gradients) > 1 or gradients[0].dtype != dtype
+        self._sum = torch.cat([each.to(dtype) for each in gradients]) if self._is_copy else gradients[0]
+        self._work = world.all_reduce(self._sum, kind="all_reduce")
+
+    def finish(self) -> None:
+        """Wait; then the gradients are the mean."""
+        self._work.wait()
+        self._sum.mul_(0.5)
+        if self._is_copy:
+            parts = torch.split(self._sum, [each.numel() for each in self._gradients])
+            for gradient, part in zip(self._gradients, parts, strict=True):
+                gradient.copy_(part)
+
+
+def _travelling_together(
+    gradients: Iterable[tuple[torch.Tensor, torch.dtype]], limit_numel: int
+) -> Iterator[tuple[list[torch.Tensor], torch.dtype]]:
+    """Yield pieces of gradients, 1-D, of at most `limit_numel` elements together and of one type: large ones alone."""
+    small: list[torch.Tensor] = []
+    left, of_small = 0, torch.float32
+    for gradient, dtype in gradients:
+        if gradient.numel() >= _ALONE_NUMEL:
+            yield from (([piece], dtype) for piece in torch.split(gradient, limit_numel))
+            continue
+        for piece in torch.split(gradient, limit_numel):
+            if small and (piece.numel() > left or dtype != of_small):
+                yield small, of_small
+                small = []
+            if not small:
+                left, of_small = limit_numel, dtype
+            small.append(piece)
+            left -= piece.numel()
+    if small:
+        yield small, of_small
+
+
+def _mean_in_place(
+    world: World, gradients: Iterable[tuple[torch.Tensor, torch.dtype]], limit_numel: int, *, overlap: bool
+) -> int:
+    """Replace gradients, 1-D with the type in which each travels, by their mean over two ranks; return how many reductions
+    went on beside another."""
+    under_way: deque[_Mean] = deque()
+    overlapped = 0
+    for together, dtype in _travelling_together(gradients, limit_numel):
+        under_way.append(_Mean(world, together, dtype))
+        overlapped += len(under_way) > 1
+        if len(under_way) > _IN_PLACE_AT_ONCE or not overlap:
+            under_way.popleft().finish()
+    while under_way:
+        under_way.popleft().finish()
+    return overlapped
+
+
 def reduce_whole(
     world: World,
     records: Sequence[ParameterRecord],
@@ -279,9 +343,16 @@ def reduce_whole(
     """Replace whole gradients, 1-D [numel], by their mean over ranks: this rank's rows alone, by the reductions that `scatter`
     begins, or with None all of it. They travel in the type that `dtype_of` gives, whatever theirs is. Return how many
     reductions went on while the next bucket was packed; none without `overlap`."""
+    limit = bucket_limit(world, limit_numel)
+    overlapped = 0
+    if scatter is None:
+        native = world.backend != "gloo"
+        in_place = [record for record in records if sums_in_place(dtype_of(record), world.world_size, native=native)]
+        records = [record for record in records if record not in set(in_place)]
+        gradients = [(gradient(record), dtype_of(record)) for record in in_place if record.numel]
+        overlapped += _mean_in_place(world, gradients, limit, overlap=overlap)
     kind: Kind = "all_reduce" if scatter is None else "reduce_scatter"
     under_way: deque[Reducing] = deque()
-    overlapped = 0
     begin: Reduce = Reduction if scatter is None else scatter
 
     def put(segment: Segment, rows: slice, mean: torch.Tensor) -> None:
@@ -296,7 +367,7 @@ def reduce_whole(
         else:
             put_rows(reduction.bucket, mean, put)
 
-    for bucket in plan_buckets(records, world.world_size, bucket_limit(world, limit_numel), dtype_of):
+    for bucket in plan_buckets(records, world.world_size, limit, dtype_of):
         under_way.append(begin(world, bucket, pack(bucket, world.world_size, gradient), kind))
         overlapped += len(under_way) - 1
         if len(under_way) > 1 or not overlap:

@@ -24,11 +24,12 @@ from zstore.checkpoint.format import (
     Manifest,
     Record,
     decode_state,
+    dump_metadata,
     encode_state,
     parse_json,
     read_json,
 )
-from zstore.checkpoint.metadata import array_document, make_documents, parse_array, parse_root
+from zstore.checkpoint.metadata import array_document, encode_documents, make_documents, parse_array, parse_root
 from zstore.errors import CheckpointMismatchError, CorruptionError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
@@ -294,3 +295,14 @@ def test_lost_files_never_read_as_zeros() -> None:
         spec = ArraySpec(name="model/w", shape=(4,), dtype=name)
         assert array_document(spec, make_grid((4,), 1))["fill_value"] == "NaN"
     assert np.dtype(ml_dtypes.bfloat16).name == "bfloat16"
+
+
+def test_documents_are_encoded_as_each_alone() -> None:
+    specs = {
+        name: ArraySpec(name=name, shape=shape, dtype="float32")
+        for name, shape in {"model/w": (4, 6), 'client/a "é"\n': (3,), "optimizer/exp_avg/w": ()}.items()
+    }
+    documents = make_documents(specs, {name: make_grid(spec.stored_shape, 1) for name, spec in specs.items()})
+    assert encode_documents(documents) == {folder: dump_metadata(one) for folder, one in documents.items()}
+    nothing = make_documents({}, {})
+    assert encode_documents(nothing) == {"": dump_metadata(nothing[""])}

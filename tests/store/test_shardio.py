@@ -1,6 +1,7 @@
 """Whole shard files: what is written is read by anybody, in bounded memory, and damage is always found."""
 
 import errno
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,20 @@ from zstore.errors import CorruptionError, DiskFullError, StorageError, UsageErr
 from zstore.format.arrays import ArraySpec, Bytes
 from zstore.format.partition import Grid, make_grid, plan_reads
 from zstore.format.shardfile import layout_of
+from zstore.io.buffers import make_slab
+from zstore.io.files import Files, OpenFile
+from zstore.io.parts import Parts
 from zstore.io.queue import Priority
-from zstore.io.shards import Fill, IoResources, ShardReader, ShardSummary, make_shard_file, open_resources, write_shard
+from zstore.io.shards import (
+    Fill,
+    FillRuns,
+    IoResources,
+    ShardReader,
+    ShardSummary,
+    make_shard_file,
+    open_resources,
+    write_shard,
+)
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles, short_files
 from zstore.testing.oracle import (
     random_values,
@@ -394,3 +407,85 @@ def test_writes_may_finish_in_any_order(tmp_path: Path) -> None:
         out = np.empty(SPEC.nbytes, np.uint8)
         reader.read(0, SPEC.numel, out, Priority.PREFETCH)
         assert same_bits(out.view(np.float32), values)
+
+
+def resting(res: IoResources, path: Path, values: np.ndarray, *, offset: int = 0) -> tuple[ShardReader, Bytes]:
+    """Write `values`, which lie `offset` bytes behind a page's beginning, as one shard; return its reader and the memory."""
+    room = make_slab(values.nbytes + offset)[offset:]
+    room[:] = values.reshape(-1).view(np.uint8)
+    spec = ArraySpec(name="model/w", shape=values.shape, dtype="float32")
+    grid = make_grid(spec.stored_shape, 1)
+
+    def fill(first: int, stop: int, out: Bytes) -> None:
+        out[...] = room[4 * first : 4 * stop].reshape(out.shape)
+
+    write_shard(res, path, spec, grid, 0, FillRuns(fill, room))
+    return ShardReader(res, path, spec, grid, 0), room
+
+
+# Chunks of 256 KiB, the last of which the array has in part; of 300 * 4 * n bytes, which are no multiple of 512.
+SHORT = tuple(Fault(kind=kind, times=None, most_bytes=7 * 4096) for kind in ("read", "write"))
+AT_REST = [(1000, 256), (5000, 300)]
+
+
+@pytest.mark.parametrize("shape", AT_REST)
+@pytest.mark.parametrize("offset", [0, 512, 64])
+@pytest.mark.parametrize("direct", [True, False])
+def test_payloads_at_rest_make_the_same_file(tmp_path: Path, shape: tuple[int, int], offset: int, direct: bool) -> None:
+    values = random_values("float32", math.prod(shape), seed=3).reshape(shape)
+    with open_resources(files=FaultyFiles(faults=SHORT, direct=direct)) as res:
+        reader, _ = resting(res, tmp_path / "rest", values, offset=offset)
+        write_shard(res, tmp_path / "copied", reader.spec, reader.grid, 0, filler(values))
+        assert (tmp_path / "rest").read_bytes() == (tmp_path / "copied").read_bytes()
+        numel = values.size
+        for first, stop in [(0, numel), (1, numel), (128 * 256, numel - 77), (70_000, 70_001)]:
+            out = make_slab(4 * (stop - first) + offset)[offset:]
+            reader.read(first, stop, out)
+            assert out.tobytes() == values.reshape(-1)[first:stop].tobytes()
+        assert res.pool.held_bytes == 0
+
+
+class _Strict(Files):
+    """Files on a drive that wants memory in pages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved: list[int] = []
+
+    def _strict(self, data: Bytes | Parts) -> None:
+        self.moved.append(data.size)
+        if isinstance(data, Parts) and any(view.nbytes % 4096 for view in data.views):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    def _preadv(self, file: OpenFile, out: Bytes | Parts, offset: int) -> int:
+        self._strict(out)
+        return super()._preadv(file, out, offset)
+
+    def _pwritev(self, file: OpenFile, data: Bytes | Parts, offset: int) -> int:
+        self._strict(data)
+        return super()._pwritev(file, data, offset)
+
+
+def test_a_drive_that_wants_whole_pages_gets_them(tmp_path: Path) -> None:
+    values = random_values("float32", math.prod((1000, 384)), seed=3).reshape((1000, 384))
+    files = _Strict()
+    with open_resources(files=files) as res:
+        reader, room = resting(res, tmp_path / "rest", values)
+        assert not files.takes_parts
+        write_shard(res, tmp_path / "copied", reader.spec, reader.grid, 0, filler(values))
+        assert (tmp_path / "rest").read_bytes() == (tmp_path / "copied").read_bytes()
+        files.takes_parts, room[:] = True, 0
+        reader.read(0, values.size, room)
+    assert room.tobytes() == values.tobytes()
+
+
+def test_memory_at_rest_takes_no_room_of_the_pool_and_one_transfer(tmp_path: Path) -> None:
+    values = random_values("float32", math.prod((2048, 512)), seed=3).reshape((2048, 512))  # 4 MiB
+    files = FaultyFiles(only=frozenset({"read", "write"}))
+    with open_resources(files=files, block_bytes=8 * 2**20) as res:
+        reader, room = resting(res, tmp_path / "rest", values)
+        assert res.pool.peak_bytes < 512 * 1024
+        reader.read(0, values.size, room)
+        assert files.operations == ["write", "read", "read"]  # the first of the index alone
+        assert res.pool.peak_bytes < 512 * 1024
+    assert room.tobytes() == values.tobytes()

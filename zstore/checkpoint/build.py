@@ -19,8 +19,8 @@ from ..errors import CheckpointError, RankError
 from ..io.files import Files
 from ..io.pool import Workers
 from ..io.shards import ShardSummary
-from .format import COMPLETE, Manifest, Record, dump_metadata, read_json, sha256
-from .metadata import make_documents
+from .format import COMPLETE, Manifest, Record, read_json, sha256
+from .metadata import encode_documents, make_documents
 from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
 from .plan import CheckpointPlan
 
@@ -40,14 +40,14 @@ class CheckpointBuilder:
         """Digests of the manifests that were looked at, by rank."""
 
     @cached_property
-    def _documents(self) -> dict[str, dict[str, Any]]:
+    def _documents(self) -> dict[str, bytes]:
         plan = self._plan
-        return make_documents(plan.specs, {name: plan.grid(name) for name in plan.specs}, plan.codec)
+        return encode_documents(make_documents(plan.specs, {name: plan.grid(name) for name in plan.specs}, plan.codec))
 
     @cached_property
     def metadata_sha256(self) -> str:
         """SHA-256 of the root's metadata, which names all arrays. Raises UsageError where two would share a folder."""
-        return sha256(dump_metadata(self._documents[""]))
+        return sha256(self._documents[""])
 
     @cached_property
     def _layout(self) -> str:
@@ -109,7 +109,7 @@ class CheckpointBuilder:
         def write(folder: str) -> None:
             self._files.make_folder(self.folder / folder)
             path = self.folder / folder / METADATA_FILE
-            self._files.write_small(path, dump_metadata(self._documents[folder]), sync=False)
+            self._files.write_small(path, self._documents[folder], sync=False)
             os.chmod(path, READ_ONLY)
 
         return [partial(write, folder) for folder in self._documents]

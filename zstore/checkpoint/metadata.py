@@ -5,6 +5,7 @@ Source: Zarr v3 core specification and the sharding codec, https://zarr-specs.re
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from ..errors import CheckpointMismatchError, CorruptionError, UsageError
 from ..format.arrays import FLOATING, ArraySpec, numpy_dtype
 from ..format.codecs import Codec, parse_codec
 from ..format.partition import ALIGN_NUMEL, Grid
-from .format import brief
+from .format import brief, dump_metadata
 from .names import METADATA_FILE, array_path
 
 # Bounds on what metadata may ask for, before anything is allocated.
@@ -21,6 +22,9 @@ MAX_NUMEL = 2**48
 MAX_CHUNK_BYTES = 2**31
 MAX_CHUNKS_PER_SHARD = 2**20
 
+_PLACE = "the documents of all folders"
+_INDENT = "\n   "
+"""Of the documents within the root's."""
 _GROUP = {"zarr_format": 3, "node_type": "group", "attributes": {}}
 _BYTES: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
 _CRC32C: dict[str, Any] = {"name": "crc32c"}
@@ -85,6 +89,20 @@ def make_documents(
         }
     }
     return {"": root} | inner
+
+
+def encode_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
+    """Return the bytes of every `zarr.json` of `make_documents`, each document encoded once, though the root has a copy of
+    all."""
+    texts = {folder: dump_metadata(document).decode() for folder, document in documents.items() if folder}
+    root = documents[""]
+    consolidated = root["consolidated_metadata"]
+    outline = dump_metadata({**root, "consolidated_metadata": {**consolidated, "metadata": _PLACE}}).decode()
+    # A line break is one of the document's indentation: within JSON's strings there are none.
+    inner = [f"{json.dumps(folder)}: {texts[folder]}".replace("\n", _INDENT) for folder in consolidated["metadata"]]
+    whole = ",".join(_INDENT + text for text in inner)
+    texts[""] = outline.replace(json.dumps(_PLACE), f"{{{whole}{_INDENT[:-1]}}}" if whole else "{}")
+    return {folder: text.encode() for folder, text in texts.items()}
 
 
 def parse_root(document: Mapping[str, Any], path: str) -> dict[str, tuple[str, ArraySpec, Grid, Codec | None]]:

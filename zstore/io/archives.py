@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from ..format.partition import Grid, round_up
 from ..format.shardfile import BLOCK_BYTES, CRC_BYTES, checksum_error, layout_of
 from .buffers import Buffer
 from .queue import Priority, Ticket, in_order, settle
-from .shards import Fill, IoResources, ShardReader, ShardSummary, fill_chunk
+from .shards import Fill, IoResources, ShardReader, ShardSummary, Target, fill_chunk
 from .sink import FileSink
 
 _MOST_IN_FLIGHT = 8
@@ -107,15 +107,13 @@ class PackedReader(ShardReader):
         first, stop = self._places()[chunk : chunk + 2].tolist()
         return first, stop - first
 
-    def _scan_chunks(
-        self, first_chunk: int, stop_chunk: int, take: Callable[[int, Bytes], None] | None, priority: Priority
-    ) -> list[int]:
+    def _scan_chunks(self, first_chunk: int, stop_chunk: int, target: Target | None, priority: Priority) -> list[int]:
         def read_span(first: int, stop: int, low: int, high: int, buffer: Buffer) -> list[int]:
             with buffer:
                 stored, room = buffer.bytes[: high - low], buffer.bytes[high - low :][: self.layout.payload_bytes]
                 with self._res.files.opened(self.path) as file:
                     self._res.files.read_into(file, stored, low)
-                return [self._decode(chunk, stored, low, room, take) for chunk in range(first, stop)]
+                return [self._decode(chunk, stored, low, room, target) for chunk in range(first, stop)]
 
         offsets = self._places()
         tickets: list[Ticket[list[int]]] = []
@@ -133,9 +131,7 @@ class PackedReader(ShardReader):
             first = stop
         return [crc for part in settle(tickets) for crc in part]
 
-    def _decode(
-        self, chunk: int, stored: Bytes, base: int, room: Bytes, take: Callable[[int, Bytes], None] | None
-    ) -> int:
+    def _decode(self, chunk: int, stored: Bytes, base: int, room: Bytes, target: Target | None) -> int:
         """Decode chunk number `chunk`, which is in `stored`, file offset `base` and on; return its crc32c."""
         offset, nbytes = self.place(chunk)
         data = stored[offset - base : offset - base + nbytes - CRC_BYTES]
@@ -149,8 +145,8 @@ class PackedReader(ShardReader):
                 f"array {self.spec.name!r}: chunk {chunk} of {self.path} (offset {offset}, {nbytes} bytes): {error}: the file "
                 "is damaged; restore it from another copy"
             ) from error
-        if take is not None:
-            take(chunk, room[np.newaxis])
+        if target is not None:
+            target.take(chunk, room[np.newaxis])
         return crc
 
 

@@ -12,7 +12,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,8 @@ import numpy as np
 
 from ..errors import DiskFullError, StorageError, storage_error
 from ..format.arrays import Bytes
+from .buffers import make_slab
+from .parts import Parts
 
 with contextlib.suppress(ImportError):  # Windows, where no transfer goes past the page cache
     import fcntl
@@ -68,6 +70,8 @@ class Files:
     def __init__(self, *, direct: bool = True) -> None:
         self.direct = direct and _O_DIRECT != 0
         """Whether transfers go past the page cache where the file system allows it."""
+        self.takes_parts = True
+        """Whether `Parts` go without a copy; false once a drive wanted memory in larger units than they have."""
         self._refusing: set[int] = set()
         self.fallbacks: list[str] = []
         self._lock = threading.Lock()
@@ -126,8 +130,25 @@ class Files:
         """Return whether the transfers of a file opened like this go past the page cache, where they may."""
         return True
 
-    def read_into(self, file: OpenFile, out: Bytes, offset: int) -> None:
+    def read_into(self, file: OpenFile, out: Bytes | Parts, offset: int) -> None:
         """Fill `out` from `offset` on; short reads are resumed. A file that ends before is a StorageError."""
+        try:
+            self._read(file, out, offset)
+        except StorageError as error:
+            if not isinstance(out, Parts) or not self._refuses_parts(file, error):
+                raise
+            whole = make_slab(out.size)
+            self._read(file, whole, offset)
+            out.fill(whole)
+
+    def _refuses_parts(self, file: OpenFile, error: StorageError) -> bool:
+        """Return whether `error` says that a drive wants memory in larger units than `Parts` have."""
+        refused = file.direct and error.errno == errno.EINVAL
+        if refused:
+            self.takes_parts = False
+        return refused
+
+    def _read(self, file: OpenFile, out: Bytes | Parts, offset: int) -> None:
         done = 0
         while done < out.size:
             try:
@@ -145,8 +166,17 @@ class Files:
                 )
             done = _resume_at(done, count, out.size, file.direct)
 
-    def write_from(self, file: OpenFile, data: Bytes, offset: int) -> None:
+    def write_from(self, file: OpenFile, data: Bytes | Parts, offset: int) -> None:
         """Write all of `data` at `offset`; short writes are resumed."""
+        try:
+            self._write(file, data, offset)
+        except StorageError as error:
+            if not isinstance(data, Parts) or not self._refuses_parts(file, error):
+                raise
+            data.copy_into(whole := make_slab(data.size))
+            self._write(file, whole, offset)
+
+    def _write(self, file: OpenFile, data: Bytes | Parts, offset: int) -> None:
         done = 0
         while done < data.size:
             try:
@@ -176,7 +206,7 @@ class Files:
 
     def sync_file(self, path: str | Path) -> None:
         """Make the data of a closed file durable, which may be read-only by now."""
-        with self.opened(path) as file:
+        with self.opened(path, direct=False) as file:
             self.sync_data(file)
 
     # -- names ------------------------------------------------------------------------------------------------------
@@ -256,14 +286,18 @@ class Files:
         # Not by opening the file again: that is two calls more, each of which hands the GIL off.
         fcntl.fcntl(fd, fcntl.F_SETFL, _O_DIRECT)
 
-    def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:
-        return os.preadv(file.fd, [out.data], offset)
+    def _preadv(self, file: OpenFile, out: Bytes | Parts, offset: int) -> int:
+        return os.preadv(file.fd, _views(out), offset)
 
-    def _pwritev(self, file: OpenFile, data: Bytes, offset: int) -> int:
-        return os.pwritev(file.fd, [data.data], offset)
+    def _pwritev(self, file: OpenFile, data: Bytes | Parts, offset: int) -> int:
+        return os.pwritev(file.fd, _views(data), offset)
 
     def _do(self, kind: Kind, path: str, operation: Callable[[], object]) -> None:
         operation()
+
+
+def _views(data: Bytes | Parts) -> Sequence[memoryview]:
+    return data.views if isinstance(data, Parts) else [data.data]
 
 
 def _reserve(fd: int, nbytes: int) -> None:
@@ -352,10 +386,10 @@ class UnsyncedFiles(Files):
     def _make_direct(self, fd: int) -> None:
         self._inner._make_direct(fd)
 
-    def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:
+    def _preadv(self, file: OpenFile, out: Bytes | Parts, offset: int) -> int:
         return self._inner._preadv(file, out, offset)
 
-    def _pwritev(self, file: OpenFile, data: Bytes, offset: int) -> int:
+    def _pwritev(self, file: OpenFile, data: Bytes | Parts, offset: int) -> int:
         return self._inner._pwritev(file, data, offset)
 
     def _do(self, kind: Kind, path: str, operation: Callable[[], object]) -> None:

@@ -24,13 +24,12 @@ from ..format.shardfile import (
     check_index,
     encode_index,
     layout_of,
-    seal_slots,
     slot_views,
-    verify_slots,
 )
 from .buffers import Buffer, Pool
 from .files import Files
 from .queue import IoQueue, Priority, Ticket, settle
+from .slots import Slots, runs
 
 Fill = Callable[[int, int, Bytes], None]
 """`fill(first, stop, out)` writes global flat elements `[first, stop)` of an array into `out`, uint8."""
@@ -44,6 +43,18 @@ class FillRuns:
     """
 
     fill: Fill
+    memory: Bytes | None = None
+    """The elements from `first` on as they rest in the host's memory, where nobody changes them while they are written: files
+    may be written from there. None: they must be copied first."""
+    first: int = 0
+    """Global flat element."""
+
+    def at_rest(self, first: int, stop: int, itemsize: int) -> Bytes | None:
+        """Return the bytes of elements `[first, stop)` where they rest, all of them; None where they do not."""
+        if self.memory is None or first < self.first:
+            return None
+        found = self.memory[(first - self.first) * itemsize : (stop - self.first) * itemsize]
+        return found if found.size == (stop - first) * itemsize else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,47 +206,56 @@ class ShardWriter:
 
         `fill` is called from several threads at once, for disjoint ranges.
         """
-        step = self._res.span_chunks(self._layout)
-        makes_file = self._index and stop_chunk - first_chunk <= step
+        res, rest = self._res, None
+        if isinstance(fill, FillRuns) and fill.memory is not None and res.files.takes_parts:
+            rest = partial(self._at_rest, fill)
+        found = runs(self._layout, first_chunk, stop_chunk, res.span_chunks(self._layout), rest, index=self._index)
+        makes_file = self._index and len(found) == 1
         tickets: list[Ticket[list[int]]] = []
-        for first in range(first_chunk, stop_chunk, step):
-            head = self._layout.data_offset if self._index and first == 0 else 0
-            buffer = self._res.pool.acquire(head + min(step, stop_chunk - first) * self._layout.slot_bytes)
-            task = partial(self._write_span, first, head, buffer, fill, makes_file=makes_file)
-            moved_bytes = 0 if self._path is None else buffer.bytes.size
-            tickets.append(self._res.queue.submit(task, self._priority, moved_bytes))
+        for slots in found:
+            buffer = res.pool.acquire(slots.buffer_bytes)
+            task = partial(self._write_slots, slots, buffer, fill, makes_file=makes_file)
+            # The last one this thread would only wait for.
+            start = res.queue.carry_out if slots is found[-1] else res.queue.submit
+            tickets.append(start(task, self._priority, 0 if self._path is None else slots.nbytes))
         return [crc for part in settle(tickets) for crc in part]
 
-    def _write_span(
-        self, first_chunk: int, head: int, buffer: Buffer, fill: Fill | FillRuns, *, makes_file: bool
-    ) -> list[int]:
-        layout = self._layout
+    def _at_rest(self, fill: FillRuns, chunk: int) -> Bytes | None:
+        first = self._shard * self._grid.shard_numel + chunk * self._grid.chunk_numel
+        return fill.at_rest(first, first + self._grid.chunk_numel, self._spec.itemsize)
+
+    def _write_slots(self, slots: Slots, buffer: Buffer, fill: Fill | FillRuns, *, makes_file: bool) -> list[int]:
         with buffer:
-            if head:
-                buffer.bytes[:head] = np.frombuffer(encode_index(layout), dtype=np.uint8)
-            slots = buffer.bytes[head:]
-            self._fill_slots(slots, first_chunk, fill)
-            crcs = seal_slots(slots, layout)
+            slots.lay_out(buffer.bytes)
+            if slots.head:
+                slots.index[:] = np.frombuffer(encode_index(self._layout), dtype=np.uint8)
+            self._fill_slots(slots, buffer.bytes, fill)
+            crcs = slots.seal()
             if self._path is not None:
                 with self._res.files.opened(self._path, write=True, create=makes_file) as file:
-                    self._res.files.write_from(file, buffer.bytes, layout.slot_offset(first_chunk) - head)
+                    self._res.files.write_from(file, slots.data, slots.offset)
                     if makes_file and self._res.sync:
                         self._res.files.sync_data(file)
             return crcs
 
-    def _fill_slots(self, slots: Bytes, first_chunk: int, fill: Fill | FillRuns) -> None:
-        grid, shard = self._grid, self._shard
-        payloads = slot_views(slots, self._layout)[:, : self._layout.payload_bytes]
-        num_whole = 0
+    def _fill_slots(self, slots: Slots, data: Bytes, fill: Fill | FillRuns) -> None:
+        """Copy the payloads that do not rest where they are written from into `data`."""
+        grid, shard, num_done = self._grid, self._shard, 0
         if isinstance(fill, FillRuns):
             fill = fill.fill
-            first = first_chunk * grid.chunk_numel
-            num_whole = min(len(payloads), (grid.shard_valid_numel(shard) - first) // grid.chunk_numel)
-            if num_whole:
-                first += shard * grid.shard_numel
-                fill(first, first + num_whole * grid.chunk_numel, payloads[:num_whole])
-        for number, payload in enumerate(payloads[num_whole:], start=first_chunk + num_whole):
-            fill_chunk(payload, fill, self._spec, grid, shard, number)
+            if slots.is_in_buffer:
+                num_done = self._fill_run(slot_views(data[slots.head :], self._layout), slots.first, fill)
+        for chunk, payload in slots.copied(num_done):
+            fill_chunk(payload, fill, self._spec, grid, shard, chunk)
+
+    def _fill_run(self, slots: Bytes, first_chunk: int, fill: Fill) -> int:
+        """Fill the payloads of chunks that the array has all elements of, at once; return how many they are."""
+        grid, first = self._grid, first_chunk * self._grid.chunk_numel
+        num_whole = min(len(slots), (grid.shard_valid_numel(self._shard) - first) // grid.chunk_numel)
+        if num_whole:
+            first += self._shard * grid.shard_numel
+            fill(first, first + num_whole * grid.chunk_numel, slots[:num_whole, : self._layout.payload_bytes])
+        return num_whole
 
 
 def fill_chunk(payload: Bytes, fill: Fill, spec: ArraySpec, grid: Grid, shard: int, chunk: int) -> None:
@@ -325,39 +345,18 @@ class ShardReader:
             raise UsageError(f"elements [{first}, {stop}) are not in shard {self.shard} of array {self.spec.name!r}")
         if out.size != (stop - first) * self.spec.itemsize:
             raise UsageError(f"expected {(stop - first) * self.spec.itemsize} bytes to read into, got {out.size}")
-        numel, itemsize = self.grid.chunk_numel, self.spec.itemsize
-        whole = range(-(-(first - base) // numel), (stop - base) // numel)
-
-        def take(chunk: int, slots: Bytes) -> None:
-            # Chunks that are wanted whole in one go: a step in Python for each costs more than its bytes.
-            low, high = max(chunk, whole.start), min(chunk + len(slots), whole.stop)
-            if low < high:
-                start = (base + low * numel - first) * itemsize
-                into = out[start : start + (high - low) * numel * itemsize].reshape(high - low, -1)
-                into[:] = slots[low - chunk : high - chunk, : self.layout.payload_bytes]
-            for number, slot in enumerate(slots, start=chunk):
-                if number not in whole:
-                    take_part(number, slot)
-
-        def take_part(chunk: int, slot: Bytes) -> None:
-            low = max(first, base + chunk * numel)
-            high = min(stop, base + (chunk + 1) * numel)
-            start = (low - base - chunk * numel) * itemsize
-            out[(low - first) * itemsize : (high - first) * itemsize] = slot[start : start + (high - low) * itemsize]
-
         if first < stop:
-            self._scan((first - base) // numel, -(-(stop - base) // numel), take, priority)
+            target = Target(self, first, stop, out)
+            self._scan(target.chunks.start, target.chunks.stop, target, priority)
 
     def verify(self, first_chunk: int = 0, stop_chunk: int | None = None) -> list[int]:
         """Check chunks `[first_chunk, stop_chunk)`, by default all, and return their crc32c."""
         stop = self.layout.num_present if stop_chunk is None else stop_chunk
         return self._scan(first_chunk, stop, None, Priority.READ)
 
-    def _scan(
-        self, first_chunk: int, stop_chunk: int, take: Callable[[int, Bytes], None] | None, priority: Priority
-    ) -> list[int]:
+    def _scan(self, first_chunk: int, stop_chunk: int, target: Target | None, priority: Priority) -> list[int]:
         try:
-            crcs = self._scan_chunks(first_chunk, stop_chunk, take, priority)
+            crcs = self._scan_chunks(first_chunk, stop_chunk, target, priority)
         except StorageError:
             if not self._checked:
                 self.check_file()  # says what is wrong with the file, where that is the reason
@@ -371,35 +370,72 @@ class ShardReader:
                 )
         return crcs
 
-    def _scan_chunks(
-        self, first_chunk: int, stop_chunk: int, take: Callable[[int, Bytes], None] | None, priority: Priority
-    ) -> list[int]:
-        """Read chunks, hand runs of them to `take`, each with the first one's number; return their crc32c, none where they
-        are not checked."""
-        layout = self.layout
-        step = self._res.span_chunks(layout)
+    def _scan_chunks(self, first_chunk: int, stop_chunk: int, target: Target | None, priority: Priority) -> list[int]:
+        """Read chunks, into `target` where there is one; return their crc32c, none where they are not checked."""
+        layout, res = self.layout, self._res
 
-        def read_span(first: int, head: int, buffer: Buffer) -> list[int]:
+        def read_slots(slots: Slots, buffer: Buffer) -> list[int]:
             crcs: list[int] = []
             with buffer:
-                with self._res.files.opened(self.path) as file:
-                    self._res.files.read_into(file, buffer.bytes, layout.slot_offset(first) - head)
-                if head:
-                    check_index(layout, buffer.bytes[:head], path=self.path, array=self.spec.name)
-                slots = buffer.bytes[head:]
-                if self._res.verify or take is None:
-                    crcs = verify_slots(slots, layout, first, path=self.path, array=self.spec.name)
-                if take is not None:
-                    take(first, slot_views(slots, layout))
+                slots.lay_out(buffer.bytes)
+                with res.files.opened(self.path) as file:
+                    res.files.read_into(file, slots.data, slots.offset)
+                if slots.head:
+                    check_index(layout, slots.index, path=self.path, array=self.spec.name)
+                if res.verify or target is None:
+                    crcs = slots.verify(path=self.path, array=self.spec.name)
+                if target is not None and slots.is_in_buffer:
+                    target.take(slots.first, slot_views(buffer.bytes[slots.head :], layout))
+                elif target is not None:
+                    for chunk, payload in slots.copied():
+                        target.take(chunk, payload[np.newaxis])
             return crcs
 
+        rest = None if target is None or not res.files.takes_parts else target.memory_of
+        found = runs(layout, first_chunk, stop_chunk, res.span_chunks(layout), rest, index=self._index_due)
         tickets: list[Ticket[list[int]]] = []
-        for first in range(first_chunk, stop_chunk, step):
-            head = layout.data_offset if first == 0 and self._index_due else 0
-            buffer = self._res.pool.acquire(head + min(step, stop_chunk - first) * layout.slot_bytes)
-            self.read_bytes += buffer.bytes.size
-            task = partial(read_span, first, head, buffer)
-            is_last = first + step >= stop_chunk  # which the caller would only wait for
-            start = self._res.queue.carry_out if is_last else self._res.queue.submit
-            tickets.append(start(task, priority, buffer.bytes.size))
+        for slots in found:
+            buffer = res.pool.acquire(slots.buffer_bytes)
+            self.read_bytes += slots.nbytes
+            # The last one the caller would only wait for.
+            start = res.queue.carry_out if slots is found[-1] else res.queue.submit
+            tickets.append(start(partial(read_slots, slots, buffer), priority, slots.nbytes))
         return [crc for part in settle(tickets) for crc in part]
+
+
+class Target:
+    """Memory for global flat elements `[first, stop)`, all of one shard, of which `chunks` hold parts."""
+
+    def __init__(self, reader: ShardReader, first: int, stop: int, out: Bytes) -> None:
+        grid = reader.grid
+        self._numel, self._itemsize = grid.chunk_numel, reader.spec.itemsize
+        self._low, self._high = first - reader.shard * grid.shard_numel, stop - reader.shard * grid.shard_numel
+        self._out = out
+        self.chunks = range(self._low // self._numel, -(-self._high // self._numel))
+        """Numbers of the chunks."""
+
+    def memory_of(self, chunk: int) -> Bytes | None:
+        """Return the memory of all of a chunk's elements; None where some are not wanted."""
+        low, high = chunk * self._numel, (chunk + 1) * self._numel
+        return self._part(low, high) if self._low <= low and high <= self._high else None
+
+    def _part(self, low: int, high: int) -> Bytes:
+        return self._out[(low - self._low) * self._itemsize : (high - self._low) * self._itemsize]
+
+    def take(self, chunk: int, payloads: Bytes) -> None:
+        """Copy what is wanted of chunks from number `chunk` on: [chunks, bytes of a payload, or more]."""
+        # Those that are wanted whole in one go: a step in Python for each costs more than its bytes.
+        low = max(chunk, -(-self._low // self._numel))
+        high = min(chunk + len(payloads), self._high // self._numel)
+        if low < high:
+            into = self._part(low * self._numel, high * self._numel).reshape(high - low, -1)
+            into[:] = payloads[low - chunk : high - chunk, : into.shape[1]]
+        for number, payload in enumerate(payloads, start=chunk):
+            if not low <= number < high:
+                self._take_part(number, payload)
+
+    def _take_part(self, chunk: int, payload: Bytes) -> None:
+        low, high = max(self._low, chunk * self._numel), min(self._high, (chunk + 1) * self._numel)
+        start = (low - chunk * self._numel) * self._itemsize
+        part = self._part(low, high)
+        part[:] = payload[start : start + part.size]

@@ -428,6 +428,17 @@ class World:
         sent_bytes = send.nbytes * (self.world_size - 1) // self.world_size
         return self._start(kind, "all_to_all", sent_bytes, send.nbytes, exchange)
 
+    def all_reduce(self, tensor: torch.Tensor, *, kind: Kind) -> Work:
+        """Replace `tensor`, contiguous, by its sum over ranks, by the backend's own reduction. Returns at once.
+
+        The caller must keep it and not touch it until the work is done.
+        """
+        if self.world_size == 1 or not tensor.numel():
+            return Done()
+        reduce = partial(torch_dist.all_reduce, tensor, group=self.group, async_op=True)
+        sent_bytes = 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
+        return self._start(kind, "all_reduce", sent_bytes, tensor.nbytes, reduce)
+
     def reduce_scatter_mean(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
         """Fill `out` [n] with the mean over ranks of this rank's row of `send` [world, n], by the backend's own
         reduction."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from ..errors import storage_error
 from ..format.arrays import Bytes
 from ..io.files import Files, Kind, OpenFile
+from ..io.parts import Parts
 
 
 class WatchedFiles(Files):
@@ -30,11 +31,11 @@ class WatchedFiles(Files):
         self.step("open", path)
         return super()._open(path, flags)
 
-    def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:
+    def _preadv(self, file: OpenFile, out: Bytes | Parts, offset: int) -> int:
         self.step("read", file.path)
         return super()._preadv(file, out, offset)
 
-    def _pwritev(self, file: OpenFile, data: Bytes, offset: int) -> int:
+    def _pwritev(self, file: OpenFile, data: Bytes | Parts, offset: int) -> int:
         self.step("write", file.path)
         return super()._pwritev(file, data, offset)
 
@@ -157,11 +158,11 @@ class FaultyFiles(WatchedFiles):
         """Do what goes wrong with operation number `fail_at`."""
         raise OSError(self.error_number, os.strerror(self.error_number))
 
-    def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:
+    def _preadv(self, file: OpenFile, out: Bytes | Parts, offset: int) -> int:
         fault = self._fault_of("read", file.path)
         return Files._preadv(self, file, out if fault is None else out[: fault.most_bytes], offset)
 
-    def _pwritev(self, file: OpenFile, data: Bytes, offset: int) -> int:
+    def _pwritev(self, file: OpenFile, data: Bytes | Parts, offset: int) -> int:
         fault = self._fault_of("write", file.path)
         if fault is not None and fault.lost:
             return data.size

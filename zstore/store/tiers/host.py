@@ -13,12 +13,15 @@ from .memory import MemoryTier
 
 _SLAB_BYTES = 32 * HUGE_PAGE_BYTES
 _ALIGN_BYTES = 64
+_DIRECT_BYTES = 512
+"""Shards begin at a multiple: files are then written from their memory, and read into it, without a copy."""
 
 
 class HostTier(MemoryTier):
     """Shards in host memory, made by `make` and counted against `budget`."""
 
     name = "host"
+    owns_memory = True
 
     def __init__(self, budget: Budget | None = None, make: Callable[[int], Bytes] = make_slab) -> None:
         super().__init__()
@@ -39,14 +42,14 @@ class HostTier(MemoryTier):
             nbytes, f"array {local.spec.name!r}", ", or keep the state on disk (`offload_optimizer.device: nvme`)"
         )
         self._budget.take(nbytes)
-        if nbytes > self._slab.size - self._slab_used:
+        start = round_up(self._slab_used, _DIRECT_BYTES)
+        if nbytes > self._slab.size - start:
             # Small shards share slabs; a large one has its own, and leaves the shared slab's rest in use.
             if nbytes >= _SLAB_BYTES // 4:
                 return self._make(nbytes)
-            self._slab, self._slab_used = self._make(_SLAB_BYTES), 0
-        data = self._slab[self._slab_used : self._slab_used + nbytes]
-        self._slab_used += nbytes
-        return data
+            self._slab, start = self._make(_SLAB_BYTES), 0
+        self._slab_used = start + nbytes
+        return self._slab[start : self._slab_used]
 
     def remove(self, name: str) -> None:
         """See `Tier.remove`; the memory of a small shard is free once its neighbours' is."""

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ...errors import UsageError
 from ...format.arrays import Bytes
 from ...format.partition import Grid
@@ -29,6 +31,8 @@ class MemoryTier(Tier):
 
     tile_numel = MEMORY_TILE_NUMEL
     """Elements of a tile, about."""
+    owns_memory = False
+    """Whether the memory is the host's, and nobody has it but for a pass: then files are written from it without a copy."""
 
     def __init__(self) -> None:
         self._shards: dict[str, LocalShard] = {}
@@ -170,12 +174,16 @@ class MemoryPin:
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
         """Write the shard file from memory, on any grid whose shard lies within this one; see `PinnedShard.publish`."""
         self._require_within(grid, shard)
-        return write_shard(res, path, self.local.spec, grid, shard, FillRuns(self.fill), priority)
+        return write_shard(res, path, self.local.spec, grid, shard, self._runs(), priority)
 
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
         """See `PinnedShard.checksums`; reads the memory, so that it tells what a writer other than a pass did."""
         self._require_within(grid, shard)
-        return checksum_shard(res, self.local.spec, grid, shard, FillRuns(self.fill))
+        return checksum_shard(res, self.local.spec, grid, shard, self._runs())
+
+    def _runs(self) -> FillRuns:
+        memory = self._memory.view(np.uint8) if self._owner.owns_memory else None
+        return FillRuns(self.fill, memory, self.local.base)
 
     def _require_within(self, grid: Grid, shard: int) -> None:
         first = shard * grid.shard_numel

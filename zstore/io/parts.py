@@ -1,0 +1,41 @@
+"""Memory in several places, for one transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..format.arrays import Bytes
+
+
+class Parts:
+    """Memory in several places that travels in one transfer, as if it were one array of `size` bytes."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self.views = views
+        """Of bytes, each contiguous, in the order of the file."""
+        self.size = sum(view.nbytes for view in views)
+
+    def __getitem__(self, part: slice) -> Parts:
+        """Return a part of it, which is the same memory."""
+        start, stop, _ = part.indices(self.size)
+        found: list[memoryview] = []
+        at = 0
+        for view in self.views:
+            if piece := view[max(0, start - at) : max(0, stop - at)]:
+                found.append(piece)
+            at += view.nbytes
+        return Parts(found)
+
+    def fill(self, data: bytes | Bytes) -> None:
+        """Copy `data`, as many bytes, into the places."""
+        source, at = memoryview(data), 0
+        for view in self.views:
+            view[:] = source[at : at + view.nbytes]
+            at += view.nbytes
+
+    def copy_into(self, out: Bytes) -> None:
+        """Copy what is in the places into `out`, of as many bytes."""
+        target, at = out.data, 0
+        for view in self.views:
+            target[at : at + view.nbytes] = view
+            at += view.nbytes
