@@ -19,6 +19,7 @@ from .activations.offload import ActivationOffload
 from .build.compiled import CompiledUnits, Compiler
 from .config.config import Config
 from .config.resolve import BatchSizes
+from .device import one_thread
 from .loader import TrainingLoader
 from .lr_schedules import LRSchedule
 from .optim.client_step import ClientStep
@@ -394,7 +395,8 @@ class Training:
             # It takes buffers: nobody may wait for any until the update.
             if begin and not (self.tensor_step or self.pending.in_backward or self.before_change is not _nothing):
                 read_ahead(self.state, *self._updated())
-            norm = global_norm(self.trained, self.gradients, self.world, sharding=self.sharding)
+            with one_thread(self.state.has_disk):
+                norm = global_norm(self.trained, self.gradients, self.world, sharding=self.sharding)
             stepper = self.tensor_step
             self._raw_norm = stepper.agreed_norm(norm) if isinstance(stepper, OneBitStep) else norm
         return self._raw_norm

@@ -65,7 +65,7 @@ class OptimizerState:
         self.transfers = transfers
         self.is_sharded = is_sharded
         """Whether each rank holds its own rows alone; else every rank holds everything."""
-        self._has_disk = bool(store.options.all_paths)
+        self.has_disk = bool(store.options.all_paths)
         self._splits = splits
         self._keeps_whole = keeps_whole
         self.moments: Moments = "fp32"
@@ -331,7 +331,7 @@ class OptimizerState:
             whole = begun.tiles()
         else:
             whole = self.store.stream(groups, mode, modes=modes, admit=admit, on_end=on_end)
-        with one_thread(self._has_disk), closing(whole) as tiles:
+        with one_thread(self.has_disk), closing(whole) as tiles:
             yield tiles
 
     def keep_ahead(self, records: Sequence[ParameterRecord], begun: Stream) -> None:

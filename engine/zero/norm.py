@@ -38,14 +38,18 @@ def sum_of_squares(values: torch.Tensor) -> float:
 def sums_of_squares(shards: Sequence[torch.Tensor]) -> list[float]:
     """Return the sum of squares of each shard's elements; see `sum_of_squares`."""
     elsewhere = iter(sums_by_halves([values for values in shards if values.device.type != "cpu"]))
-    return [_sum_on_host(values) if values.device.type == "cpu" else next(elsewhere) for values in shards]
+    # One for all: memory that is given back and taken again for each tile has fresh pages each time.
+    room = torch.empty(_TILE_ROWS * ROW_NUMEL)
+    return [_sum_on_host(values, room) if values.device.type == "cpu" else next(elsewhere) for values in shards]
 
 
-def _sum_on_host(values: torch.Tensor) -> float:
-    step = values.numel() if values.dtype == torch.float32 else _TILE_ROWS * ROW_NUMEL
+def _sum_on_host(values: torch.Tensor, room: torch.Tensor) -> float:
+    cast = values.dtype != torch.float32
+    step = room.numel() if cast else max(values.numel(), 1)
     total = 0.0
-    for first in range(0, values.numel(), max(step, 1)):
-        for norm in _row_norms(values[first : first + step].float()):
+    for first in range(0, values.numel(), step):
+        tile = values[first : first + step]
+        for norm in _row_norms(room[: tile.numel()].copy_(tile) if cast else tile):
             total += norm * norm
     return total
 

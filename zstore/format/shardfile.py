@@ -132,6 +132,18 @@ def slot_views(slots: Bytes, layout: ShardLayout) -> Bytes:
     return slots.reshape(-1, layout.slot_bytes)
 
 
+def stored_crcs(slots: Bytes, layout: ShardLayout) -> npt.NDArray[np.uint32]:
+    """Return the crc32c that stands behind the payload of each of `slots`, a run of whole slots, as a view of them."""
+    behind = slot_views(slots, layout)[:, layout.payload_bytes : layout.chunk_bytes]
+    crcs: npt.NDArray[np.uint32] = behind.view("<u4")[:, 0]
+    return crcs
+
+
+def checksum(payload: Bytes) -> int:
+    """Return the crc32c of `payload`; the interpreter is not handed to other threads meanwhile."""
+    return crc32c(payload, 0, _KEEP_INTERPRETER)
+
+
 def seal_slots(slots: Bytes, layout: ShardLayout) -> list[int]:
     """Write crc32c and zeros behind the payload of every slot in `slots` (uint8, a run of whole slots), in place.
 

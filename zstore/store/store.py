@@ -24,6 +24,7 @@ from .options import StoreOptions
 from .order import ArrayOrder
 from .runfolder import RunFolders
 from .snapshot import Snapshot
+from .spans import Batch
 from .statistics import StoreStatistics
 from .stream import Pass, Stream, StreamCounters
 from .tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, MemoryTier, Mode, Tier, Tile
@@ -74,6 +75,8 @@ class TensorStore(Closing):
         self._disk = DiskTier(self._drives(), self.resources) if options.all_paths else None
         self._shards: dict[str, LocalShard] = {}
         self._tiers: dict[str, Tier] = {}
+        self._planned: dict[Any, Sequence[Batch]] = {}
+        """Plans of passes over whole arrays that were taken; none once arrays come, go or move."""
         self._order = ArrayOrder()
         self._pools = [pool]
         self._counters = StreamCounters()
@@ -159,14 +162,16 @@ class TensorStore(Closing):
             del self._tiers[name], self._shards[name]
 
     def _at_rest(self, name: str) -> Tier:
-        """Return the tier of an array once nothing is under way for it."""
+        """Return the tier of an array once nothing is under way for it, for a call that changes where or what it is."""
         self.local(name)
+        self._planned.clear()
         self._order.settle([name])
         self._order.forget(name)
         return self._tiers[name]
 
     def _check_new(self, spec: ArraySpec) -> None:
         self._check_open()
+        self._planned.clear()
         if spec.name in self._shards:
             raise UsageError(f"array {spec.name!r} exists already")
 
@@ -355,7 +360,12 @@ class TensorStore(Closing):
     def _stream(self, what: Pass) -> Stream:
         for name in what.names:
             self.local(name)
-        return Stream(what, tiers=self._tiers, shards=self._shards, counters=self._counters)
+        key = tuple(tuple(group) for group in what.groups), what.chunks, what.pool.nbytes
+        planned = self._planned.get(key)
+        stream = Stream(what, tiers=self._tiers, shards=self._shards, counters=self._counters, batches=planned)
+        if what.chunks is None and len(what.groups) > 1:
+            self._planned[key] = stream.batches
+        return stream
 
     def make_pool(self, nbytes: int) -> Pool:
         """Return buffers of their own for passes that must not wait for others; counted against the host budget.

@@ -28,21 +28,19 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..errors import UsageError
 from ..format.arrays import Bytes
 from ..io.buffers import Buffer, Pool
 from ..io.queue import Priority, Ticket
-from .tiers import ChunkSpan, DiskTier, LocalShard, MemoryTier, Mode, Tier, Tile
+from .spans import Batch, Plan, plan_batches
+from .tiers import DiskTier, LocalShard, MemoryTier, Mode, Tier, Tile
 from .tiers.base import Piece, View
+from .tiers.packed import load_packed, save_packed
 
 __all__ = ["Pass", "Stream", "StreamCounters", "Tile"]
 
 _MOST_LOADED_SPANS = 64
 _MOST_LOADS_AHEAD = 32
 """Before a pass: they find room in the queue, where nobody must wait for it."""
-_LEAST_SPANS_IN_POOL = 3
-BATCH_BYTES = 4 * 1024 * 1024
-"""Most bytes of small groups that share a buffer."""
 
 Admit = Callable[[int, bool], bool]
 
@@ -87,25 +85,11 @@ class Pass:
         return [name for name in names if self.mode_of(name) is not Mode.READ]
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A span of a group before it has memory."""
-
-    group: int
-    span: ChunkSpan
-    starts_group: bool
-    ends_group: bool
-
-
-_Batch = list[_Plan]
-"""Spans that share a buffer: one of a group, or groups that are small, each of them whole."""
-
-
 @dataclass
 class _Loaded:
     """Spans with their memory and their loads under way."""
 
-    batch: _Batch
+    batch: Batch
     buffer: Buffer | None
     pieces: list[Piece]
     """Of all arrays, group by group."""
@@ -131,7 +115,7 @@ NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
 
 
 class Stream:
-    """Drives one pass; `tiers` and `shards` say where each array rests."""
+    """Drives one pass over `batches`, by default those of `plan_batches`; `tiers` and `shards` say where each array rests."""
 
     def __init__(
         self,
@@ -140,6 +124,7 @@ class Stream:
         tiers: Mapping[str, Tier],
         shards: Mapping[str, LocalShard],
         counters: StreamCounters,
+        batches: Sequence[Batch] | None = None,
     ) -> None:
         self._pass = what
         self._groups = [tuple(group) for group in what.groups]
@@ -150,8 +135,12 @@ class Stream:
         self._counters = counters
         self._loaded: deque[_Loaded] = deque()
         self._in_memory = self._memory_tiers()
-        self._check_groups()
-        self._plans: deque[_Batch] = deque() if self._in_memory else deque(self._batches())
+        if batches is None:
+            batches = plan_batches(
+                self._groups, tiers=tiers, shards=shards, pool_bytes=what.pool.nbytes, chunks=what.chunks
+            )
+        self.batches = batches
+        self._plans = deque([] if self._in_memory else batches)
         self._begun: dict[str, Tier] = {}
         """Arrays whose pass was begun and not ended."""
         self._saves: deque[Ticket[None]] = deque()
@@ -171,82 +160,6 @@ class Stream:
                     return {}
                 tiers[name] = tier
         return tiers
-
-    def _check_groups(self) -> None:
-        seen: set[str] = set()
-        num_seen = 0
-        for group in self._groups:
-            seen.update(group)
-            num_seen += len(group)
-            if not group or len(seen) < num_seen:
-                raise UsageError(f"a pass visits each array once, and a group has at least one array: got {group}")
-            first = self._shards[group[0]]
-            for name in group[1:]:
-                shard = self._shards[name]
-                if shard.shard != first.shard or first.grid.numel_per_value(shard.grid) is None:
-                    raise UsageError(
-                        f"the arrays of a group share one layout, got different ones for {', '.join(group)}"
-                    )
-
-    def _chunks_of(self, group: Sequence[str]) -> tuple[int, int, int]:
-        """Return the chunks `[start, stop)` that the pass visits of each array of a group, and how many of them travel
-        together."""
-        shard = self._shards[group[0]]
-        present = shard.grid.present_chunks(shard.shard) if shard.valid_numel else 0
-        start, stop = (0, present) if self._pass.chunks is None else self._pass.chunks
-        return start, min(stop, present), self._span_chunks(group)
-
-    def _plan(self) -> Iterator[_Plan]:
-        for number, group in enumerate(self._groups):
-            start, stop, step = self._chunks_of(group)
-            for first in range(start, stop, step):
-                span = ChunkSpan(first, min(step, stop - first))
-                yield _Plan(number, span, first == start, first + step >= stop)
-
-    def _batches(self) -> list[_Batch]:
-        """Return what travels together: adjacent groups that share files, up to a request of them; else a span."""
-        batches: list[_Batch] = []
-        small: _Batch = []
-        for plan in self._plan():
-            if plan.starts_group and plan.ends_group and self._is_small(plan.group):
-                small.append(plan)
-            else:
-                batches += [*self._cut(small), [plan]]
-                small = []
-        return [*batches, *self._cut(small)]
-
-    def _is_small(self, group: int) -> bool:
-        """Return whether a group needs no request of its own: what is on disk of it shares files, or there is nothing."""
-        tiers = [(self._tiers[name], name) for name in self._groups[group]]
-        return all(not isinstance(tier, DiskTier) or tier.is_packed(name) for tier, name in tiers)
-
-    def _cut(self, small: _Batch) -> list[_Batch]:
-        """Return groups in as few batches as requests hold, alike in bytes."""
-        sizes = [
-            sum(self._tiers[n].span_bytes(n, plan.span.num_chunks) for n in self._groups[plan.group]) for plan in small
-        ]
-        if not any(sizes):
-            return [[plan] for plan in small]
-        count = -(-sum(sizes) // min(BATCH_BYTES, self._pool.nbytes // _LEAST_SPANS_IN_POOL))
-        batches: list[_Batch] = []
-        before = 0
-        for plan, size in zip(small, sizes, strict=True):
-            if before * count >= len(batches) * sum(sizes):
-                batches.append([])
-            batches[-1].append(plan)
-            before += size
-        return batches
-
-    def _span_chunks(self, group: Sequence[str]) -> int:
-        """Return how many chunks of the group travel together: a request to the disk, of which the pool holds several."""
-        on_disk = []
-        if not self._in_memory:
-            on_disk = [t.span_chunks(name) for name in group if isinstance(t := self._tiers[name], DiskTier)]
-        if not on_disk:
-            least = min(tier.tile_numel for name in group if isinstance(tier := self._tiers[name], MemoryTier))
-            return max(1, least // max(self._shards[group[0]].grid.chunk_numel, 1))
-        chunk_bytes = sum(self._tiers[name].span_bytes(name, 1) for name in group)
-        return max(1, min(*on_disk, self._pool.nbytes // (_LEAST_SPANS_IN_POOL * chunk_bytes)))
 
     def _numel_per_value(self, name: str, first: str) -> int:
         """Return how many elements of the group's first array a value of another one is for."""
@@ -280,7 +193,7 @@ class Stream:
         self._pass = replace(self._pass, admit=admit, on_end=on_end)
         return True
 
-    def _names(self, batch: _Batch) -> list[str]:
+    def _names(self, batch: Batch) -> list[str]:
         """Return the arrays of a batch."""
         return [name for plan in batch for name in self._groups[plan.group]]
 
@@ -296,7 +209,7 @@ class Stream:
         for group in dict.fromkeys(plan.group for loaded in self._loaded for plan in loaded.batch):
             if not (self._admit(group) and self._begin(self._groups[group])):
                 self.drop()
-                self._plans = deque(self._batches())
+                self._plans = deque(self.batches)
                 return
 
     def tiles(self) -> Generator[Tile, None, None]:
@@ -305,24 +218,22 @@ class Stream:
 
     def _tiles_in_memory(self) -> Generator[Tile, None, None]:
         """Yield the tiles of a pass over memory alone: groups begin and end one after another."""
-        on_end = self._pass.on_end
+        on_end, skipped = self._pass.on_end, set[int]()
         ok = False
         try:
-            for number, names in enumerate(self._groups):
-                start, stop, step = self._chunks_of(names)
-                if start >= stop or self._admit(number) is None:
+            for (plan,) in self.batches:
+                names = self._groups[plan.group]
+                if plan.starts_group and self._admit(plan.group) is None:
+                    skipped.add(plan.group)
+                if plan.group in skipped:
                     continue
                 self._begin(names)
                 tiers = [(self._in_memory[name], name, self._numel_per_value(name, names[0])) for name in names]
-                shard = self._shards[names[0]]
-                chunk_numel, valid_numel = shard.grid.chunk_numel, shard.valid_numel
-                last = min(stop * chunk_numel, valid_numel)
-                for first in range(start * chunk_numel, last, step * chunk_numel):
-                    end = min(first + step * chunk_numel, last)
-                    yield Tile(number, first, end, _views(tiers, first, end))
-                if on_end is not None:
+                first, stop = self._shards[names[0]].span_range(plan.span)
+                yield Tile(plan.group, first, stop, _views(tiers, first, stop))
+                if plan.ends_group and on_end is not None:
                     self._end(names, True)
-                    on_end(number)
+                    on_end(plan.group)
             ok = True
         finally:
             self._end(list(self._begun), ok)
@@ -363,7 +274,7 @@ class Stream:
     def _leave_out(self, groups: set[int]) -> None:
         """Go on without groups, of which nothing was begun."""
         while self._plans and any(plan.group in groups for plan in self._plans[0]):
-            left = [plan for plan in self._plans.popleft() if plan.group not in groups]
+            left = tuple(plan for plan in self._plans.popleft() if plan.group not in groups)
             if left:
                 self._plans.appendleft(left)
                 return
@@ -384,7 +295,7 @@ class Stream:
             raise
         return True
 
-    def _lay_out(self, batch: _Batch) -> tuple[list[Piece], int]:
+    def _lay_out(self, batch: Batch) -> tuple[list[Piece], int]:
         """Return where the arrays of a batch lie in a buffer, group by group, and its bytes: shards that share a file lie in it
         as they do there."""
         spans = [(name, plan.span) for plan in batch for name in self._groups[plan.group]]
@@ -436,7 +347,7 @@ class Stream:
             return None
         return self._pool.try_acquire(nbytes)
 
-    def _start(self, batch: _Batch, pieces: list[Piece], buffer: Buffer | None) -> _Loaded:
+    def _start(self, batch: Batch, pieces: list[Piece], buffer: Buffer | None) -> _Loaded:
         loaded = _Loaded(batch, buffer, pieces, [])
         moved = [piece for piece in pieces if self._pass.mode_of(piece.name) is not Mode.FILL]
         try:
@@ -446,7 +357,7 @@ class Stream:
                     ticket = tier.load(piece.name, piece.span, piece.of(loaded.memory), mode, self._pass.priority)
                     loaded.tickets += [] if ticket is None else [ticket]
             for tier, packed in self._packed(moved):
-                loaded.tickets += tier.load_packed(packed, loaded.memory, self._pass.priority)
+                loaded.tickets += load_packed(tier, packed, loaded.memory, self._pass.priority)
         except BaseException:
             for under_way in loaded.tickets:
                 under_way.error()
@@ -469,7 +380,7 @@ class Stream:
             parts = [next(pieces).of(loaded.memory) for _ in names]
             yield from self._tiles_of_group(plan, names, parts)
 
-    def _tiles_of_group(self, plan: _Plan, names: Sequence[str], parts: Sequence[Bytes]) -> Iterator[Tile]:
+    def _tiles_of_group(self, plan: Plan, names: Sequence[str], parts: Sequence[Bytes]) -> Iterator[Tile]:
         shard = self._shards[names[0]]
         in_memory = [
             (tier, name, self._numel_per_value(name, names[0]))
@@ -480,10 +391,14 @@ class Stream:
             first, stop = shard.span_range(plan.span)
             yield Tile(plan.group, first, stop, _views(in_memory, first, stop))
             return
-        columns = [self._tiers[n].views(n, plan.span, part) for n, part in zip(names, parts, strict=True)]
-        for i, chunk in enumerate(plan.span.chunks):
+        columns = [
+            self._tiers[name].views(name, plan.span, part, self._pass.mode_of(name))
+            for name, part in zip(names, parts, strict=True)
+        ]
+        # Strict: each column is asked for one more than it has, which seals its last chunk.
+        for chunk, *views in zip(plan.span.chunks, *columns, strict=True):
             first, stop = shard.chunk_range(chunk)
-            yield Tile(plan.group, first, stop, tuple(column[i] for column in columns))
+            yield Tile(plan.group, first, stop, tuple(views))
 
     def _save(self, loaded: _Loaded) -> None:
         tickets: list[Ticket[None]] = []
@@ -495,7 +410,7 @@ class Stream:
                     ticket = tier.save(piece.name, piece.span, piece.of(loaded.memory))
                     tickets += [] if ticket is None else [ticket]
             for tier, packed in self._packed(changed):
-                tickets += tier.save_packed(packed, loaded.memory)
+                tickets += save_packed(tier, packed, loaded.memory)
         finally:
             if loaded.buffer is not None:
                 _release_after(loaded.buffer, tickets)

@@ -5,8 +5,9 @@ All bulk access is a pass over whole chunks, driven by `zstore.store.stream` fro
 
     begin(name, mode)                      once; may wait for a pin of memory to be released
       load(name, span, buffer)             for each span, ahead of its use; the buffer was sized by `span_bytes`
-      views(name, span, buffer)            when the load's ticket is done: one view a chunk, padding left out
-      save(name, span, buffer)             after the consumer changed the views (not in mode READ)
+      views(name, span, buffer, mode)      when the load's ticket is done: one view a chunk, asked for one by one; each is
+                                           checked as it is given, and sealed when the next one is asked for: in cache
+      save(name, span, buffer)             after the consumer changed all views (not in mode READ)
     end(name, ok)                          once (not in mode READ), when every ticket is done; only now a new version
                                            is the present one
 
@@ -17,7 +18,7 @@ seen is neither the old version nor the new one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -213,8 +214,9 @@ class Tier(ABC):
         return None
 
     @abstractmethod
-    def views(self, name: str, span: ChunkSpan, buffer: Bytes) -> Sequence[View]:
-        """Return a view of each chunk's elements, without padding."""
+    def views(self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode) -> Iterator[View]:
+        """Yield a view of each chunk's elements, without padding, that is right when it is yielded; what was changed in it is
+        taken note of when the next one is asked for. Raises CorruptionError."""
 
     def save(self, name: str, span: ChunkSpan, buffer: Bytes) -> Ticket[None] | None:
         """Start taking the span back; None where nothing has to move."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -30,11 +30,12 @@ from urllib.parse import quote
 from ...errors import CorruptionError, UsageError
 from ...format.arrays import Bytes, numpy_dtype
 from ...format.partition import Grid
-from ...format.shardfile import ShardLayout, layout_of, seal_slots, slot_views, verify_slots
+from ...format.shardfile import ShardLayout, checksum, layout_of, slot_views, stored_crcs, verify_slots
 from ...io.queue import Priority, Ticket, settle
 from ...io.shards import IoResources, ShardSummary, make_shard_file
-from .base import ChunkSpan, LocalShard, Mode, Piece, Tier, View, being_changed, new_version
-from .packs import Pack, Run, is_packed, read_runs, run_file_bytes, runs_of, write_runs
+from .base import ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
+from .drives import Drives
+from .packs import Pack, is_packed, run_file_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -83,23 +84,6 @@ class DiskShard:
         return file.base + chunk * self.layout.slot_bytes
 
 
-@dataclass
-class Drives:
-    """Folders on the drives that shards are spread over: a new shard goes to the folder that has least bytes."""
-
-    usual: tuple[Path, ...]
-    groups: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
-    """Other folders by the first part of an array's name."""
-    given_bytes: Counter[Path] = field(default_factory=Counter)
-
-    def choose(self, name: str, nbytes: int) -> Path:
-        """Return the folder for `nbytes` of array `name`; the same for the same order of calls."""
-        folders = self.groups.get(name.split("/", 1)[0], self.usual)
-        chosen = min(folders, key=lambda folder: self.given_bytes[folder])
-        self.given_bytes[chosen] += nbytes
-        return chosen
-
-
 class DiskTier(Tier):
     """Shards as files under the folders of `drives`, which this tier owns. See [Note: versions]."""
 
@@ -107,7 +91,7 @@ class DiskTier(Tier):
 
     def __init__(self, drives: Drives, res: IoResources) -> None:
         self._drives = drives
-        self._res = res
+        self.resources = self._res = res
         self._request_bytes = res.request_bytes
         self._shards: dict[str, DiskShard] = {}
         self._packs: dict[tuple[Path, str], Pack] = {}
@@ -147,7 +131,8 @@ class DiskTier(Tier):
         layout = shard.layout
         self._drives.given_bytes[shard.folder] -= run_file_bytes(layout, shard.local.nbytes)
         if shard.pack is not None:
-            shard.pack.give_back(shard.current.base, layout.num_present * layout.slot_bytes)
+            if len(shard.in_use) == 1:  # else somebody reads an earlier version there
+                shard.pack.give_back(shard.current.base, layout.num_present * layout.slot_bytes)
             return
         for file in (shard.current, shard.spare):
             if file is not None:
@@ -253,15 +238,10 @@ class DiskTier(Tier):
         task = partial(_read_span, self._res, shard, file, span, buffer)
         return self._res.queue.submit(task, priority, buffer.size, subject=name.partition("/")[0])
 
-    def views(self, name: str, span: ChunkSpan, buffer: Bytes) -> Sequence[View]:
+    def views(self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode) -> Iterator[View]:
         """See `Tier.views`."""
         shard = self._shards[name]
-        dtype = numpy_dtype(shard.local.spec.dtype)
-        views: list[View] = []
-        for chunk, slot in zip(span.chunks, slot_views(buffer, shard.layout), strict=True):
-            first, stop = shard.local.chunk_range(chunk)
-            views.append(slot[: (stop - first) * dtype.itemsize].view(dtype))
-        return views
+        return _checked_views(self._res, shard, shard.current, span, buffer, mode)
 
     def save(self, name: str, span: ChunkSpan, buffer: Bytes) -> Ticket[None] | None:
         """See `Tier.save`."""
@@ -284,40 +264,13 @@ class DiskTier(Tier):
         return ("", 0) if shard.pack is None else (str(shard.current.path), shard.current.base)
 
     def is_packed(self, name: str) -> bool:
-        """Return whether the shard shares its file with others: it travels by `load_packed` and `save_packed`."""
+        """Return whether the shard shares its file with others: it travels as `tiers.packed` has it."""
         return self._shards[name].pack is not None
 
-    def load_packed(self, pieces: Sequence[Piece], memory: Bytes, priority: Priority) -> list[Ticket[None]]:
-        """Start bringing spans of small shards, which lie in `memory`: those of a kind in one operation."""
-        found: dict[str, list[_Part]] = {}
-        for piece in pieces:
-            shard = self._shards[piece.name]
-            if all(shard.current.crcs[chunk] is None for chunk in piece.span.chunks):
-                memory[piece.first : piece.first + piece.nbytes] = 0
-            else:
-                found.setdefault(piece.kind, []).append((shard, shard.current, piece))
-        return [
-            self._res.queue.submit(
-                partial(_read_parts, self._res, parts, memory), priority, _sum_bytes(parts), subject=kind
-            )
-            for kind, parts in found.items()
-        ]
-
-    def save_packed(self, pieces: Sequence[Piece], memory: Bytes) -> list[Ticket[None]]:
-        """Start taking spans of small shards back; see `load_packed`."""
-        found: dict[str, list[_Part]] = {}
-        for piece in pieces:
-            shard = self._shards[piece.name]
-            found.setdefault(piece.kind, []).append((shard, self._touch(shard), piece))
-        return [
-            self._res.queue.submit(
-                partial(_write_parts, self._res, parts, memory),
-                Priority.WRITE_BACK,
-                _sum_bytes(parts),
-                subject=kind,
-            )
-            for kind, parts in found.items()
-        ]
+    def part(self, name: str, *, write: bool) -> tuple[DiskShard, DiskFile]:
+        """Return a shard, and the file that a pass under way reads or is to write."""
+        shard = self._shards[name]
+        return shard, self._touch(shard) if write else shard.current
 
     def end(self, name: str, ok: bool) -> None:
         """See `Tier.end`."""
@@ -398,70 +351,62 @@ def _path(folder: Path, name: str, number: int) -> Path:
 def _read_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
     with res.files.opened(file.path) as opened:
         res.files.read_into(opened, buffer, shard.offset(file, span.first_chunk))
-    _check_span(res, shard, file, span, buffer)
 
 
-def _check_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
+def _checked_views(
+    res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes, mode: Mode
+) -> Iterator[View]:
+    """Yield each chunk, verified unless it is to be filled; seal it when the next is asked for unless it was only read."""
+    layout, dtype = shard.layout, numpy_dtype(shard.local.spec.dtype)
+    stored = stored_crcs(buffer, layout)
+    for number, slot in enumerate(slot_views(buffer, layout)):
+        chunk = span.first_chunk + number
+        payload = slot[: layout.payload_bytes]
+        if mode is not Mode.FILL:
+            known = file.crcs[chunk]
+            if known is None:
+                slot[:] = 0
+            elif res.verify and not stored[number] == known == checksum(payload):
+                raise _damage(shard, file, chunk, slot)
+        first, stop = shard.local.chunk_range(chunk)
+        nbytes = (stop - first) * dtype.itemsize
+        yield payload[:nbytes].view(dtype)
+        if mode is not Mode.READ:
+            payload[nbytes:] = 0
+            stored[number] = checksum(payload)
+
+
+def _damage(shard: DiskShard, file: DiskFile, chunk: int, slot: Bytes) -> CorruptionError:
+    """Return the error of a chunk that is not what was written last."""
     name, where = shard.local.spec.name, str(file.origin or file.path)
-    for chunk, slot in zip(span.chunks, slot_views(buffer, shard.layout), strict=True):
-        known = file.crcs[chunk]
-        if known is None:
-            slot[:] = 0
-        elif res.verify and verify_slots(slot, shard.layout, chunk, path=where, array=name, base=file.base) != [known]:
-            problem = "what was written last: the drive lost a write; load a checkpoint"
-            if file.origin is not None:
-                problem = "the one that the manifest names: the file was replaced; load another checkpoint"
-            raise CorruptionError(
-                f"array {name!r}: chunk {chunk} of {where} (offset {shard.offset(file, chunk)}) is whole, but not "
-                f"{problem}"
-            )
-
-
-def _write_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
-    crcs = _seal_span(shard, span, buffer)
-    with res.files.opened(file.path, write=True) as opened:
-        res.files.write_from(opened, buffer, shard.offset(file, span.first_chunk))
-    file.crcs[span.first_chunk : span.first_chunk + span.num_chunks] = crcs
-
-
-def _seal_span(shard: DiskShard, span: ChunkSpan, buffer: Bytes) -> list[int]:
-    local, layout = shard.local, shard.layout
-    for chunk, slot in zip(span.chunks, slot_views(buffer, layout), strict=True):
-        first, stop = local.chunk_range(chunk)
-        slot[(stop - first) * local.spec.itemsize : layout.payload_bytes] = 0
-    return seal_slots(buffer, layout)
-
-
-_Part = tuple[DiskShard, DiskFile, Piece]
-
-
-def _sum_bytes(parts: Sequence[_Part]) -> int:
-    return sum(piece.nbytes for _, _, piece in parts)
-
-
-def _runs(parts: Sequence[_Part]) -> list[Run]:
-    return runs_of(
-        Run(
-            path=file.path,
-            offset=shard.offset(file, piece.span.first_chunk),
-            first=piece.first,
-            nbytes=piece.nbytes,
-        )
-        for shard, file, piece in parts
+    try:
+        verify_slots(slot, shard.layout, chunk, path=where, array=name, base=file.base)
+    except CorruptionError as error:
+        return error
+    problem = "what was written last: the drive lost a write; load a checkpoint"
+    if file.origin is not None:
+        problem = "the one that the manifest names: the file was replaced; load another checkpoint"
+    return CorruptionError(
+        f"array {name!r}: chunk {chunk} of {where} (offset {shard.offset(file, chunk)}) is whole, but not {problem}"
     )
 
 
-def _read_parts(res: IoResources, parts: Sequence[_Part], memory: Bytes) -> None:
-    read_runs(res.files, _runs(parts), memory)
-    for shard, file, piece in parts:
-        _check_span(res, shard, file, piece.span, piece.of(memory))
+def _write_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
+    crcs = finish_slots(shard.layout, buffer)
+    _write_slots(res, file.path, shard.offset(file, span.first_chunk), buffer)
+    file.crcs[span.first_chunk : span.first_chunk + span.num_chunks] = crcs
 
 
-def _write_parts(res: IoResources, parts: Sequence[_Part], memory: Bytes) -> None:
-    crcs = [_seal_span(shard, piece.span, piece.of(memory)) for shard, _, piece in parts]
-    write_runs(res.files, _runs(parts), memory)
-    for (_, file, piece), found in zip(parts, crcs, strict=True):
-        file.crcs[piece.span.first_chunk : piece.span.first_chunk + piece.span.num_chunks] = found
+def finish_slots(layout: ShardLayout, slots: Bytes) -> list[int]:
+    """Set what is behind the checksums of sealed slots to zero; return the checksums."""
+    slot_views(slots, layout)[:, layout.chunk_bytes :] = 0
+    crcs: list[int] = stored_crcs(slots, layout).tolist()
+    return crcs
+
+
+def _write_slots(res: IoResources, path: str | Path, offset: int, slots: Bytes) -> None:
+    with res.files.opened(path, write=True) as opened:
+        res.files.write_from(opened, slots, offset)
 
 
 class DiskPin:
@@ -529,9 +474,10 @@ class DiskPin:
 
             def copy(span: ChunkSpan = span, data: Bytes = buffer.bytes) -> list[int]:
                 _read_span(res, shard, file, span, data)
-                crcs = seal_slots(data, layout)
-                with res.files.opened(path, write=True) as opened:
-                    res.files.write_from(opened, data, layout.slot_offset(span.first_chunk))
+                for _ in _checked_views(res, shard, file, span, data, Mode.UPDATE):
+                    """What was read is verified and sealed."""
+                crcs = finish_slots(layout, data)
+                _write_slots(res, path, layout.slot_offset(span.first_chunk), data)
                 return crcs
 
             ticket = res.queue.submit(copy, priority, buffer.bytes.size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,10 +105,10 @@ class MemoryTier(Tier):
             self._changing.discard(name)
             raise
 
-    def views(self, name: str, span: ChunkSpan, buffer: Bytes) -> Sequence[View]:
+    def views(self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode) -> Iterator[View]:
         """See `Tier.views`."""
         local, memory = self._shards[name], self._memory[name]
-        return [memory[slice(*local.chunk_range(chunk))] for chunk in span.chunks]
+        return (memory[slice(*local.chunk_range(chunk))] for chunk in span.chunks)
 
     def view(self, name: str, first: int, stop: int) -> View:
         """Return one view of the local flat elements `[first, stop)`."""

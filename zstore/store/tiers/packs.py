@@ -116,6 +116,10 @@ class Run:
     """Where they begin in memory."""
     nbytes: int
 
+    def of(self, memory: Bytes) -> Bytes:
+        """Return them."""
+        return memory[self.first : self.first + self.nbytes]
+
 
 def runs_of(places: Iterable[Run]) -> list[Run]:
     """Return as few runs as cover `places`."""
@@ -131,17 +135,3 @@ def runs_of(places: Iterable[Run]) -> list[Run]:
         else:
             found.append(place)
     return found
-
-
-def read_runs(files: Files, runs: Iterable[Run], memory: Bytes) -> None:
-    """Fill `memory`, in which the runs lie, a request each."""
-    for run in runs:
-        with files.opened(run.path) as file:
-            files.read_into(file, memory[run.first : run.first + run.nbytes], run.offset)
-
-
-def write_runs(files: Files, runs: Iterable[Run], memory: Bytes) -> None:
-    """Write runs from `memory`, in which they lie, a request each."""
-    for run in runs:
-        with files.opened(run.path, write=True) as file:
-            files.write_from(file, memory[run.first : run.first + run.nbytes], run.offset)
