@@ -1,4 +1,4 @@
-"""A budget of cycles: core-seconds a GB and a million parameters for each path over training state, by cause.
+r"""A budget of cycles: core-seconds a GB and a million parameters for each path over training state, by cause.
 
     python -m bench.cycles [--paths step,save] [--against FOLDER] [--compare before.json] [--json FILE]
 
@@ -9,7 +9,11 @@ and system, of all its threads; a GB is 10^9 bytes that the kernel moved between
 `perf`, samples of all threads tell by what causes (`bench.cycle_causes`); elsewhere there are counters alone.
 
 With `--against` each path runs on another checkout of this project too, in turn with this one, and both stand side by side;
-with `--compare` the other figures come from the JSON of an earlier run. `--show` makes the tables of a JSON anew.
+with `--compare` the other figures come from the JSON of an earlier run: its "before" where it has two. `--show` makes the
+tables of a JSON anew, and `--md` puts them into a page. To bring `bench/results/cycles.md` up to date:
+
+    python -m bench.cycles --compare bench/results/cycles.json --json bench/results/cycles.json \
+        --md bench/results/cycles.md
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from zstore.tools.train.command import OFFLOAD_ENVIRONMENT
 Row = dict[str, Any]
 
 _HERE = Path(__file__).resolve().parent.parent
+_BEGIN, _END = "<!-- tables -->", "<!-- end of tables -->"
 _LIMIT_S = 3600.0
 _TOP = 40
 """Places that are kept for each cause."""
@@ -53,7 +58,7 @@ PATHS: dict[str, Row] = {
 def main() -> None:
     options = _options()
     if options.show:
-        print(describe(json.loads(options.show.read_text(encoding="utf-8"))))
+        _report(json.loads(options.show.read_text(encoding="utf-8")), options.md)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the path and removes its files
     sampler = find_sampler(perf=options.perf)
@@ -67,15 +72,26 @@ def main() -> None:
         "paths": {},
     }
     if options.compare:
-        before = json.loads(options.compare.read_text(encoding="utf-8"))
+        earlier = json.loads(options.compare.read_text(encoding="utf-8"))
+        first = earlier["names"][0]
+        figures["machine_before"] = earlier["machine"]
         figures["paths"] = {
-            path: {"before": rows["now"]} for path, rows in before["paths"].items() if path in options.paths
+            path: {"before": earlier["paths"][path][first]} for path in options.paths if path in earlier["paths"]
         }
     for path, name, row in measure(options, sampler):
         figures["paths"].setdefault(path, {})[name] = row
         if options.json:  # after each, for a run of all takes a while
             options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    print(describe(figures))
+    _report(figures, options.md)
+
+
+def _report(figures: Row, page: Path | None) -> None:
+    """Print the tables, and put them into `page` where the last ones were: between its two comments of tables."""
+    text = describe(figures)
+    print(text)
+    if page is not None:
+        begin, _, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
+        page.write_text(f"{begin}{_BEGIN}\n\n{text}\n\n{_END}{rest.partition(_END)[2]}", encoding="utf-8")
 
 
 def _options() -> argparse.Namespace:
@@ -88,10 +104,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to use, for about 3 GB")
     parser.add_argument("--checkout", type=Path, default=_HERE, help="checkout of this project (default: this one)")
     parser.add_argument("--against", type=Path, help="another checkout of this project, to set beside it")
-    parser.add_argument("--compare", type=Path, help="JSON of an earlier run, to set beside this one")
+    parser.add_argument("--compare", type=Path, help="JSON of an earlier run, whose first figures to set beside these")
     parser.add_argument("--prefix", type=shlex.split, default=[], help='before each process, as "taskset -c 0,1"')
     parser.add_argument("--perf", action=argparse.BooleanOptionalAction, default=True, help="sample, where perf can")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--md", type=Path, help="put the tables into this page, between its two comments of tables")
     parser.add_argument("--show", type=Path, help="print the tables of such a file, and measure nothing")
     return parser.parse_args()
 

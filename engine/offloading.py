@@ -93,6 +93,8 @@ class OffloadedStates:
         training, state = self._training, self._training.state
         self._away |= names
         for record in state.records:
+            if "lp_params" in names and record.is_in_place:
+                record.use_in_place(None)
             own = record.rest if record.rest is not None else model_array(record.name)
             for array in state.arrays_of(record):
                 group = "optim_states" if array.startswith("optimizer/") and not _is_of_master(array) else "hp_params"
@@ -176,6 +178,8 @@ class OffloadedStates:
             for name, tier in list(self._former.items()):
                 store.move(name, tier, self._copy)
                 del self._former[name]
+            for record in self._training.state.records:
+                self._training.state.use_in_place(record)
             self._away.clear()
 
 

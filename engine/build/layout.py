@@ -95,6 +95,7 @@ class Layout:
         state.add(record, rows, placement)
         if offloaded:
             record.release()
+            state.use_in_place(record)
         self._built.drop(tensor)
         return record
 

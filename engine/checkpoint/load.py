@@ -39,6 +39,7 @@ from zstore.store.tiers import LocalShard
 from zstore.tensors import as_numpy, as_torch, dtype_name
 
 from ..build.model import stored_buffers
+from ..device import one_thread
 from ..optim.client_step import ClientStep
 from ..runtime.messages import warn_once
 from . import client_state as client
@@ -172,11 +173,11 @@ class Restore:
     def _bring_back(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:
         """Load what this rank owns; return the client's state."""
         training = self._training
-        self._load_arrays(reader, [one for one in plan.arrays if not self._link(reader, one)])
+        done = self._load_arrays(reader, [one for one in plan.arrays if not self._link(reader, one)])
         for name, buffer in stored_buffers(training.model):
             if name in plan.buffers:
                 buffer.copy_(as_torch(reader.read_array(buffer_array(name))))
-        training.state.refresh_parameters()
+        training.state.refresh_parameters(done)
         self._know_frozen(reader, plan)
         apply_record(training, _engine_of(reader, plan.options), plan, reader.record.training_world_size)
         self.tag = reader.record.tag
@@ -202,13 +203,15 @@ class Restore:
         self._linked_bytes += layout_of(local.grid, local.shard, local.spec.dtype).file_bytes
         return True
 
-    def _load_arrays(self, reader: ArraySource, arrays: list[LoadedArray]) -> None:
+    def _load_arrays(self, reader: ArraySource, arrays: list[LoadedArray]) -> set[str]:
+        """Load arrays; return the masters among them that parameters are cast from already."""
         straight: list[LoadedArray] = []
         others: list[LoadedArray] = []
         for one in arrays:
             (straight if self._is_straight(reader, one) else others).append(one)
-        self._load_straight(reader, straight)
+        done = self._load_straight(reader, straight)
         self._load_ahead(reader, others)
+        return done
 
     def _is_straight(self, reader: ArraySource, one: LoadedArray) -> bool:
         """Return whether the stored elements are what the array has in the host's memory."""
@@ -216,11 +219,22 @@ class Restore:
         alike = not one.converts and reader.array(one.stored[0]).spec.dtype == store.spec(name).dtype
         return alike and store.may_fill(name)
 
-    def _load_straight(self, reader: ArraySource, arrays: list[LoadedArray]) -> None:
-        """Read into the memory where the arrays rest, by several threads at once."""
-        with self._training.state.store.filling([one.into[0] for one in arrays]) as memories:
-            targets = zip(arrays, memories, strict=True)
-            read_into(reader, [(one.stored, as_numpy(as_torch(memory))) for one, memory in targets])
+    def _load_straight(self, reader: ArraySource, arrays: list[LoadedArray]) -> set[str]:
+        """Read into the memory where the arrays rest, by several threads at once, and cast parameters from what has just
+        landed; return the masters of these."""
+        names, state = [one.into[0] for one in arrays], self._training.state
+        parameters = state.rows_in_memory()
+        with state.store.filling(names) as memories:
+            masters = [as_torch(memory) for memory in memories]
+
+            def cast(number: int, first: int, stop: int) -> None:
+                rows = parameters.get(names[number])
+                if rows is not None:
+                    with one_thread():
+                        rows[first:stop].copy_(masters[number][first:stop])
+
+            read_into(reader, [(one.stored, as_numpy(m)) for one, m in zip(arrays, masters, strict=True)], cast)
+        return parameters.keys() & names
 
     def _load_ahead(self, reader: ArraySource, arrays: list[LoadedArray]) -> None:
         """Read ahead, convert, and hand on."""

@@ -49,6 +49,12 @@ class ZstoreSection(Section):
     is on disk. "auto": 60 % of what is available. Unset: no limit, and with nvme as little as possible: buffers, shards
     under 64 KiB, and gradients that wait for the update, in bf16 and fp16 2 bytes a parameter, over more than one
     micro-batch 4."""
+    disk_read_rate: Positive | None = built(None)
+    """Bytes a second that the drive of offloaded state reads. With disk_write_rate, and under host_budget_bytes, that stays in
+    memory which saves most of the drive's time per byte; without, what saves most bytes. `zstore plan --measure` measures both
+    and writes them into the config that it proposes."""
+    disk_write_rate: Positive | None = built(None)
+    """Bytes a second that it writes, over what was written before."""
     verify_reads: Bool = built(True)
     """Check the crc32c of every chunk read from disk; it costs less than a tenth of a core per GB/s."""
     keep: Rules | None = built(None)

@@ -7,7 +7,7 @@ parameters that are offloaded) and `gradient/` (rows that wait on disk for the u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -124,6 +124,13 @@ class OptimizerState:
             self.gradients_on_host.add(record)
         if placement.gradient == "disk":
             self.spilled[record] = self._create(record, "gradient", self._types.planned(record.dtype), "disk")
+
+    def use_in_place(self, record: ParameterRecord) -> None:
+        """Let a released parameter be used where it rests, where this rank has all its rows in memory that the device computes
+        in."""
+        alone = record.world_size == 1 and self.transfers.streams.device_is_host
+        if alone and record.rest is not None and self.store.tier_of(record.rest) == "host":
+            record.use_in_place(as_torch(self.store.memory(record.rest)))
 
     def _add_own(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, tier: TierName) -> None:
         """Let the parameter's own rows be its `model/` array, on the device or at rest."""
@@ -364,9 +371,18 @@ class OptimizerState:
         slots = self.slots_of(record)
         return [*self.master_arrays(record), *(optimizer_array(slot.name, record.name) for slot in slots)]
 
-    def refresh_parameters(self) -> None:
-        """Cast masters into the parameters' own rows, in memory and at rest (after a load)."""
-        records = [r for r in self.scalars if not (self.is_master(r) or self.is_split(r)) and r.owned_numel]
+    def rows_in_memory(self) -> dict[str, torch.Tensor]:
+        """Return by the name of its master's array a parameter's own rows that are cast from it, of those in the host's
+        memory, which any thread may write to."""
+        rows = {model_array(r.name): r.owned() for r in self._cast_from_masters() if r.rest is None}
+        return {name: own for name, own in rows.items() if own.device.type == "cpu"}
+
+    def _cast_from_masters(self) -> list[ParameterRecord]:
+        return [r for r in self.scalars if not (self.is_master(r) or self.is_split(r)) and r.owned_numel]
+
+    def refresh_parameters(self, done: Container[str] = ()) -> None:
+        """Cast masters, but for the arrays `done`, into the parameters' own rows, in memory and at rest (after a load)."""
+        records = [r for r in self._cast_from_masters() if model_array(r.name) not in done]
         groups = [[model_array(r.name), *([] if r.rest is None else [r.rest])] for r in records]
         rests: dict[str, ModeName] = {r.rest: "fill" for r in records if r.rest is not None}
         with self.passing(groups, "read", modes=rests) as tiles:

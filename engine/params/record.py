@@ -6,7 +6,8 @@ parameter, so autograd does not refuse what it saved before. A sharded parameter
 released, its gathered storage is resized to zero and the parameter is a stride-0 view of one NaN of the same shape
 and type: a stray read gives NaN, a stray write raises. Replacing the storage would free nothing, for saved tensors
 alias it; gathering fills that very storage again. A parameter that is brought
-ahead, or kept, has its memory and points at the placeholder.
+ahead, or kept, has its memory and points at the placeholder. Where all rows rest in the memory that the device computes
+in, that memory is `full`: gathering and releasing move nothing and free nothing (`is_in_place`).
 
 Between its uses a sharded parameter has this rank's rows in `shard`, or, offloaded, in the array `rest` of the store.
 Gathered memory and `shard` have room for the padding of the grid, so that rows travel without being copied.
@@ -128,6 +129,8 @@ class ParameterRecord:
     rest: str | None = None
     """Array of the store in which this rank's rows rest between uses, if they do: `parameter/<name>`, or `model/<name>`
     where that has the parameter's type."""
+    is_in_place: bool = False
+    """Whether `full` is the memory in which the rows rest in the store."""
     residency: Residency = Residency.RESIDENT
     is_rounded: bool = False
     """Whether the gathered values travelled as small integers, so that this rank's rows of them differ from those at rest."""
@@ -210,8 +213,18 @@ class ParameterRecord:
             raise UsageError(f"parameter {self.name!r} has no rows in memory of their own")
         return self.shard.as_strided((self.state_grid.shard_numel,), (1,))
 
+    def use_in_place(self, memory: torch.Tensor | None) -> None:
+        """Let `full` of a released parameter be the 1-D `memory` in which all its rows rest; None: memory of its own again,
+        of which there is none until it is gathered."""
+        self.release()
+        self.is_in_place = memory is not None
+        self.full = self.full.new_empty(self.numel) if memory is None else memory
+        self.release()
+
     def make_room(self) -> None:
-        """Give `full` its memory back, with undefined values, before it is gathered."""
+        """Give `full` its memory back, with undefined values, before it is gathered; nothing where it never let go of it."""
+        if self.is_in_place:
+            return
         padded_numel = self.grid.shard_numel * self.world_size  # those of a copy have no more
         self.full.untyped_storage().resize_(padded_numel * self.full.element_size())
         advise_huge_pages(self.full)
@@ -264,15 +277,17 @@ class ParameterRecord:
         if not keep:
             self.release()
             return
-        self.make_room()
-        self.full.copy_(lent)
+        if not self.is_in_place:
+            self.make_room()
+            self.full.copy_(lent)
         self.point_at_full()
 
     def release(self) -> None:
         """Free the gathered memory; the parameter becomes a view of one NaN."""
         self.point_at_placeholder()
         self.is_rounded = False
-        self.full.untyped_storage().resize_(0)
+        if not self.is_in_place:
+            self.full.untyped_storage().resize_(0)
 
     def point_at_placeholder(self) -> None:
         """Let the parameter become a view of one NaN, and keep the gathered memory."""

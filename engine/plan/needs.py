@@ -22,7 +22,7 @@ from ..params.record import Sharding, named_parameters
 from ..params.signs import chunk_numel
 from ..params.tensors import PRECISIONS
 from ..params.units import called_parameters, unit_parameters
-from .plan import Need, PlacementSettings, Slots, TensorSlot
+from .plan import DriveRates, Need, PlacementSettings, Slots, TensorSlot
 from .schedule import PrefetchLimits, count_fetches
 
 
@@ -181,6 +181,7 @@ def placement_settings(config: Config, *, budget_bytes: int | None, device_is_ho
         budget_bytes=budget_bytes,
         buffer_bytes=buffer_bytes(config, budget_bytes),
         buffers_of=partial(buffer_bytes, config),
+        drive_rates=_drive_rates(config),
         # Within the backward each gradient is used as it arrives.
         holds_gradients=config.step_overlap != "backward" or config.batch.accumulation_steps > 1,
         accumulation_steps=1 if config.frozen else config.batch.accumulation_steps,
@@ -188,6 +189,11 @@ def placement_settings(config: Config, *, budget_bytes: int | None, device_is_ho
         pins_buffers=not device_is_host,
         pins_state=config.pin_memory and not device_is_host,
     )
+
+
+def _drive_rates(config: Config) -> DriveRates | None:
+    read, write = config.own.disk_read_rate, config.own.disk_write_rate
+    return None if read is None or write is None else DriveRates(read=read, write=write)
 
 
 def buffer_bytes(config: Config, budget_bytes: int | None) -> int:

@@ -5,11 +5,12 @@ The device keeps what is not offloaded, and `1 - ratio` of the optimizer state's
 - "cpu" rests in host memory and "nvme" on disk, but a shard under 64 KiB in host memory always, since a request to the
   disk would cost more; gradients that wait for the update rest in host memory.
 - Under a host budget "nvme" means: in memory as far as the budget goes, the rest on disk. Buffers come first, then what
-  has no other place. What is left goes to whatever saves most bytes of disk traffic per byte of memory, in whole
-  parameters: 16-bit parameters save 3 bytes a byte (read in forward and in backward, written by the update), gradients
-  and optimizer state 2; padding on disk decides among equals; what is alike is spread over the model. A step visits all of it
-  in a circle, where an LRU cache would never hit; a fixed part in memory always does.
-- Taking the densest first, and skipping what does not fit, makes disk traffic monotone in the budget: where a larger
+  has no other place. What is left goes to whatever saves most of the drive's time per byte of memory, in whole
+  parameters: a byte of 16-bit parameters saves two reads (in forward and in backward) and a write (by the update), of
+  gradients and optimizer state a read and a write, of a frozen parameter two reads. Rates of the drive that are not known
+  count as equal, and time as bytes. Padding on disk decides among equals; what is alike is spread over the model. A step
+  visits all of it in a circle, where an LRU cache would never hit; a fixed part in memory always does.
+- Taking the densest first, and skipping what does not fit, makes the drive's time monotone in the budget: where a larger
   budget takes an item that a smaller one has to skip, all that the smaller one may still take is worth less than that
   item, for it is smaller and saves no more per byte.
 
@@ -33,6 +34,7 @@ from zstore.format.shardfile import ShardLayout
 from zstore.store.store import SMALL_SHARD_BYTES
 
 from .plan import (
+    ALIKE,
     FP32,
     Field,
     Held,
@@ -295,8 +297,8 @@ class _Choice:
     need: Need
     field: Field
     memory_bytes: int
-    saved_bytes: int
-    """Traffic of a step that ends with that."""
+    saved_s: Fraction
+    """Time of the drive in a step that ends with that, or bytes where its rates are not known."""
     turn: int
     """Sorts alike ones: see `spread_turns`."""
 
@@ -304,13 +306,14 @@ class _Choice:
     def rank(self) -> tuple[Fraction, int, int]:
         """Sorts the densest first; among equals parameters, gradients, state."""
         field = ("parameter", "gradient", "state").index(self.field)
-        return -Fraction(self.saved_bytes, self.memory_bytes), field, self.turn
+        return -self.saved_s / self.memory_bytes, field, self.turn
 
 
 def _choices(needs: Sequence[Need], least: Mapping[str, Placement], settings: PlacementSettings) -> list[_Choice]:
     """Return what may be in host memory or on disk, what should be in memory first; see [Note: placement]."""
     choices: list[_Choice] = []
     names: tuple[Field, ...] = ("parameter", "gradient", "state")
+    rates = settings.drive_rates or ALIKE
     turns = dict(zip((need.name for need in needs), spread_turns([need.rows_numel for need in needs]), strict=True))
     for need in needs:
         place = least[need.name]
@@ -321,9 +324,9 @@ def _choices(needs: Sequence[Need], least: Mapping[str, Placement], settings: Pl
             memory, moved = _cost(need, place, settings)
             new_memory, new_moved = _cost(need, _in_memory(need, field, place), settings)
             if new_memory > memory:
-                saved, turn = moved - new_moved, turns[need.name]
+                saved, turn = rates.seconds(moved) - rates.seconds(new_moved), turns[need.name]
                 choices.append(
-                    _Choice(need=need, field=field, memory_bytes=new_memory - memory, saved_bytes=saved, turn=turn)
+                    _Choice(need=need, field=field, memory_bytes=new_memory - memory, saved_s=saved, turn=turn)
                 )
     choices.sort(key=lambda choice: choice.rank)
     return _within_max_in_cpu(choices, settings)
@@ -376,10 +379,10 @@ def _in_memory(need: Need, field: Field, place: Placement) -> Placement:
             return replace(place, state="host")
 
 
-def _cost(need: Need, place: Placement, settings: PlacementSettings) -> tuple[int, int]:
+def _cost(need: Need, place: Placement, settings: PlacementSettings) -> tuple[int, Traffic]:
     """Return the bytes of a placement that count against the host budget, and those that a step moves to and from disk."""
     stored = list(_stored(need, place, settings))
-    return sum(one.budget_bytes for one in stored), sum(one.traffic.total for one in stored)
+    return sum(one.budget_bytes for one in stored), sum((one.traffic for one in stored), Traffic())
 
 
 # -- the budget ---------------------------------------------------------------------------------------------------------

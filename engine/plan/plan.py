@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -65,6 +66,22 @@ class Sent:
     def times(self, count: int) -> Sent:
         """Return what `count` of these send."""
         return Sent(within=self.within * count, between=self.between * count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriveRates:
+    """Bytes a second of the drive that state rests on, in whole numbers, so that every rank finds the same order."""
+
+    read: int
+    write: int
+
+    def seconds(self, moved: Traffic) -> Fraction:
+        """Return for how long the drive is busy with `moved`."""
+        return Fraction(moved.read, self.read) + Fraction(moved.written, self.write)
+
+
+ALIKE = DriveRates(read=1, write=1)
+"""Of a drive that was not measured: a byte read counts as one written."""
 
 
 Rest = Literal["device", "host", "disk"]
@@ -178,6 +195,8 @@ class PlacementSettings:
     """Transfer buffers: all pools together."""
     buffers_of: Callable[[int], int] | None = field(default=None, compare=False)
     """Returns what `buffer_bytes` would be with another budget; None: the same."""
+    drive_rates: DriveRates | None = None
+    """What the drive was measured to do; None: it was not."""
     holds_gradients: bool = True
     """The gradients of a step are held until the update: a global norm is awaited, or they accumulate. False: each is
     used as it arrives."""

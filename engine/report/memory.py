@@ -102,7 +102,7 @@ def held_bytes(state: OptimizerState, gradients: Gradients, units: ShardedUnits 
         if record.shard is not None:
             parameters += record.shard.nbytes
         # Not `full.nbytes`: a released parameter has no memory, or one that was kept for its next use.
-        parameters += min(record.full.untyped_storage().nbytes(), record.full.nbytes)
+        parameters += 0 if record.is_in_place else min(record.full.untyped_storage().nbytes(), record.full.nbytes)
     store = state.store
     resting = sum(store.local(record.rest).nbytes for record in state.records if record.rest is not None)
     optimizer_state = 0

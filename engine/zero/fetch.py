@@ -1,7 +1,8 @@
 """Bringing the values of units: this rank's rows from the store on a thread, then all rows from all ranks.
 
 [Note: a fetch]
-read    rows that rest in the store are read by the thread, behind the caller; alone, straight into `full`.
+read    rows that rest in the store are read by the thread, behind the caller; alone, straight into `full`, unless that
+        is where they rest.
 send    the collectives begin. On every rank in the same order, so only the main thread calls it, at points that every
         rank reaches alike. It waits for this rank's rows.
 finish  `full` of every record has its values.
@@ -188,7 +189,7 @@ class Fetcher:
         for record in records:
             if alone:
                 record.make_room()
-            if record.rest is not None:
+            if record.rest is not None and not record.is_in_place:
                 rows = record.full if alone else record.full.new_zeros(record.state_grid.shard_numel)
                 resting.append((record, rows))
                 fetch.rows[record] = rows
@@ -276,6 +277,7 @@ class Fetcher:
         """Wait until every record has its values; raises the error of any rank, on every rank."""
         self.send(fetch, expected=expected)
         if self._world.world_size == 1:
+            self.ready([record for record in fetch.records if record.is_in_place])
             error = None if fetch.reading is None else self._wait_for(fetch.reading)
             if error is not None:
                 raise error

@@ -242,13 +242,15 @@ class ShardedUnits:
     def fill_lent(self) -> None:
         """Give the own memory of parameters that callers hold their values, for graphs that saved it."""
         for record, own in self._lent.items():
-            own.untyped_storage().resize_(own.numel() * own.element_size())
-            own.copy_(record.full)
+            if not record.is_in_place:
+                own.untyped_storage().resize_(own.numel() * own.element_size())
+                own.copy_(record.full)
 
     def empty_lent(self) -> None:
         """Free what `fill_lent` filled."""
-        for own in self._lent.values():
-            own.untyped_storage().resize_(0)
+        for record, own in self._lent.items():
+            if not record.is_in_place:
+                own.untyped_storage().resize_(0)
 
     # -- fetches ----------------------------------------------------------------------------------------------------
 

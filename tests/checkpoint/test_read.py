@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -22,10 +23,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.checkpoints import save_arrays
+from zstore.checkpoint.lookahead import read_into
 from zstore.checkpoint.names import array_path
 from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError
+from zstore.io.files import OpenFile
+from zstore.io.shards import open_resources
+from zstore.testing.faults import FaultyFiles
 
 Array = npt.NDArray[Any]
 
@@ -384,3 +389,36 @@ def test_a_folder_under_way_is_never_opened(several: Path, tmp_path: Path) -> No
         open_checkpoint(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match="never committed"):
         open_checkpoint(tmp_path / "again.tmp-0123456789abcdef0123456789abcdef")
+
+
+class Spans(FaultyFiles):
+    """Files that note the bytes of each read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def _preadv(self, file: OpenFile, out: Any, offset: int) -> int:
+        self.sizes.append(out.size)
+        return super()._preadv(file, out, offset)
+
+
+def test_no_request_of_a_load_or_a_verification_is_small(tmp_path: Path) -> None:
+    array = np.arange(3 * 2**20, dtype=np.float32).reshape(4096, 768)  # 12 MiB, in chunks of about 200 KiB
+    path = save_arrays(tmp_path, {"model/w": array})
+    files, found, told = Spans(), np.zeros_like(array), []
+    with (
+        open_resources(files=files, block_bytes=2**21) as resources,
+        open_checkpoint(path, resources=resources) as reader,
+    ):
+        targets = [(("model/w", 0, array.size), found)]
+        read_into(reader, targets, lambda *landed: told.append(landed))
+        loaded = [*files.sizes]
+        assert verify_checkpoint(reader) == []
+    assert np.array_equal(found, array)
+    ends = [0, *sorted(stop for _, _, stop in told)]
+    assert sorted(told) == [(0, first, stop) for first, stop in itertools.pairwise(ends)]
+    assert ends[-1] == array.size
+    # As many as the bytes need, and the last one may be smaller.
+    assert len(loaded) == len(told) == -(-(path / "model/w/c.0.0").stat().st_size // (2**21 - 200 * 1024))
+    assert sorted(files.sizes[len(loaded) :]) == sorted(loaded)

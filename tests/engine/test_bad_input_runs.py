@@ -141,10 +141,9 @@ def test_what_all_ranks_say_is_said_once_under_torchrun(tmp_path: Path) -> None:
     config = write_config(tmp_path, train_batch_size=3)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zstore", "train"]
     words = ["--config", config.name, "--model", "gpt-tiny", "--seq-len", "8", "--steps", "1", "--save", "ckpt"]
-    done = subprocess.run(
-        [sys.executable, *command, *words],
-        capture_output=True, text=True, check=False, cwd=tmp_path, env=ENVIRONMENT, timeout=120,
-    )  # fmt: skip
+    done = warm.run(
+        [sys.executable, *command, *words], capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT, timeout=120
+    )
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("zstore: ")]
     assert line.startswith("zstore: ranks 0, 1: ds.json: train_batch_size 3 is not a multiple of")

@@ -41,7 +41,9 @@ def _curve(rank: int, world_size: int, stage: int, precision: str) -> list[float
         return curve
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (3, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(1, "fp32"), pytest.param(3, "fp32", marks=pytest.mark.soak), (3, "bf16")]
+)
 def test_four_ranks_follow_one(stage: int, precision: str) -> None:
     (alone,) = run_ranks(_curve, 1, 1, 0, "fp32")
     curves = run_ranks(_curve, 4, 4, stage, precision)

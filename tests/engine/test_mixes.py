@@ -25,7 +25,7 @@ from tests.reference import Reference
 from zstore.errors import NonFiniteError, UsageError
 from zstore.testing.ranks import run_ranks
 
-WIDTH, VOCAB, WORLD_SIZE, STEPS = 24, 50, 2, 3
+WIDTH, VOCAB, WORLD_SIZE, STEPS = 24, 50, 2, 2
 
 
 class LoRA(nn.Module):

@@ -14,7 +14,7 @@ import torch
 
 import zstore
 import zstore.store.store
-from tests.engine.bits import Case, compare
+from tests.engine.bits import Case, compare_all
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, state_of, step
 from zstore.engine import Engine
@@ -47,30 +47,26 @@ KEYS: list[dict[str, Any]] = [
 ]
 
 
-def _compare(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    return [(str(case), found) for case in cases if (found := compare(Case(**case), rank, world_size))]
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bits_equal_the_plain_loop(world_size: int) -> None:
     cases = [
         asdict(Case(3, optimizer, *rest, parameters=parameters, overlap=overlap))
         for optimizer, parameters, *rest, overlap in CASES
     ]
-    for failed in run_ranks(_compare, world_size, world_size, cases, timeout_s=120):
+    for failed in run_ranks(compare_all, world_size, world_size, cases, timeout_s=120):
         assert failed == []
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_key_changes_a_bit(world_size: int) -> None:
     cases = [asdict(Case(3, "nvme", "bf16", 1, 0.25, 40_000, 1000, "nvme", keys=keys)) for keys in KEYS]
-    for failed in run_ranks(_compare, world_size, world_size, cases, timeout_s=120):
+    for failed in run_ranks(compare_all, world_size, world_size, cases, timeout_s=120):
         assert failed == []
 
 
 def _compare_direct(rank: int, cases: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     fetch._DIRECT_NUMEL = 1
-    return _compare(rank, 3, cases)
+    return compare_all(rank, 3, cases)
 
 
 def test_large_parameters_are_gathered_in_place() -> None:
@@ -193,7 +189,7 @@ def test_what_is_on_disk_is_not_in_memory(nvme: Path) -> None:
         found = engine.statistics()
         assert found.held.parameters == small < 0.01 * 2 * numel
         assert found.held.resting == 2 * numel - small
-        assert sum(record.full.untyped_storage().nbytes() for record in records if record.rest is not None) == 0
+        assert sum(record.full.untyped_storage().nbytes() for record in records if not record.is_in_place) == small
         # Shards under 64 KiB are in memory whatever is asked.
         assert found.store.host_bytes < 0.1 * found.store.disk_bytes
         # A block in use, and what the bucket of one block gathers ahead of it.
@@ -201,6 +197,36 @@ def test_what_is_on_disk_is_not_in_memory(nvme: Path) -> None:
     bucket = statistics_of(nvme, stage3_prefetch_bucket_size=BLOCK_NUMEL).units
     # The model's own two parameters are in use as long as it is.
     assert bucket.live_peak_numel <= 2 * BLOCK_NUMEL + 7 * 192
+
+
+def test_a_rank_alone_uses_parameters_where_they_rest_in_host_memory(nvme: Path) -> None:
+    with start(offloaded(nvme), wide_net()) as engine:
+        train(engine)
+        expected = state_of(engine)
+    with start(offloaded(nvme, "cpu"), wide_net()) as engine:
+        state = engine.training_state.state
+        resting = {record.parameter: record.rest for record in state.records if record.rest is not None}
+        seen: dict[str, int] = {}
+
+        def look(module: torch.nn.Module, args: Any) -> None:
+            for parameter in module.parameters(recurse=False):
+                if parameter in resting:
+                    seen[resting[parameter]] = parameter.data_ptr()
+
+        for module in engine.module.modules():
+            module.register_forward_pre_hook(look)
+        train(engine)
+        memory = {name: state.store.memory(name).ctypes.data for name in resting.values()}
+        assert {**memory, **seen} == memory  # one parameter is not used
+        assert len(seen) == len(memory) - 1
+        assert all(parameter.isnan().all() for parameter in resting)
+        found = engine.statistics()
+        assert found.units.read_bytes == 0
+        assert "parameter_read" not in found.links
+        with zstore.gather(list(resting)):  # values of the caller's own, which outlive the next step
+            kept = {name: parameter.detach() for parameter, name in resting.items()}
+            assert all(values.data_ptr() != memory[name] for name, values in kept.items())
+        assert state_of(engine) == expected
 
 
 def _peak(rank: int, folder: str) -> tuple[int, int, int]:

@@ -125,7 +125,7 @@ def test_gradients_that_accumulate_take_four_bytes(world_size: int) -> None:
             assert counted == [4 * numel] * 3
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_bytes_held_and_sent(world_size: int) -> None:
     threshold = 50
     results = run_ranks(_count, world_size, [0, 1, 2, 3], threshold)

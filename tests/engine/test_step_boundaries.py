@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.bits import SPILLS, Case, assert_equal, compare_all
+from tests.engine.bits import SPILLS, STEPS, Case, assert_equal, compare_all
 from tests.engine.models import batch, make_net
 from tests.engine.runs import constant_rate_config, make_config, start, state_of, step
 from tests.reference import Reference
@@ -41,7 +41,7 @@ def named_cases() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_step_has_the_micro_batches_that_the_caller_gives_it(world_size: int) -> None:
-    for failed in run_ranks(compare_all, world_size, world_size, named_cases(), timeout_s=180):
+    for failed in run_ranks(compare_all, world_size, world_size, named_cases(), STEPS, timeout_s=180):
         assert failed == []
 
 

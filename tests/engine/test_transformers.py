@@ -27,7 +27,7 @@ from tests.reference import DTYPES, Reference
 from zstore.engine.access.generation import in_step
 from zstore.testing.ranks import run_ranks
 
-WORLD_SIZE, STEPS = 2, 3
+WORLD_SIZE, STEPS = 2, 2
 
 
 def settings(stage: int, precision: str, **zero: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from bench import (
     activations,
     checkpoint,
+    children,
     command_ranks,
     convergence,
     disk,
@@ -108,7 +109,7 @@ def test_offload_benchmark_compares_training_from_disk_with_the_computation(
     monkeypatch.setattr(limits.shutil, "which", lambda _: None)
     arguments = ["--models", "tiny", "--steps", "1", "--no-peer", "--overlap", "none", "--clip", "on"]
     arguments += ["--budget", budgets, "--peer-memory", "2GB"]
-    monkeypatch.setattr(subprocess, "run", warm.run)
+    monkeypatch.setattr(children, "subprocess", warm)
     monkeypatch.setattr(offload.signal, "signal", lambda *_: None)
     monkeypatch.setattr(
         sys, "argv", ["offload", "--path", str(tmp_path), *arguments, "--gib", "0.03", "--out", str(out)]

@@ -30,7 +30,7 @@ from zstore.io.buffers import Slabs
 from zstore.io.shards import open_resources
 from zstore.testing.faults import Fault, FaultyFiles, short_files
 from zstore.tools.consolidate import consolidate_command
-from zstore.weights.cast import cast_into
+from zstore.weights.cast import Castor, cast_into, castors
 from zstore.weights.file import BLOCK_BYTES, BlockFile
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 from zstore.weights.layout import Weight, plan_files
@@ -206,15 +206,20 @@ def test_casts_are_those_of_torch(values: npt.NDArray[np.float32]) -> None:
         ("float16", np.dtype(np.float16), torch.float16),
         ("bfloat16", np.dtype(ml_dtypes.bfloat16), torch.bfloat16),
     ):
-        target = np.empty(values.size, native)
-        lost = cast_into(values, target, dtype, "inf")
-        wanted = torch.from_numpy(values.copy()).to(kind)
-        assert torch.equal(torch.isnan(wanted), torch.isnan(as_torch(target)))
-        assert torch.equal(torch.nan_to_num(wanted), torch.nan_to_num(as_torch(target)))
-        assert lost == int((torch.isinf(wanted) & torch.isfinite(torch.from_numpy(values.copy()))).sum())
+        found: set[bytes] = set()
+        for by in castors():
+            target = np.empty(values.size, native)
+            lost = cast_into(values, target, dtype, "inf", by=by)
+            wanted = torch.from_numpy(values.copy()).to(kind)
+            assert torch.equal(torch.isnan(wanted), torch.isnan(as_torch(target)))
+            assert torch.equal(torch.nan_to_num(wanted), torch.nan_to_num(as_torch(target)))
+            assert lost == int((torch.isinf(wanted) & torch.isfinite(torch.from_numpy(values.copy()))).sum())
+            found.add(target.tobytes())
+        assert len(found) == 1, "NaNs have the same bits whoever casts"
 
 
-def test_fp32_becomes_fp16_as_numpy_has_it_at_every_rounding_border() -> None:
+@pytest.mark.parametrize("by", castors())
+def test_fp32_becomes_fp16_as_numpy_has_it_at_every_rounding_border(by: Castor) -> None:
     kept = np.arange(
         0, 2**32, 2**13, dtype=np.uint64
     )  # all that fp16 tells apart, subnormal ones aside, and their signs
@@ -226,11 +231,20 @@ def test_fp32_becomes_fp16_as_numpy_has_it_at_every_rounding_border() -> None:
         target = np.empty(part.size, np.float16)
         with np.errstate(over="ignore", invalid="ignore"):
             expected = part.astype(np.float16)
-            lost = cast_into(part, target, "float16", "inf")
+            lost = cast_into(part, target, "float16", "inf", by=by)
         same = target.view(np.uint16) == expected.view(np.uint16)
         assert (same | np.isnan(expected)).all()
         assert np.isnan(target[np.isnan(expected)]).all()
         assert lost == np.count_nonzero(np.isinf(expected) & np.isfinite(part))
+
+
+@pytest.mark.parametrize("by", castors())
+def test_every_bit_pattern_of_fp16_becomes_the_same_fp32_whoever_casts(by: Castor) -> None:
+    values = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    for part in (values, values[np.isfinite(values)]):
+        target = np.empty(part.size, np.float32)
+        assert cast_into(part, target, "float32", "error", by=by) == 0
+        assert target.tobytes() == part.astype(np.float32).tobytes()
 
 
 def test_doubles_may_not_fit_float32() -> None:

@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 from tests.checkpoint.checkpoints import save_arrays
 from tests.checkpoint.s3_server import s3_server
 from tests.interop.deepspeed_data import states, write
+from tests.tools.commands import run
 from zstore.remote.folder import open_folder
 from zstore.tools.convert import ConvertOptions, convert_command
 from zstore.tools.opening import LEAST_MEMORY_BYTES, MIB
@@ -255,13 +256,15 @@ MANY = {
 
 def refusal(words: list[str]) -> str:
     """What a command says that cannot do with so little."""
-    command = [sys.executable, "-m", "zstore", *words, "--memory", "64MiB"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = run(*words, "--memory", "64MiB")
     assert done.returncode == 1, done.stderr
     return done.stderr
 
 
-@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.soak] if name in ("inspect-text", "convert") else []) for name in MANY],
+)
 def test_the_metadata_of_many_arrays_is_counted_in(name: str, many: Path, base: Path, tmp_path: Path) -> None:
     def words(size: str) -> list[str]:
         places = {"many": many if size == "large" else base / "small", "out": tmp_path / size}

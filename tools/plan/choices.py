@@ -105,8 +105,17 @@ def weigh(job: Job, choice: Choice, title: str = "") -> Outcome:
         # A budget keeps in memory what fits; where it cannot even hold what must be there, the sizes without one say so.
         with contextlib.suppress(BudgetError):
             budgeted = make_config(job, choice, budget_bytes=_budget_bytes(job, choice, plan, activations))
+            budgeted["zstore"] = _drive_rates(job) | budgeted["zstore"]
             config, plan = budgeted, plan_of(job, budgeted)
     return _outcome(job, choice, title, config, plan)
+
+
+def _drive_rates(job: Job) -> dict[str, int]:
+    """Return the drive's rates as a config says them; nothing where they are not known."""
+    rates = job.machine.rates
+    if rates.disk_read is None or rates.disk_write is None:
+        return {}
+    return {"disk_read_rate": max(1, round(rates.disk_read)), "disk_write_rate": max(1, round(rates.disk_write))}
 
 
 def weigh_given(job: Job) -> Outcome:

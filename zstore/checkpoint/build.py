@@ -36,6 +36,8 @@ class CheckpointBuilder:
         """Those whose manifests come into the folder."""
         self._plan = plan
         self._files = files
+        self._made: set[Path] = set()
+        """Folders that are there."""
         self._found: dict[int, str] = {}
         """Digests of the manifests that were looked at, by rank."""
 
@@ -58,8 +60,14 @@ class CheckpointBuilder:
     def place(self, name: str, shard: int) -> Path:
         """Return the path of a shard file; makes its folder."""
         path = self.folder / self._plan.shard_path(name, shard)
-        self._files.make_folder(path.parent)
+        self._make_folder(path.parent)
         return path
+
+    def _make_folder(self, path: Path) -> None:
+        """Make an array's folder, for whoever of its shard and its metadata comes first."""
+        if path not in self._made:
+            self._files.make_folder(path)
+            self._made.add(path)
 
     def write_manifest(
         self, rank: int, outcome: str, summaries: Sequence[ShardSummary], rank_state: Mapping[str, Any]
@@ -107,7 +115,7 @@ class CheckpointBuilder:
         """Return a task for each `zarr.json` that writes it."""
 
         def write(folder: str) -> None:
-            self._files.make_folder(self.folder / folder)
+            self._make_folder(self.folder / folder)
             path = self.folder / folder / METADATA_FILE
             self._files.write_small(path, self._documents[folder], sync=False)
             os.chmod(path, READ_ONLY)

@@ -25,12 +25,18 @@ import numpy.typing as npt
 from ..closing import Closing
 from ..errors import UsageError
 from ..format.arrays import Bytes
+from ..format.partition import round_up
+from ..format.shardfile import BLOCK_BYTES, CRC_BYTES
 from ..io.buffers import Slabs
 from ..io.pool import Workers
 from .source import ArraySource, StoredArray
 
 Range = tuple[str, int, int]
 """An array's name and global flat elements `[first, stop)` of it."""
+
+Landed = Callable[[int, int, int], None]
+"""`landed(number, first, stop)`: elements `[first, stop)` of target number `number` are there, counted from its first. Called
+by the thread that read them, in whose cache they may still be."""
 
 MEMORY_BYTES = 48 * 1024 * 1024
 _LEAST_DEPTH = 6
@@ -74,7 +80,8 @@ def cut_spans(array: StoredArray, first: int, stop: int, span_bytes: int) -> Ite
     grid, itemsize = array.grid, array.spec.itemsize
     while first < stop:
         shard, local = divmod(first, grid.shard_numel)
-        chunks = max(1, span_bytes // (grid.chunk_numel * itemsize))
+        # As they lie in the file: else a span is a request and a little more.
+        chunks = max(1, span_bytes // round_up(grid.chunk_numel * itemsize + CRC_BYTES, BLOCK_BYTES))
         end = min((local // grid.chunk_numel + chunks) * grid.chunk_numel, grid.shard_numel)
         end = min(shard * grid.shard_numel + end, stop)
         yield Span(array.spec.name, first, end, itemsize)
@@ -271,18 +278,25 @@ def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span]
         workers.run([work] * num_threads)
 
 
-def read_into(reader: ArraySource, targets: Sequence[tuple[Range, npt.NDArray[Any]]]) -> None:
+def read_into(
+    reader: ArraySource, targets: Sequence[tuple[Range, npt.NDArray[Any]]], landed: Landed | None = None
+) -> None:
     """Read each range whole into its memory, contiguous elements or bytes, by several threads at once, a request each.
 
     Takes no memory beside the reader's pool. The first error stops all and is raised; the memory is a mixture then.
     """
     tasks: list[Callable[[], None]] = []
-    for (name, first, stop), out in targets:
-        array, target = reader.array(name), out.reshape(-1).view(np.uint8)
-        for span in cut_spans(array, first, stop, reader.resources.block_bytes):
-            low = (span.first - first) * span.itemsize
-            piece = target[low : low + span.nbytes]
-            tasks.append(partial(reader.read, name, span.first, span.stop, piece))
+    for number, ((name, first, stop), out) in enumerate(targets):
+        target = out.reshape(-1).view(np.uint8)
+        spans = cut_spans(reader.array(name), first, stop, reader.resources.request_bytes)
+        tasks += [partial(_read_span, reader, span, number, first, target, landed) for span in spans]
     if tasks:
         with Workers(min(max(_NUM_REQUESTS, reader.num_readers), len(tasks)), "zstore-read") as workers:
             workers.run(tasks)
+
+
+def _read_span(reader: ArraySource, span: Span, number: int, base: int, target: Bytes, landed: Landed | None) -> None:
+    low, high = span.first - base, span.stop - base
+    reader.read(span.name, span.first, span.stop, target[low * span.itemsize : high * span.itemsize])
+    if landed is not None:
+        landed(number, low, high)

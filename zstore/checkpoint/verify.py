@@ -205,18 +205,16 @@ class _ShardCheck:
         return [self._fault(problem, min(found, file_bytes))]
 
     def _check_chunks(self, chunks: tuple[int, int], expected: Sequence[int] | None) -> list[Fault]:
-        try:
-            shard = open_shard_file(self._resources, self._path, self._array.cut, self._shard, check=False)
-            shard.check_index()
-        except CorruptionError as error:
-            return [self._fault(str(error), 0)]
-        except StorageError as error:
-            return [self._fault(str(error), error.offset)]
+        shard = open_shard_file(self._resources, self._path, self._array.cut, self._shard, check=False)
         first, stop = chunks[0], min(chunks[1], shard.layout.num_present)
         try:
+            if first == 0 < stop:
+                shard.check_index_with_chunks()
+            else:
+                shard.check_index()
             crcs = shard.verify(first, stop)
         except (CorruptionError, StorageError):
-            return self._find_bad_chunks(shard, range(first, stop))
+            return self._find_damage(shard, range(first, stop))
         if expected is None or len(expected) != shard.layout.num_present:
             return [self._fault(f"{manifest_file(self._shard)} has no checksums for it")]
         return [
@@ -224,6 +222,16 @@ class _ShardCheck:
             for chunk, (found, wanted) in enumerate(zip(crcs, expected[first:stop], strict=True), start=first)
             if found != wanted
         ]
+
+    def _find_damage(self, shard: ShardReader, chunks: range) -> list[Fault]:
+        """Read a file that is known to be bad again, to say where."""
+        try:
+            shard.check_index()
+        except CorruptionError as error:
+            return [self._fault(str(error), 0)]
+        except StorageError as error:
+            return [self._fault(str(error), error.offset)]
+        return self._find_bad_chunks(shard, chunks)
 
     def _find_bad_chunks(self, shard: ShardReader, chunks: range) -> list[Fault]:
         """Read a file that is known to be bad chunk by chunk, to name each."""

@@ -141,7 +141,7 @@ def stored_crcs(slots: Bytes, layout: ShardLayout) -> npt.NDArray[np.uint32]:
 
 def checksum(payload: Bytes) -> int:
     """Return the crc32c of `payload`; the interpreter is not handed to other threads meanwhile."""
-    return crc32c(payload, 0, _KEEP_INTERPRETER)
+    return crc32c(payload.data, 0, _KEEP_INTERPRETER)
 
 
 def seal_slots(slots: Bytes, layout: ShardLayout) -> list[int]:

@@ -302,6 +302,10 @@ class ShardReader:
         found = self._file_bytes()
         if found != self.layout.file_bytes:
             raise self._wrong_size(found, self.layout.file_bytes)
+        self.check_index_with_chunks()
+
+    def check_index_with_chunks(self) -> None:
+        """Check the index of a file of the right size when its first chunk is read, in one request with it."""
         self._index_due = True
 
     def check_index(self) -> None:

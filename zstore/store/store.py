@@ -331,6 +331,14 @@ class TensorStore(Closing):
         self._order.settle(what.names)
         return what
 
+    def memory(self, name: str) -> Any:
+        """Return the memory where a shard on the host or the device tier rests, 1-D, without padding, until it is moved or
+        removed. Whoever writes to it sees to it that nobody else does."""
+        tier = self._tiers[self.local(name).spec.name]
+        if not isinstance(tier, MemoryTier):
+            raise UsageError(f"array {name!r} rests on tier {tier.name!r}, not in memory")
+        return tier.view(name, 0, self.valid_numel(name))
+
     def may_fill(self, name: str) -> bool:
         """Tell whether `filling` has the array: it rests in the host's memory."""
         tier = self.tier_of(name)

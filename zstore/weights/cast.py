@@ -1,5 +1,12 @@
 """Casts of weights, round to nearest even, that notice what the target type cannot hold.
 
+[Note: who casts]
+numpy casts fp32 to fp16 one element after another, at a twentieth of what memory does. So the casts between fp32 and
+16-bit types are numkong's where it is installed, else torch's where the process has loaded it, else numpy's: of fp32 to
+fp16 see [Note: fp32 to fp16]. torch is not loaded for it: that takes as long as casting a billion elements without, and
+200 MB. Values that are finite afterwards have the same bits from each, since there is one right result. Tiles with others
+are left to numpy: libraries differ in what becomes of NaNs, and values that were too large have to be counted.
+
 [Note: fp32 to fp16]
 numpy casts one element after another. The same bits come from integer arithmetic over tiles, at nearly twice the speed. For
 what is a normal number in fp16, the bits of the magnitude, moved to fp16's exponents and rounded at bit 13, are the
@@ -10,9 +17,12 @@ is the result. Tiles with values that are too large, infinite or no number are l
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import sys
 import threading
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,38 +30,100 @@ import numpy.typing as npt
 from ..format.arrays import Array, numpy_dtype
 
 Overflow = Literal["error", "inf", "clamp"]
+Castor = Literal["numkong", "torch", "numpy"]
+"""Who casts. See [Note: who casts]."""
 
 _TILE_NUMEL = 64 * 1024
 """Elements of a tile: source and target stay in the cache between the cast and the check."""
-_INFINITY_BITS = {"float16": 0x7C00, "bfloat16": 0x7F80}
+_SERIAL_NUMEL = 32 * 1024
+"""Elements that torch casts without threads of its own, which would be in the way of ours."""
+_INFINITY_BITS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000}
 _LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
+_FAST = (("float32", "float16"), ("float32", "bfloat16"), ("float16", "float32"))
+"""Casts that libraries do faster than numpy."""
+
+_Cast = Callable[[Array, Array], bool]
+"""Casts a tile, 1-D and contiguous; false, with the target spoiled, where it leaves the tile to numpy."""
 
 
-def cast_into(source: Array, target: Array, dtype: str, overflow: Overflow) -> int:
+def cast_into(source: Array, target: Array, dtype: str, overflow: Overflow, *, by: Castor | None = None) -> int:
     """Cast `source` into `target` (both 1-D, `target` of `dtype`); return how many finite values became infinite.
 
-    With "clamp" those become the largest finite value of their sign.
+    With "clamp" those become the largest finite value of their sign. The bits do not depend on who casts, by default the
+    fastest that is here, nor on how the elements are cut into calls. See [Note: who casts].
     """
     if source.dtype == numpy_dtype(dtype):
         target[:] = source
         return 0
     lost = 0
-    to_half = (
-        dtype == "float16" and source.dtype == np.float32 and source.flags.c_contiguous and sys.byteorder == "little"
-    )
+    cast = _cast_of(source, target, dtype, by or castors()[0])
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for first in range(0, source.size, _TILE_NUMEL):
             piece, out = source[first : first + _TILE_NUMEL], target[first : first + _TILE_NUMEL]
-            if to_half and _to_half(piece, out):
-                continue
-            np.copyto(out, piece, casting="unsafe")
-            infinite = _infinite(out, dtype)
-            if infinite.any():
-                infinite &= np.isfinite(piece.astype(np.float64))
-                lost += int(infinite.sum())
-                if overflow == "clamp":
-                    out[infinite] = np.copysign(_LARGEST[dtype], piece[infinite].astype(np.float64)).astype(out.dtype)
+            if not (cast(piece, out) and _all_finite(out, dtype)):
+                lost += _cast_all(piece, out, dtype, overflow)
     return lost
+
+
+def _cast_all(source: Array, target: Array, dtype: str, overflow: Overflow) -> int:
+    """Cast a tile with values that may not be finite; as `cast_into`."""
+    np.copyto(target, source, casting="unsafe")
+    infinite = _infinite(target, dtype)
+    if not infinite.any():
+        return 0
+    infinite &= np.isfinite(source.astype(np.float64))
+    if overflow == "clamp":
+        target[infinite] = np.copysign(_LARGEST[dtype], source[infinite].astype(np.float64)).astype(target.dtype)
+    return int(infinite.sum())
+
+
+# -- ways to cast a tile ----------------------------------------------------------------------------------------------
+
+
+def castors() -> list[Castor]:
+    """Return who casts here, the fastest first; torch only where it is loaded."""
+    found: list[Castor] = ["numpy"]
+    if "torch" in sys.modules:
+        found.insert(0, "torch")
+    if _numkong is not None:
+        found.insert(0, "numkong")
+    return found
+
+
+def _cast_of(source: Array, target: Array, dtype: str, by: Castor) -> _Cast:
+    """Return what casts the tiles."""
+    plain = source.flags.c_contiguous and target.flags.c_contiguous and sys.byteorder == "little"
+    if not plain or (source.dtype.name, dtype) not in _FAST:
+        return _by_numpy
+    if by == "numkong":
+        return _by_numkong
+    if by == "torch" and source.flags.writeable:  # it warns of other memory
+        return _by_torch
+    return _to_half if dtype == "float16" else _by_numpy
+
+
+def _by_numpy(source: Array, target: Array) -> bool:
+    np.copyto(target, source, casting="unsafe")
+    return True
+
+
+_numkong: Any = None
+with contextlib.suppress(ImportError):
+    _numkong = importlib.import_module("numkong")
+
+
+def _by_numkong(source: Array, target: Array) -> bool:
+    _numkong.astype(source, target.dtype.name, out=target)
+    return True
+
+
+def _by_torch(source: Array, target: Array) -> bool:
+    from ..tensors import as_torch
+
+    for first in range(0, source.size, _SERIAL_NUMEL):
+        part = slice(first, first + _SERIAL_NUMEL)
+        as_torch(target[part]).copy_(as_torch(source[part]))
+    return True
 
 
 class _Scratch(threading.local):
@@ -92,9 +164,20 @@ def _to_half(source: Array, target: Array) -> bool:
     return True
 
 
+def _all_finite(values: Array, dtype: str) -> bool:
+    """Return whether no value is infinite or no number; false where it is not known."""
+    limit = _INFINITY_BITS.get(dtype)
+    if limit is None:
+        return False
+    # On the bits: of positive numbers as signed integers, of negative ones as unsigned.
+    signed, unsigned = (values.view(f"{kind}{values.itemsize}") for kind in "iu")
+    sign = 1 << 8 * values.itemsize - 1
+    return bool(signed.max(initial=0) < limit and unsigned.max(initial=0) < sign + limit)
+
+
 def _infinite(values: Array, dtype: str) -> npt.NDArray[np.bool_]:
     # On the bits: isinf of 16-bit types is ten times slower.
-    if dtype in _INFINITY_BITS:
+    if values.itemsize == 2:
         found: npt.NDArray[np.bool_] = (values.view(np.uint16) & np.uint16(0x7FFF)) == np.uint16(_INFINITY_BITS[dtype])
         return found
     return np.isinf(values)

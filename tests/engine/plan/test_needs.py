@@ -141,8 +141,9 @@ def _unused_bytes(engine: Any) -> int:
     ("world_size", "which", "every"),
     [
         (1, "net", 1),
-        (2, "net", 1),
+        (2, "net", 2),
         (1, "gpt-tiny", 2),
+        pytest.param(2, "net", 1, marks=pytest.mark.soak),
         pytest.param(2, "gpt-tiny", 3, marks=pytest.mark.soak),
         pytest.param(1, "gpt-tiny", 1, marks=pytest.mark.soak),
         pytest.param(2, "gpt-tiny", 1, marks=pytest.mark.soak),
