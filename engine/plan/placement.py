@@ -32,6 +32,7 @@ from zstore.format.arrays import ArraySpec, numpy_dtype
 from zstore.format.partition import Grid, make_grid, round_up
 from zstore.format.shardfile import ShardLayout
 from zstore.store.store import SMALL_SHARD_BYTES
+from zstore.store.tiers.packs import run_file_bytes
 
 from .plan import (
     ALIKE,
@@ -121,8 +122,8 @@ class _Stored:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of its file; none but on disk."""
-        return self.layout.file_bytes if self.rest == "disk" else 0
+        """Bytes of its file, or of its part of one; none but on disk."""
+        return run_file_bytes(self.layout, self.nbytes) if self.rest == "disk" else 0
 
 
 def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterator[_Stored]:

@@ -207,6 +207,11 @@ class TensorStore(Closing):
         self.local(name)
         return self._tiers[name].name
 
+    def shares_file(self, name: str) -> bool:
+        """Return whether the shard rests on disk and is small, so that it shares a file with others."""
+        tier = self._tiers[name]
+        return isinstance(tier, DiskTier) and tier.is_packed(name)
+
     def version(self, name: str) -> int:
         """Return a number of what the shard holds: while it is the same, no pass changed the shard."""
         self.local(name)
