@@ -44,6 +44,7 @@ def names_of(number: int) -> list[str]:
 
 
 def make(store: TensorStore, count: int, shape: tuple[int, ...] = SMALL) -> dict[str, Array]:
+    store.share_files()
     values = {name: create(store, "disk", shape, name=name) for n in range(count) for name in names_of(n)}
     for name, array in values.items():
         store.write(name, array).wait()
@@ -91,6 +92,7 @@ def test_a_pinned_version_is_published_as_it_was_while_others_are_made(tmp_path:
             local, path = store.local(name), folder / str(number)
             summary = pin.publish(res, path, local.grid, local.shard, Priority.CHECKPOINT)
             assert not summary.linked
+            assert not pin.has_file
             out = np.empty(local.nbytes, dtype=np.uint8)
             reader = ShardReader(res, path, local.spec, local.grid, local.shard)
             assert tuple(reader.verify()) == summary.crcs == pin.checksums(res, local.grid, local.shard)

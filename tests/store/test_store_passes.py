@@ -110,9 +110,9 @@ def test_a_write_that_fails_as_the_group_before_ends_is_raised(tmp_path: Path) -
     files = _LateThenFailing()
     ended: list[int] = []
     # One thread: what it does comes one after the other.
-    options = StoreOptions(run_path=tmp_path, num_threads=1, block_bytes=512 * 1024)
+    options = StoreOptions(run_path=tmp_path, num_threads=1, block_bytes=128 * 1024)
     with TensorStore(options, files=files) as store, files.holding():
-        create(store, "disk", (70, 1000), name="model/0")
+        create(store, "disk", (30, 1000), name="model/0")
         create(store, "disk", LARGE, name="model/1")
         store.write("model/2", create(store, "disk", name="model/2")).wait()
         files.is_armed = True

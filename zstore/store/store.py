@@ -207,6 +207,12 @@ class TensorStore(Closing):
         self.local(name)
         return self._tiers[name].name
 
+    def share_files(self) -> None:
+        """Let shards on disk of less than 256 KiB that are created from now on share files: a pass brings many in one request,
+        and a checkpoint copies them instead of linking their files."""
+        if self._disk is not None:
+            self._disk.packs_small = True
+
     def shares_file(self, name: str) -> bool:
         """Return whether the shard rests on disk and is small, so that it shares a file with others."""
         tier = self._tiers[name]

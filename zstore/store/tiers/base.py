@@ -152,6 +152,10 @@ class PinnedShard(Protocol):
         """Where the pinned bytes rest: device, host or disk."""
 
     @property
+    def has_file(self) -> bool:
+        """Whether they are a file of the run folder, so that `publish` may link it."""
+
+    @property
     def version(self) -> int | None:
         """See `Tier.version`; None where it is not known yet, because an update is to make it."""
 

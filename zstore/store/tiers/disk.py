@@ -94,6 +94,8 @@ class DiskTier(Tier):
         self.resources = self._res = res
         self._request_bytes = res.request_bytes
         self._shards: dict[str, DiskShard] = {}
+        self.packs_small = False
+        """Whether small shards that are made from now on share files."""
         self._packs: dict[tuple[Path, str], Pack] = {}
         """By folder and kind of arrays."""
         self._lock = threading.RLock()
@@ -103,9 +105,10 @@ class DiskTier(Tier):
         if memory is not None:
             raise UsageError(f"array {local.spec.name!r}: the disk tier cannot adopt memory")
         layout = layout_of(local.grid, local.shard, local.spec.dtype)
-        folder = self._drives.choose(local.spec.name, run_file_bytes(layout, local.nbytes))
+        packed = self.packs_small and is_packed(local.nbytes)
+        folder = self._drives.choose(local.spec.name, run_file_bytes(layout, packed=packed))
         crcs: list[int | None] = [None] * layout.num_present
-        if is_packed(local.nbytes):
+        if packed:
             kind = local.spec.name.partition("/")[0]
             pack = self._packs.get((folder, kind)) or Pack(self._res.files, folder, kind)
             part = DiskFile(pack.path(0), crcs, pack.add(layout.num_present * layout.slot_bytes))
@@ -129,7 +132,7 @@ class DiskTier(Tier):
             shard = self._at_rest(name)
             del self._shards[name]
         layout = shard.layout
-        self._drives.given_bytes[shard.folder] -= run_file_bytes(layout, shard.local.nbytes)
+        self._drives.given_bytes[shard.folder] -= run_file_bytes(layout, packed=shard.pack is not None)
         if shard.pack is not None:
             if len(shard.in_use) == 1:  # else somebody reads an earlier version there
                 shard.pack.give_back(shard.current.base, layout.num_present * layout.slot_bytes)
@@ -420,6 +423,7 @@ class DiskPin:
         self._shard = shard
         self._file = file
         self.version: int | None = file.version
+        self.has_file = shard.pack is None
 
     def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
         """See `PinnedShard.copy_into`."""
@@ -435,7 +439,7 @@ class DiskPin:
         local, file = self.local, self._file
         self._require_layout(grid, shard)
         crcs = [crc for crc in file.crcs if crc is not None]
-        if not crcs or len(crcs) < len(file.crcs) or self._shard.pack is not None:
+        if not crcs or len(crcs) < len(file.crcs) or not self.has_file:
             return self._copy(res, path, priority)
         if res.sync:
             res.files.sync_file(file.path)

@@ -27,16 +27,18 @@ from ...io.files import Files
 
 PACKED_BYTES = 256 * 1024
 """Shards whose values are fewer bytes share a file."""
+MANY_SMALL = 64
+"""From so many small shards on they do: a few requests cost less than what links of their files save a checkpoint."""
 
 
 def is_packed(nbytes: int) -> bool:
-    """Return whether a shard on disk of so many bytes, padding left out, shares its file with others."""
+    """Return whether a shard on disk of so many bytes, padding left out, may share a file with others."""
     return 0 < nbytes < PACKED_BYTES
 
 
-def run_file_bytes(layout: ShardLayout, nbytes: int) -> int:
-    """Return what a shard of `nbytes` takes in the run folder: its file, or its part of one."""
-    return layout.file_bytes - (layout.data_offset if is_packed(nbytes) else 0)
+def run_file_bytes(layout: ShardLayout, *, packed: bool) -> int:
+    """Return what a shard takes in the run folder: its file, or its part of one."""
+    return layout.file_bytes - (layout.data_offset if packed else 0)
 
 
 class Pack:
