@@ -7,12 +7,15 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 
 from bench import (
     activations,
+    bare_checkpoint,
     checkpoint,
     children,
     command_ranks,
@@ -25,6 +28,7 @@ from bench import (
     optimizer,
     overhead,
     scale,
+    scaling,
     step,
     trainer,
 )
@@ -34,9 +38,12 @@ from bench.offload import Limits, figures_of
 from bench.process import page_cache_bytes
 from bench.scale_model import Trillion
 from tests import warm
+from tests.checkpoint.checkpoints import Array, save_arrays
 from tests.tools.commands import run_here
+from zstore.checkpoint.reader import open_checkpoint
 from zstore.format.partition import grid_in_checkpoint, make_grid
 from zstore.format.shardfile import layout_of
+from zstore.io.buffers import make_slab
 
 
 def test_disk_benchmark_compares_every_pattern_with_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +141,34 @@ def test_offload_benchmark_compares_training_from_disk_with_the_computation(
         assert row["read_bytes_per_parameter"] == 0
         assert row["losses"] == ours["losses"]
     assert [path.name for path in tmp_path.iterdir()] == ["offload.json"]
+
+
+def test_scaling_benchmark_gives_exponents_and_draws_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert scaling.exponent([(10, 3), (100, 30), (1000, 300)]) == pytest.approx(1)
+    assert scaling.exponent([(1, 5), (2, 20), (4, 80)]) == pytest.approx(2)
+    out, drawn, rows = tmp_path / "scaling.json", tmp_path / "scaling.svg", []
+    monkeypatch.setattr(scaling, "run_child", run_here)
+    monkeypatch.setattr(scale, "run_child", run_here)
+    arguments = ["--path", str(tmp_path), "--numel", "1000", "--json", str(out), "--svg", str(drawn)]
+    for axis, points in (("arrays", "2,3"), ("checkpoints", "1,3"), ("journal", "5,50"), ("planned", "8")):
+        monkeypatch.setattr(sys, "argv", ["scaling", "--axes", axis, "--points", points, *arguments])
+        scaling.main()
+        rows += json.loads(out.read_text())["rows"]
+    found = {(row["axis"], row["path"]) for row in rows}
+    model = (
+        "start, in memory",
+        "step in memory",
+        "start, from disk",
+        "step from disk",
+        "save",
+        "load",
+        "verify",
+        "inspect",
+    )
+    assert {("arrays", path) for path in model} <= found
+    assert {("checkpoints", "latest"), ("checkpoints", "prune all but one"), ("planned", "save: plan")} <= found
+    assert len(ElementTree.parse(drawn).getroot().findall("{*}g")) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {out.name, drawn.name}
 
 
 def _outcome() -> Outcome:
@@ -258,7 +293,7 @@ def test_checkpoint_benchmark_sets_saves_and_loads_beside_others(
     monkeypatch.setattr(sys, "argv", ["checkpoint", "--path", str(tmp_path), *arguments, "--out", str(out)])
     checkpoint.main()
     figures = json.loads(out.read_text())
-    assert [row["error"] for row in figures["medians"]] == [None] * 14
+    assert [row["error"] for row in figures["medians"]] == [None] * 17
     rows = {(row["who"], row["what"]): row for row in figures["rows"]}
     saved, loaded = rows["zstore, from memory", "save"], rows["torch.save", "load"]
     state_bytes = (
@@ -269,6 +304,9 @@ def test_checkpoint_benchmark_sets_saves_and_loads_beside_others(
         assert row["percent_of_limit"] == pytest.approx(
             100 * state_bytes / row["seconds"] / 1e9 / row["limit_gb_per_s"]
         )
+    plain = rows["the plain program", "save"]
+    assert saved["percent_of_bare"] == pytest.approx(100 * plain["seconds"] / saved["seconds"])
+    assert {who for who, what in rows if what == "verify"} == {"zstore, from memory"}
     assert saved["stall_s"] < saved["seconds"]
     assert saved["new_blocks_percent"] > 99
     assert rows["zstore, from disk", "save"]["new_blocks_percent"] < 10  # of a tiny model, small shards are much
@@ -280,6 +318,32 @@ def test_checkpoint_benchmark_sets_saves_and_loads_beside_others(
         assert goal in judged
     assert "median  tiny torch.save: load: " in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"]
+
+
+def test_the_plain_program_of_checkpoints_makes_the_same_files(tmp_path: Path) -> None:
+    arrays: dict[str, Array] = {
+        "model/w": np.arange(1171 * 256, dtype=np.float32).reshape(-1, 256),
+        "model/b": np.arange(7, dtype=np.int16),
+    }
+    path = save_arrays(tmp_path, arrays)
+    with open_checkpoint(path) as reader:
+        memories = {name: make_slab(array.nbytes) for name, array in arrays.items()}
+        for name, memory in memories.items():
+            memory[:] = arrays[name].reshape(-1).view(np.uint8)
+        files = bare_checkpoint.files_of(reader, memories)
+    bare_checkpoint.save(files, tmp_path / "bare")
+    found = {path.relative_to(tmp_path / "bare"): path for path in (tmp_path / "bare").rglob("*.*") if path.is_file()}
+    assert {name: file.read_bytes() for name, file in found.items()} == {
+        file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()
+    }
+    for memory in memories.values():
+        memory[:] = 0
+    bare_checkpoint.load(files, tmp_path / "bare")
+    assert all(memory.tobytes() == arrays[name].tobytes() for name, memory in memories.items())
+    (damaged := tmp_path / "bare/model/w/c.0.0").chmod(0o644)
+    damaged.write_bytes(bytes([*damaged.read_bytes()[:5000], 255, *damaged.read_bytes()[5001:]]))
+    with pytest.raises(ValueError, match="a damaged chunk"):
+        bare_checkpoint.load(files, tmp_path / "bare")
 
 
 def test_medians_and_goals_of_checkpoints_say_what_failed() -> None:

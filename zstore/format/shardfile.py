@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -44,12 +45,12 @@ class ShardLayout:
     payload_bytes: int
     """Bytes of a chunk, without its crc32c."""
 
-    @property
+    @cached_property
     def index_bytes(self) -> int:
         """Bytes of the index with its crc32c, without the padding behind it."""
         return 16 * self.num_chunks + CRC_BYTES
 
-    @property
+    @cached_property
     def data_offset(self) -> int:
         """File offset of slot 0."""
         return round_up(self.index_bytes, BLOCK_BYTES)
@@ -59,7 +60,7 @@ class ShardLayout:
         """Bytes of a stored chunk: payload and crc32c."""
         return self.payload_bytes + CRC_BYTES
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Bytes from one chunk to the next."""
         return round_up(self.chunk_bytes, BLOCK_BYTES)
@@ -78,6 +79,7 @@ class ShardLayout:
         return self.data_offset + chunk * self.slot_bytes
 
 
+@lru_cache(maxsize=4096)
 def layout_of(grid: Grid, shard: int, dtype: str) -> ShardLayout:
     """Return the layout of shard number `shard` of an array on `grid` with data type `dtype`."""
     return ShardLayout(
