@@ -33,6 +33,7 @@ from zstore.tensors import as_torch
 from ..device import GradientTiles, H2DQueue, Room
 from ..params.record import ParameterRecord
 from .kernel import ParameterStep
+from .moments import MomentTiles
 from .state import OptimizerState
 
 Rows = Callable[[ParameterRecord], torch.Tensor | None]
@@ -76,8 +77,10 @@ class _Change:
     ) -> None:
         self.record = record
         self._state = state
-        self._room = Room() if former is None else former._room
-        self._moments = state.moment_tiles(record, settings.step, None if former is None else former._moments)
+        self._room: Room = Room() if former is None else former._room
+        self._moments: MomentTiles | None = state.moment_tiles(
+            record, settings.step, None if former is None else former._moments
+        )
         """What makes the kernel's slots out of those at rest; None: they are what rests."""
         self._num_master = len(state.master_arrays(record))
         """What comes first in a tile: the master, or its parts."""
