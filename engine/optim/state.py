@@ -23,7 +23,7 @@ from zstore.store.store import ModeName
 from zstore.store.stream import Stream, Tile
 from zstore.tensors import as_torch
 
-from ..device import Transfers, one_thread
+from ..device import Room, Transfers, one_thread
 from ..params.gradient_types import GradientTypes
 from ..params.record import ParameterRecord
 from ..plan.plan import Placement
@@ -247,18 +247,20 @@ class OptimizerState:
             return [name]
         return [name, f"{LOW}/{record.name}", ties_spec(self.store.spec(name)).name]
 
-    def take_master(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
+    def take_master(self, views: Sequence[torch.Tensor], room: Room | None = None) -> torch.Tensor:
         """Return the master out of `views`, 1-D tiles of `master_arrays`, which it is where there is one.
 
-        A split master is on the device of its low bits.
+        A split master is on the device of its low bits; with `room` it is there until the next one is taken.
         """
         if len(views) == 1:
             return views[0]
         weight, low, ties = views
-        here = self._beside(low, weight, weight.dtype)
-        return join_master(here, low, ties, torch.empty_like(low, dtype=torch.float32))
+        here, room = self._beside(low, weight, weight.dtype), room or Room()
+        return join_master(
+            here, low, ties, room.take("master", low, torch.float32), room.take("bits", low, torch.int32)
+        )
 
-    def put_master(self, master: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+    def put_master(self, master: torch.Tensor, views: Sequence[torch.Tensor], room: Room | None = None) -> None:
         """Set `views`, 1-D tiles of `master_arrays`, to those of `master`, of any floating type where it is not split."""
         if len(views) == 1:
             if views[0] is not master:
@@ -267,7 +269,7 @@ class OptimizerState:
         weight, low, ties = views
         master = self._beside(low, master, torch.float32)
         here = weight if self.transfers.link(low, weight) is None else torch.empty_like(low, dtype=weight.dtype)
-        split_master(master, here, low, ties, torch.empty_like(master, dtype=torch.int32))
+        split_master(master, here, low, ties, (room or Room()).take("bits", master, torch.int32))
         if here is not weight:
             self.transfers.copy_into(weight, here)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -92,10 +93,35 @@ def is_committed(place: FolderLike) -> bool:
     return True
 
 
+_MOST_STAMPED = 16
+_stamps: dict[Folder, dict[tuple[str, int], int]] = {}
+"""Of folders that this process saved to last, the times of commit by the name and the inode of a checkpoint's folder: a
+record does not change, so a save reads those alone that came since the last one, however many there are."""
+
+
 def stamped(record: Record, place: FolderLike) -> Record:
     """Return `record` with the time of its commit, later than that of every checkpoint in the folder `place`."""
-    newest = max((info.record.committed_ns for info in scan(place).tags), default=0)
+    folder = folder_at(place)
+    if folder.is_local:
+        newest = max(_update_stamps(folder).values(), default=0)
+    else:
+        newest = max((info.record.committed_ns for info in scan(folder).tags), default=0)
     return replace(record, committed_ns=max(time.time_ns(), newest + 1))
+
+
+def _update_stamps(folder: Folder) -> dict[tuple[str, int], int]:
+    known = _stamps.pop(folder, {})
+    with os.scandir(folder.path) as entries:
+        there = [(entry.name, entry.inode()) for entry in entries if _may_be_checkpoint(entry.name) and entry.is_dir()]
+    found = {key: known[key] for key in there if key in known}
+    new = [key for key in there if key not in known]
+    for key, data in zip(new, folder.read_records([name for name, _ in new]), strict=True):
+        with contextlib.suppress(ZstoreError, OSError):
+            found[key] = _decoded(data, folder.child(key[0])).committed_ns
+    _stamps[folder] = found
+    while len(_stamps) > _MOST_STAMPED:
+        _stamps.pop(next(iter(_stamps)), None)
+    return found
 
 
 @contextlib.contextmanager
