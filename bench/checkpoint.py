@@ -3,8 +3,9 @@
     python -m bench.checkpoint [--models 110m,1.2b] [--peer-python PYTHON] [--path FOLDER] [--out FILE]
 
 For the first model: a save from memory and a load, by zstore's engine and by others, each in a process of its own, in turn,
-for a few rounds. What counts is the whole until all is on disk. DeepSpeed follows with its tools, once. Then, for every
-model, a save of state that rests on disk, with `wait=False`; what another world size loads of it; and its
+for a few rounds. What counts is the whole until all is on disk. In turn with the engine, in its process, a plain program does
+the same to the same files (`bench.bare_checkpoint`): what this machine does at most. DeepSpeed follows with its tools, once.
+Then, for every model, a save of state that rests on disk, with `wait=False`; what another world size loads of it; and its
 consolidation, once under a limit on memory.
 
 Where there is a CUDA device engines compute there, and the tensors of torch's own peers lie there; with `--from-device` state
@@ -214,19 +215,25 @@ class _Run:
         told = child()
         limits = _mean(before, self._disk.limits())
         rows: list[Row] = []
-        for what, rate in (("save", limits.new_files), ("load", limits.read)):
-            if (found := told.last(what)) is not None:
-                rows.append(row | _figures(found, self._state_bytes(model), rate) | {"what": what})
+        rates = {"save": limits.new_files, "load": limits.read, "verify": limits.read}
+        bare = {what: told.last(f"bare {'load' if what == 'verify' else what}") for what in rates}
+        for what, rate in rates.items():
+            for who, found in (row["who"], told.last(what)), ("the plain program", bare[what]):
+                if found is None or (what == "verify" and found is bare[what]):
+                    continue
+                rows.append(row | {"who": who} | _figures(found, self._state_bytes(model), rate) | {"what": what})
                 if what == "save":
                     rows[-1]["percent_of_many_files"] = 1e11 * rows[-1]["gb_per_s"] / limits.many_files
+                if (beside := bare[what]) is not None and found is not beside:
+                    rows[-1]["percent_of_bare"] = 100 * beside["seconds"] / found["seconds"]
         return told, _with_end(rows, told, row)
 
     # -- from memory ----------------------------------------------------------------------------------------------------
 
     def in_memory(self, model: str, where: str, offload: Row | None) -> list[Row]:
         """Save from memory and load, by an engine; `offload` None: its state is on the device."""
-        with self._place() as place:
-            spec = self._engine_spec(model, place, offload) | {"load": True}
+        with self._place() as place, self._place() as bare:
+            spec = self._engine_spec(model, place, offload) | {"load": True, "bare": str(bare)}
             row = {"model": model, "who": f"zstore, {where}"}
             return self._between_limits(lambda: run_child(_OURS, spec), row, model)[1]
 

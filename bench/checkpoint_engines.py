@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as torch_dist
 
 import zstore
+from bench import bare_checkpoint
+from bench.bare_checkpoint import files_of
 from bench.contenders import build_model
 from bench.process import Spec, Tell, disk_bytes, drop_page_cache, measured, serve, versions
+from zstore.checkpoint.lookahead import read_into
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.verify import Fault, verify_checkpoint
 from zstore.engine import Engine
+from zstore.format.partition import round_up
+from zstore.io.buffers import make_slab
 from zstore.testing.ranks import run_ranks
+
+_PAGE_BYTES = 4096
 
 
 def run() -> None:
@@ -38,11 +48,53 @@ def _engine(spec: Spec, tell: Tell) -> None:
         taken = disk_bytes(Path(spec["drive"])) - before
         tell("save", **figures, stall_s=stall_s, new_blocks_percent=100 * taken / summary_bytes)
         engine.wait_for_checkpoint()
-        if spec["load"]:
-            drop_page_cache(folder)
-            _, figures = measured(lambda: engine.load_checkpoint(str(folder)))
-            tell("load", **figures)
+        # In turn with the plain program: what the drive can do changes from one second to the next.
+        with _bare_program(spec, folder, tell) as beside:
+            beside("save")
+            if spec["load"]:
+                drop_page_cache(folder)
+                _, figures = measured(lambda: engine.load_checkpoint(str(folder)))
+                tell("load", **figures)
+            beside("load")
+            if "bare" in spec:
+                drop_page_cache(folder)
+                faults, figures = measured(lambda: _verify(folder))
+                tell("verify", **figures, error=str(faults) if faults else None)
+                beside("load")
     tell("end", versions=versions())
+
+
+def _verify(folder: Path) -> list[Fault]:
+    with open_checkpoint(folder) as reader:
+        return verify_checkpoint(reader)
+
+
+@contextmanager
+def _bare_program(spec: Spec, folder: Path, tell: Tell) -> Iterator[Callable[[str], None]]:
+    """Yield what has the plain program save or load the checkpoint in `folder`, in the new folder `spec["bare"]`."""
+    if "bare" not in spec:
+        yield lambda what: None
+        return
+    place = Path(spec["bare"])
+    with open_checkpoint(folder) as reader:
+        sizes = {name: array.spec.nbytes for name, array in reader.arrays.items()}
+        ends = np.cumsum([round_up(size, _PAGE_BYTES) for size in sizes.values()]).tolist()
+        slab = make_slab(ends[-1])
+        memories = {
+            name: slab[start : start + size] for (name, size), start in zip(sizes.items(), [0, *ends[:-1]], strict=True)
+        }
+        read_into(reader, [((name, 0, reader.array(name).spec.numel), memory) for name, memory in memories.items()])
+        files = files_of(reader, memories)
+
+    def beside(what: str) -> None:
+        if what == "save":
+            _, figures = measured(lambda: bare_checkpoint.save(files, place))
+        else:
+            drop_page_cache(place)
+            _, figures = measured(lambda: bare_checkpoint.load(files, place))
+        tell(f"bare {what}", **figures)
+
+    yield beside
 
 
 def _ranks(spec: Spec, tell: Tell) -> None:

@@ -45,6 +45,8 @@ def goals(rows: Sequence[Row]) -> list[Row]:
             continue
         if row["who"] == "zstore, from memory":
             of_limit(row, 90)
+            if (percent := row.get("percent_of_bare")) is not None:
+                judge(row, f"{row['what']} at 95 % of the plain program", percent >= 95, f"{percent:.0f} %")
             if row["what"] == "save" and peer is not None:
                 times = peer["seconds"] / row["seconds"]
                 judge(row, "save twice as fast as DCP with 4 threads", times >= 2, f"{times:.2f} times")
@@ -81,6 +83,8 @@ def describe(row: Row) -> str:
     ]
     if row.get("percent_of_many_files") is not None:
         parts.append(f"{row['percent_of_many_files']:.0f} % of as many files")
+    if row.get("percent_of_bare") is not None:
+        parts.append(f"{row['percent_of_bare']:.0f} % of the plain program beside it")
     if row.get("stall_s") is not None:
         parts.insert(0, f"stall {1000 * row['stall_s']:.1f} ms")
     if row.get("growth_bytes") is not None:

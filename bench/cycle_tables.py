@@ -12,37 +12,67 @@ _Cell = Callable[[Row], float | None]
 
 
 def describe(figures: Row) -> str:
-    """Return the tables, in Markdown: what each path costs, by what causes, and its largest places."""
-    parts = [_costs(figures)]
-    if figures["sampler"]["perf"]:
-        parts += [_causes(figures), _places(figures)]
+    """Return the tables, in Markdown: what each path costs, by what causes, its largest places, and what the words mean."""
+    perf = figures["sampler"]["perf"]
+    parts = [_machine(figures), _costs(figures), *([_causes(figures), _places(figures)] if perf else [])]
     if figures["sampler"]["why"]:
-        parts.append(f"Columns are missing here: {figures['sampler']['why']}.")
-    return "\n\n".join(parts)
+        parts.append(f"Some columns are empty or missing here: {figures['sampler']['why']}.")
+    words = {name: text for name, (text, _) in _columns(figures).items()} | (CAUSES if perf else {})
+    return "\n\n".join([*parts, "\n".join(f"- {name}: {text}" for name, text in words.items())])
+
+
+def _machine(figures: Row) -> str:
+    facts = figures["machine"]
+    return (
+        f"{figures['model']}, {figures['parameters'] / 1e6:.1f} M parameters. {facts['cpu']}, {facts['cores']} cores, "
+        f"{facts['memory_bytes'] / 2**30:.0f} GiB;\n{facts['drive']}; {facts['system']};\n"
+        f"Python {facts['python']}, torch {facts.get('torch', 'none')}, numpy {facts.get('numpy', 'none')}."
+    )
+
+
+def _columns(figures: Row) -> dict[str, tuple[str, Callable[[Row], str]]]:
+    """Return what each column says, and its cell."""
+    parameters = figures["parameters"] / 1e6
+    return {
+        "core-s / GB": (
+            "core-seconds, user and system, of all threads, for each 10^9 bytes between the process and the drive",
+            lambda row: f"{row['core_s'] / gigabytes(row):.3f}",
+        ),
+        "core-ms / M": (
+            "core-milliseconds of one time, for each million parameters of the model",
+            lambda row: f"{1000 * row['core_s'] / row['times'] / parameters:.2f}",
+        ),
+        "system": ("part of it in the kernel", lambda row: f"{100 * row['system_s'] / row['core_s']:.0f} %"),
+        "GB": ("bytes of one time, read and written", lambda row: f"{gigabytes(row) / row['times']:.2f}"),
+        "s": ("seconds of one time by the clock", lambda row: f"{row['seconds'] / row['times']:.2f}"),
+        "cores": ("cores that it keeps busy", lambda row: f"{row['core_s'] / row['seconds']:.2f}"),
+        "no core": (
+            "threads that could run and had no core, in the mean over its time; other processes take cores too",
+            lambda row: f"{row['runnable_s'] / row['seconds']:.2f}",
+        ),
+        "GIL": (
+            "threads that waited for the interpreter's lock, in the mean over its time",
+            lambda row: _optional(row.get("lock_wait_s"), row["seconds"], ".2f"),
+        ),
+        "GIL waits": ("such waits / GB", lambda row: _optional(row.get("lock_waits"), gigabytes(row), ".0f")),
+        "waits": (
+            "times / GB that a thread slept: for the drive, a lock or another thread (voluntary context switches)",
+            lambda row: f"{row['voluntary_switches'] / gigabytes(row):.0f}",
+        ),
+        "faults": ("page faults / GB", lambda row: f"{row['page_faults'] / gigabytes(row):.0f}"),
+    }
 
 
 def _costs(figures: Row) -> str:
     """Return a row for each path, and for each checkout of it."""
-    parameters = figures["parameters"] / 1e6
-    columns: dict[str, Callable[[Row], str]] = {
-        "core-s / GB": lambda row: f"{row['core_s'] / gigabytes(row):.3f}",
-        "core-ms / M parameters": lambda row: f"{1000 * row['core_s'] / row['times'] / parameters:.2f}",
-        "of it system": lambda row: f"{100 * row['system_s'] / row['core_s']:.0f} %",
-        "GB": lambda row: f"{gigabytes(row) / row['times']:.2f}",
-        "s": lambda row: f"{row['seconds'] / row['times']:.3f}",
-        "cores busy": lambda row: f"{row['core_s'] / row['seconds']:.2f}",
-        "no core": lambda row: f"{row['runnable_s'] / row['seconds']:.2f}",
-        "in wait for the GIL": lambda row: _optional(row.get("lock_wait_s"), row["seconds"], ".2f"),
-        "waits / GB": lambda row: f"{row['voluntary_switches'] / gigabytes(row):.0f}",
-        "waits for the GIL / GB": lambda row: _optional(row.get("lock_waits"), gigabytes(row), ".0f"),
-        "faults / GB": lambda row: f"{row['page_faults'] / gigabytes(row):.0f}",
-    }
-    lines = [["path", *(["checkout"] if len(figures["names"]) > 1 else []), *columns]]
+    columns, several = _columns(figures), len(figures["names"]) > 1
+    lines = [["path", *(["when"] if several else []), *columns]]
     for path, rows in figures["paths"].items():
-        for name in figures["names"]:
-            if name in rows:
-                lines.append([path, *([name] if len(figures["names"]) > 1 else [])])
-                lines[-1] += [cell(rows[name]) for cell in columns.values()]
+        lines += [
+            [path, *([name] if several else []), *(cell(rows[name]) for _, cell in columns.values())]
+            for name in figures["names"]
+            if name in rows
+        ]
     return _table(lines)
 
 
@@ -81,7 +111,7 @@ def _ratio(rows: dict[str, Row]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.0f}"
+    return "" if value is None else f"{max(value, 0):.0f}"
 
 
 _SHOWN = 6

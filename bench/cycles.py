@@ -40,7 +40,7 @@ Row = dict[str, Any]
 _HERE = Path(__file__).resolve().parent.parent
 _BEGIN, _END = "<!-- tables -->", "<!-- end of tables -->"
 _LIMIT_S = 3600.0
-_TOP = 40
+_TOP = 12
 """Places that are kept for each cause."""
 
 PATHS: dict[str, Row] = {
@@ -186,13 +186,13 @@ def _figures(told: Row, found: Found | None, sampler: Sampler) -> Row:
     # A sample stands for its part of what was counted: of all, or of the time outside of the kernel.
     each = (core_s if sampler.kernel else counted["user_s"]) / max(1, found.samples)
     row["samples"] = found.samples
-    row["causes"] = {cause: each * number for cause, number in found.causes.items()}
+    row["causes"] = {cause: round(each * number, 6) for cause, number in found.causes.items()}
     if not sampler.kernel:
         row["causes"]["kernel"] = counted["system_s"]
     if sampler.locks:
         row |= {"lock_wait_s": found.lock_wait_s, "lock_waits": found.lock_waits}
     row["places"] = {
-        cause: {place: each * number for place, number in places.most_common(_TOP)}
+        cause: {place: round(each * number, 6) for place, number in places.most_common(_TOP)}
         for cause, places in found.places.items()
     }
     return row

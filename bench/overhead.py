@@ -2,9 +2,10 @@
 
 One GPT (29 M parameters by default), one batch, the same arithmetic: in fp32 the others are the model and
 `torch.optim.AdamW(fused=True)`; in bf16 they keep fp32 masters, take the gradients' norm, clip and cast back, as the
-engine does. FSDP2 shards each block and the root, and gathers anew for the backward at stage 3. A pair is a step of each,
+engine does. FSDP2 shards each block and the root, and gathers anew for the backward at stage 3; beside stages 1 and 2
+what it gathered for the forward stays there (`reshard_after_forward=False`, once SHARD_GRAD_OP). A pair is a step of each,
 in turn in one process, so that noise meets both; who is first changes from pair to pair. A ratio is the median over pairs
-of the engine's seconds to the other's, by the clock and by the processor time of all threads.
+of the engine's seconds to the other's, by the clock and by the processor time of all threads, with its quartiles.
 
 Where there is a CUDA device one process computes there, and the clock is stopped once it is done; `--others` sets it beside
 FSDP2 and DeepSpeed, where that is installed, on a group of one rank. Several processes are of the CPU.
@@ -47,7 +48,9 @@ from zstore.tools.sample.models import Gpt, GptConfig
 _LR = 1e-4
 _CLIP = 1.0
 _WARM_UP = 3
-_GOALS = {("plain", stage): 1.02 for stage in range(4)} | {("FSDP2", 3): 1.03}
+_GOALS = (
+    {("plain", stage): 1.02 for stage in range(4)} | {("DDP", 0): 1.03} | {("FSDP2", stage): 1.0 for stage in (1, 2, 3)}
+)
 
 _Shape = dict[str, int]
 
@@ -133,7 +136,7 @@ class _Pairing:
 def _pairings(options: argparse.Namespace, shape: _Shape) -> Iterator[_Pairing]:
     for processes, precision, stage in itertools.product(options.processes, options.precisions, options.stages):
         alone = [other for other in options.others if other not in {"FSDP2", "compiled"} or stage == 3]
-        for other in alone if processes == 1 else ["DDP" if stage < 2 else "FSDP2"]:
+        for other in alone if processes == 1 else ["DDP" if stage == 0 else "FSDP2"]:
             yield _Pairing(
                 processes=processes,
                 precision=precision,
@@ -163,9 +166,21 @@ def describe(row: dict[str, Any]) -> str:
     goal = f"goal {row['goal']:.2f}" if row["goal"] else "no goal"
     return (
         f"{row['processes']} x {row['threads']} threads {row['precision']} stage {row['stage']}: engine "
-        f"{row['engine_s']:.4f} s, {row['other']} {row['other_s']:.4f} s; ratio {row['ratio']:.3f} ({goal}), "
-        f"of processor time {row['cpu_ratio']:.3f}"
+        f"{row['engine_s']:.4f} s, {row['other']} {row['other_s']:.4f} s; ratio {_text(row['ratio'], row['quartiles'])} "
+        f"({goal}), of processor time {_text(row['cpu_ratio'], row['cpu_quartiles'])}"
     )
+
+
+def _text(ratio: float, quartiles: Sequence[float]) -> str:
+    return f"{ratio:.3f} [{quartiles[0]:.3f}, {quartiles[1]:.3f}]"
+
+
+def _quartiles(ratios: Sequence[float]) -> list[float]:
+    """Return what a quarter of the ratios is at most, and what three quarters are."""
+    if len(ratios) < 2:
+        return [ratios[0], ratios[0]]
+    first, _, third = statistics.quantiles(ratios, method="inclusive")
+    return [first, third]
 
 
 # -- pairs ------------------------------------------------------------------------------------------------------------
@@ -198,6 +213,7 @@ def _pairs(rank: int, pairing: _Pairing) -> dict[str, Any]:
                 *pair[which], losses[which] = _timed(step, ids)
             if number >= _WARM_UP:
                 times.append(pair)
+    ratios = [[mine[by] / theirs[by] for mine, theirs in times] for by in (0, 1)]
     return {
         "processes": pairing.processes,
         "threads": torch.get_num_threads(),
@@ -207,11 +223,14 @@ def _pairs(rank: int, pairing: _Pairing) -> dict[str, Any]:
         "goal": _GOALS.get((pairing.other, stage)),
         "engine_s": statistics.median(mine[0] for mine, _ in times),
         "other_s": statistics.median(theirs[0] for _, theirs in times),
-        "ratio": statistics.median(mine[0] / theirs[0] for mine, theirs in times),
-        "cpu_ratio": statistics.median(mine[1] / theirs[1] for mine, theirs in times),
+        "ratio": statistics.median(ratios[0]),
+        "quartiles": _quartiles(ratios[0]),
+        "cpu_ratio": statistics.median(ratios[1]),
+        "cpu_quartiles": _quartiles(ratios[1]),
         "engine_loss": losses[0],
         "other_loss": losses[1],
         "pairs_s": [[mine[0], theirs[0]] for mine, theirs in times],
+        "pairs_cpu_s": [[mine[1], theirs[1]] for mine, theirs in times],
     }
 
 
@@ -314,7 +333,7 @@ def _ddp_step(stage: int, precision: str, shape: _Shape, device: str) -> Step:
 
 
 def _fsdp_step(stage: int, precision: str, shape: _Shape, device: str) -> Step:
-    """Return a step of FSDP2; at stage 2 parameters stay gathered between forward and backward."""
+    """Return a step of FSDP2; below stage 3 parameters stay gathered between forward and backward."""
     bf16 = precision == "bf16"
     model = _build(shape).to(device)
     blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList))

@@ -216,12 +216,29 @@ class Transfers:
         return copy.wait()
 
 
-class GradientTiles:
-    """The rows of a gradient, tile by tile, in fp32 beside the state, brought ahead of use where they are not there."""
+class Room:
+    """Memory for what lives as long as a tile, by name, kept for the tiles to come: memory that is given back and taken again
+    has fresh pages each time, which costs more than what is done with it."""
 
-    def __init__(self, transfers: Transfers, rows: torch.Tensor) -> None:
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, beside: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory like that of 1-D `beside`, with undefined values, until `name` is taken again."""
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < beside.numel() or kept.dtype != dtype or kept.device != beside.device:
+            kept = self._kept[name] = torch.empty_like(beside, dtype=dtype)
+        return kept[: beside.numel()]
+
+
+class GradientTiles:
+    """The rows of a gradient, tile by tile, in fp32 beside the state, brought ahead of use where they are not there. With
+    `room` the memory of a tile is that of the next."""
+
+    def __init__(self, transfers: Transfers, rows: torch.Tensor, room: Room | None = None) -> None:
         self._transfers = transfers
         self._rows = rows
+        self._room = room
         self._ahead: tuple[int, int, Copy] | None = None
 
     def tile(self, first: int, stop: int, beside: torch.Tensor) -> torch.Tensor:
@@ -229,7 +246,9 @@ class GradientTiles:
         part = self._rows[first:stop]
         link = self._transfers.link(part, beside)
         if link is None:
-            return part.float()
+            if self._room is None or part.dtype == torch.float32:
+                return part.float()
+            return self._room.take("gradient", part, torch.float32).copy_(part)
         if link == "host_to_device":
             there = torch.empty_like(beside, dtype=torch.float32)
             self._transfers.copy_into(there, part)

@@ -17,8 +17,8 @@ another memory than the parameter, it is brought to them in phase 1 and taken ba
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from zstore.store.store import ModeName
 from zstore.store.stream import Tile
 from zstore.tensors import as_torch
 
-from ..device import GradientTiles, H2DQueue
+from ..device import GradientTiles, H2DQueue, Room
 from ..params.record import ParameterRecord
 from .kernel import ParameterStep
 from .moments import MomentTiles
@@ -71,19 +71,22 @@ class _Change:
         record: ParameterRecord,
         rows: torch.Tensor | None,
         step: ParameterStep,
-        factor: float,
-        moments: MomentTiles | None,
+        settings: StepSettings,
         h2d: H2DQueue,
+        former: _Change | None,
     ) -> None:
         self.record = record
         self._state = state
-        self.moments = moments
+        self._room: Room = Room() if former is None else former._room
+        self._moments: MomentTiles | None = state.moment_tiles(
+            record, settings.step, None if former is None else former._moments
+        )
         """What makes the kernel's slots out of those at rest; None: they are what rests."""
         self._num_master = len(state.master_arrays(record))
         """What comes first in a tile: the master, or its parts."""
         self._num_state = len(state.arrays_of(record))
         """Master and slots, which come next."""
-        self._gradient = None if rows is None else GradientTiles(state.transfers, rows)
+        self._gradient = None if rows is None else GradientTiles(state.transfers, rows, self._room)
         """This rank's rows; None: they are in the tile."""
         casts = record.rest is None and self._num_master == 1 and not state.is_master(record)
         self._own = record.owned() if casts else None
@@ -91,7 +94,7 @@ class _Change:
         self._staged: GradientTiles | None = None
         """The parameter's own rows, which are the master, on their way to slots in another memory."""
         self._step = step
-        self._factor = factor
+        self._factor = settings.factor
         self._h2d = h2d
 
     def apply(self, tile: Tile) -> None:
@@ -101,17 +104,18 @@ class _Change:
         slots = views[self._num_master : self._num_state]
         master = self._take_master(held, slots, tile)
         if self._gradient is None:
-            gradient = GradientTiles(self._state.transfers, others.pop(0)).tile(0, master.numel(), master)
+            rows = GradientTiles(self._state.transfers, others.pop(0), self._room)
+            gradient = rows.tile(0, master.numel(), master)
         else:
             gradient = self._gradient.tile(tile.first, tile.stop, master)
         if self._factor != 1.0:
             gradient.mul_(self._factor)
-        if self.moments is None:
+        if self._moments is None:
             self._step.tile(master, gradient, slots)
         else:
-            self.moments.update(self._step, master, gradient, slots, tile.first)
+            self._moments.update(self._step, master, gradient, slots, tile.first)
         if self._staged is None:
-            self._state.put_master(master, held)
+            self._state.put_master(master, held, self._room)
         else:
             self._h2d.put(held[0], master)
         if others:
@@ -124,7 +128,7 @@ class _Change:
             if self._staged is None:
                 self._staged = GradientTiles(self._state.transfers, self.record.owned())
             return self._staged.tile(tile.first, tile.stop, slots[0])
-        return self._state.take_master(held)
+        return self._state.take_master(held, self._room)
 
 
 def read_ahead(
@@ -137,6 +141,11 @@ def read_ahead(
     with suppress(ZstoreError):
         begun = state.store.read_ahead([_arrays(state, record) for record in mine], modes=_modes(state, mine))
         state.keep_ahead(first, begun)
+
+
+def in_order(state: OptimizerState, records: Sequence[ParameterRecord]) -> list[ParameterRecord]:
+    """Return `records` with those first whose arrays share files: side by side they travel together."""
+    return sorted(records, key=lambda record: not state.shares_files(record))
 
 
 def _arrays(state: OptimizerState, record: ParameterRecord) -> list[str]:
@@ -190,24 +199,26 @@ class Update:
             if done is not None:
                 done(mine[group])
 
-        with (
-            self._state.passing(
+        admitted = None if admit is None else (lambda group, wait: admit(mine[group], wait))
+        begun = self._begun
+        passing: AbstractContextManager[Iterable[Tile]]
+        if begun is not None and begun.go_on(admitted, None if done is None else ended):
+            passing = self._state.over(begun.tiles())
+        else:
+            passing = self._state.passing(
                 [_arrays(self._state, record) for record in mine],
                 "update",
                 modes=_modes(self._state, mine),
-                admit=None if admit is None else (lambda group, wait: admit(mine[group], wait)),
+                admit=admitted,
                 on_end=None if done is None else ended,
-                begun=self._begun,
-            ) as tiles,
-        ):
+            )
+        with passing as tiles:
             change: _Change | None = None
             for tile in tiles:
                 record = mine[tile.group]
                 if change is None or change.record is not record:
-                    step, factor = self._step_of(record), self.settings.factor
-                    former = None if change is None else change.moments
-                    moments = self._state.moment_tiles(record, self.settings.step, former)
-                    change = _Change(self._state, record, self.rows(record), step, factor, moments, h2d)
+                    step = self._step_of(record)
+                    change = _Change(self._state, record, self.rows(record), step, self.settings, h2d, change)
                 change.apply(tile)
         h2d.settle()
 

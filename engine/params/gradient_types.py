@@ -14,9 +14,9 @@ micro-batches than expected widens what is held when the second one comes. So th
 [Note: the mean of two]
 a + b is b + a, so that between two ranks gloo's own all-reduce has the bits of a sum in rank order, and works in the
 gradients' own memory, without buckets, their padding and copies. It rounds the sum, not its half: the same bits, for
-halving is exact but below the least normal number, and there the sum is. A sum that has no finite value in fp32 or
-bf16 has a half whose square has none in fp32, so that the norm is infinite either way; in fp16, whose greatest number is
-small, the halves are summed by an exchange of rows.
+halving is exact but below the least normal number, and there the sum is. A sum beyond the greatest number has no finite
+mean here. In fp32 it has none by rows either; in bf16 that concerns gradients of 1.6e38 alone; fp16, whose greatest
+number is small, takes the exchange of rows.
 """
 
 from __future__ import annotations

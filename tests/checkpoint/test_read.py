@@ -23,6 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.checkpoints import save_arrays
+from zstore.checkpoint.catalog import TagInfo, read_record
+from zstore.checkpoint.folder import LocalFolder
+from zstore.checkpoint.format import MAX_JSON_BYTES
 from zstore.checkpoint.lookahead import read_into
 from zstore.checkpoint.names import array_path
 from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, tags
@@ -422,3 +425,28 @@ def test_no_request_of_a_load_or_a_verification_is_small(tmp_path: Path) -> None
     # As many as the bytes need, and the last one may be smaller.
     assert len(loaded) == len(told) == -(-(path / "model/w/c.0.0").stat().st_size // (2**21 - 200 * 1024))
     assert sorted(files.sizes[len(loaded) :]) == sorted(loaded)
+
+
+class Counted(LocalFolder):
+    """A folder that notes what is read of it whole."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.files: list[str] = []
+
+    def read_small(self, file: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
+        self.files.append(file)
+        return super().read_small(file, most_bytes)
+
+
+def test_threads_that_load_read_a_manifest_once(saved: Path, arrays: dict[str, Array]) -> None:
+    folder = Counted(saved)
+    with CheckpointReader(TagInfo(folder=folder, record=read_record(LocalFolder(saved)))) as reader:
+        world_size = reader.record.world_size
+        whole = {name: array for name, array in arrays.items() if array.size}
+        found = {name: np.empty_like(array) for name, array in whole.items()}
+        read_into(reader, [((name, 0, array.size), array) for name, array in found.items()])
+    assert all(found[name].tobytes() == array.tobytes() for name, array in whole.items())
+    manifests = [file for file in folder.files if file.startswith("manifest/")]
+    # Of several ranks the groups' turns may come in any order.
+    assert len(manifests) == len(set(manifests)) == 1 if world_size == 1 else len(manifests) <= 3 * world_size

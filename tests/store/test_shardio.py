@@ -16,7 +16,7 @@ from zstore.format.arrays import ArraySpec, Bytes
 from zstore.format.partition import Grid, make_grid, plan_reads
 from zstore.format.shardfile import layout_of
 from zstore.io.buffers import make_slab
-from zstore.io.files import Files, OpenFile
+from zstore.io.files import Files, Kind, OpenFile
 from zstore.io.parts import Parts
 from zstore.io.queue import Priority
 from zstore.io.shards import (
@@ -424,7 +424,8 @@ def resting(res: IoResources, path: Path, values: np.ndarray, *, offset: int = 0
 
 
 # Chunks of 256 KiB, the last of which the array has in part; of 300 * 4 * n bytes, which are no multiple of 512.
-SHORT = tuple(Fault(kind=kind, times=None, most_bytes=7 * 4096) for kind in ("read", "write"))
+KINDS: tuple[Kind, ...] = ("read", "write")
+SHORT = tuple(Fault(kind=kind, times=None, most_bytes=7 * 4096) for kind in KINDS)
 AT_REST = [(1000, 256), (5000, 300)]
 
 

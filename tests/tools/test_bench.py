@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 
 from bench import (
     activations,
+    bare_checkpoint,
+    bare_step,
     checkpoint,
     children,
     command_ranks,
@@ -36,9 +39,13 @@ from bench.offload import Limits, figures_of
 from bench.process import page_cache_bytes
 from bench.scale_model import Trillion
 from tests import warm
+from tests.checkpoint.checkpoints import Array, save_arrays
 from tests.tools.commands import run_here
+from zstore.checkpoint.reader import open_checkpoint
 from zstore.format.partition import grid_in_checkpoint, make_grid
 from zstore.format.shardfile import layout_of
+from zstore.io.buffers import make_slab
+from zstore.tools.sample.models import build_model
 
 
 def test_disk_benchmark_compares_every_pattern_with_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +71,16 @@ def test_step_benchmark_counts_the_bytes_of_a_step(tmp_path: Path, monkeypatch: 
     # Master and two moments, read and written; small parameters rest in memory, padding and checksums add to the others.
     assert 20 < figures["bytes_per_parameter"] < 27
     assert 0 < figures["save_new_blocks_percent"] < 25  # of a tiny model, the small parameters are much
+
+
+def test_the_bare_step_moves_what_a_step_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "bare.json"
+    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
+    arguments = ["--model", "gpt-tiny", "--steps", "1", "--gib", "0.03"]
+    monkeypatch.setattr(sys, "argv", ["bare_step", "--path", str(tmp_path), *arguments, "--json", str(out)])
+    bare_step.main()
+    num_parameters = sum(parameter.numel() for parameter in build_model("gpt-tiny", 64).parameters())
+    assert 20 < json.loads(out.read_text())["moved_bytes"] / num_parameters < 27
 
 
 @pytest.mark.parametrize(
@@ -288,7 +305,7 @@ def test_checkpoint_benchmark_sets_saves_and_loads_beside_others(
     monkeypatch.setattr(sys, "argv", ["checkpoint", "--path", str(tmp_path), *arguments, "--out", str(out)])
     checkpoint.main()
     figures = json.loads(out.read_text())
-    assert [row["error"] for row in figures["medians"]] == [None] * 14
+    assert [row["error"] for row in figures["medians"]] == [None] * 17
     rows = {(row["who"], row["what"]): row for row in figures["rows"]}
     saved, loaded = rows["zstore, from memory", "save"], rows["torch.save", "load"]
     state_bytes = (
@@ -299,6 +316,9 @@ def test_checkpoint_benchmark_sets_saves_and_loads_beside_others(
         assert row["percent_of_limit"] == pytest.approx(
             100 * state_bytes / row["seconds"] / 1e9 / row["limit_gb_per_s"]
         )
+    plain = rows["the plain program", "save"]
+    assert saved["percent_of_bare"] == pytest.approx(100 * plain["seconds"] / saved["seconds"])
+    assert {who for who, what in rows if what == "verify"} == {"zstore, from memory"}
     assert saved["stall_s"] < saved["seconds"]
     assert saved["new_blocks_percent"] > 99
     assert rows["zstore, from disk", "save"]["new_blocks_percent"] < 10  # of a tiny model, small shards are much
@@ -310,6 +330,32 @@ def test_checkpoint_benchmark_sets_saves_and_loads_beside_others(
         assert goal in judged
     assert "median  tiny torch.save: load: " in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"]
+
+
+def test_the_plain_program_of_checkpoints_makes_the_same_files(tmp_path: Path) -> None:
+    arrays: dict[str, Array] = {
+        "model/w": np.arange(1171 * 256, dtype=np.float32).reshape(-1, 256),
+        "model/b": np.arange(7, dtype=np.int16),
+    }
+    path = save_arrays(tmp_path, arrays)
+    with open_checkpoint(path) as reader:
+        memories = {name: make_slab(array.nbytes) for name, array in arrays.items()}
+        for name, memory in memories.items():
+            memory[:] = arrays[name].reshape(-1).view(np.uint8)
+        files = bare_checkpoint.files_of(reader, memories)
+    bare_checkpoint.save(files, tmp_path / "bare")
+    found = {path.relative_to(tmp_path / "bare"): path for path in (tmp_path / "bare").rglob("*.*") if path.is_file()}
+    assert {name: file.read_bytes() for name, file in found.items()} == {
+        file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()
+    }
+    for memory in memories.values():
+        memory[:] = 0
+    bare_checkpoint.load(files, tmp_path / "bare")
+    assert all(memory.tobytes() == arrays[name].tobytes() for name, memory in memories.items())
+    (damaged := tmp_path / "bare/model/w/c.0.0").chmod(0o644)
+    damaged.write_bytes(bytes([*damaged.read_bytes()[:5000], 255, *damaged.read_bytes()[5001:]]))
+    with pytest.raises(ValueError, match="a damaged chunk"):
+        bare_checkpoint.load(files, tmp_path / "bare")
 
 
 def test_medians_and_goals_of_checkpoints_say_what_failed() -> None:

@@ -173,6 +173,8 @@ def test_tables_set_before_and_now_side_by_side() -> None:
     figures = {
         "names": ["before", "now"],
         "parameters": 10**6,
+        "model": "gpt",
+        "machine": {"cpu": "a", "cores": 1, "memory_bytes": 1, "drive": "b", "system": "c", "python": "3"},
         "sampler": {"perf": True, "why": ""},
         "paths": {"step": {"before": row, "now": half}},
     }

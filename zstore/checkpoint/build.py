@@ -42,14 +42,23 @@ class CheckpointBuilder:
         """Digests of the manifests that were looked at, by rank."""
 
     @cached_property
-    def _documents(self) -> dict[str, bytes]:
+    def _documents(self) -> dict[str, dict[str, Any]]:
         plan = self._plan
-        return encode_documents(make_documents(plan.specs, {name: plan.grid(name) for name in plan.specs}, plan.codec))
+        return make_documents(plan.specs, {name: plan.grid(name) for name in plan.specs}, plan.codec)
+
+    @cached_property
+    def _texts(self) -> dict[str, bytes]:
+        """Of all documents, by folder."""
+        return encode_documents(self._documents)
+
+    def check_names(self) -> None:
+        """Raise UsageError where two arrays would share a folder."""
+        self._documents  # noqa: B018
 
     @cached_property
     def metadata_sha256(self) -> str:
-        """SHA-256 of the root's metadata, which names all arrays. Raises UsageError where two would share a folder."""
-        return sha256(self._documents[""])
+        """SHA-256 of the root's metadata, which names all arrays. Raises as `check_names` does."""
+        return sha256(self._texts[""])
 
     @cached_property
     def _layout(self) -> str:
@@ -117,7 +126,7 @@ class CheckpointBuilder:
         def write(folder: str) -> None:
             self._make_folder(self.folder / folder)
             path = self.folder / folder / METADATA_FILE
-            self._files.write_small(path, self._documents[folder], sync=False)
+            self._files.write_small(path, self._texts[folder], sync=False)
             os.chmod(path, READ_ONLY)
 
         return [partial(write, folder) for folder in self._documents]
@@ -175,12 +184,15 @@ class CheckpointBuilder:
                     "r, so an array has at most as many as there are ranks"
                 )
 
-    def sync_folders(self, workers: Workers) -> None:
-        """Make all names in the folder durable."""
+    def folder_syncs(self) -> list[Callable[[], None]]:
+        """Return a task for each array's and group's folder that makes the names in it durable, once all are there."""
         # Not by a walk: a folder has a file for each rank.
-        folders = [self.folder, self.folder / MANIFEST_FOLDER]
-        folders += [self.folder / folder for folder in self._documents if folder]
-        workers.run([partial(self._files.sync_folder, folder) for folder in folders])
+        return [partial(self._files.sync_folder, self.folder / folder) for folder in self._documents if folder]
+
+    def sync_folders(self, workers: Workers, *, arrays: bool = True) -> None:
+        """Make all names in the folder durable; without `arrays` those of `folder_syncs` are."""
+        own = [partial(self._files.sync_folder, folder) for folder in (self.folder, self.folder / MANIFEST_FOLDER)]
+        workers.run([*own, *(self.folder_syncs() if arrays else ())])
 
     def record(self, state: Mapping[str, Any], *, training_world_size: int | None = None) -> Record:
         """Return the commit record, once all manifests are there."""

@@ -70,6 +70,9 @@ class CheckpointReader(ArraySource):
         """By group, the number of each of its arrays."""
         self._checksums: dict[tuple[str, int], _Checksums] = {}
         """By group and rank, those of the rank's shards."""
+        self._decoded: Manifest | None = None
+        """The last one whose checksums were needed: other groups' are in it."""
+        self._decoding = threading.Lock()
         self._shards: OrderedDict[tuple[str, int], ShardReader] = OrderedDict()
         self._lock = threading.Lock()
         self._retired_bytes = 0
@@ -218,13 +221,7 @@ class CheckpointReader(ArraySource):
         array = self.array(name)
         group = name.partition("/")[0]
         # Rank r stores shard r; arrays of one shard are rank 0's.
-        with self._lock:
-            known = self._checksums.get((group, shard))
-        if known is None:
-            known = _Checksums(self._numbers_in(group), shard, self.manifest(shard).shards)
-            with self._lock:
-                self._checksums[group, shard] = known
-        crcs = known.of(self._numbers[group][name])
+        crcs = self._checksums_of(group, shard).of(self._numbers[group][name])
         if len(crcs) != array.grid.present_chunks(shard):
             raise CorruptionError(
                 f"array {name!r}: {manifest_file(shard)} has no checksums for each of the "
@@ -232,6 +229,15 @@ class CheckpointReader(ArraySource):
             )
         found: list[int] = crcs.tolist()
         return found
+
+    def _checksums_of(self, group: str, shard: int) -> _Checksums:
+        # Decoded once: all threads of a load ask for them first of all.
+        with self._decoding:
+            if (group, shard) not in self._checksums:
+                if self._decoded is None or self._decoded.rank != shard:
+                    self._decoded = self.manifest(shard)
+                self._checksums[group, shard] = _Checksums(self._numbers_in(group), shard, self._decoded.shards)
+            return self._checksums[group, shard]
 
     def _numbers_in(self, group: str) -> dict[str, int]:
         with self._lock:

@@ -21,11 +21,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import zip_longest
-from typing import TypeVar
 
 from ..errors import CheckpointError
-from ..io.pool import Workers
+from ..io.pool import Workers, in_turn
 from ..io.shards import ShardSummary
 from ..ranks.rendezvous import Rendezvous
 from .build import READ_ONLY, CheckpointBuilder
@@ -43,8 +41,6 @@ from .reader import CheckpointReader
 from .request import SaveRequest, SaveSummary
 from .retention import retire
 from .reuse import Spare, make_spare
-
-T = TypeVar("T")
 
 _SEE_FOLDER_S = 60.0
 """How long a rank looks for the temporary folder that rank 0 makes first."""
@@ -113,8 +109,7 @@ class _Save:
         """Check what can be checked at once."""
         if self._request.leads:
             request = self._request
-            # Asked for now: it raises where two arrays would share a folder.
-            self._metadata_sha256 = self._builder.metadata_sha256
+            self._builder.check_names()
             replaced = self._committer.check(overwrite=request.overwrite, run=request.run_id)
             if replaced is not None and not request.overwrite:
                 self._messages.append(replaced_text(replaced))
@@ -165,7 +160,7 @@ class _Save:
 
     def _begin(self) -> None:
         spare, files = self._request.spare, self._files
-        if spare is not None and spare.metadata_sha256 != self._metadata_sha256:
+        if spare is not None and spare.metadata_sha256 != self._builder.metadata_sha256:
             spare.remove(files)
             spare = None
         self._committer.begin(None if spare is None else partial(spare.take, files))
@@ -174,13 +169,16 @@ class _Save:
         tasks: list[Callable[[], ShardSummary | None]] = [*self._pieces.tasks(), *self._publisher.tasks()]
         tasks += self._publisher.copy_tasks()
         if self._request.leads:
-            # In between, so that the drive writes shards meanwhile.
-            tasks = _in_turn(tasks, self._builder.metadata_tasks())
+            # In between, so that the drive writes shards meanwhile; not first, for to encode it would hold the caller up.
+            at = self._request.num_threads
+            tasks = [*tasks[:at], *in_turn(tasks[at:], self._builder.metadata_tasks())]
         try:
             found = workers.run(tasks)
             syncs = self._publisher.syncs()
             if self._request.leads:
                 syncs += self._builder.metadata_syncs()
+            if self._request.num_here == 1:  # nobody else makes files
+                syncs += self._builder.folder_syncs()
             workers.run(syncs)
             return [summary for summary in found if summary is not None]
         except OSError:
@@ -228,13 +226,13 @@ class _Save:
         if request.before_commit is not None:
             with CheckpointReader(TagInfo(folder=LocalFolder(self._folder), record=record)) as reader:
                 self._messages += request.before_commit(reader)
-        builder.sync_folders(workers)
+        builder.sync_folders(workers, arrays=request.num_here > 1)
         self._check_alive()
         self._messages += self._committer.commit(record)
         if request.parts is not None:
             request.parts.committed(self._wait_for_machines)
         if request.spares:
-            self._spare, messages = make_spare(self._files, request.folder, request, self._metadata_sha256)
+            self._spare, messages = make_spare(self._files, request.folder, request, self._builder.metadata_sha256)
             self._messages += messages
         elif request.keep is not None:
             self._messages += retire(
@@ -269,7 +267,7 @@ class _Save:
     def _summarise(self, summaries: Sequence[ShardSummary]) -> SaveSummary:
         request = self._request
         linked = [s for s in summaries if s.linked]
-        on_disk = [s for s in summaries if s.array in request.pins and request.pins[s.array].tier == "disk"]
+        on_disk = [s for s in summaries if s.array in request.pins and request.pins[s.array].has_file]
         num_copied = sum(not s.linked for s in on_disk)
         if num_copied:
             self._messages.append(
@@ -347,8 +345,3 @@ class _Save:
         elif (self._folder / MANIFEST_FOLDER).is_dir():
             with contextlib.suppress(OSError):
                 self._builder.write_manifest(self._request.rank, f"failed: {reason}", [], self._rank_state)
-
-
-def _in_turn(first: Sequence[T], second: Sequence[T]) -> list[T]:
-    """Return all of both, each in order, one of each as long as there are some."""
-    return [each for pair in zip_longest(first, second) for each in pair if each is not None]

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import CorruptionError, StorageError, ZstoreError
 from ..io.archives import open_shard_file
-from ..io.pool import Workers
+from ..io.pool import Workers, in_turn
 from ..io.shards import ShardReader
 from ..ranks.division import items_of, shares_of
 from ..ranks.team import ALONE, Team
@@ -23,6 +23,8 @@ from .source import StoredArray
 Advance = Callable[[int], None]
 """Told, from several threads, how many bytes of shard files were checked."""
 
+_FILES_AT_A_TIME = 8
+_LEAST_THREADS = 8
 _Crcs = dict[tuple[str, int], Sequence[int]]
 
 
@@ -51,7 +53,7 @@ def verify_checkpoint(
     the reader's pool. Files at the top of the tag's folder that the format does not know are the user's and no fault.
     """
     with team.agreeing():
-        faults = _Check(reader, team).run(advance, num_threads or max(4, reader.num_readers))
+        faults = _Check(reader, team).run(advance, num_threads or max(_LEAST_THREADS, reader.num_readers))
     told = team.all_gather_object([asdict(fault) for fault in faults])
     # What concerns a whole file is seen by each rank that has a part of it.
     found = dict.fromkeys(Fault(**fault) for part in told for fault in part)
@@ -77,7 +79,6 @@ class _Check:
         """Return the faults of this rank's part."""
         reader, faults = self._reader, list[Fault]()
         if self._team.rank == 0:
-            faults += _check_metadata(reader)
             missing = reader.missing_machines()
             faults += [Fault(file=MANIFEST_FOLDER, problem=missing_text(reader.location, [one])) for one in missing]
         ranks = {shard for _, shard, _, _ in self._shares if shard < reader.record.world_size}
@@ -93,11 +94,20 @@ class _Check:
             if name not in reader.arrays or shard >= reader.arrays[name].grid.num_shards
         ]
         with Workers(num_threads, "zstore-verify") as workers:
-            for found in workers.run(tasks):
+            for found in workers.run(in_turn(self._metadata_tasks(), tasks)):
                 faults += found
         if self._team.rank == 0:
             faults += _find_extra_files(reader, sizes)
         return faults
+
+    def _metadata_tasks(self) -> list[Callable[[], list[Fault]]]:
+        """Return tasks that check the metadata of all levels (rank 0): in between, while the drive reads shards."""
+        reader = self._reader
+        folders = [*reader.documents["consolidated_metadata"]["metadata"]] if self._team.rank == 0 else []
+        # Behind a URL they are asked for at once.
+        step = _FILES_AT_A_TIME if reader.folder.is_local else max(1, len(folders))
+        batches = [folders[first : first + step] for first in range(0, len(folders), step)]
+        return [partial(_check_metadata, reader, batch) for batch in batches]
 
     def _sizes(self) -> dict[str, int | None]:
         """Return the bytes of the files (see `Folder.sizes`): of all on rank 0, which looks for those too many, and behind a
@@ -127,12 +137,13 @@ def _chunks(array: StoredArray, shard: int) -> tuple[int, int]:
     return num_chunks, -(-array.shard_file_bytes(shard) // num_chunks)
 
 
-def _check_metadata(reader: CheckpointReader) -> list[Fault]:
-    """Compare each level's `zarr.json` with the copy at the root, whose digest was checked when it was opened."""
+def _check_metadata(reader: CheckpointReader, folders: Sequence[str]) -> list[Fault]:
+    """Compare the `zarr.json` in `folders` with the copies at the root, whose digest was checked when it was opened."""
     faults: list[Fault] = []
     documents = reader.documents["consolidated_metadata"]["metadata"]
-    files = [f"{folder}/{METADATA_FILE}" for folder in documents]
-    for file, data, expected in zip(files, reader.folder.read_all(files), documents.values(), strict=True):
+    files = [f"{folder}/{METADATA_FILE}" for folder in folders]
+    for folder, file, data in zip(folders, files, reader.folder.read_all(files), strict=True):
+        expected = documents[folder]
         try:
             if isinstance(data, Exception):
                 raise data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -36,6 +37,7 @@ MAX_NAME = 4096
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 
 
+@lru_cache(maxsize=64)
 def numpy_dtype(name: str) -> np.dtype[np.generic]:
     """Return the little-endian numpy data type called `name` ("bfloat16" comes from ml_dtypes).
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -44,12 +45,12 @@ class ShardLayout:
     payload_bytes: int
     """Bytes of a chunk, without its crc32c."""
 
-    @property
+    @cached_property
     def index_bytes(self) -> int:
         """Bytes of the index with its crc32c, without the padding behind it."""
         return 16 * self.num_chunks + CRC_BYTES
 
-    @property
+    @cached_property
     def data_offset(self) -> int:
         """File offset of slot 0."""
         return round_up(self.index_bytes, BLOCK_BYTES)
@@ -59,7 +60,7 @@ class ShardLayout:
         """Bytes of a stored chunk: payload and crc32c."""
         return self.payload_bytes + CRC_BYTES
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Bytes from one chunk to the next."""
         return round_up(self.chunk_bytes, BLOCK_BYTES)
@@ -78,6 +79,7 @@ class ShardLayout:
         return self.data_offset + chunk * self.slot_bytes
 
 
+@lru_cache(maxsize=4096)
 def layout_of(grid: Grid, shard: int, dtype: str) -> ShardLayout:
     """Return the layout of shard number `shard` of an array on `grid` with data type `dtype`."""
     return ShardLayout(
@@ -158,8 +160,11 @@ def seal_slots(slots: Bytes, layout: ShardLayout) -> list[int]:
     return crcs
 
 
-def verify_slots(slots: Bytes, layout: ShardLayout, first_chunk: int, *, path: str, array: str) -> list[int]:
-    """Check the crc32c of every slot in `slots`, chunks from number `first_chunk` on; return the checksums.
+def verify_slots(
+    slots: Bytes, layout: ShardLayout, first_chunk: int, *, path: str, array: str, base: int | None = None
+) -> list[int]:
+    """Check the crc32c of every slot in `slots`, chunks from number `first_chunk` on; return the checksums. Errors name offsets
+    in a shard file, or in a file where chunk 0 is at `base`.
 
     Raises CorruptionError that names array, file, chunk and offset of the first one that is wrong.
     """
@@ -167,6 +172,7 @@ def verify_slots(slots: Bytes, layout: ShardLayout, first_chunk: int, *, path: s
     for number, slot in enumerate(slot_views(slots, layout), start=first_chunk):
         stored: int = struct.unpack_from("<I", slot, layout.payload_bytes)[0]
         if crc32c(slot[: layout.payload_bytes], 0, _KEEP_INTERPRETER) != stored:
-            raise checksum_error(array, f"chunk {number}", path, layout.slot_offset(number), layout.chunk_bytes)
+            offset = number * layout.slot_bytes + (layout.data_offset if base is None else base)
+            raise checksum_error(array, f"chunk {number}", path, offset, layout.chunk_bytes)
         crcs.append(stored)
     return crcs

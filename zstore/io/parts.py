@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ..format.arrays import Bytes
 
 
@@ -28,7 +30,7 @@ class Parts:
 
     def fill(self, data: bytes | Bytes) -> None:
         """Copy `data`, as many bytes, into the places."""
-        source, at = memoryview(data), 0
+        source, at = np.frombuffer(data, np.uint8).data, 0
         for view in self.views:
             view[:] = source[at : at + view.nbytes]
             at += view.nbytes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import TypeVar
 
 from ..closing import Closing
@@ -98,3 +99,8 @@ def run_in_thread(task: Callable[[], T], name: str) -> Ticket[T]:
     ticket, carry_out = promise(task)
     threading.Thread(target=carry_out, name=name, daemon=False).start()
     return ticket
+
+
+def in_turn(first: Sequence[T], second: Sequence[T]) -> list[T]:
+    """Return all of both, each in order, one of each as long as there are some."""
+    return [each for pair in zip_longest(first, second) for each in pair if each is not None]
