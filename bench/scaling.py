@@ -159,7 +159,7 @@ def lines_of(rows: Sequence[Row], axis: str, what: str) -> dict[str, list[tuple[
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Return a table for each axis, in Markdown."""
-    lines = []
+    lines: list[str] = []
     for axis in [axis for axis in AXES if any(row["axis"] == axis for row in rows)]:
         xs = sorted({row["x"] for row in rows if row["axis"] == axis})
         lines += [

@@ -72,7 +72,8 @@ def start_engine(spec: Spec, tier: str, folder: str) -> Engine:
         "zero_optimization": {"stage": 1, **offload},
         "steps_per_print": 0,
     }
-    return zstore.initialize(model=Many(spec["arrays"], spec["numel"]), config=config)[0]
+    engine: Engine = zstore.initialize(model=Many(spec["arrays"], spec["numel"]), config=config)[0]
+    return engine
 
 
 def step(engine: Engine) -> None:
