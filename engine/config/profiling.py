@@ -63,7 +63,7 @@ class CommsLoggerSection(Section):
     """Name the function that called, in the lines of `verbose` and in the table."""
     prof_ops: Operations = built(())
     """Kinds to time where `prof_all` is false: all_gather, all_to_all, reduce_scatter, broadcast, send, recv, by the names of
-    torch or DeepSpeed; or what they are for: all_reduce, which is made of others, and control, agreement between ranks."""
+    torch or DeepSpeed; or what they are for: all_reduce, which may be made of others, and control, agreement between ranks."""
 
 
 class ThroughputSection(Section):

@@ -17,14 +17,18 @@ from __future__ import annotations
 import torch
 
 
-def join_master(weight: torch.Tensor, low: torch.Tensor, ties: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def join_master(
+    weight: torch.Tensor, low: torch.Tensor, ties: torch.Tensor, out: torch.Tensor, room: torch.Tensor
+) -> torch.Tensor:
     """Write the master of `weight` (bf16 [n]), `low` (uint16 [n]) and `ties` (uint8 [ceil(n / 8)]) to `out` (fp32 [n]).
 
-    All are 1-D, on one device; returns `out`. See [Note: the split].
+    All are 1-D, on one device; returns `out`. `room` is int32 [n], whose values are lost. See [Note: the split].
     """
     bits = out.view(torch.int32)
-    bits.copy_(weight.view(torch.int16)).bitwise_left_shift_(16).add_(low.view(torch.int16))
-    rare = ties.nonzero().flatten()
+    # A sum of two types would take ten times as long.
+    room.copy_(low.view(torch.int16))
+    bits.copy_(weight.view(torch.int16)).bitwise_left_shift_(16).add_(room)
+    rare = _nonzero_bytes(ties)
     if rare.numel():
         every = _numbers(ties)
         is_set = (ties[rare].unsqueeze(1) >> every) & 1 == 1
@@ -45,15 +49,27 @@ def split_master(
         return
     bits = master.view(torch.int32)
     least, most = _split_bits(bits, weight, low, room)
-    if least < 0 or most > 1:
-        wrong = (room < 0) | (room > 1)
+    if least < -_TIE or most >= 3 * _TIE:
+        wrong = (room < -_TIE) | (room >= 3 * _TIE)
         weight.view(torch.int16)[wrong] = (bits[wrong] >> 16).to(torch.int16)
         least, most = _split_bits(bits, weight, low, room)
-    if most == 0:
+    if most < _TIE:
         return
-    marks = torch.nn.functional.pad(room.to(torch.uint8), (0, -room.numel() % 8)).view(-1, 8)
-    rare = marks.view(torch.int64).nonzero()[:, 0]
-    ties[rare] = (marks[rare] << _numbers(ties)).sum(1).to(torch.uint8)
+    found = (room >= _TIE).nonzero().flatten()
+    # Of a byte with several each has a part of its own in the sum.
+    ties.index_add_(0, found // 8, (1 << (found % 8)).to(torch.uint8))
+
+
+_TIE = 0x8000
+"""Difference of a master from its weight, from which on a bit is needed."""
+
+
+def _nonzero_bytes(ties: torch.Tensor) -> torch.Tensor:
+    """Return where bytes are not zero; eight are looked at together where they can be."""
+    if not ties.numel() or ties.numel() % 8 or ties.data_ptr() % 8:
+        return ties.nonzero().flatten()
+    rare = ties.view(torch.int64).nonzero() * 8 + _numbers(ties)
+    return rare.flatten()
 
 
 def _numbers(ties: torch.Tensor) -> torch.Tensor:
@@ -62,9 +78,9 @@ def _numbers(ties: torch.Tensor) -> torch.Tensor:
 
 
 def _split_bits(bits: torch.Tensor, weight: torch.Tensor, low: torch.Tensor, room: torch.Tensor) -> tuple[int, int]:
-    """Set `low`, and `room` to the ties; return the least and the largest of these, which should be zeros and ones."""
+    """Set `low`, and `room` to the difference of each master from its weight; return the least and the largest of these."""
     room.copy_(weight.view(torch.int16)).bitwise_left_shift_(16)
     torch.sub(bits, room, out=room)
     low.view(torch.int16).copy_(room)
-    least, most = torch.aminmax(room.add_(1 << 15).bitwise_right_shift_(16))
+    least, most = torch.aminmax(room)
     return int(least), int(most)

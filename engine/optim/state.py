@@ -255,8 +255,10 @@ class OptimizerState:
         if len(views) == 1:
             return views[0]
         weight, low, ties = views
-        here = self._beside(low, weight, weight.dtype)
-        return join_master(here, low, ties, (room or Room()).take("master", low, torch.float32))
+        here, room = self._beside(low, weight, weight.dtype), room or Room()
+        return join_master(
+            here, low, ties, room.take("master", low, torch.float32), room.take("bits", low, torch.int32)
+        )
 
     def put_master(self, master: torch.Tensor, views: Sequence[torch.Tensor], room: Room | None = None) -> None:
         """Set `views`, 1-D tiles of `master_arrays`, to those of `master`, of any floating type where it is not split."""

@@ -45,7 +45,7 @@ def taken_apart(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     low = torch.empty(bits.shape, dtype=torch.uint16)
     ties = torch.full((-(-bits.numel() // 8),), 0xFF, dtype=torch.uint8)
     split_master(master, weight, low, ties, torch.empty_like(bits))
-    out = join_master(weight, low, ties, torch.empty_like(master))
+    out = join_master(weight, low, ties, torch.empty_like(master), torch.empty_like(bits))
     assert torch.equal(out.view(torch.int32), bits)
     return weight, low, ties
 

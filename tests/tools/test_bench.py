@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from bench import (
     optimizer,
     overhead,
     scale,
+    scaling,
     step,
     trainer,
 )
@@ -151,6 +153,34 @@ def test_offload_benchmark_compares_training_from_disk_with_the_computation(
         assert row["read_bytes_per_parameter"] == 0
         assert row["losses"] == ours["losses"]
     assert [path.name for path in tmp_path.iterdir()] == ["offload.json"]
+
+
+def test_scaling_benchmark_gives_exponents_and_draws_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert scaling.exponent([(10, 3), (100, 30), (1000, 300)]) == pytest.approx(1)
+    assert scaling.exponent([(1, 5), (2, 20), (4, 80)]) == pytest.approx(2)
+    out, drawn, rows = tmp_path / "scaling.json", tmp_path / "scaling.svg", []
+    monkeypatch.setattr(scaling, "run_child", run_here)
+    monkeypatch.setattr(scale, "run_child", run_here)
+    arguments = ["--path", str(tmp_path), "--numel", "1000", "--json", str(out), "--svg", str(drawn)]
+    for axis, points in (("arrays", "2,3"), ("checkpoints", "1,3"), ("journal", "5,50"), ("planned", "8")):
+        monkeypatch.setattr(sys, "argv", ["scaling", "--axes", axis, "--points", points, *arguments])
+        scaling.main()
+        rows += json.loads(out.read_text())["rows"]
+    found = {(row["axis"], row["path"]) for row in rows}
+    model = (
+        "start, in memory",
+        "step in memory",
+        "start, from disk",
+        "step from disk",
+        "save",
+        "load",
+        "verify",
+        "inspect",
+    )
+    assert {("arrays", path) for path in model} <= found
+    assert {("checkpoints", "latest"), ("checkpoints", "prune all but one"), ("planned", "save: plan")} <= found
+    assert len(ElementTree.parse(drawn).getroot().findall("{*}g")) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {out.name, drawn.name}
 
 
 def _outcome() -> Outcome:

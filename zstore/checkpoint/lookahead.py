@@ -9,7 +9,6 @@ it is used up: all spans of a huge checkpoint would take gigabytes.
 
 from __future__ import annotations
 
-import os
 import threading
 from bisect import bisect_right, insort
 from collections import deque
@@ -256,26 +255,37 @@ class ReadAhead(Closing):
 
 
 def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span], None], name: str) -> None:
-    """Read `ranges` ahead and call `use` for each span, in several threads called `name`; its memory is taken back then.
+    """Read `ranges` in spans of a request each, roughly in order, and call `use` for each, in several threads called `name`.
 
-    The first error stops all of them and is raised.
+    The thread that read a span uses it, in whose cache it may still be; its memory is taken back then. The first error stops
+    all of them and is raised.
     """
-    # More than cores: some wait for the drive while others compute.
-    num_threads = max(4, min(8, os.cpu_count() or 4))
+    num_threads, span_bytes = reader.num_readers, reader.resources.request_bytes
+    coming = (span for name, first, stop in ranges for span in cut_spans(reader.array(name), first, stop, span_bytes))
+    lock = threading.Lock()
+    failed = False
+    slabs = Slabs(span_bytes)
 
     def work() -> None:
+        nonlocal failed
+        slab = slabs.acquire()
         try:
-            while (span := ahead.take()) is not None:
+            while not failed:
+                with lock:
+                    span = next(coming, None)
+                if span is None:
+                    return
+                # A chunk of another program may be larger than all other spans.
+                span.slab = slab if span.nbytes <= slab.size else np.empty(span.nbytes, np.uint8)
+                reader.read(span.name, span.first, span.stop, span.data)
                 use(span)
-                ahead.release(span)
         except BaseException:
-            ahead.stop()
+            failed = True
             raise
 
-    if not ranges:
-        return
-    with Workers(num_threads, name) as workers, ReadAhead(reader, ranges) as ahead:
-        workers.run([work] * num_threads)
+    if ranges:
+        with Workers(num_threads, name) as workers:
+            workers.run([work] * num_threads)
 
 
 def read_into(

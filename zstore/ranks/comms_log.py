@@ -6,7 +6,8 @@ takes. The algorithm bandwidth is size / time; the bus bandwidth is that times (
 reduce-scatter and an exchange among n ranks, for of that each link carries as much whatever n is, and times 1 for a
 broadcast and for a transfer between two ranks. These are nccl-tests' definitions
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Where gradients are summed on all ranks ("for
-all_reduce"), that is an exchange and a gather, and each stands for itself.
+all_reduce"), that is an exchange and a gather, and each stands for itself; between two ranks on gloo it may be one
+all-reduce, whose factor is 2 (n - 1) / n = 1.
 
 The time of a collective that goes on beside the computation is that until somebody waited for it. On CUDA it is taken
 by events on the stream that computes, which waits; they are read when the table is made.
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("zstore")
 
 OPERATIONS = ("all_gather", "all_to_all", "reduce_scatter", "broadcast", "send", "recv", "all_reduce", "control")
-"""What can be asked for: operations, and two of the purposes that they serve."""
+"""What can be asked for: operations, and purposes that they serve."""
 
 _OTHER_NAMES = {
     "all_gather_into_tensor": "all_gather",
@@ -77,7 +78,7 @@ class LoggedCollective:
     """What is timed."""
 
     operation: str
-    """As torch has it, in short: "all_gather", "all_to_all", "reduce_scatter", "broadcast", "send", "recv"."""
+    """As torch has it, in short: "all_gather", "all_to_all", "all_reduce", "reduce_scatter", "broadcast", "send", "recv"."""
     purpose: str
     """`Kind` of the bytes that it moves: "all_reduce", "control", ..."""
     nbytes: int

@@ -1,9 +1,9 @@
 """The weights of a checkpoint: listed, read in any precision, written as safetensors.
 
 [Note: the pipeline]
-Threads read spans of the arrays in the order of the output; others cast each span straight to where it goes: into
-tensors, or into 4-MiB blocks of the output file, of which whoever completes one writes it. In memory are the spans read
-ahead and a few blocks, whatever the model's size.
+Threads take spans of the arrays in the order of the output, a request each. Whoever reads a span checks it and casts it
+straight to where it goes: into tensors, or into 4-MiB blocks of the output file, of which whoever completes one writes it.
+Nothing is handed from thread to thread. In memory are a span of each thread and a few blocks, whatever the model's size.
 """
 
 from __future__ import annotations
