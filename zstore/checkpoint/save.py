@@ -169,8 +169,9 @@ class _Save:
         tasks: list[Callable[[], ShardSummary | None]] = [*self._pieces.tasks(), *self._publisher.tasks()]
         tasks += self._publisher.copy_tasks()
         if self._request.leads:
-            # In between, so that the drive writes shards meanwhile.
-            tasks = in_turn(tasks, self._builder.metadata_tasks())
+            # In between, so that the drive writes shards meanwhile; not first, for to encode it would hold the caller up.
+            at = self._request.num_threads
+            tasks = [*tasks[:at], *in_turn(tasks[at:], self._builder.metadata_tasks())]
         try:
             found = workers.run(tasks)
             syncs = self._publisher.syncs()
@@ -266,7 +267,7 @@ class _Save:
     def _summarise(self, summaries: Sequence[ShardSummary]) -> SaveSummary:
         request = self._request
         linked = [s for s in summaries if s.linked]
-        on_disk = [s for s in summaries if s.array in request.pins and request.pins[s.array].tier == "disk"]
+        on_disk = [s for s in summaries if s.array in request.pins and request.pins[s.array].has_file]
         num_copied = sum(not s.linked for s in on_disk)
         if num_copied:
             self._messages.append(
