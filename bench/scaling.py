@@ -137,7 +137,8 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
     """Return the slope, by least squares, of a line through the logarithms of at least two points, which are positive."""
     logs = [(math.log(x), math.log(y)) for x, y in points]
     x_mean, y_mean = (sum(values) / len(logs) for values in zip(*logs, strict=True))
-    return sum((x - x_mean) * (y - y_mean) for x, y in logs) / sum((x - x_mean) ** 2 for x, _ in logs)
+    slope: float = sum((x - x_mean) * (y - y_mean) for x, y in logs) / sum((x - x_mean) ** 2 for x, _ in logs)
+    return slope
 
 
 def lines_of(rows: Sequence[Row], axis: str, what: str) -> dict[str, list[tuple[float, float]]]:
