@@ -1,4 +1,4 @@
-r"""A budget of cycles: core-seconds a GB and a million parameters for each path over training state, by cause.
+"""A budget of cycles: core-seconds a GB and a million parameters for each path over training state, by cause.
 
     python -m bench.cycles [--paths step,save] [--against FOLDER] [--compare before.json] [--json FILE]
 
@@ -9,11 +9,12 @@ and system, of all its threads; a GB is 10^9 bytes that the kernel moved between
 `perf`, samples of all threads tell by what causes (`bench.cycle_causes`); elsewhere there are counters alone.
 
 With `--against` each path runs on another checkout of this project too, in turn with this one, and both stand side by side;
-with `--compare` the other figures come from the JSON of an earlier run: its "before" where it has two. `--show` makes the
-tables of a JSON anew, and `--md` puts them into a page. To bring `bench/results/cycles.md` up to date:
+with `--compare` the other figures come from the JSON of an earlier run: its "before" where it has two. Compare runs of one
+machine in one state alone: with two cores to itself a process has more threads that ask for the interpreter's lock at once
+than beside other work, and its core-seconds rise by up to a half. `--show` makes the tables of a JSON anew, and `--md` puts
+them into a page. To bring `bench/results/cycles.md` up to date, BEFORE being a checkout of the commit before:
 
-    python -m bench.cycles --compare bench/results/cycles.json --json bench/results/cycles.json \
-        --md bench/results/cycles.md
+    python -m bench.cycles --against BEFORE --json bench/results/cycles.json --md bench/results/cycles.md
 """
 
 from __future__ import annotations
