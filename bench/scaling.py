@@ -1,7 +1,7 @@
 """How cost grows: processor time, time and memory against model size, number of arrays, ranks, checkpoints and steps of a
 journal, with the exponent of each: 1 is a straight line, 0 no growth at all.
 
-    python -m bench.scaling [--axes parameters,arrays,ranks,checkpoints,journal,planned] [--path FOLDER] [--json FILE]
+    python -m bench.scaling [--axes parameters,arrays,ranks,checkpoints,journal,plan,planned] [--path FOLDER] [--json FILE]
                             [--md FILE] [--svg FILE] [--show FILE]
 
 Each point is a process of its own. `planned` are the parts of a save and a load of single ranks of a world of up to 512
@@ -16,6 +16,7 @@ import json
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from bench import scale
 from bench.chart import Panel, draw
 from bench.children import run_child
 from bench.machine import machine
+from bench.offload import MODELS
 
 Row = dict[str, Any]
 
@@ -33,6 +35,7 @@ AXES: dict[str, str] = {
     "ranks": "ranks, of ten million parameters in 24 arrays; processor time and memory of all together",
     "checkpoints": "checkpoints in the folder",
     "journal": "steps in a journal",
+    "plan": "million parameters of a GPT, planned with all on disk",
     "planned": "ranks that save, of 110 million parameters; what a single one does",
 }
 POINTS: dict[str, list[int]] = {
@@ -41,8 +44,11 @@ POINTS: dict[str, list[int]] = {
     "ranks": [1, 2, 3, 4],
     "checkpoints": [1, 10, 100, 1000],
     "journal": [1000, 10_000, 100_000],
+    "plan": [2, 110, 1200, 2700],
     "planned": [8, 64, 512],
 }
+GPTS = {2: "tiny", 110: "110m", 1200: "1.2b", 2700: "2.7b"}
+"""Millions of parameters -> name in `bench.offload`."""
 _LIMIT_S = 600.0
 _LEAST_SHOWN_BYTES = 8 * 2**20
 
@@ -104,6 +110,8 @@ def measured_at(axis: str, x: int, options: argparse.Namespace) -> list[Row]:
     elif axis == "arrays":
         # A row of 64 elements each, at least.
         spec |= {"contender": "model", "arrays": x}
+    elif axis == "plan":
+        spec |= {"contender": "plan", "shape": asdict(MODELS[GPTS[x]])}
     elif axis == "ranks":
         spec |= {"contender": "ranks", "ranks": x}
     else:
@@ -137,7 +145,8 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
     """Return the slope, by least squares, of a line through the logarithms of at least two points, which are positive."""
     logs = [(math.log(x), math.log(y)) for x, y in points]
     x_mean, y_mean = (sum(values) / len(logs) for values in zip(*logs, strict=True))
-    return sum((x - x_mean) * (y - y_mean) for x, y in logs) / sum((x - x_mean) ** 2 for x, _ in logs)
+    slope: float = sum((x - x_mean) * (y - y_mean) for x, y in logs) / sum((x - x_mean) ** 2 for x, _ in logs)
+    return slope
 
 
 def lines_of(rows: Sequence[Row], axis: str, what: str) -> dict[str, list[tuple[float, float]]]:
@@ -151,11 +160,11 @@ def lines_of(rows: Sequence[Row], axis: str, what: str) -> dict[str, list[tuple[
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Return a table for each axis, in Markdown."""
-    lines = []
+    lines: list[str] = []
     for axis in [axis for axis in AXES if any(row["axis"] == axis for row in rows)]:
         xs = sorted({row["x"] for row in rows if row["axis"] == axis})
         lines += [
-            f"### {AXES[axis].split(',')[0].capitalize()}",
+            f"### {_heading(axis)}",
             "",
             f"Against {AXES[axis]}: processor seconds, and below them MiB.",
             "",
@@ -172,6 +181,11 @@ def table(rows: Sequence[Row]) -> list[str]:
                 lines.append(f"| {path}{unit} |{cells}{fits}")
         lines.append("")
     return lines
+
+
+def _heading(axis: str) -> str:
+    text = AXES[axis].split(",")[0]
+    return text[0].upper() + text[1:]
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import zstore
+from bench.contenders import build_model
 from bench.process import Spec, Tell, measured, serve
 from zstore.checkpoint.catalog import list_tags, resolve
 from zstore.checkpoint.format import Record
@@ -24,6 +25,14 @@ from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.retention import Keep, weigh
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
+from zstore.engine.config.config import OptimizerConfig, load_config
+from zstore.engine.config.resolve import ResolveContext
+from zstore.engine.optim.optimizer import optimizer_from_config
+from zstore.engine.optim.tensor_kernel import kernels_for, planned_slots
+from zstore.engine.params.record import named_parameters
+from zstore.engine.plan.needs import find_needs, placement_settings, shapes_of_model, units_of_model
+from zstore.engine.plan.placement import make_plan
+from zstore.engine.plan.plan import Plan
 from zstore.journal.reader import read_file
 from zstore.testing.ranks import run_ranks
 from zstore.tools.inspect import inspect_command
@@ -63,7 +72,8 @@ def start_engine(spec: Spec, tier: str, folder: str) -> Engine:
         "zero_optimization": {"stage": 1, **offload},
         "steps_per_print": 0,
     }
-    return zstore.initialize(model=Many(spec["arrays"], spec["numel"]), config=config)[0]
+    engine: Engine = zstore.initialize(model=Many(spec["arrays"], spec["numel"]), config=config)[0]
+    return engine
 
 
 def step(engine: Engine) -> None:
@@ -186,5 +196,29 @@ def _journal(spec: Spec, tell: Tell) -> None:
     tell("path", path="journal, read", **_repeated(lambda: read_file(folder / "run", path.name)))
 
 
-CONTENDERS = {"model": _model, "ranks": _ranks, "checkpoints": _checkpoints, "journal": _journal}
+def _plan(spec: Spec, tell: Tell) -> None:
+    """Plan a GPT of the shape `spec["shape"]`, without memory, at stage 3 with everything on disk."""
+    with torch.device("meta"):
+        module = build_model(spec["shape"])
+    offload = {"device": "nvme", "nvme_path": spec["folder"]}
+    zero = {"stage": 3, "offload_optimizer": offload, "offload_param": offload}
+    written = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    config = load_config({**written, "optimizer": {"type": "AdamW"}}).resolve(ResolveContext(world_size=1))
+    optimizer = optimizer_from_config(OptimizerConfig(kind="AdamW", arguments={}), None, module)
+    (kernel,) = kernels_for(type(optimizer), optimizer.param_groups)
+    slots = {name: planned_slots(kernel, parameter.shape) for name, _, parameter in named_parameters(module)}
+
+    def plan() -> Plan:
+        shapes, units = shapes_of_model(module, "bf16"), units_of_model(module)
+        needs = find_needs(shapes, slots, config, world_size=1, rank=0, units=units)
+        return make_plan(needs, placement_settings(config, budget_bytes=None, device_is_host=True), units)
+
+    made = plan()
+    tell("path", path="plan", **_repeated(plan))
+    nothing = {"seconds": 0.0, "cpu_s": 0.0}
+    tell("path", path="state on disk, planned", growth_bytes=made.held_total.disk, **nothing)
+    tell("path", path="traffic of a step, planned", growth_bytes=made.traffic_total.total, **nothing)
+
+
+CONTENDERS = {"plan": _plan, "model": _model, "ranks": _ranks, "checkpoints": _checkpoints, "journal": _journal}
 """What a process may be asked for."""

@@ -60,6 +60,7 @@ def describe(figures: dict[str, Any]) -> str:
     if figures["tier"] == "nvme":
         limit = f"{figures['limit_name']} {figures['limit']:.2f} GB/s"
         compared += f", {figures['rate']:.2f} GB/s; {limit}: {figures['percent']:.1f} % of the limit"
+        compared += f", {figures['core_s_per_gb']:.3f} core-seconds a GB"
     else:
         compared += f", {figures['times_plain']:.2f} times a plain loop's {figures['plain_step_s']:.4f} s"
     device_peak = figures["device_peak_bytes"]
@@ -88,6 +89,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
     engine, *_ = zstore.initialize(model=model, config=config)
     rows: list[tuple[float, float, float, int, float]] = []
+    cores: list[float] = []
     nbytes = int(options.gib * 2**30)
     limit = partial(disk_limit, folder, "mixed", nbytes) if options.tier == "nvme" else _no_limit
     if options.tier == "nvme":
@@ -100,14 +102,16 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             times.append(_now())
             engine.backward(loss)
             times.append(_now())
-            before = engine.statistics().store
+            before, core_s = engine.statistics().store, time.process_time()
             engine.step()
             times.append(_now())
+            core_s = time.process_time() - core_s
             after = engine.statistics().store
             moved = after.disk_read_bytes + after.disk_write_bytes - before.disk_read_bytes - before.disk_write_bytes
             if step >= 2:
                 forward_s, backward_s, step_s = (after - before for before, after in itertools.pairwise(times))
                 rows.append((forward_s, backward_s, step_s, moved, limit()))
+                cores.append(core_s)
         stall_s, written_percent = _save(engine, folder)
     figures: dict[str, Any] = {
         "model": options.model,
@@ -119,12 +123,14 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "forward_s": statistics.median(row[0] for row in rows),
         "backward_s": statistics.median(row[1] for row in rows),
         "step_s": statistics.median(row[2] for row in rows),
+        "step_core_s": statistics.median(cores),
         "save_stall_ms": 1000 * stall_s,
         "save_new_blocks_percent": written_percent,
         "device_peak_bytes": device_peak_bytes(),
     }
     if options.tier == "nvme":
         figures["limit_name"] = limit_name()
+        figures["core_s_per_gb"] = statistics.median(1e9 * c / row[3] for c, row in zip(cores, rows, strict=True))
         figures["rate"] = statistics.median(row[3] / row[2] for row in rows) / 1e9
         figures["limit"] = statistics.median(row[4] for row in rows) / 1e9
         figures["percent"] = statistics.median(100 * row[3] / row[2] / row[4] for row in rows)

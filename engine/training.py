@@ -29,7 +29,7 @@ from .optim.one_bit_step import OneBitStep
 from .optim.optimizer import ZeroOptimizer
 from .optim.state import OptimizerState
 from .optim.tensor_step import TensorStep
-from .optim.update import StepSettings, Update, read_ahead
+from .optim.update import StepSettings, Update, in_order, read_ahead
 from .optim.updater import StepMode, Updater
 from .params.record import ParameterRecord, Residency, Sharding
 from .plan.plan import Plan
@@ -445,7 +445,7 @@ class Training:
 
     def _updated(self) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
         """Return what had a gradient and is updated in `step()`, and what is behind it."""
-        records = [record for record in self.trained if self.gradients.has(record)]
+        records = in_order(self.state, [record for record in self.trained if self.gradients.has(record)])
         here = {r for r in records if self.step_mode is not StepMode.FORWARD or r.residency is Residency.RESIDENT}
         return [record for record in records if record in here], [record for record in records if record not in here]
 

@@ -37,6 +37,8 @@ class Layout:
         records: list[ParameterRecord] = []
         error: BaseException | None = None
         freed_bytes = 0
+        if self._plan.packs_small:
+            state.store.share_files()
         for name, aliases, parameter, group in parameters:
             try:
                 # After an error too: the other ranks are in this, one after the other.

@@ -8,7 +8,7 @@ parameters that are offloaded) and `gradient/` (rows that wait on disk for the u
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -82,6 +82,7 @@ class OptimizerState:
         """Parameters whose gradients wait for the update on disk, and the array in which they do."""
         self.gradients_on_host: set[ParameterRecord] = set()
         """Parameters whose gradients wait for the update in host memory, wherever the device is."""
+        self._sharing: dict[ParameterRecord, bool] = {}
         self._ahead: tuple[Sequence[ParameterRecord], Stream] | None = None
         """What is read ahead of an update, and of which parameters that is."""
         self._own_master: set[ParameterRecord] = set()
@@ -319,7 +320,6 @@ class OptimizerState:
             raise KeyError(f"{record.name} is frozen")
         return self.kernels[record.group], record.group
 
-    @contextmanager
     def passing(
         self,
         groups: Sequence[Sequence[str]],
@@ -328,20 +328,27 @@ class OptimizerState:
         modes: Mapping[str, ModeName] | None = None,
         admit: Callable[[int, bool], bool] | None = None,
         on_end: Callable[[int], None] | None = None,
-        begun: Stream | None = None,
-    ) -> Iterator[Tiles]:
-        """Give a pass over groups of arrays for the length of a `with` block: what is left of it is ended there.
+    ) -> AbstractContextManager[Tiles]:
+        """Give a pass over groups of arrays for the length of a `with` block: what is left of it is ended there."""
+        return self.over(self.store.stream(groups, mode, modes=modes, admit=admit, on_end=on_end))
+
+    @contextmanager
+    def over(self, tiles: Tiles) -> Iterator[Tiles]:
+        """Give a pass that was begun; see `passing`.
 
         Beside a disk, tiles are worked on by one thread: it outruns the disk, while torch's threads, which spin as they
-        wait for each other, would take the processors from the I/O threads. `begun` is such a pass that was read
-        ahead.
+        wait for each other, would take the processors from the I/O threads.
         """
-        if begun is not None and begun.go_on(admit, on_end):
-            whole = begun.tiles()
-        else:
-            whole = self.store.stream(groups, mode, modes=modes, admit=admit, on_end=on_end)
-        with one_thread(self.has_disk), closing(whole) as tiles:
+        with one_thread(self.has_disk), closing(tiles):
             yield tiles
+
+    def shares_files(self, record: ParameterRecord) -> bool:
+        """Return whether arrays of a parameter are in files that small ones share."""
+        found = self._sharing.get(record)
+        if found is None:
+            names = self.arrays_of(record) if record.rest is None else [*self.arrays_of(record), record.rest]
+            found = self._sharing[record] = any(self.store.shares_file(name) for name in names)
+        return found
 
     def keep_ahead(self, records: Sequence[ParameterRecord], begun: Stream) -> None:
         """Keep what was `begun` for the update of `records`, until that takes it."""

@@ -17,8 +17,8 @@ another memory than the parameter, it is brought to them in phase 1 and taken ba
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from zstore.tensors import as_torch
 from ..device import GradientTiles, H2DQueue, Room
 from ..params.record import ParameterRecord
 from .kernel import ParameterStep
+from .moments import MomentTiles
 from .state import OptimizerState
 
 Rows = Callable[[ParameterRecord], torch.Tensor | None]
@@ -76,8 +77,10 @@ class _Change:
     ) -> None:
         self.record = record
         self._state = state
-        self._room = Room() if former is None else former._room
-        self._moments = state.moment_tiles(record, settings.step, None if former is None else former._moments)
+        self._room: Room = Room() if former is None else former._room
+        self._moments: MomentTiles | None = state.moment_tiles(
+            record, settings.step, None if former is None else former._moments
+        )
         """What makes the kernel's slots out of those at rest; None: they are what rests."""
         self._num_master = len(state.master_arrays(record))
         """What comes first in a tile: the master, or its parts."""
@@ -140,6 +143,11 @@ def read_ahead(
         state.keep_ahead(first, begun)
 
 
+def in_order(state: OptimizerState, records: Sequence[ParameterRecord]) -> list[ParameterRecord]:
+    """Return `records` with those first whose arrays share files: side by side they travel together."""
+    return sorted(records, key=lambda record: not state.shares_files(record))
+
+
 def _arrays(state: OptimizerState, record: ParameterRecord) -> list[str]:
     """Return what an update brings together of a parameter."""
     names = state.arrays_of(record)
@@ -191,16 +199,20 @@ class Update:
             if done is not None:
                 done(mine[group])
 
-        with (
-            self._state.passing(
+        admitted = None if admit is None else (lambda group, wait: admit(mine[group], wait))
+        begun = self._begun
+        passing: AbstractContextManager[Iterable[Tile]]
+        if begun is not None and begun.go_on(admitted, None if done is None else ended):
+            passing = self._state.over(begun.tiles())
+        else:
+            passing = self._state.passing(
                 [_arrays(self._state, record) for record in mine],
                 "update",
                 modes=_modes(self._state, mine),
-                admit=None if admit is None else (lambda group, wait: admit(mine[group], wait)),
+                admit=admitted,
                 on_end=None if done is None else ended,
-                begun=self._begun,
-            ) as tiles,
-        ):
+            )
+        with passing as tiles:
             change: _Change | None = None
             for tile in tiles:
                 record = mine[tile.group]

@@ -191,6 +191,7 @@ class LatePin:
         self._name = name
         self.local = store.local(name)
         self.tier = store.tier_of(name)
+        self.has_file = self.tier == "disk" and not store.shares_file(name)
         self.version: int | None = None
         self._found: Future[PinnedShard] = Future()
         self._lock = threading.Lock()

@@ -32,6 +32,7 @@ from zstore.format.arrays import ArraySpec, numpy_dtype
 from zstore.format.partition import Grid, make_grid, round_up
 from zstore.format.shardfile import ShardLayout
 from zstore.store.store import SMALL_SHARD_BYTES
+from zstore.store.tiers.packs import MANY_SMALL, is_packed, run_file_bytes
 
 from .plan import (
     ALIKE,
@@ -77,13 +78,15 @@ def make_plan(needs: Sequence[Need], settings: PlacementSettings, units: Sequenc
             places[name] = _in_memory(choice.need, choice.field, places[name])
             used_bytes += choice.memory_bytes
     stored = [one for need in needs for one in _stored(need, places[need.name], settings)]
+    packs_small = sum(one.is_small for one in stored) >= MANY_SMALL
     return Plan(
         settings=settings,
         placements=places,
         stay_gathered=frozenset(need.name for need in needs if need.stays_gathered),
         held=_held(stored, settings),
         traffic=_traffic(stored),
-        files=tuple((one.field, one.file_bytes) for one in stored if one.rest == "disk"),
+        files=tuple((one.field, one.file_bytes(packs_small=packs_small)) for one in stored if one.rest == "disk"),
+        packs_small=packs_small,
         budget_used_bytes=used_bytes,
         budget_full_bytes=full_bytes,
         gathered_bytes=_gathered_bytes(needs, units),
@@ -120,9 +123,13 @@ class _Stored:
         return round_up(self.nbytes, _HOST_ALIGN_BYTES) if self.rest == "host" else 0
 
     @property
-    def file_bytes(self) -> int:
-        """Bytes of its file; none but on disk."""
-        return self.layout.file_bytes if self.rest == "disk" else 0
+    def is_small(self) -> bool:
+        """Whether it is on disk, and may share a file there."""
+        return self.rest == "disk" and is_packed(self.nbytes)
+
+    def file_bytes(self, *, packs_small: bool) -> int:
+        """Return the bytes of its file, or of its part of one; none but on disk."""
+        return run_file_bytes(self.layout, packed=packs_small and self.is_small) if self.rest == "disk" else 0
 
 
 def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterator[_Stored]:

@@ -246,6 +246,8 @@ class Plan:
     """Budget with which nothing would be on disk (but parameters beyond `max_in_cpu_numel`)."""
     gathered_bytes: int
     """Most bytes of parameters gathered at a time: a unit in use and the next one. Beside the budget."""
+    packs_small: bool = False
+    """Whether small shards on disk share files (`TensorStore.share_files`)."""
     update_bytes: int = 0
     """Most bytes of tensors that are brought together for an update of the whole. Beside the budget."""
     sent: Mapping[str, Sent] = field(default_factory=dict)

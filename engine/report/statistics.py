@@ -14,7 +14,8 @@
   their masters, or a part of them, whatever they are read for. A pass that is not begun waits for a save to let go of
   a shard, or for the file of a new version;
 - `activation_read`, `activation_write`: likewise, activations on their way from and to the disk;
-- `parameter_read`: this rank's rows of parameters that rest in host memory or on disk, on their way to be gathered;
+- `parameter_read`: this rank's rows of parameters that rest in host memory or on disk, on their way to be gathered; a
+  rank alone on a CPU uses those in host memory where they are;
 - `checkpoint_write`: bytes copied for checkpoints; files that could be linked are not among them.
 What is counted with `World.links` or `TensorStore.links` under other names stands there too. A link that was never used
 is missing. Busy time is summed over operations under way at once, so it may exceed the time that passed.

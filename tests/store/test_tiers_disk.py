@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from crc32c import crc32c
 
 from zstore.errors import CorruptionError, DiskFullError, StorageError, UsageError
 from zstore.format.arrays import ArraySpec
@@ -314,6 +315,24 @@ class TestDiskTier(TierContract):
         self.flip(bench, local)
         with pytest.raises(CorruptionError, match=rf"array '{local.spec.name}': chunk 1 of .*\.shard fails its crc32c"):
             bench.read(local)
+        bench.expect_all_buffers_back()
+
+    def test_a_chunk_is_checked_when_it_is_asked_for_and_sealed_when_the_next_is(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        values = bench.values(local, 1)
+        self.flip(bench, local, chunk=2)
+        tiles = bench.tiles([local.spec.name], Mode.UPDATE)
+        first = next(tiles)
+        assert same_bits(first.views[0], values[: first.stop])
+        payload = first.views[0]
+        behind = np.lib.stride_tricks.as_strided(payload[-1:], (2,), (4,))[1:].view(np.uint32)
+        payload[:] = 5
+        assert behind[0] != crc32c(payload.tobytes())
+        second = next(tiles)
+        assert behind[0] == crc32c(payload.tobytes())
+        assert same_bits(second.views[0], values[second.first : second.stop])
+        with pytest.raises(CorruptionError, match="chunk 2 of"):
+            next(tiles)
         bench.expect_all_buffers_back()
 
     def test_a_lost_write_is_found(self, bench: TierBench) -> None:

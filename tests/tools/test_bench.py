@@ -16,6 +16,7 @@ import torch
 from bench import (
     activations,
     bare_checkpoint,
+    bare_step,
     checkpoint,
     children,
     command_ranks,
@@ -44,6 +45,7 @@ from zstore.checkpoint.reader import open_checkpoint
 from zstore.format.partition import grid_in_checkpoint, make_grid
 from zstore.format.shardfile import layout_of
 from zstore.io.buffers import make_slab
+from zstore.tools.sample.models import build_model
 
 
 def test_disk_benchmark_compares_every_pattern_with_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +71,16 @@ def test_step_benchmark_counts_the_bytes_of_a_step(tmp_path: Path, monkeypatch: 
     # Master and two moments, read and written; small parameters rest in memory, padding and checksums add to the others.
     assert 20 < figures["bytes_per_parameter"] < 27
     assert 0 < figures["save_new_blocks_percent"] < 25  # of a tiny model, the small parameters are much
+
+
+def test_the_bare_step_moves_what_a_step_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "bare.json"
+    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
+    arguments = ["--model", "gpt-tiny", "--steps", "1", "--gib", "0.03"]
+    monkeypatch.setattr(sys, "argv", ["bare_step", "--path", str(tmp_path), *arguments, "--json", str(out)])
+    bare_step.main()
+    num_parameters = sum(parameter.numel() for parameter in build_model("gpt-tiny", 64).parameters())
+    assert 20 < json.loads(out.read_text())["moved_bytes"] / num_parameters < 27
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ by the thread that read them, in whose cache they may still be."""
 MEMORY_BYTES = 48 * 1024 * 1024
 _LEAST_DEPTH = 6
 _NUM_REQUESTS = 12
-"""Requests of `read_into` under way at a time, at least."""
+"""Requests of `read_into` and `use_spans` under way at a time, at least."""
 
 
 @dataclass(eq=False)
@@ -260,7 +260,7 @@ def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span]
     The thread that read a span uses it, in whose cache it may still be; its memory is taken back then. The first error stops
     all of them and is raised.
     """
-    num_threads, span_bytes = reader.num_readers, reader.resources.request_bytes
+    num_threads, span_bytes = max(_NUM_REQUESTS, reader.num_readers), reader.resources.request_bytes
     coming = (span for name, first, stop in ranges for span in cut_spans(reader.array(name), first, stop, span_bytes))
     lock = threading.Lock()
     failed = False

@@ -119,7 +119,7 @@ class SaveRequest(CheckpointPlan):
         written = [
             name
             for name, pin in self.pins.items()
-            if pin.tier != "disk" or self.disk_folders.get(name, self.disk_folder) in elsewhere
+            if not pin.has_file or self.disk_folders.get(name, self.disk_folder) in elsewhere
             if (known := self.unchanged(name)) is None or known.identity[0] != here or not known.is_there()
         ]
         needed = sum(

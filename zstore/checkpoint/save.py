@@ -267,7 +267,7 @@ class _Save:
     def _summarise(self, summaries: Sequence[ShardSummary]) -> SaveSummary:
         request = self._request
         linked = [s for s in summaries if s.linked]
-        on_disk = [s for s in summaries if s.array in request.pins and request.pins[s.array].tier == "disk"]
+        on_disk = [s for s in summaries if s.array in request.pins and request.pins[s.array].has_file]
         num_copied = sum(not s.linked for s in on_disk)
         if num_copied:
             self._messages.append(

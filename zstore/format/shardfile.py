@@ -160,8 +160,11 @@ def seal_slots(slots: Bytes, layout: ShardLayout) -> list[int]:
     return crcs
 
 
-def verify_slots(slots: Bytes, layout: ShardLayout, first_chunk: int, *, path: str, array: str) -> list[int]:
-    """Check the crc32c of every slot in `slots`, chunks from number `first_chunk` on; return the checksums.
+def verify_slots(
+    slots: Bytes, layout: ShardLayout, first_chunk: int, *, path: str, array: str, base: int | None = None
+) -> list[int]:
+    """Check the crc32c of every slot in `slots`, chunks from number `first_chunk` on; return the checksums. Errors name offsets
+    in a shard file, or in a file where chunk 0 is at `base`.
 
     Raises CorruptionError that names array, file, chunk and offset of the first one that is wrong.
     """
@@ -169,6 +172,7 @@ def verify_slots(slots: Bytes, layout: ShardLayout, first_chunk: int, *, path: s
     for number, slot in enumerate(slot_views(slots, layout), start=first_chunk):
         stored: int = struct.unpack_from("<I", slot, layout.payload_bytes)[0]
         if crc32c(slot[: layout.payload_bytes], 0, _KEEP_INTERPRETER) != stored:
-            raise checksum_error(array, f"chunk {number}", path, layout.slot_offset(number), layout.chunk_bytes)
+            offset = number * layout.slot_bytes + (layout.data_offset if base is None else base)
+            raise checksum_error(array, f"chunk {number}", path, offset, layout.chunk_bytes)
         crcs.append(stored)
     return crcs

@@ -24,6 +24,7 @@ from .options import StoreOptions
 from .order import ArrayOrder
 from .runfolder import RunFolders
 from .snapshot import Snapshot
+from .spans import Batch
 from .statistics import StoreStatistics
 from .stream import Pass, Stream, StreamCounters
 from .tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, MemoryTier, Mode, Tier, Tile
@@ -74,6 +75,8 @@ class TensorStore(Closing):
         self._disk = DiskTier(self._drives(), self.resources) if options.all_paths else None
         self._shards: dict[str, LocalShard] = {}
         self._tiers: dict[str, Tier] = {}
+        self._planned: dict[Any, Sequence[Batch]] = {}
+        """Plans of passes over whole arrays that were taken; none once arrays come, go or move."""
         self._order = ArrayOrder()
         self._pools = [pool]
         self._counters = StreamCounters()
@@ -159,14 +162,16 @@ class TensorStore(Closing):
             del self._tiers[name], self._shards[name]
 
     def _at_rest(self, name: str) -> Tier:
-        """Return the tier of an array once nothing is under way for it."""
+        """Return the tier of an array once nothing is under way for it, for a call that changes where or what it is."""
         self.local(name)
+        self._planned.clear()
         self._order.settle([name])
         self._order.forget(name)
         return self._tiers[name]
 
     def _check_new(self, spec: ArraySpec) -> None:
         self._check_open()
+        self._planned.clear()
         if spec.name in self._shards:
             raise UsageError(f"array {spec.name!r} exists already")
 
@@ -201,6 +206,17 @@ class TensorStore(Closing):
         """Return where the shard rests: device, host or disk."""
         self.local(name)
         return self._tiers[name].name
+
+    def share_files(self) -> None:
+        """Let shards on disk of less than 256 KiB that are created from now on share files: a pass brings many in one request,
+        and a checkpoint copies them instead of linking their files."""
+        if self._disk is not None:
+            self._disk.packs_small = True
+
+    def shares_file(self, name: str) -> bool:
+        """Return whether the shard rests on disk and is small, so that it shares a file with others."""
+        tier = self._tiers[name]
+        return isinstance(tier, DiskTier) and tier.is_packed(name)
 
     def version(self, name: str) -> int:
         """Return a number of what the shard holds: while it is the same, no pass changed the shard."""
@@ -363,7 +379,12 @@ class TensorStore(Closing):
     def _stream(self, what: Pass) -> Stream:
         for name in what.names:
             self.local(name)
-        return Stream(what, tiers=self._tiers, shards=self._shards, counters=self._counters)
+        key = tuple(tuple(group) for group in what.groups), what.chunks, what.pool.nbytes
+        planned = self._planned.get(key)
+        stream = Stream(what, tiers=self._tiers, shards=self._shards, counters=self._counters, batches=planned)
+        if what.chunks is None and len(what.groups) > 1:
+            self._planned[key] = stream.batches
+        return stream
 
     def make_pool(self, nbytes: int) -> Pool:
         """Return buffers of their own for passes that must not wait for others; counted against the host budget.

@@ -28,19 +28,19 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..errors import UsageError
 from ..format.arrays import Bytes
 from ..io.buffers import Buffer, Pool
 from ..io.queue import Priority, Ticket
-from .tiers import ChunkSpan, DiskTier, LocalShard, MemoryTier, Mode, Tier, Tile
-from .tiers.base import View
+from .spans import Batch, Plan, plan_batches
+from .tiers import DiskTier, LocalShard, MemoryTier, Mode, Tier, Tile
+from .tiers.base import Piece, View
+from .tiers.packed import load_packed, save_packed
 
 __all__ = ["Pass", "Stream", "StreamCounters", "Tile"]
 
 _MOST_LOADED_SPANS = 64
 _MOST_LOADS_AHEAD = 32
 """Before a pass: they find room in the queue, where nobody must wait for it."""
-_LEAST_SPANS_IN_POOL = 3
 
 Admit = Callable[[int, bool], bool]
 
@@ -85,24 +85,20 @@ class Pass:
         return [name for name in names if self.mode_of(name) is not Mode.READ]
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A span of a group before it has memory."""
-
-    group: int
-    span: ChunkSpan
-    starts_group: bool
-    ends_group: bool
-
-
 @dataclass
 class _Loaded:
-    """A span with its memory and its loads under way."""
+    """Spans with their memory and their loads under way."""
 
-    plan: _Plan
+    batch: Batch
     buffer: Buffer | None
-    parts: list[Bytes]
+    pieces: list[Piece]
+    """Of all arrays, group by group."""
     tickets: list[Ticket[None]]
+
+    @property
+    def memory(self) -> Bytes:
+        """Where the pieces lie."""
+        return NO_BYTES if self.buffer is None else self.buffer.bytes
 
 
 @dataclass
@@ -119,7 +115,7 @@ NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
 
 
 class Stream:
-    """Drives one pass; `tiers` and `shards` say where each array rests."""
+    """Drives one pass over `batches`, by default those of `plan_batches`; `tiers` and `shards` say where each array rests."""
 
     def __init__(
         self,
@@ -128,6 +124,7 @@ class Stream:
         tiers: Mapping[str, Tier],
         shards: Mapping[str, LocalShard],
         counters: StreamCounters,
+        batches: Sequence[Batch] | None = None,
     ) -> None:
         self._pass = what
         self._groups = [tuple(group) for group in what.groups]
@@ -138,8 +135,12 @@ class Stream:
         self._counters = counters
         self._loaded: deque[_Loaded] = deque()
         self._in_memory = self._memory_tiers()
-        self._check_groups()
-        self._plans: deque[_Plan] = deque() if self._in_memory else deque(self._plan())
+        if batches is None:
+            batches = plan_batches(
+                self._groups, tiers=tiers, shards=shards, pool_bytes=what.pool.nbytes, chunks=what.chunks
+            )
+        self.batches = batches
+        self._plans = deque([] if self._in_memory else batches)
         self._begun: dict[str, Tier] = {}
         """Arrays whose pass was begun and not ended."""
         self._saves: deque[Ticket[None]] = deque()
@@ -160,48 +161,6 @@ class Stream:
                 tiers[name] = tier
         return tiers
 
-    def _check_groups(self) -> None:
-        seen: set[str] = set()
-        num_seen = 0
-        for group in self._groups:
-            seen.update(group)
-            num_seen += len(group)
-            if not group or len(seen) < num_seen:
-                raise UsageError(f"a pass visits each array once, and a group has at least one array: got {group}")
-            first = self._shards[group[0]]
-            for name in group[1:]:
-                shard = self._shards[name]
-                if shard.shard != first.shard or first.grid.numel_per_value(shard.grid) is None:
-                    raise UsageError(
-                        f"the arrays of a group share one layout, got different ones for {', '.join(group)}"
-                    )
-
-    def _chunks_of(self, group: Sequence[str]) -> tuple[int, int, int]:
-        """Return the chunks `[start, stop)` that the pass visits of each array of a group, and how many of them travel
-        together."""
-        shard = self._shards[group[0]]
-        present = shard.grid.present_chunks(shard.shard) if shard.valid_numel else 0
-        start, stop = (0, present) if self._pass.chunks is None else self._pass.chunks
-        return start, min(stop, present), self._span_chunks(group)
-
-    def _plan(self) -> Iterator[_Plan]:
-        for number, group in enumerate(self._groups):
-            start, stop, step = self._chunks_of(group)
-            for first in range(start, stop, step):
-                span = ChunkSpan(first, min(step, stop - first))
-                yield _Plan(number, span, first == start, first + step >= stop)
-
-    def _span_chunks(self, group: Sequence[str]) -> int:
-        """Return how many chunks of the group travel together: a request to the disk, of which the pool holds several."""
-        on_disk = []
-        if not self._in_memory:
-            on_disk = [t.span_chunks(name) for name in group if isinstance(t := self._tiers[name], DiskTier)]
-        if not on_disk:
-            least = min(tier.tile_numel for name in group if isinstance(tier := self._tiers[name], MemoryTier))
-            return max(1, least // max(self._shards[group[0]].grid.chunk_numel, 1))
-        chunk_bytes = sum(self._tiers[name].span_bytes(name, 1) for name in group)
-        return max(1, min(*on_disk, self._pool.nbytes // (_LEAST_SPANS_IN_POOL * chunk_bytes)))
-
     def _numel_per_value(self, name: str, first: str) -> int:
         """Return how many elements of the group's first array a value of another one is for."""
         return self._shards[first].grid.numel_per_value(self._shards[name].grid) or 1
@@ -213,7 +172,7 @@ class Stream:
         """
         try:
             while self._plans and sum(len(loaded.tickets) for loaded in self._loaded) < _MOST_LOADS_AHEAD:
-                for name in self._groups[self._plans[0].group]:
+                for name in self._names(self._plans[0]):
                     if name not in self._ahead and self._pass.mode_of(name) is not Mode.FILL:
                         self._tiers[name].begin(name, Mode.READ)
                         self._ahead[name] = self._tiers[name].version(name)
@@ -234,6 +193,10 @@ class Stream:
         self._pass = replace(self._pass, admit=admit, on_end=on_end)
         return True
 
+    def _names(self, batch: Batch) -> list[str]:
+        """Return the arrays of a batch."""
+        return [name for plan in batch for name in self._groups[plan.group]]
+
     def drop(self) -> None:
         """Give the memory of what was read ahead back, once nothing is read into it any more."""
         while self._loaded:
@@ -243,10 +206,10 @@ class Stream:
 
     def _begin_ahead(self) -> None:
         """Begin the groups that were read ahead; where one cannot be begun without waiting, start over."""
-        for group in dict.fromkeys(loaded.plan.group for loaded in self._loaded):
+        for group in dict.fromkeys(plan.group for loaded in self._loaded for plan in loaded.batch):
             if not (self._admit(group) and self._begin(self._groups[group])):
                 self.drop()
-                self._plans = deque(self._plan())
+                self._plans = deque(self.batches)
                 return
 
     def tiles(self) -> Generator[Tile, None, None]:
@@ -255,24 +218,22 @@ class Stream:
 
     def _tiles_in_memory(self) -> Generator[Tile, None, None]:
         """Yield the tiles of a pass over memory alone: groups begin and end one after another."""
-        on_end = self._pass.on_end
+        on_end, skipped = self._pass.on_end, set[int]()
         ok = False
         try:
-            for number, names in enumerate(self._groups):
-                start, stop, step = self._chunks_of(names)
-                if start >= stop or self._admit(number) is None:
+            for (plan,) in self.batches:
+                names = self._groups[plan.group]
+                if plan.starts_group and self._admit(plan.group) is None:
+                    skipped.add(plan.group)
+                if plan.group in skipped:
                     continue
                 self._begin(names)
                 tiers = [(self._in_memory[name], name, self._numel_per_value(name, names[0])) for name in names]
-                shard = self._shards[names[0]]
-                chunk_numel, valid_numel = shard.grid.chunk_numel, shard.valid_numel
-                last = min(stop * chunk_numel, valid_numel)
-                for first in range(start * chunk_numel, last, step * chunk_numel):
-                    end = min(first + step * chunk_numel, last)
-                    yield Tile(number, first, end, _views(tiers, first, end))
-                if on_end is not None:
+                first, stop = self._shards[names[0]].span_range(plan.span)
+                yield Tile(plan.group, first, stop, _views(tiers, first, stop))
+                if plan.ends_group and on_end is not None:
                     self._end(names, True)
-                    on_end(number)
+                    on_end(plan.group)
             ok = True
         finally:
             self._end(list(self._begun), ok)
@@ -299,36 +260,54 @@ class Stream:
 
     def _load_ahead(self) -> None:
         while self._plans and len(self._loaded) < _MOST_LOADED_SPANS:
-            plan = self._plans[0]
-            names = self._groups[plan.group]
-            if plan.starts_group:
-                admitted = self._admit(plan.group)
-                if admitted is None:
-                    while self._plans and self._plans[0].group == plan.group:
-                        self._plans.popleft()
+            batch = self._plans[0]
+            if batch[0].starts_group:
+                admitted = {plan.group: self._admit(plan.group) for plan in batch}
+                if None in admitted.values():
+                    self._leave_out({group for group, answer in admitted.items() if answer is None})
                     continue
-                if not (admitted and self._begin(names)):
+                if not (all(admitted.values()) and self._begin(self._names(batch))):
                     return
             if not self._load_next(wait=not self._loaded):
                 return
 
+    def _leave_out(self, groups: set[int]) -> None:
+        """Go on without groups, of which nothing was begun."""
+        while self._plans and any(plan.group in groups for plan in self._plans[0]):
+            left = tuple(plan for plan in self._plans.popleft() if plan.group not in groups)
+            if left:
+                self._plans.appendleft(left)
+                return
+
     def _load_next(self, *, wait: bool) -> bool:
-        """Queue the loads of the next span; false where there is no memory for it."""
-        plan = self._plans[0]
-        names = self._groups[plan.group]
-        sizes = [self._tiers[name].span_bytes(name, plan.span.num_chunks) for name in names]
-        total = sum(sizes)
+        """Queue the loads of the next batch; false where there is no memory for it."""
+        batch = self._plans[0]
+        pieces, total = self._lay_out(batch)
         buffer = self._take(total, wait=wait)
         if buffer is None and total > 0:
             return False
         self._plans.popleft()
         try:
-            self._loaded.append(self._start(plan, names, sizes, buffer))
+            self._loaded.append(self._start(batch, pieces, buffer))
         except BaseException:
             if buffer is not None:
                 buffer.release()
             raise
         return True
+
+    def _lay_out(self, batch: Batch) -> tuple[list[Piece], int]:
+        """Return where the arrays of a batch lie in a buffer, group by group, and its bytes: shards that share a file lie in it
+        as they do there."""
+        spans = [(name, plan.span) for plan in batch for name in self._groups[plan.group]]
+        first, total = [0] * len(spans), 0
+        sizes = [self._tiers[name].span_bytes(name, span.num_chunks) for name, span in spans]
+        for number in sorted(
+            range(len(spans)), key=lambda number: self._tiers[spans[number][0]].place(spans[number][0])
+        ):
+            first[number] = total
+            total += sizes[number]
+        pieces = [Piece(name, span, at, size) for (name, span), at, size in zip(spans, first, sizes, strict=True)]
+        return pieces, total
 
     def _admit(self, group: int) -> bool | None:
         """Ask whether the group may be begun; while nothing is loaded, wait for the answer. None: never."""
@@ -368,27 +347,40 @@ class Stream:
             return None
         return self._pool.try_acquire(nbytes)
 
-    def _start(self, plan: _Plan, names: Sequence[str], sizes: Sequence[int], buffer: Buffer | None) -> _Loaded:
-        parts: list[Bytes] = []
-        tickets: list[Ticket[None]] = []
-        offset = 0
-        for name, size in zip(names, sizes, strict=True):
-            part = NO_BYTES if buffer is None else buffer.bytes[offset : offset + size]
-            offset += size
-            parts.append(part)
-            try:
-                ticket = self._tiers[name].load(name, plan.span, part, self._pass.mode_of(name), self._pass.priority)
-            except BaseException:
-                for under_way in tickets:
-                    under_way.error()
-                raise
-            if ticket is not None:
-                tickets.append(ticket)
-        return _Loaded(plan, buffer, parts, tickets)
+    def _start(self, batch: Batch, pieces: list[Piece], buffer: Buffer | None) -> _Loaded:
+        loaded = _Loaded(batch, buffer, pieces, [])
+        moved = [piece for piece in pieces if self._pass.mode_of(piece.name) is not Mode.FILL]
+        try:
+            for piece in moved:
+                tier, mode = self._tiers[piece.name], self._pass.mode_of(piece.name)
+                if not _is_packed(tier, piece.name):
+                    ticket = tier.load(piece.name, piece.span, piece.of(loaded.memory), mode, self._pass.priority)
+                    loaded.tickets += [] if ticket is None else [ticket]
+            for tier, packed in self._packed(moved):
+                loaded.tickets += load_packed(tier, packed, loaded.memory, self._pass.priority)
+        except BaseException:
+            for under_way in loaded.tickets:
+                under_way.error()
+            raise
+        return loaded
+
+    def _packed(self, pieces: Sequence[Piece]) -> Iterator[tuple[DiskTier, list[Piece]]]:
+        """Yield the pieces of shards that share files, with their tier."""
+        found: dict[DiskTier, list[Piece]] = {}
+        for piece in pieces:
+            tier = self._tiers[piece.name]
+            if isinstance(tier, DiskTier) and tier.is_packed(piece.name):
+                found.setdefault(tier, []).append(piece)
+        yield from found.items()
 
     def _tiles_of(self, loaded: _Loaded) -> Iterator[Tile]:
-        plan = loaded.plan
-        names = self._groups[plan.group]
+        pieces = iter(loaded.pieces)
+        for plan in loaded.batch:
+            names = self._groups[plan.group]
+            parts = [next(pieces).of(loaded.memory) for _ in names]
+            yield from self._tiles_of_group(plan, names, parts)
+
+    def _tiles_of_group(self, plan: Plan, names: Sequence[str], parts: Sequence[Bytes]) -> Iterator[Tile]:
         shard = self._shards[names[0]]
         in_memory = [
             (tier, name, self._numel_per_value(name, names[0]))
@@ -399,8 +391,10 @@ class Stream:
             first, stop = shard.span_range(plan.span)
             yield Tile(plan.group, first, stop, _views(in_memory, first, stop))
             return
-        parts = zip(names, loaded.parts, strict=True)
-        columns = [self._tiers[name].views(name, plan.span, part, self._pass.mode_of(name)) for name, part in parts]
+        columns = [
+            self._tiers[name].views(name, plan.span, part, self._pass.mode_of(name))
+            for name, part in zip(names, parts, strict=True)
+        ]
         # Strict: each column is asked for one more than it has, which seals its last chunk.
         for chunk, *views in zip(plan.span.chunks, *columns, strict=True):
             first, stop = shard.chunk_range(chunk)
@@ -408,20 +402,25 @@ class Stream:
 
     def _save(self, loaded: _Loaded) -> None:
         tickets: list[Ticket[None]] = []
+        changed = [piece for piece in loaded.pieces if self._pass.mode_of(piece.name) is not Mode.READ]
         try:
-            for name, part in zip(self._groups[loaded.plan.group], loaded.parts, strict=True):
-                if self._pass.mode_of(name) is not Mode.READ:
-                    ticket = self._tiers[name].save(name, loaded.plan.span, part)
-                    if ticket is not None:
-                        tickets.append(ticket)
+            for piece in changed:
+                tier = self._tiers[piece.name]
+                if not _is_packed(tier, piece.name):
+                    ticket = tier.save(piece.name, piece.span, piece.of(loaded.memory))
+                    tickets += [] if ticket is None else [ticket]
+            for tier, packed in self._packed(changed):
+                tickets += save_packed(tier, packed, loaded.memory)
         finally:
             if loaded.buffer is not None:
                 _release_after(loaded.buffer, tickets)
             self._saves.extend(tickets)
         while self._saves and self._saves[0].done():
             self._saves.popleft().wait()
-        if loaded.plan.ends_group:
-            self._ending.append((loaded.plan.group, self._saves))
+        ended = [plan.group for plan in loaded.batch if plan.ends_group]
+        for group in ended:
+            self._ending.append((group, self._saves))
+        if ended:
             self._saves = deque()
 
     def _end_groups(self, *, wait: bool) -> None:
@@ -457,6 +456,10 @@ class Stream:
                 errors.append(error)
         if errors and ok:
             raise errors[0]
+
+
+def _is_packed(tier: Tier, name: str) -> bool:
+    return isinstance(tier, DiskTier) and tier.is_packed(name)
 
 
 def _views(tiers: Sequence[tuple[MemoryTier, str, int]], first: int, stop: int) -> tuple[View, ...]:

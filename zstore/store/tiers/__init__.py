@@ -2,7 +2,8 @@
 
 from .base import ChunkSpan, LocalShard, Mode, PinnedShard, Tier, Tile
 from .device import DeviceTier
-from .disk import DiskTier, Drives
+from .disk import DiskTier
+from .drives import Drives
 from .host import HostTier
 from .memory import MemoryTier
 

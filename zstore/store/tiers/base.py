@@ -107,6 +107,26 @@ class ChunkSpan:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A span of an array in memory that several share."""
+
+    name: str
+    span: ChunkSpan
+    first: int
+    """Where it begins there."""
+    nbytes: int
+
+    @property
+    def kind(self) -> str:
+        """The first part of the array's name."""
+        return self.name.partition("/")[0]
+
+    def of(self, memory: Bytes) -> Bytes:
+        """Return its bytes."""
+        return memory[self.first : self.first + self.nbytes]
+
+
+@dataclass(frozen=True)
 class Tile:
     """One chunk, or in memory several, of every array of a group: local flat elements `[first, stop)` without padding.
 
@@ -130,6 +150,10 @@ class PinnedShard(Protocol):
     @property
     def tier(self) -> str:
         """Where the pinned bytes rest: device, host or disk."""
+
+    @property
+    def has_file(self) -> bool:
+        """Whether they are a file of the run folder, so that `publish` may link it."""
 
     @property
     def version(self) -> int | None:
@@ -174,6 +198,10 @@ class Tier(ABC):
     @abstractmethod
     def version(self, name: str) -> int:
         """Return a number that no other content of any shard had: while it is the same, no pass changed the shard."""
+
+    def place(self, name: str) -> tuple[str, int]:
+        """Return what sorts shards that share a file as they lie there; all others are alike."""
+        return "", 0
 
     @abstractmethod
     def begin(self, name: str, mode: Mode) -> None:

@@ -10,6 +10,8 @@ A chunk that was never written has no checksum in the table and reads as zeros w
 
 A checkpoint's shard file that is laid out alike can be adopted: linked here, it is the present version, and was published.
 Its chunks are verified like all others, when they are read.
+
+Small shards share files, and have parts of them where others have files: see [Note: packs].
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -31,6 +34,8 @@ from ...format.shardfile import ShardLayout, checksum, layout_of, slot_views, st
 from ...io.queue import Priority, Ticket, settle
 from ...io.shards import IoResources, ShardSummary, make_shard_file
 from .base import ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
+from .drives import Drives
+from .packs import Pack, is_packed, run_file_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -38,10 +43,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class DiskFile:
-    """One file of the run folder. `crcs[i]` is the checksum of chunk i, None where it was never written."""
+    """One file of the run folder, or a part of one. `crcs[i]` is the checksum of chunk i, None where it was never written."""
 
     path: Path
     crcs: list[int | None]
+    base: int
+    """Offset of chunk 0."""
+    generation: int = 0
+    """Of a part of a pack: the number of its file."""
     pins: int = 0
     published: bool = False
     version: int = field(default_factory=new_version)
@@ -57,6 +66,10 @@ class DiskShard:
     layout: ShardLayout
     folder: Path
     current: DiskFile
+    pack: Pack | None = None
+    """Where its versions have parts; None: each has a file of its own."""
+    in_use: set[int] = field(default_factory=lambda: {0})
+    """Generations of a pack in which it has a version."""
     target: DiskFile | None = None
     spare: DiskFile | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -66,22 +79,9 @@ class DiskShard:
     """Something was saved in the pass under way."""
     broken: bool = False
 
-
-@dataclass
-class Drives:
-    """Folders on the drives that shards are spread over: a new shard goes to the folder that has least bytes."""
-
-    usual: tuple[Path, ...]
-    groups: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
-    """Other folders by the first part of an array's name."""
-    given_bytes: Counter[Path] = field(default_factory=Counter)
-
-    def choose(self, name: str, nbytes: int) -> Path:
-        """Return the folder for `nbytes` of array `name`; the same for the same order of calls."""
-        folders = self.groups.get(name.split("/", 1)[0], self.usual)
-        chosen = min(folders, key=lambda folder: self.given_bytes[folder])
-        self.given_bytes[chosen] += nbytes
-        return chosen
+    def offset(self, file: DiskFile, chunk: int) -> int:
+        """Return where a chunk begins in a file of the shard."""
+        return file.base + chunk * self.layout.slot_bytes
 
 
 class DiskTier(Tier):
@@ -91,9 +91,13 @@ class DiskTier(Tier):
 
     def __init__(self, drives: Drives, res: IoResources) -> None:
         self._drives = drives
-        self._res = res
+        self.resources = self._res = res
         self._request_bytes = res.request_bytes
         self._shards: dict[str, DiskShard] = {}
+        self.packs_small = False
+        """Whether small shards that are made from now on share files."""
+        self._packs: dict[tuple[Path, str], Pack] = {}
+        """By folder and kind of arrays."""
         self._lock = threading.RLock()
 
     def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
@@ -101,11 +105,21 @@ class DiskTier(Tier):
         if memory is not None:
             raise UsageError(f"array {local.spec.name!r}: the disk tier cannot adopt memory")
         layout = layout_of(local.grid, local.shard, local.spec.dtype)
-        folder = self._drives.choose(local.spec.name, layout.file_bytes)
-        first = DiskFile(_path(folder, local.spec.name, 0), [None] * layout.num_present)
-        shard = DiskShard(local, layout, folder, first)
-        if layout.num_present:
-            make_shard_file(self._res, first.path, layout)
+        packed = self.packs_small and is_packed(local.nbytes)
+        folder = self._drives.choose(local.spec.name, run_file_bytes(layout, packed=packed))
+        crcs: list[int | None] = [None] * layout.num_present
+        if packed:
+            kind = local.spec.name.partition("/")[0]
+            pack = self._packs.get((folder, kind)) or Pack(self._res.files, folder, kind)
+            part = DiskFile(pack.path(0), crcs, pack.add(layout.num_present * layout.slot_bytes))
+            self._packs[folder, kind] = pack
+            shard = DiskShard(local, layout, folder, part, pack)
+        else:
+            shard = DiskShard(
+                local, layout, folder, DiskFile(_path(folder, local.spec.name, 0), crcs, layout.data_offset)
+            )
+            if layout.num_present:
+                make_shard_file(self._res, shard.current.path, layout)
         self._shards[local.spec.name] = shard
 
     def folders(self) -> dict[str, Path]:
@@ -117,7 +131,12 @@ class DiskTier(Tier):
         with self._lock:
             shard = self._at_rest(name)
             del self._shards[name]
-        self._drives.given_bytes[shard.folder] -= shard.layout.file_bytes
+        layout = shard.layout
+        self._drives.given_bytes[shard.folder] -= run_file_bytes(layout, packed=shard.pack is not None)
+        if shard.pack is not None:
+            if len(shard.in_use) == 1:  # else somebody reads an earlier version there
+                shard.pack.give_back(shard.current.base, layout.num_present * layout.slot_bytes)
+            return
         for file in (shard.current, shard.spare):
             if file is not None:
                 self._res.files.unlink(file.path)
@@ -127,7 +146,7 @@ class DiskTier(Tier):
         with self._lock:
             shard = self._at_rest(name)
             for number, file in enumerate((shard.current, shard.spare)):
-                if file is not None and shard.layout.num_present:
+                if file is not None and shard.layout.num_present and shard.pack is None:
                     path = _path(shard.folder, local.spec.name, number)
                     self._res.files.rename(file.path, path)
                     file.path = path
@@ -149,13 +168,16 @@ class DiskTier(Tier):
         with self._lock:
             if shard.target is not None:
                 raise being_changed(name)
+            if shard.pack is not None:
+                return False
             shard.number += 1
             link = _path(shard.folder, name, shard.number)
             try:
                 self._res.files.link(path, link)
             except OSError:
                 return False
-            former, shard.current = shard.current, DiskFile(link, list(crcs), published=True, origin=path)
+            former = shard.current
+            shard.current = DiskFile(link, list(crcs), shard.layout.data_offset, published=True, origin=path)
             shard.broken = False
             self._retire(shard, former)
         return True
@@ -182,7 +204,12 @@ class DiskTier(Tier):
                     shard.current.version = new_version()
 
     def _next_file(self, shard: DiskShard) -> DiskFile:
-        """Return a file for the next version: the spare one under a new name, or a new one."""
+        """Return a file for the next version: the spare one under a new name, or a new one; of a pack a part that is free."""
+        if shard.pack is not None:
+            free = next(number for number in count() if number not in shard.in_use)
+            path = shard.pack.make(free)
+            shard.in_use.add(free)
+            return DiskFile(path, [None] * shard.layout.num_present, shard.current.base, free)
         shard.number += 1
         path = _path(shard.folder, shard.local.spec.name, shard.number)
         if shard.spare is not None:
@@ -190,7 +217,7 @@ class DiskTier(Tier):
             shard.spare = None
         else:
             make_shard_file(self._res, path, shard.layout)
-        return DiskFile(path, [None] * shard.layout.num_present)
+        return DiskFile(path, [None] * shard.layout.num_present, shard.layout.data_offset)
 
     def span_bytes(self, name: str, num_chunks: int) -> int:
         """See `Tier.span_bytes`."""
@@ -222,11 +249,31 @@ class DiskTier(Tier):
     def save(self, name: str, span: ChunkSpan, buffer: Bytes) -> Ticket[None] | None:
         """See `Tier.save`."""
         shard = self._shards[name]
-        if shard.target is None:
-            raise UsageError(f"array {name!r}: a span can only be saved in a pass that changes the shard")
-        shard.touched = True
-        task = partial(_write_span, self._res, shard, shard.target, span, buffer)
+        task = partial(_write_span, self._res, shard, self._touch(shard), span, buffer)
         return self._res.queue.submit(task, Priority.WRITE_BACK, buffer.size, subject=name.partition("/")[0])
+
+    def _touch(self, shard: DiskShard) -> DiskFile:
+        """Return the file that the pass under way writes."""
+        if shard.target is None:
+            raise UsageError(
+                f"array {shard.local.spec.name!r}: a span can only be saved in a pass that changes the shard"
+            )
+        shard.touched = True
+        return shard.target
+
+    def place(self, name: str) -> tuple[str, int]:
+        """See `Tier.place`."""
+        shard = self._shards[name]
+        return ("", 0) if shard.pack is None else (str(shard.current.path), shard.current.base)
+
+    def is_packed(self, name: str) -> bool:
+        """Return whether the shard shares its file with others: it travels as `tiers.packed` has it."""
+        return self._shards[name].pack is not None
+
+    def part(self, name: str, *, write: bool) -> tuple[DiskShard, DiskFile]:
+        """Return a shard, and the file that a pass under way reads or is to write."""
+        shard = self._shards[name]
+        return shard, self._touch(shard) if write else shard.current
 
     def end(self, name: str, ok: bool) -> None:
         """See `Tier.end`."""
@@ -246,6 +293,9 @@ class DiskTier(Tier):
     def _retire(self, shard: DiskShard, file: DiskFile) -> None:
         """Let go of a file that is not the present version, once nobody pins it."""
         if file.pins or file is shard.current:
+            return
+        if shard.pack is not None:
+            shard.in_use.discard(file.generation)
             return
         if shard.spare is None and not file.published and file.crcs:
             shard.spare = file
@@ -267,9 +317,14 @@ class DiskTier(Tier):
         """Return by folder the bytes of the files that changes of these shards will make once what they hold now is
         pinned."""
         needed: Counter[Path] = Counter()
+        packs: dict[Pack, Path] = {}
         for shard in [self._shards[name] for name in names]:
-            if shard.layout.num_present and shard.spare is None:
+            if shard.pack is not None:
+                packs[shard.pack] = shard.folder
+            elif shard.layout.num_present and shard.spare is None:
                 needed[shard.folder] += shard.layout.file_bytes
+        for pack, folder in packs.items():
+            needed[folder] += pack.missing_bytes(1)
         return needed
 
     def unpin(self, shard: DiskShard, file: DiskFile) -> None:
@@ -280,10 +335,13 @@ class DiskTier(Tier):
 
     def close(self) -> None:
         """See `Tier.close`; removes the files, for the run folder holds nothing that outlives the run."""
-        for shard in self._shards.values():
+        for pack in self._packs.values():
+            pack.close()
+        for shard in [shard for shard in self._shards.values() if shard.pack is None]:
             for file in {id(f): f for f in (shard.current, shard.spare, shard.target) if f is not None}.values():
                 self._res.files.unlink(file.path)
         self._shards.clear()
+        self._packs.clear()
 
 
 def _path(folder: Path, name: str, number: int) -> Path:
@@ -295,59 +353,67 @@ def _path(folder: Path, name: str, number: int) -> Path:
 
 def _read_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
     with res.files.opened(file.path) as opened:
-        res.files.read_into(opened, buffer, shard.layout.slot_offset(span.first_chunk))
+        res.files.read_into(opened, buffer, shard.offset(file, span.first_chunk))
 
 
 def _checked_views(
     res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes, mode: Mode
 ) -> Iterator[View]:
     """Yield each chunk, verified unless it is to be filled; seal it when the next is asked for unless it was only read."""
-    layout, dtype = shard.layout, numpy_dtype(shard.local.spec.dtype)
-    stored = stored_crcs(buffer, layout)
-    for number, slot in enumerate(slot_views(buffer, layout)):
-        chunk = span.first_chunk + number
-        payload = slot[: layout.payload_bytes]
+    layout, local = shard.layout, shard.local
+    slots, stored = slot_views(buffer, layout), stored_crcs(buffer, layout)
+    payloads = slots[:, : layout.payload_bytes]
+    crcs: list[int] = stored.tolist()
+    known = file.crcs[span.first_chunk : span.first_chunk + span.num_chunks]
+    left = local.valid_numel - span.first_chunk * local.grid.chunk_numel
+    for number, (payload, view) in enumerate(zip(payloads, payloads.view(numpy_dtype(local.spec.dtype)), strict=True)):
         if mode is not Mode.FILL:
-            known = file.crcs[chunk]
-            if known is None:
-                slot[:] = 0
-            elif res.verify and not stored[number] == known == checksum(payload):
-                raise _damage(shard, file, chunk, slot)
-        first, stop = shard.local.chunk_range(chunk)
-        nbytes = (stop - first) * dtype.itemsize
-        yield payload[:nbytes].view(dtype)
+            if known[number] is None:
+                payload[:] = 0
+            elif res.verify and not crcs[number] == known[number] == checksum(payload):
+                raise _damage(shard, file, span.first_chunk + number, slots[number])
+        is_whole = left >= view.size
+        yield view if is_whole else view[:left]
         if mode is not Mode.READ:
-            payload[nbytes:] = 0
-            stored[number] = checksum(payload)
+            if not is_whole:
+                view[left:] = 0
+            crcs[number] = checksum(payload)
+        left -= view.size
+    if mode is not Mode.READ:
+        stored[:] = crcs
 
 
 def _damage(shard: DiskShard, file: DiskFile, chunk: int, slot: Bytes) -> CorruptionError:
     """Return the error of a chunk that is not what was written last."""
     name, where = shard.local.spec.name, str(file.origin or file.path)
     try:
-        verify_slots(slot, shard.layout, chunk, path=where, array=name)
+        verify_slots(slot, shard.layout, chunk, path=where, array=name, base=file.base)
     except CorruptionError as error:
         return error
     problem = "what was written last: the drive lost a write; load a checkpoint"
     if file.origin is not None:
         problem = "the one that the manifest names: the file was replaced; load another checkpoint"
     return CorruptionError(
-        f"array {name!r}: chunk {chunk} of {where} (offset {shard.layout.slot_offset(chunk)}) is whole, but not {problem}"
+        f"array {name!r}: chunk {chunk} of {where} (offset {shard.offset(file, chunk)}) is whole, but not {problem}"
     )
 
 
 def _write_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
-    crcs = _write_slots(res, file.path, shard.layout, span, buffer)
+    crcs = finish_slots(shard.layout, buffer)
+    _write_slots(res, file.path, shard.offset(file, span.first_chunk), buffer)
     file.crcs[span.first_chunk : span.first_chunk + span.num_chunks] = crcs
 
 
-def _write_slots(res: IoResources, path: str | Path, layout: ShardLayout, span: ChunkSpan, buffer: Bytes) -> list[int]:
-    """Write sealed slots; return their checksums."""
-    slot_views(buffer, layout)[:, layout.chunk_bytes :] = 0
-    with res.files.opened(path, write=True) as opened:
-        res.files.write_from(opened, buffer, layout.slot_offset(span.first_chunk))
-    crcs: list[int] = stored_crcs(buffer, layout).tolist()
+def finish_slots(layout: ShardLayout, slots: Bytes) -> list[int]:
+    """Set what is behind the checksums of sealed slots to zero; return the checksums."""
+    slot_views(slots, layout)[:, layout.chunk_bytes :] = 0
+    crcs: list[int] = stored_crcs(slots, layout).tolist()
     return crcs
+
+
+def _write_slots(res: IoResources, path: str | Path, offset: int, slots: Bytes) -> None:
+    with res.files.opened(path, write=True) as opened:
+        res.files.write_from(opened, slots, offset)
 
 
 class DiskPin:
@@ -361,6 +427,7 @@ class DiskPin:
         self._shard = shard
         self._file = file
         self.version: int | None = file.version
+        self.has_file = shard.pack is None
 
     def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
         """See `PinnedShard.copy_into`."""
@@ -376,7 +443,7 @@ class DiskPin:
         local, file = self.local, self._file
         self._require_layout(grid, shard)
         crcs = [crc for crc in file.crcs if crc is not None]
-        if not crcs or len(crcs) < len(file.crcs):
+        if not crcs or len(crcs) < len(file.crcs) or not self.has_file:
             return self._copy(res, path, priority)
         if res.sync:
             res.files.sync_file(file.path)
@@ -417,7 +484,9 @@ class DiskPin:
                 _read_span(res, shard, file, span, data)
                 for _ in _checked_views(res, shard, file, span, data, Mode.UPDATE):
                     """What was read is verified and sealed."""
-                return _write_slots(res, path, layout, span, data)
+                crcs = finish_slots(layout, data)
+                _write_slots(res, path, layout.slot_offset(span.first_chunk), data)
+                return crcs
 
             ticket = res.queue.submit(copy, priority, buffer.bytes.size)
             ticket.when_done(buffer.release)

@@ -148,6 +148,8 @@ class MemoryTier(Tier):
 class MemoryPin:
     """A pinned shard in memory; whoever changes the shard waits for `release`."""
 
+    has_file = False
+
     def __init__(self, tier: MemoryTier, local: LocalShard, memory: View, version: int) -> None:
         self.local = local
         self.version: int | None = version
