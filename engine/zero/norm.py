@@ -38,8 +38,9 @@ def sum_of_squares(values: torch.Tensor) -> float:
 def sums_of_squares(shards: Sequence[torch.Tensor]) -> list[float]:
     """Return the sum of squares of each shard's elements; see `sum_of_squares`."""
     elsewhere = iter(sums_by_halves([values for values in shards if values.device.type != "cpu"]))
+    here = [values for values in shards if values.device.type == "cpu"]
     # One for all: memory that is given back and taken again for each tile has fresh pages each time.
-    room = torch.empty(_TILE_ROWS * ROW_NUMEL)
+    room = here[0].new_empty(_TILE_ROWS * ROW_NUMEL, dtype=torch.float32) if here else torch.empty(0)
     return [_sum_on_host(values, room) if values.device.type == "cpu" else next(elsewhere) for values in shards]
 
 
