@@ -105,3 +105,21 @@ def test_an_error_of_a_read_ahead_is_the_passes(store: TensorStore, files: Fault
     with pytest.raises(StorageError):
         change(begun.tiles())
     assert store.resources.pool.held_bytes == 0
+
+
+def test_what_was_read_of_a_former_version_is_right_once_there_is_another(store: TensorStore) -> None:
+    values = filled(store)
+    kept = store.snapshot(NAMES)
+    reading = store.stream([[name] for name in NAMES], "read")
+    first = next(reading)  # the others are on their way
+    found = [np.array(first.views[0])]
+    change(store.stream([[name] for name in NAMES], "update"))
+    groups = [first.group]
+    for tile in reading:
+        groups.append(tile.group)
+        found.append(np.array(tile.views[0]))
+    for number, array in enumerate(values):
+        parts = [part for group, part in zip(groups, found, strict=True) if group == number]
+        flat = np.concatenate(parts)
+        assert same_bits(flat, array.reshape(-1)) or same_bits(flat, other_than(array).reshape(-1))
+    kept.release()

@@ -94,6 +94,8 @@ class _Loaded:
     pieces: list[Piece]
     """Of all arrays, group by group."""
     tickets: list[Ticket[None]]
+    on_disk: dict[str, Iterator[View]] = field(default_factory=dict)
+    """Views of what comes from a disk, by array: of the version that was read, whichever is the present one by then."""
 
     @property
     def memory(self) -> Bytes:
@@ -353,6 +355,8 @@ class Stream:
         try:
             for piece in moved:
                 tier, mode = self._tiers[piece.name], self._pass.mode_of(piece.name)
+                if isinstance(tier, DiskTier):
+                    loaded.on_disk[piece.name] = tier.views(piece.name, piece.span, piece.of(loaded.memory), mode)
                 if not _is_packed(tier, piece.name):
                     ticket = tier.load(piece.name, piece.span, piece.of(loaded.memory), mode, self._pass.priority)
                     loaded.tickets += [] if ticket is None else [ticket]
@@ -378,9 +382,11 @@ class Stream:
         for plan in loaded.batch:
             names = self._groups[plan.group]
             parts = [next(pieces).of(loaded.memory) for _ in names]
-            yield from self._tiles_of_group(plan, names, parts)
+            yield from self._tiles_of_group(plan, names, parts, loaded.on_disk)
 
-    def _tiles_of_group(self, plan: Plan, names: Sequence[str], parts: Sequence[Bytes]) -> Iterator[Tile]:
+    def _tiles_of_group(
+        self, plan: Plan, names: Sequence[str], parts: Sequence[Bytes], on_disk: Mapping[str, Iterator[View]]
+    ) -> Iterator[Tile]:
         shard = self._shards[names[0]]
         in_memory = [
             (tier, name, self._numel_per_value(name, names[0]))
@@ -392,7 +398,7 @@ class Stream:
             yield Tile(plan.group, first, stop, _views(in_memory, first, stop))
             return
         columns = [
-            self._tiers[name].views(name, plan.span, part, self._pass.mode_of(name))
+            on_disk.get(name) or self._tiers[name].views(name, plan.span, part, self._pass.mode_of(name))
             for name, part in zip(names, parts, strict=True)
         ]
         # Strict: each column is asked for one more than it has, which seals its last chunk.
