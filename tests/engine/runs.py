@@ -88,10 +88,11 @@ def whole(folder: Path) -> list[str]:
 
 
 def all_released(engine: Engine) -> bool:
-    """Return whether no parameter that is sharded is gathered."""
+    """Return whether no parameter that is sharded is gathered, in other memory than it rests in."""
     records = [record for record in engine.training_state.state.records if record.residency is not Residency.RESIDENT]
     return all(
-        record.residency is Residency.RELEASED and record.full.untyped_storage().nbytes() == 0 for record in records
+        record.residency is Residency.RELEASED and (record.is_in_place or record.full.untyped_storage().nbytes() == 0)
+        for record in records
     )
 
 

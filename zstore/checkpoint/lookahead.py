@@ -40,7 +40,8 @@ by the thread that read them, in whose cache they may still be."""
 MEMORY_BYTES = 48 * 1024 * 1024
 _LEAST_DEPTH = 6
 _NUM_REQUESTS = 12
-"""Requests of `read_into` and `use_spans` under way at a time, at least."""
+"""Requests of `read_into` under way at a time, at least, and of `use_spans` where its memory allows."""
+_LEAST_USERS = 4
 
 
 @dataclass(eq=False)
@@ -87,6 +88,11 @@ def cut_spans(array: StoredArray, first: int, stop: int, span_bytes: int) -> Ite
         first = end
 
 
+def _spans_memory(reader: ArraySource) -> int:
+    """Return the bytes that spans take beside the reader's pool, about."""
+    return min(MEMORY_BYTES, reader.resources.pool.nbytes // 2)
+
+
 class ReadAhead(Closing):
     """Loads `ranges` of `reader`'s arrays, in that order. Close it, or use it in a `with` block.
 
@@ -106,7 +112,7 @@ class ReadAhead(Closing):
         self._reader = reader
         num_threads = reader.num_readers
         if memory_bytes is None:
-            memory_bytes = min(MEMORY_BYTES, reader.resources.pool.nbytes // 2)
+            memory_bytes = _spans_memory(reader)
         # A span is a chunk at least, of up to 1 MiB: in little memory there are few.
         depth = depth or min(2 * num_threads, max(_LEAST_DEPTH, memory_bytes // 2**20))
         span_bytes = memory_bytes // depth
@@ -258,9 +264,11 @@ def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span]
     """Read `ranges` in spans of a request each, roughly in order, and call `use` for each, in several threads called `name`.
 
     The thread that read a span uses it, in whose cache it may still be; its memory is taken back then. The first error stops
-    all of them and is raised.
+    all of them and is raised. The spans take as much memory as those of `ReadAhead`.
     """
-    num_threads, span_bytes = max(_NUM_REQUESTS, reader.num_readers), reader.resources.request_bytes
+    memory_bytes, request_bytes = _spans_memory(reader), reader.resources.request_bytes
+    num_threads = max(_LEAST_USERS, min(_NUM_REQUESTS, memory_bytes // request_bytes))
+    span_bytes = min(request_bytes, memory_bytes // num_threads)
     coming = (span for name, first, stop in ranges for span in cut_spans(reader.array(name), first, stop, span_bytes))
     lock = threading.Lock()
     failed = False

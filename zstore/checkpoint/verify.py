@@ -25,6 +25,8 @@ Advance = Callable[[int], None]
 
 _FILES_AT_A_TIME = 8
 _LEAST_THREADS = 8
+_INDEX_FIRST_BYTES = 64 * 1024 * 1024
+"""From this size on a file's index is read and checked before its chunks: what is no shard file is not read through."""
 _Crcs = dict[tuple[str, int], Sequence[int]]
 
 
@@ -219,7 +221,7 @@ class _ShardCheck:
         shard = open_shard_file(self._resources, self._path, self._array.cut, self._shard, check=False)
         first, stop = chunks[0], min(chunks[1], shard.layout.num_present)
         try:
-            if first == 0 < stop:
+            if first == 0 < stop and shard.layout.file_bytes < _INDEX_FIRST_BYTES:
                 shard.check_index_with_chunks()
             else:
                 shard.check_index()

@@ -210,13 +210,14 @@ class ShardWriter:
         if isinstance(fill, FillRuns) and fill.memory is not None and res.files.takes_parts:
             rest = partial(self._at_rest, fill)
         found = runs(self._layout, first_chunk, stop_chunk, res.span_chunks(self._layout), rest, index=self._index)
-        makes_file = self._index and len(found) == 1
         tickets: list[Ticket[list[int]]] = []
         for slots in found:
             buffer = res.pool.acquire(slots.buffer_bytes)
+            is_last = slots.stop == stop_chunk
+            makes_file = self._index and is_last and slots.first == first_chunk
             task = partial(self._write_slots, slots, buffer, fill, makes_file=makes_file)
             # The last one this thread would only wait for.
-            start = res.queue.carry_out if slots is found[-1] else res.queue.submit
+            start = res.queue.carry_out if is_last else res.queue.submit
             tickets.append(start(task, self._priority, 0 if self._path is None else slots.nbytes))
         return [crc for part in settle(tickets) for crc in part]
 
@@ -402,7 +403,7 @@ class ShardReader:
             buffer = res.pool.acquire(slots.buffer_bytes)
             self.read_bytes += slots.nbytes
             # The last one the caller would only wait for.
-            start = res.queue.carry_out if slots is found[-1] else res.queue.submit
+            start = res.queue.carry_out if slots.stop == stop_chunk else res.queue.submit
             tickets.append(start(partial(read_slots, slots, buffer), priority, slots.nbytes))
         return [crc for part in settle(tickets) for crc in part]
 

@@ -39,6 +39,7 @@ class Slots:
     def __init__(self, layout: ShardLayout, first: int, stop: int, head: int = 0, rest: Rest | None = None) -> None:
         self.layout = layout
         self.first = first
+        self.stop = stop
         self.head = head
         self.at_rest = [self._aligned(rest, chunk) for chunk in range(first, stop)]
         """By chunk, its payload in the memory of its array; None: it travels through the buffer."""
@@ -78,7 +79,7 @@ class Slots:
 
     def through_buffer(self) -> Slots:
         """Return the same run with no payload at rest."""
-        return Slots(self.layout, self.first, self.first + len(self.at_rest), self.head)
+        return Slots(self.layout, self.first, self.stop, self.head)
 
     def lay_out(self, buffer: Bytes) -> None:
         """Let what does not rest elsewhere lie in `buffer`, whose address is a multiple of the alignment."""
@@ -128,10 +129,9 @@ class Slots:
         return crcs
 
 
-def runs(layout: ShardLayout, first: int, stop: int, step: int, rest: Rest | None, *, index: bool) -> list[Slots]:
-    """Return chunks `[first, stop)` as runs of at most `step`; with `index`, chunk 0 travels with the index before it."""
+def runs(layout: ShardLayout, first: int, stop: int, step: int, rest: Rest | None, *, index: bool) -> Iterator[Slots]:
+    """Yield chunks `[first, stop)` as runs of at most `step`, each made as it is asked for: there may be millions. With
+    `index`, chunk 0 travels with the index before it."""
     step = step if rest is None else min(step, MOST_SLOTS)
-    return [
-        Slots(layout, low, min(low + step, stop), layout.data_offset if index and low == 0 else 0, rest)
-        for low in range(first, stop, step)
-    ]
+    for low in range(first, stop, step):
+        yield Slots(layout, low, min(low + step, stop), layout.data_offset if index and low == 0 else 0, rest)
