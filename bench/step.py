@@ -12,6 +12,7 @@ a CUDA device it computes there, and the clock is stopped once it is done.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import math
@@ -178,6 +179,7 @@ def _plain_step_s(options: argparse.Namespace) -> float:
 def _save(engine: zstore.engine.Engine, folder: Path) -> tuple[float, float]:
     """Save behind training; return the stall in seconds, and the percent of the checkpoint that takes disk blocks anew."""
     before = disk_bytes(folder)
+    gc.collect()  # a collection of all objects takes longer than the stall, wherever it falls
     handle = engine.save_checkpoint(str(folder / "ckpt"), wait=False)
     summary = handle.wait()
     total = summary.linked_bytes + summary.written_bytes
