@@ -228,7 +228,7 @@ def test_any_operation_of_any_rank_may_fail(tmp_path: Path) -> None:
     with open_world(make_arrays(2), world_size=2, files=doubles) as world:
         sweep = Sweep(world, doubles, tmp_path / "ckpt")
         for rank in (0, 1):
-            for operation in range(rank, sweep.num_operations[rank], 3):
+            for operation in range(rank, sweep.num_operations[rank], 5):
                 sweep.run(rank, operation, errno.EIO, lasting=False, overwrite=False)
         assert sweep.run(1, 10**6, errno.EIO, lasting=False, overwrite=True)
         assert leavings(sweep.folder) == []
