@@ -25,16 +25,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from crc32c import crc32c
 
 from bench.limits import disk_limit, limit_name
 from zstore.format.arrays import Bytes
 from zstore.format.partition import make_grid
-from zstore.format.shardfile import ShardLayout, layout_of, slot_views, stored_crcs
+from zstore.format.shardfile import ShardLayout, checksum, layout_of, seal_slots, slot_views, stored_crcs
 from zstore.io.buffers import make_slab
 from zstore.tools.sample.models import build_model
 
-_KEEP_INTERPRETER = 0
 _ARRAYS = 3
 _SMALL_BYTES = 64 * 1024
 
@@ -101,7 +99,7 @@ def make_model(folder: Path, name: str, span_bytes: int) -> Model:
             slab = slab if slab.size >= _ARRAYS * span.nbytes else make_slab(_ARRAYS * span.nbytes)
             for data in span.parts(slab):
                 data[:] = 0
-                stored_crcs(data, layout)[:] = [_checksum(slot, layout) for slot in slot_views(data, layout)]
+                seal_slots(data, layout)
             _write(span, slab)
     return model
 
@@ -113,7 +111,7 @@ def _make_file(path: Path, nbytes: int) -> int:
 
 
 def _checksum(slot: Bytes, layout: ShardLayout) -> int:
-    return crc32c(slot[: layout.payload_bytes].data, 0, _KEEP_INTERPRETER)
+    return checksum(slot[: layout.payload_bytes])
 
 
 def _read(span: Span, slab: Bytes) -> None:

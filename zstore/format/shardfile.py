@@ -145,9 +145,16 @@ def stored_crcs(slots: Bytes, layout: ShardLayout) -> npt.NDArray[np.uint32]:
     return crcs
 
 
-def checksum(payload: Bytes) -> int:
+def checksum(payload: Bytes | memoryview) -> int:
     """Return the crc32c of `payload`; the interpreter is not handed to other threads meanwhile."""
-    return crc32c(payload.data, 0, _KEEP_INTERPRETER)
+    return crc32c(payload if isinstance(payload, memoryview) else payload.data, 0, _KEEP_INTERPRETER)
+
+
+def finish_slots(slots: Bytes, layout: ShardLayout) -> list[int]:
+    """Set what is behind the crc32c of every slot in `slots` to zero, in place; return the checksums."""
+    slot_views(slots, layout)[:, layout.chunk_bytes :] = 0
+    crcs: list[int] = stored_crcs(slots, layout).tolist()
+    return crcs
 
 
 def seal_slots(slots: Bytes, layout: ShardLayout) -> list[int]:
@@ -155,13 +162,9 @@ def seal_slots(slots: Bytes, layout: ShardLayout) -> list[int]:
 
     Returns the crc32c of each chunk's payload.
     """
-    crcs: list[int] = []
-    for slot in slot_views(slots, layout):
-        crc = crc32c(slot[: layout.payload_bytes], 0, _KEEP_INTERPRETER)
-        struct.pack_into("<I", slot, layout.payload_bytes, crc)
-        slot[layout.chunk_bytes :] = 0
-        crcs.append(crc)
-    return crcs
+    payloads = slot_views(slots, layout)[:, : layout.payload_bytes]
+    stored_crcs(slots, layout)[:] = [checksum(payload) for payload in payloads]
+    return finish_slots(slots, layout)
 
 
 def verify_slots(
@@ -175,7 +178,7 @@ def verify_slots(
     crcs: list[int] = []
     for number, slot in enumerate(slot_views(slots, layout), start=first_chunk):
         stored: int = struct.unpack_from("<I", slot, layout.payload_bytes)[0]
-        if crc32c(slot[: layout.payload_bytes], 0, _KEEP_INTERPRETER) != stored:
+        if checksum(slot[: layout.payload_bytes]) != stored:
             offset = number * layout.slot_bytes + (layout.data_offset if base is None else base)
             raise checksum_error(array, f"chunk {number}", path, offset, layout.chunk_bytes)
         crcs.append(stored)

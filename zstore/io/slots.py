@@ -14,14 +14,11 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 
 import numpy as np
-from crc32c import crc32c
 
 from ..format.arrays import Bytes
-from ..format.shardfile import CRC_BYTES, ShardLayout, checksum_error
+from ..format.shardfile import CRC_BYTES, ShardLayout, checksum, checksum_error
 from .parts import Parts
 
-_KEEP_INTERPRETER = 0
-"""A chunk's checksum takes microseconds: a GIL hand-off takes longer where threads want it."""
 _ALIGN_BYTES = 512
 _LEAST_PAYLOAD_BYTES = 16 * 1024
 """Smaller ones cost less to copy than to name."""
@@ -111,7 +108,7 @@ class Slots:
 
     def seal(self) -> list[int]:
         """Write crc32c and zeros behind each payload; return the checksums."""
-        crcs = [crc32c(payload, 0, _KEEP_INTERPRETER) for payload in self.payloads]
+        crcs = [checksum(payload) for payload in self.payloads]
         for crc, end in zip(crcs, self.ends, strict=True):
             end[:] = struct.pack("<I", crc) + self._zeros
         return crcs
@@ -122,7 +119,7 @@ class Slots:
         crcs: list[int] = []
         for number, (payload, end) in enumerate(zip(self.payloads, self.ends, strict=True), start=self.first):
             stored: int = struct.unpack_from("<I", end)[0]
-            if crc32c(payload, 0, _KEEP_INTERPRETER) != stored:
+            if checksum(payload) != stored:
                 where = self.layout.slot_offset(number)
                 raise checksum_error(array, f"chunk {number}", path, where, self.layout.payload_bytes + CRC_BYTES)
             crcs.append(stored)

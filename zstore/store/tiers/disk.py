@@ -30,7 +30,7 @@ from urllib.parse import quote
 from ...errors import CorruptionError, UsageError
 from ...format.arrays import Bytes, numpy_dtype
 from ...format.partition import Grid
-from ...format.shardfile import ShardLayout, checksum, layout_of, slot_views, stored_crcs, verify_slots
+from ...format.shardfile import ShardLayout, checksum, finish_slots, layout_of, slot_views, stored_crcs, verify_slots
 from ...io.queue import Priority, Ticket, settle
 from ...io.shards import IoResources, ShardSummary, make_shard_file
 from .base import ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
@@ -352,8 +352,7 @@ def _path(folder: Path, name: str, number: int) -> Path:
 
 
 def _read_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
-    with res.files.opened(file.path) as opened:
-        res.files.read_into(opened, buffer, shard.offset(file, span.first_chunk))
+    read_slots(res, file.path, shard.offset(file, span.first_chunk), buffer)
 
 
 def _checked_views(
@@ -399,19 +398,19 @@ def _damage(shard: DiskShard, file: DiskFile, chunk: int, slot: Bytes) -> Corrup
 
 
 def _write_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
-    crcs = finish_slots(shard.layout, buffer)
-    _write_slots(res, file.path, shard.offset(file, span.first_chunk), buffer)
+    crcs = finish_slots(buffer, shard.layout)
+    write_slots(res, file.path, shard.offset(file, span.first_chunk), buffer)
     file.crcs[span.first_chunk : span.first_chunk + span.num_chunks] = crcs
 
 
-def finish_slots(layout: ShardLayout, slots: Bytes) -> list[int]:
-    """Set what is behind the checksums of sealed slots to zero; return the checksums."""
-    slot_views(slots, layout)[:, layout.chunk_bytes :] = 0
-    crcs: list[int] = stored_crcs(slots, layout).tolist()
-    return crcs
+def read_slots(res: IoResources, path: str | Path, offset: int, slots: Bytes) -> None:
+    """Fill `slots` from the file's `offset` on."""
+    with res.files.opened(path) as opened:
+        res.files.read_into(opened, slots, offset)
 
 
-def _write_slots(res: IoResources, path: str | Path, offset: int, slots: Bytes) -> None:
+def write_slots(res: IoResources, path: str | Path, offset: int, slots: Bytes) -> None:
+    """Write `slots` from the file's `offset` on."""
     with res.files.opened(path, write=True) as opened:
         res.files.write_from(opened, slots, offset)
 
@@ -484,8 +483,8 @@ class DiskPin:
                 _read_span(res, shard, file, span, data)
                 for _ in _checked_views(res, shard, file, span, data, Mode.UPDATE):
                     """What was read is verified and sealed."""
-                crcs = finish_slots(layout, data)
-                _write_slots(res, path, layout.slot_offset(span.first_chunk), data)
+                crcs = finish_slots(data, layout)
+                write_slots(res, path, layout.slot_offset(span.first_chunk), data)
                 return crcs
 
             ticket = res.queue.submit(copy, priority, buffer.bytes.size)

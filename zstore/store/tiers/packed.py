@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ...format.arrays import Bytes
+from ...format.shardfile import finish_slots
 from ...io.queue import Priority, Ticket
 from ...io.shards import IoResources
 from .base import Piece
-from .disk import DiskFile, DiskShard, DiskTier, finish_slots
+from .disk import DiskFile, DiskShard, DiskTier, read_slots, write_slots
 from .packs import Run, runs_of
 
 _Part = tuple[DiskShard, DiskFile, Piece]
@@ -54,14 +55,12 @@ def _runs(parts: Sequence[_Part]) -> list[Run]:
 
 def _read(res: IoResources, parts: Sequence[_Part], memory: Bytes) -> None:
     for run in _runs(parts):
-        with res.files.opened(run.path) as opened:
-            res.files.read_into(opened, run.of(memory), run.offset)
+        read_slots(res, run.path, run.offset, run.of(memory))
 
 
 def _write(res: IoResources, parts: Sequence[_Part], memory: Bytes) -> None:
-    crcs = [finish_slots(shard.layout, piece.of(memory)) for shard, _, piece in parts]
+    crcs = [finish_slots(piece.of(memory), shard.layout) for shard, _, piece in parts]
     for run in _runs(parts):
-        with res.files.opened(run.path, write=True) as opened:
-            res.files.write_from(opened, run.of(memory), run.offset)
+        write_slots(res, run.path, run.offset, run.of(memory))
     for (_, file, piece), found in zip(parts, crcs, strict=True):
         file.crcs[piece.span.first_chunk : piece.span.first_chunk + piece.span.num_chunks] = found
