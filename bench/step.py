@@ -30,7 +30,7 @@ from bench.limits import disk_limit, limit_name
 from bench.machine import choose_device
 from bench.plain import plain_step
 from bench.process import device_peak_bytes, disk_bytes, synchronize
-from zstore.tools.sample.models import build_model
+from zstore.tools.sample.models import build_model, loss_of
 
 
 def main() -> None:
@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for step in range(options.steps + 2):
             ids = _ids(options, step)
             times = [_now()]
-            loss = engine(ids, labels=ids)
+            loss = loss_of(engine(input_ids=ids, labels=ids))
             times.append(_now())
             engine.backward(loss)
             times.append(_now())

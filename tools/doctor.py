@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import os
 import platform
 import re
 import sys
@@ -20,6 +19,7 @@ from zstore._version import __version__
 from zstore.io.buffers import HUGE_PAGE_BYTES, make_slab
 from zstore.io.hostmemory import read_host_memory
 from zstore.io.pinning import clear_cuda_error
+from zstore.io.pool import num_cores
 from zstore.sizes import format_bytes
 
 from .drive import BLOCK_BYTES, NUM_THREADS, RATE_BYTES, DriveReport, FolderReport, measure_drive, probe_folder
@@ -172,7 +172,7 @@ def _devices(memory: MemoryReport) -> Iterator[Device]:
         kind="cpu",
         name=name.group(1) if name else platform.processor() or platform.machine(),
         memory_bytes=memory.total_bytes or 0,
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        num_cores=num_cores(),
         pinning=None,
         **_describe_rates(measure_rates(torch.device("cpu"))),
     )

@@ -220,6 +220,31 @@ def test_the_error_of_one_use_ends_the_others_and_is_what_is_raised(saved: Path,
                 use_spans(reader, ranges, use, "test-use")
 
 
+@pytest.mark.parametrize(
+    ("cores", "remote", "most"), [(1, False, 4), (2, False, 4), (4, False, 8), (64, False, 12), (1, True, 12)]
+)
+def test_uses_have_two_threads_a_core_and_more_over_a_network(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, cores: int, remote: bool, most: int
+) -> None:
+    """A barrier that as many must reach, and that no further one does, holds them until the spans are used."""
+    monkeypatch.setattr(ahead_module, "num_cores", lambda: cores)
+    everyone, names, lock = threading.Barrier(most), set[str](), threading.Lock()
+    with open_resources(pool_bytes=96 * 2**20) as resources, open_checkpoint(saved, resources=resources) as reader:
+        reader.is_remote = remote
+        # Of one chunk each, so that there are more spans than threads.
+        ranges = [("model/long.rows", first, first + 1) for first in range(3 * most)]
+
+        def use(span: Span) -> None:
+            with lock:
+                is_first = threading.current_thread().name not in names
+                names.add(threading.current_thread().name)
+            if is_first:
+                everyone.wait(20)
+
+        use_spans(reader, ranges, use, "test-use")
+    assert len(names) == most
+
+
 def test_reading_ahead_makes_spans_as_it_goes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Span] = []
 

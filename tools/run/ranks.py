@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from zstore.errors import ZstoreError
+from zstore.io.pool import num_cores
 
 from .agent import INTERVAL_S, Agent, NeverStarted, agent
 from .control import Control
@@ -36,7 +37,7 @@ def run_ranks(job: Job, control: Control | None = None) -> Ended:
     if slots is not None:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
     # Not torch's 1: the update of offloaded state runs on these threads.
-    own.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(_cores() // num_ranks or 1)))
+    own.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(num_cores() // num_ranks or 1)))
     with (
         _environment(own),
         _spec(job, num_ranks) as spec,
@@ -62,10 +63,6 @@ def count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Work(threading.Thread):

@@ -27,7 +27,7 @@ from ..format.arrays import Bytes
 from ..format.partition import round_up
 from ..format.shardfile import BLOCK_BYTES, CRC_BYTES
 from ..io.buffers import Slabs
-from ..io.pool import Workers
+from ..io.pool import Workers, num_cores
 from .source import ArraySource, StoredArray
 
 Range = tuple[str, int, int]
@@ -40,8 +40,10 @@ by the thread that read them, in whose cache they may still be."""
 MEMORY_BYTES = 48 * 1024 * 1024
 _LEAST_DEPTH = 6
 _NUM_REQUESTS = 12
-"""Requests of `read_into` under way at a time, at least, and of `use_spans` where its memory allows."""
+"""Requests of `read_into` under way at a time, at least, and of `use_spans` at most."""
 _LEAST_USERS = 4
+_USERS_PER_CORE = 2
+"""Threads of `use_spans` that read what lies here: more take each other's cores and caches (docs/design/0015-casts.md)."""
 
 
 @dataclass(eq=False)
@@ -264,10 +266,11 @@ def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span]
     """Read `ranges` in spans of a request each, roughly in order, and call `use` for each, in several threads called `name`.
 
     The thread that read a span uses it, in whose cache it may still be; its memory is taken back then. The first error stops
-    all of them and is raised. The spans take as much memory as those of `ReadAhead`.
+    all of them and is raised. The spans take at most as much memory as those of `ReadAhead`.
     """
     memory_bytes, request_bytes = _spans_memory(reader), reader.resources.request_bytes
-    num_threads = max(_LEAST_USERS, min(_NUM_REQUESTS, memory_bytes // request_bytes))
+    wanted = _NUM_REQUESTS if reader.is_remote else min(_NUM_REQUESTS, _USERS_PER_CORE * num_cores())
+    num_threads = max(_LEAST_USERS, min(wanted, memory_bytes // request_bytes))
     span_bytes = min(request_bytes, memory_bytes // num_threads)
     coming = (span for name, first, stop in ranges for span in cut_spans(reader.array(name), first, stop, span_bytes))
     lock = threading.Lock()

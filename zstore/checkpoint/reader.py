@@ -58,7 +58,7 @@ class CheckpointReader(ArraySource):
         num_threads = _NUM_REMOTE_REQUESTS if remote else NUM_THREADS
         super().__init__(info.location, info.tag, info.record, resources, num_threads=num_threads)
         if remote:
-            self.num_readers = _NUM_REMOTE_REQUESTS
+            self.num_readers, self.is_remote = _NUM_REMOTE_REQUESTS, True
         self.folder: Folder = info.folder
         """The tag's folder."""
         self.asked_bytes = 0

@@ -96,6 +96,8 @@ class ArraySource(Closing):
         self._cleanup = contextlib.ExitStack()
         self.num_readers: int = 6
         """How many `read` at a time serve this source best."""
+        self.is_remote: bool = False
+        """Whether what is read comes over a network: a `read` waits long then, and takes little of a processor."""
         self.resources: IoResources = resources or self._cleanup.enter_context(open_resources(num_threads=num_threads))
         """Threads and buffers; given back by `close` unless they were the caller's."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +13,11 @@ from ..closing import Closing
 from .queue import Ticket, promise
 
 T = TypeVar("T")
+
+
+def num_cores() -> int:
+    """Return how many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Workers(Closing):
