@@ -290,7 +290,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-@pytest.mark.parametrize("name", ["ls", "prune"])
+@pytest.mark.parametrize("name", ["ls", pytest.param("prune", marks=pytest.mark.soak)])  # both make the same list
 def test_the_list_of_many_files_is_counted_in(name: str, crowded: Path, base: Path, tmp_path: Path) -> None:
     options = ["--keep-last", "1", "--dry-run"] if name == "prune" else []
     small, large = ([name, str(folder), *options] for folder in (base / "small", crowded))
