@@ -30,8 +30,7 @@ class Renamed(ArraySource):
 
     def __init__(self, source: ArraySource, names: Names, buffers: Collection[str] = ()) -> None:
         super().__init__(source.location, source.tag, source.record, source.resources)
-        self.kind, self.notes = source.kind, source.notes
-        self.num_readers, self.is_remote = source.num_readers, source.is_remote
+        self.kind, self.notes, self.is_remote = source.kind, source.notes, source.is_remote
         self._source = source
         found = {name: _parts(name) for name in source.arrays}
         named = {name for _, name in found.values() if name} | set(source.record.absent_parameters)

@@ -269,7 +269,7 @@ def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span]
     all of them and is raised. The spans take at most as much memory as those of `ReadAhead`.
     """
     memory_bytes, request_bytes = _spans_memory(reader), reader.resources.request_bytes
-    wanted = _NUM_REQUESTS if reader.is_remote else min(_NUM_REQUESTS, _USERS_PER_CORE * num_cores())
+    wanted = reader.num_readers if reader.is_remote else min(_NUM_REQUESTS, _USERS_PER_CORE * num_cores())
     num_threads = max(_LEAST_USERS, min(wanted, memory_bytes // request_bytes))
     span_bytes = min(request_bytes, memory_bytes // num_threads)
     coming = (span for name, first, stop in ranges for span in cut_spans(reader.array(name), first, stop, span_bytes))

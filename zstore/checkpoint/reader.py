@@ -24,11 +24,9 @@ from .format import COMPLETE, Manifest, parse_json, sha256
 from .machines import Machine, missing_machines, missing_text
 from .metadata import parse_root
 from .names import METADATA_FILE, RECORD_FILE, manifest_file, tag_text
-from .source import NUM_THREADS, ArraySource, ReadStatistics, StoredArray
+from .source import NUM_REMOTE_REQUESTS, NUM_THREADS, ArraySource, ReadStatistics, StoredArray
 
 _MOST_OPEN_SHARDS = 4096
-_NUM_REMOTE_REQUESTS = 12
-"""Requests under way at a time: each takes tens of milliseconds, whatever it reads."""
 
 
 class _Checksums:
@@ -55,10 +53,9 @@ class CheckpointReader(ArraySource):
     def __init__(self, info: TagInfo, resources: IoResources | None = None) -> None:
         self.documents, parsed = _read_metadata(info)
         remote = not info.folder.is_local
-        num_threads = _NUM_REMOTE_REQUESTS if remote else NUM_THREADS
+        num_threads = NUM_REMOTE_REQUESTS if remote else NUM_THREADS
         super().__init__(info.location, info.tag, info.record, resources, num_threads=num_threads)
-        if remote:
-            self.num_readers, self.is_remote = _NUM_REMOTE_REQUESTS, True
+        self.is_remote = remote
         self.folder: Folder = info.folder
         """The tag's folder."""
         self.asked_bytes = 0

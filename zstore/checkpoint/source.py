@@ -26,6 +26,9 @@ from .names import shard_file
 
 NUM_THREADS = 4
 """I/O threads of a source that is given none."""
+NUM_REMOTE_REQUESTS = 12
+"""Requests over a network under way at a time: each takes tens of milliseconds, whatever it reads."""
+_NUM_LOCAL_READERS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +97,15 @@ class ArraySource(Closing):
         """What was committed; of other software's checkpoint what corresponds to it, with `id` empty."""
         self.arrays: dict[str, StoredArray] = {}
         self._cleanup = contextlib.ExitStack()
-        self.num_readers: int = 6
-        """How many `read` at a time serve this source best."""
         self.is_remote: bool = False
         """Whether what is read comes over a network: a `read` waits long then, and takes little of a processor."""
         self.resources: IoResources = resources or self._cleanup.enter_context(open_resources(num_threads=num_threads))
         """Threads and buffers; given back by `close` unless they were the caller's."""
+
+    @property
+    def num_readers(self) -> int:
+        """How many `read` at a time serve this source best."""
+        return NUM_REMOTE_REQUESTS if self.is_remote else _NUM_LOCAL_READERS
 
     @property
     @abstractmethod
