@@ -23,7 +23,7 @@ from .activations.offload import ActivationOffload
 from .activations.recompute import set_up_checkpointing
 from .activations.tiers import make_tier
 from .build.layout import Layout
-from .build.model import check_model, place_buffers
+from .build.model import check_model, normalize_in_type_of_statistics, place_buffers
 from .build.store import open_store, store_key
 from .build.takeover import BuiltModel
 from .config.config import Config
@@ -101,7 +101,9 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     try:
         _require_own_snapshots(config, store, world)
         check_drives(plan, config, world, _present_bytes(store))
-        place_buffers(model, world, PRECISIONS[config.precision])
+        buffer_type = config.settings.data_types.buffer_dtype
+        place_buffers(model, world, None if buffer_type is None else PRECISIONS[buffer_type])
+        normalize_in_type_of_statistics(model)
         state = OptimizerState(
             store,
             kernels,

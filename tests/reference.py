@@ -105,7 +105,7 @@ class Reference:
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in self.trained.items()}
         self.optimizer = torch.optim.AdamW(self.groups(self.masters), fused=True, **self.adam)
-        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+        for tensor in self.model.parameters():
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
         own = {name: buffer.clone() for name, buffer in self.model.named_buffers()}

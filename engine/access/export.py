@@ -109,12 +109,15 @@ def _check_free(folder: Path, stem: str) -> None:
 
 def _weights(model: nn.Module, records: Sequence[ParameterRecord], dtype: str) -> list[Weight]:
     """Return what is written: what `zstore consolidate` finds in a checkpoint."""
-    stored = [(model_array(record.name), tuple(record.parameter.shape), dtype_name(record.dtype)) for record in records]
-    stored += [(buffer_array(n), tuple(b.shape), dtype_name(b.dtype)) for n, b in stored_buffers(model)]
-    return [
-        Weight(name=array.partition("/")[2], array=array, shape=shape, dtype=dtype if kind in FLOATING else kind)
-        for array, shape, kind in stored
-    ]
+    weights = []
+    for record in records:
+        kind = dtype_name(record.dtype)
+        kind, shape = dtype if kind in FLOATING else kind, tuple(record.parameter.shape)
+        weights.append(Weight(name=record.name, array=model_array(record.name), shape=shape, dtype=kind))
+    for name, buffer in stored_buffers(model):
+        array, kind = buffer_array(name), dtype_name(buffer.dtype)
+        weights.append(Weight(name=name, array=array, shape=tuple(buffer.shape), dtype=kind))
+    return weights
 
 
 class _Export:

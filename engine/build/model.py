@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from zstore.errors import UsageError
 from zstore.ranks.world import World
@@ -69,10 +71,12 @@ def take_uncompiled(model: nn.Module) -> tuple[nn.Module, Compiler | None]:
     return wrapper._orig_mod, wrapper.dynamo_ctx
 
 
-def place_buffers(model: nn.Module, world: World, dtype: torch.dtype) -> None:
-    """Move the model's buffers to their device, take rank 0's values, and cast floating ones to `dtype` (all ranks).
+def place_buffers(model: nn.Module, world: World, dtype: torch.dtype | None) -> None:
+    """Move the model's buffers to their device, take rank 0's values, and cast floating ones to `dtype`; None: they keep
+    their types (all ranks).
 
-    What several modules share stays shared; what is expanded gets memory of its own.
+    What several modules share stays shared; what is expanded gets memory of its own. Values that a 16-bit type would
+    spoil are the reason for None: the frequencies of rotary embeddings, running statistics.
     """
     placed: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
@@ -80,8 +84,30 @@ def place_buffers(model: nn.Module, world: World, dtype: torch.dtype) -> None:
             if buffer not in placed:
                 here = buffer.to(world.device).contiguous()
                 world.broadcast(here)
-                placed[buffer] = here.to(dtype) if here.is_floating_point() else here
+                placed[buffer] = here.to(dtype) if dtype and here.is_floating_point() else here
             setattr(module, name, placed[buffer])
+
+
+def normalize_in_type_of_statistics(model: nn.Module) -> None:
+    """Let modules with running statistics in fp32 work whose parameters are in 16 bits.
+
+    torch's batch_norm takes 16-bit inputs beside fp32 for all else, as under autocast, or everything in one type: in such a
+    module's forward the parameters are cast to the type of the statistics.
+    """
+    for module in model.modules():
+        if isinstance(module, _NormBase) and module.running_mean is not None and "forward" not in vars(module):
+            module.forward = partial(_forward_cast, module, module.forward)
+
+
+def _forward_cast(module: _NormBase, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    own, statistics = dict(module._parameters), module.running_mean
+    if statistics is not None:
+        cast = {name: None if p is None else p.to(statistics.dtype) for name, p in own.items()}
+        module._parameters.update(cast)  # type: ignore[arg-type]
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        module._parameters.update(own)
 
 
 def place_parameter(parameter: nn.Parameter, world: World) -> None:

@@ -156,5 +156,6 @@ class DataTypesSection(Section):
     a sum in 16 bits loses small gradients; over a single one the type in which they are reduced, which loses nothing."""
     param_dtype: DataType | None = no_effect(None, "it follows from fp16 and bf16")
     """Type of the parameters."""
-    buffer_dtype: DataType | None = no_effect(None, "floating buffers follow the parameters' type, others keep theirs")
-    """Type of the modules' buffers."""
+    buffer_dtype: DataType | None = built(None)
+    """Type of the modules' floating buffers. Unset or "none": they keep the types that the model gave them, so that
+    frequencies of rotary embeddings and running statistics stay exact beside 16-bit parameters."""

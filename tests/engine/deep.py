@@ -40,7 +40,8 @@ class Deep(nn.Module):
         self.last: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x) + self.shift
+        x = self.embed(x)
+        x = x + self.shift.to(x.dtype)
         for block in self.blocks:
             if self.kind == "zstore":
                 x = checkpointing.checkpoint(block, x)

@@ -34,7 +34,7 @@ class Mixer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mixed = (x @ self.experts[0] + x @ self.experts[1]) @ self.experts[2].T
-        turned = F.linear(F.linear(x, self.turned) / self.scale, self.down.weight)
+        turned = F.linear(F.linear(x, self.turned) / self.scale.to(x.dtype), self.down.weight)
         return x + self.down(F.gelu(self.up(x))) + 0.1 * mixed + 0.1 * turned + 0.1 * x @ self.small.to(x.dtype)
 
 

@@ -46,7 +46,7 @@ class Net(nn.Module):
         self.register_buffer("shift", torch.linspace(-0.1, 0.1, width))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids) + self.start + self.shift + self.mix.sum(dim=(0, 1))
+        x = self.embed(ids) + self.start + self.shift.to(self.start.dtype) + self.mix.sum(dim=(0, 1))
         x = x + self.frozen(x)
         for block in self.blocks:
             x = block(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -269,14 +270,44 @@ def test_progress_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert [r.message.split(":")[0] for r in caplog.records if r.message.startswith("step ")] == ["step 2", "step 4"]
 
 
-def test_buffers_are_cast_and_saved(tmp_path: Path) -> None:
-    with start(make_net(), bf16={"enabled": True}) as engine:
-        assert engine.module.shift.dtype == torch.bfloat16
+def test_buffers_keep_their_types_and_are_saved(tmp_path: Path) -> None:
+    net = make_net()
+    net.register_buffer("wide", torch.full((2,), 1 / 3, dtype=torch.float64))
+    with start(net, bf16={"enabled": True}) as engine:
+        assert (engine.module.shift.dtype, engine.module.wide.dtype) == (torch.float32, torch.float64)
+        assert all(p.dtype == torch.bfloat16 for p in engine.parameters())
         loss = engine(*batch(0, 0, 0))
         engine.backward(loss)
         engine.step()
-        engine.module.shift.fill_(0.5)
+        engine.module.shift.fill_(0.3)
         engine.save_checkpoint(str(tmp_path))
         engine.module.shift.zero_()
+        engine.module.wide.zero_()
         engine.load_checkpoint(str(tmp_path))
-        assert engine.module.shift.unique().tolist() == [0.5]
+        assert torch.equal(engine.module.shift, torch.full_like(engine.module.shift, 0.3))
+        assert torch.equal(engine.module.wide, torch.full((2,), 1 / 3, dtype=torch.float64))
+
+
+def test_buffers_have_the_type_that_a_config_names() -> None:
+    with start(make_net(), bf16={"enabled": True}, data_types={"buffer_dtype": "bf16"}) as engine:
+        assert engine.module.shift.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_running_statistics_are_those_of_autocast(stage: int) -> None:
+    """In 16 bits a statistic that grows by small steps would stop short."""
+    plain = nn.Sequential(nn.BatchNorm1d(8), nn.Flatten())
+    net = copy.deepcopy(plain)
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    with start(net, bf16={"enabled": True}, zero_optimization=zero) as engine:
+        for number in range(40):
+            x = (3.9 + 0.1 * torch.randn(4, 8, 5, generator=torch.Generator().manual_seed(number))).bfloat16()
+            with torch.autocast("cpu", torch.bfloat16):
+                expected = plain(x)
+            loss = engine(x)
+            assert torch.equal(loss, expected)
+        assert torch.equal(net[0].running_mean, plain[0].running_mean)
+        assert torch.equal(net[0].running_var, plain[0].running_var)
+        engine.backward(loss.float().square().sum())
+        engine.step()
+        assert net[0].weight.dtype == torch.bfloat16

@@ -82,12 +82,20 @@ class Quantized(nn.Module):
         return x + F.linear(x, self.weight.to(x.dtype) * self.scale)
 
 
+class Norm(nn.BatchNorm1d):
+    """Takes 16-bit inputs, beside statistics and parameters in fp32: what torch computes under autocast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, var, weight, bias = self.running_mean, self.running_var, self.weight.float(), self.bias.float()
+        return F.batch_norm(x, mean, var, weight, bias, self.training, self.momentum or 0.0, self.eps)
+
+
 class Counting(nn.Module):
     """Buffers of every kind; the forward writes to them in training and reads them always."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm = Norm(WIDTH)
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mask", torch.arange(WIDTH) % 3 > 0)
@@ -100,8 +108,9 @@ class Counting(nn.Module):
         y: torch.Tensor = self.linear(self.norm(x.transpose(1, 2)).transpose(1, 2)) * self.mask
         if self.training:
             self.calls += 1
-            self.average.lerp_(y.detach().mean((0, 1)), 0.1)
-        return x + y + 0.01 * self.spread * self.average.clone() * self.turn.real.to(x.dtype) * self.calls
+            self.average.lerp_(y.detach().mean((0, 1)).float(), 0.1)
+        drift = self.spread * self.average.clone() * self.turn.real * self.calls
+        return x + y + 0.01 * drift.to(x.dtype)
 
 
 class SharedBuffer(Base):

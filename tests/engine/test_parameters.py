@@ -82,7 +82,7 @@ def test_a_conversion_after_initialize_is_refused_and_training_goes_on(place: st
                     change(module)
                 assert "parameter '" in str(caught.value), name
         assert all(p.dtype == torch.bfloat16 for p in engine.parameters())
-        assert all(b.dtype == torch.bfloat16 for b in engine.buffers())
+        assert all(b.dtype == torch.float32 for b in engine.buffers())
         assert engine_digests(engine) == before
         assert trains(engine)
 
@@ -223,7 +223,7 @@ def loads_state_dicts(rank: int, place: str) -> list[str]:
             given: dict[str, Any] = state if rank == 0 else {}
             if way == "custom":
                 engine.load_module_state_dict(given, custom_load_fn=lambda src, dst: dst.load_state_dict(src))
-                state = {name: value.bfloat16() for name, value in state.items()}
+                state = {name: value if name == "shift" else value.bfloat16() for name, value in state.items()}
             elif way == "load_state_dict":
                 given = {f"module.{name}": value for name, value in given.items()}
                 assert engine.load_state_dict(given) == ([], [])
@@ -231,7 +231,7 @@ def loads_state_dicts(rank: int, place: str) -> list[str]:
                 engine.load_module_state_dict(given)
             with zstore.gather(engine.module):
                 for name, value in engine.module.state_dict().items():
-                    if not torch.equal(value, state[name].bfloat16()):
+                    if not torch.equal(value, state[name].to(value.dtype)):
                         found.append(f"{way}: {name} of the model")
             for name, _ in engine.module.named_parameters():
                 master = engine.get_full_parameter(name)

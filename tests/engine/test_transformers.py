@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import zstore
 from tests.engine.bits import ADAM, differing_arrays
@@ -26,8 +27,11 @@ from tests.engine.transformers_models import (
 from tests.reference import DTYPES, Reference
 from zstore.engine.access.generation import in_step
 from zstore.testing.ranks import run_ranks
+from zstore.tools.consolidate import Dtype, consolidate_command
 
 WORLD_SIZE, STEPS = 2, 2
+LONG = 1100
+"""A position where frequencies in 16 bits would have turned queries and keys elsewhere."""
 
 
 def settings(stage: int, precision: str, **zero: Any) -> dict[str, Any]:
@@ -160,3 +164,27 @@ def test_trains_from_disk_to_the_bit(name: str, nvme: Path) -> None:
     disk = {"device": "nvme", "nvme_path": str(nvme)}
     assert train(name, 0, 1, settings(3, "bf16", offload_optimizer=disk)) == []
     assert train(name, 0, 1, settings(3, "bf16", offload_optimizer=disk, offload_param=disk)) == []
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_long_positions_are_those_of_transformers(stage: int, tmp_path: Path) -> None:
+    """Engine, its 16-bit folder and its consolidated checkpoint beside transformers' own model in bf16."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=VOCAB, max_position_embeddings=2048, **shape)
+    )
+    model.save_pretrained(tmp_path / "plain")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16).eval()
+    ids = torch.randint(2, VOCAB, (1, LONG), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), zstore.initialize(model=model, config=settings(stage, "bf16"))[0] as engine:
+        engine.eval()
+        expected = plain(ids).logits
+        assert torch.equal(engine(input_ids=ids).logits, expected)
+        engine.save_16bit_model(str(tmp_path / "16-bit"))
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        assert consolidate_command(tmp_path / "saved", tmp_path / "consolidated", dtype=Dtype.BF16) == 0
+        model.config.save_pretrained(tmp_path / "consolidated")
+        for folder in ("16-bit", "consolidated"):
+            saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.bfloat16).eval()
+            assert torch.equal(saved(ids).logits, expected), folder

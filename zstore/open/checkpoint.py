@@ -150,7 +150,7 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
             raise UsageError(f"the checkpoint {self.location} was closed: read its arrays before, or open it again")
 
     def consolidated(self, dtype: Dtype = None, *, overflow: Overflow = "error") -> Weights:
-        """Return the parameters and buffers as tensors of `dtype` by their names in the state dict, read one by one."""
+        """Return the parameters, as tensors of `dtype`, and the buffers by their names in the state dict, read one by one."""
         return Weights(self, _zarr_name(dtype), overflow)
 
     def verify(self) -> list[Fault]:

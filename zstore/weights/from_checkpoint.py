@@ -42,7 +42,8 @@ Put = Callable[[str, int, Array], None]
 
 
 def list_weights(reader: ArraySource, dtype: str | None) -> list[Weight]:
-    """Return the parameters and buffers of a checkpoint; floating ones are written as `dtype`, None: as they are.
+    """Return the parameters and buffers of a checkpoint; floating parameters are written as `dtype`, None: as they are.
+    Buffers keep their types.
 
     Tied parameters stand there once, under their first name. A split master is written in the precision that it has
     with what completes it. Raises CheckpointMismatchError where there is none.
@@ -55,7 +56,8 @@ def list_weights(reader: ArraySource, dtype: str | None) -> list[Weight]:
         key = name.partition("/")[2]
         if key in weights:
             raise CheckpointMismatchError(f"{reader.location} has both a parameter and a buffer called {key!r}")
-        target = dtype if dtype is not None and spec.dtype in FLOATING else whole_dtype(reader, name)
+        casts = spec.dtype in FLOATING and name.startswith("model/")
+        target = dtype if dtype is not None and casts else whole_dtype(reader, name)
         weights[key] = Weight(name=key, array=name, shape=spec.shape, dtype=target)
     if not weights:
         raise CheckpointMismatchError(f"{reader.location} has no weights: expected arrays under `model/`")
