@@ -8,8 +8,9 @@ other bits with other numbers of threads. torch takes the norms of fp32 rows in 
 rows in fp32 it is many times slower than the cast, so those are cast first, in tiles that stay in cache.
 
 On a device that is not the host the squares of a row are added by halves: the second half to the first, until one is left,
-with zeros behind a short row. Its own norm of a row would have other bits beside other numbers of rows. Rows of all
-parameters are taken together, and the host looks at their norms once: each look waits for the device.
+with zeros behind a short row; these sums are added in fp64. Its own norm of a row would have other bits beside other
+numbers of rows, and so may square roots: torch does not promise that they are rounded correctly. Rows of all parameters
+are taken together, and the host looks at their sums once: each look waits for the device.
 """
 
 from __future__ import annotations
@@ -77,29 +78,29 @@ def sums_by_halves(shards: Sequence[torch.Tensor]) -> list[float]:
             rows = -(-part.numel() // ROW_NUMEL)
             if tile is None or used + rows > _DEVICE_TILE_ROWS:
                 if tile is not None:
-                    found.append(_norms_by_halves(tile[:used]))
+                    found.append(_rows_by_halves(tile[:used]))
                 tile, used = torch.zeros(_DEVICE_TILE_ROWS, ROW_NUMEL, device=values.device), 0
             tile[used : used + rows].view(-1)[: part.numel()].copy_(part)
             used += rows
     if tile is not None:
-        found.append(_norms_by_halves(tile[:used]))
-    norms = iter(torch.cat(found).tolist() if found else [])
+        found.append(_rows_by_halves(tile[:used]))
+    rows_of_all = iter(torch.cat(found).tolist() if found else [])
     sums: list[float] = []
     for values in shards:
         total = 0.0  # not sum(), which from Python 3.12 on gives other bits
-        for norm in islice(norms, -(-values.numel() // ROW_NUMEL)):
-            total += norm * norm
+        for row in islice(rows_of_all, -(-values.numel() // ROW_NUMEL)):
+            total += row
         sums.append(total)
     return sums
 
 
-def _norms_by_halves(tile: torch.Tensor) -> torch.Tensor:
-    """Return the 2-norm of each row, [rows, ROW_NUMEL] in fp32."""
+def _rows_by_halves(tile: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of each row, [rows, ROW_NUMEL] in fp32."""
     squares = tile.square()
     while squares.shape[-1] > 1:
         half = squares.shape[-1] // 2
         squares = squares[:, :half] + squares[:, half:]
-    return squares.flatten().sqrt()
+    return squares.flatten()
 
 
 def norm_of_sums(sums: Sequence[tuple[str, Sequence[float]]]) -> float:
