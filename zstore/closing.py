@@ -1,9 +1,26 @@
-"""What is closed at the end of a `with` block."""
+"""How things end: at the end of a `with` block, and at the end of the interpreter.
+
+[Note: endings]
+Once the main thread has ended, Python waits for the threads that are no daemons, then calls what was registered with
+atexit, then stops every other thread wherever it is. From 3.12 on no thread can be started in any of these phases. So
+whoever completes something then has its threads from before, or does the work in the thread that it has:
+
+- what must be completed (a save, an upload, a snapshot) runs by `run_to_the_end`, in a thread that is no daemon;
+- threads that help are made by `start_threads`, which makes fewer where no more can be started; callers do without;
+- nobody waits for threads that were stopped: `join_threads`;
+- what was not completed and that nobody was told of makes the exit code non-zero: `Unheard`.
+
+Only public interfaces of Python are used. docs/durability.md has a table of all endings.
+"""
 
 from __future__ import annotations
 
+import atexit
+import sys
+import threading
 from abc import ABC, abstractmethod
-from typing import Self
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 
 class Closing(ABC):
@@ -18,3 +35,90 @@ class Closing(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def start_threads(number: int, target: Callable[[], None], name: str) -> list[threading.Thread]:
+    """Start daemon threads called `name`-0, ...; fewer than `number`, or none, when no thread can be started any more."""
+    threads = []
+    for i in range(number):
+        thread = threading.Thread(target=target, name=f"{name}-{i}", daemon=True)
+        if not _started(thread):
+            break
+        threads.append(thread)
+    return threads
+
+
+def join_threads(threads: Sequence[threading.Thread]) -> None:
+    """Wait until the threads ended; at the end of the interpreter, which stopped them, return at once."""
+    if not sys.is_finalizing():
+        for thread in threads:
+            thread.join()
+
+
+def run_to_the_end(task: Callable[[], None], name: str) -> None:
+    """Run `task` in a thread of its own for which the interpreter waits at its end; when no thread can be started any more,
+    run it here."""
+    if not _started(threading.Thread(target=task, name=name, daemon=False)):
+        task()
+
+
+def _started(thread: threading.Thread) -> bool:
+    if sys.is_finalizing():
+        return False  # Python 3.13.0 would start it, and wait for ever until it runs
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if "interpreter shutdown" not in str(error):
+            raise  # no memory, or too many threads
+        return False
+    return True
+
+
+class Unheard:
+    """What failed behind the program, until somebody is told of it; the rest is told at the end of the interpreter."""
+
+    def __init__(self) -> None:
+        self._errors: dict[object, BaseException] = {}
+        self._lock = threading.Lock()
+        atexit.register(self._tell)
+
+    def add(self, key: object, error: BaseException) -> None:
+        """Note that what `key` stands for ended with `error`."""
+        with self._lock:
+            self._errors[key] = error
+
+    def heard(self, key: object) -> None:
+        """Note that somebody was told; at the end of the interpreter nobody is, whoever asks."""
+        if threading.main_thread().is_alive():
+            with self._lock:
+                self._errors.pop(key, None)
+
+    def _tell(self) -> None:
+        """Let Python end with exit code 120, its own for what fails while it ends, and print the errors."""
+        with self._lock:
+            errors = list(self._errors.values())
+        if errors:
+            sys.stdout = _FailingOutput(sys.stdout, errors)
+
+
+class _FailingOutput:
+    """Standard output whose last flush, by the interpreter, raises: the documented way to another exit code from there."""
+
+    closed = False
+
+    def __init__(self, inner: Any, errors: Sequence[BaseException]) -> None:
+        self._inner = inner
+        self._errors = errors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def flush(self) -> None:
+        """Flush, then raise in the end of the interpreter."""
+        if self._inner is not None:
+            self._inner.flush()
+        if sys.is_finalizing():
+            raise self._errors[0]
+
+    def __repr__(self) -> str:
+        return "the end of the program, where something had not been completed"

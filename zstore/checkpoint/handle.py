@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ..closing import Unheard
 from ..io.pool import run_in_thread
 from .request import SaveSummary
+
+_unheard = Unheard()
 
 
 class SaveJob(Protocol):
@@ -23,22 +26,29 @@ class SaveJob(Protocol):
 
 
 class SaveHandle:
-    """A save under way. A clean exit of the interpreter completes it."""
+    """A save under way. The end of the program completes it, and has a non-zero exit code if it cannot and nobody asked."""
 
     def __init__(self, job: SaveJob) -> None:
         self._job = job
+        self._cancelled = False
         self.stall_s = 0.0
         """Seconds that training stood still for the save, where an engine took it."""
         # Waited for, not the thread: where Ctrl-C interrupts a join, Python 3.11 forgets that the thread runs.
         self._ticket = run_in_thread(self._run, "zstore-save")
 
     def _run(self) -> SaveSummary:
-        return self._job.run()  # the thread holds the handle, for those that know it weakly
+        try:
+            return self._job.run()
+        except BaseException as error:
+            if not self._cancelled:
+                _unheard.add(self, error)
+            raise
 
     def wait(self, timeout_s: float | None = None) -> SaveSummary:
         """Return once the checkpoint is committed; raises what went wrong, on every rank, or TimeoutError."""
         if not self.wait_for_end(timeout_s):
             raise TimeoutError(f"{self._job.title} is not done after {timeout_s} s")
+        _unheard.heard(self)
         return self._ticket.wait()
 
     def wait_for_end(self, timeout_s: float | None = None) -> bool:
@@ -51,4 +61,5 @@ class SaveHandle:
 
     def cancel(self) -> None:
         """Give the save up at the next shard, as when another rank could not begin it; `wait()` then raises."""
+        self._cancelled = True
         self._job.cancel()

@@ -62,6 +62,7 @@ def save_checkpoint(request: SaveRequest) -> SaveHandle:
     except BaseException as error:
         if job is not None:
             job.give_up(error)
+            job.workers.close()
         for pin in request.pins.values():
             pin.release()
         raise
@@ -95,6 +96,8 @@ class _Save:
         self._messages: list[str] = []
         self._spare: Spare | None = None
         self._started = time.monotonic()
+        # Here, by the thread that saves: see [Note: endings].
+        self.workers = Workers(request.num_threads, f"zstore-save-{request.rank}")
 
     @property
     def title(self) -> str:
@@ -131,7 +134,7 @@ class _Save:
     def _run(self) -> SaveSummary:
         request = self._request
         try:
-            with Workers(request.num_threads, f"zstore-save-{request.rank}") as workers:
+            with self.workers as workers:
                 if request.leads:
                     self._begin()
                 else:

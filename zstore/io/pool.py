@@ -6,10 +6,12 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from ..closing import Closing
+from ..closing import Closing, join_threads, run_to_the_end, start_threads
 from .queue import Ticket, promise
 
 T = TypeVar("T")
@@ -21,7 +23,8 @@ def num_cores() -> int:
 
 
 class Workers(Closing):
-    """`num_threads` threads, started at once: a save that ends behind the interpreter's last line may start none.
+    """`num_threads` threads, started at once; at the end of the interpreter, when none can be started, callers carry out
+    what they hand over. See [Note: endings].
 
     Unlike the I/O threads, these may wait for tickets and buffers. Close it, or use it in a `with` block.
     """
@@ -30,11 +33,7 @@ class Workers(Closing):
         self._tasks: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True) for i in range(max(1, num_threads))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = start_threads(max(1, num_threads), self._serve, name)
 
     def run(self, tasks: Iterable[Callable[[], T]]) -> list[T]:
         """Carry out all tasks and return their results in order; must not be called from a task.
@@ -61,6 +60,9 @@ class Workers(Closing):
         with self._changed:
             self._tasks.extend(lambda number=number: carry_out(number) for number in range(len(batch)))  # type: ignore[misc]
             self._changed.notify_all()
+        if not self._threads:
+            self._carry_out_queued()
+        with self._changed:
             try:
                 self._changed.wait_for(lambda: left == 0)
             except BaseException as error:  # Ctrl-C: nothing new begins, and close() waits for what runs
@@ -72,12 +74,14 @@ class Workers(Closing):
 
     def submit(self, task: Callable[[], T]) -> Ticket[T]:
         """Queue one task; may be called from a task. Raises RuntimeError once the threads ended."""
-        if not self._threads:
+        if self._closed:
             raise RuntimeError("a task after the shutdown of its threads")
         ticket, carry_out = promise(task)
         with self._changed:
             self._tasks.append(carry_out)
             self._changed.notify()
+        if not self._threads:
+            self._carry_out_queued()
         return ticket
 
     def _serve(self) -> None:
@@ -90,21 +94,36 @@ class Workers(Closing):
             task()
             del task  # what it holds is not this thread's to keep
 
+    def _carry_out_queued(self) -> None:
+        while self._tasks:
+            self._tasks.popleft()()
+
     def close(self) -> None:
         """End the threads once nothing is queued."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        join_threads(self._threads)
         self._threads.clear()
 
 
 def run_in_thread(task: Callable[[], T], name: str) -> Ticket[T]:
     """Carry out `task` in a thread of its own, called `name`, for whose end the interpreter waits at its own."""
     ticket, carry_out = promise(task)
-    threading.Thread(target=carry_out, name=name, daemon=False).start()
+    run_to_the_end(carry_out, name)
     return ticket
+
+
+class LastingExecutor(ThreadPoolExecutor):
+    """Does for an event loop what its own executor does, at the end of the interpreter too, which shuts that one down."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        super().__init__(num_threads)  # starts no thread of its own: nothing is submitted to it
+        self._workers = Workers(num_threads, name)
+
+    def submit(self, task: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Queue a call and return its future."""
+        return self._workers.submit(partial(task, *args, **kwargs)).future
 
 
 def in_turn(first: Sequence[T], second: Sequence[T]) -> list[T]:

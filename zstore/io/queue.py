@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, TypeVar
 
+from ..closing import join_threads, start_threads
 from ..errors import UsageError
 from .links import LinkCounters, LinkStatistics, total
 
@@ -50,6 +51,11 @@ class Ticket(Generic[T]):
     def done(self) -> bool:
         """Tell whether the operation ended, well or badly."""
         return self._future.done()
+
+    @property
+    def future(self) -> Future[T]:
+        """The same as a future of `concurrent.futures`."""
+        return self._future
 
     def wait_for_end(self, timeout_s: float | None = None) -> bool:
         """Wait until the operation ended, well or badly; return whether it did within `timeout_s`."""
@@ -152,11 +158,7 @@ class IoQueue:
         self._closed = False
         self._links = LinkCounters()
         self._blocked_s = 0.0
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"zstore-io-{i}", daemon=True) for i in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = start_threads(num_threads, self._serve, "zstore-io")
 
     def submit(
         self, operation: Callable[[], T], priority: Priority, nbytes: int = 0, *, subject: str = ""
@@ -164,6 +166,9 @@ class IoQueue:
         """Queue `operation`, which moves `nbytes` of what `subject` names; returns its ticket. Blocks while the queue
         is full."""
         ticket, run = self._ticket(operation, priority, nbytes, subject)
+        if not self._threads:  # see [Note: endings]
+            run()
+            return ticket
         with self._lock:
             if len(self._heap) >= self._depth and not self._closed:
                 started = time.perf_counter()
@@ -231,5 +236,4 @@ class IoQueue:
             self._closed = True
             self._filled.notify_all()
             self._emptied.notify_all()
-        for thread in self._threads:
-            thread.join()
+        join_threads(self._threads)

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import re
+from asyncio import AbstractEventLoop
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.folder import Entries, NetworkTraffic
 from ..errors import UsageError
+from ..io.pool import LastingExecutor
 from .retries import Retries
 from .send import send_file
 from .url import shown
 from .url_folder import UrlFolder
+
+_NUM_LOOKUPS = 4
+"""Hosts that are looked up at a time, at most."""
 
 
 class RemoteFolder(UrlFolder):
@@ -186,4 +192,12 @@ def open_fsspec_folder(
         raise UsageError(f"{shown(url)}: {error}; {advice}") from error
     except (TypeError, ValueError) as error:
         raise UsageError(f"{shown(url)} cannot be opened with the storage options given: {error}") from error
+    if getattr(fs, "async_impl", False):
+        _keep_lookups(fs.loop)
     return RemoteFolder(fs, str(root).rstrip("/"), shown(url), retries or Retries())
+
+
+@cache
+def _keep_lookups(loop: AbstractEventLoop) -> None:
+    """Let the loop of a file system look up hosts until an upload is complete. See [Note: endings]."""
+    loop.set_default_executor(LastingExecutor(_NUM_LOOKUPS, "zstore-lookup"))

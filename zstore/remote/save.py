@@ -19,9 +19,7 @@ import contextlib
 import hashlib
 import threading
 import time
-import weakref
 from dataclasses import dataclass, replace
-from functools import cache
 
 from ..checkpoint.catalog import noting
 from ..checkpoint.commit import discard
@@ -57,27 +55,6 @@ class UploadOptions:
     """Files that a rank uploads at a time."""
 
 
-_under_way: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
-"""A thread that runs holds its handle."""
-
-
-@cache
-def _complete_at_exit() -> None:
-    """Let the end of the interpreter wait for uploads before it ends its executors, which look up hosts for them.
-
-    It waits for the uploads' own threads only after that, and no connection could be opened any more.
-    """
-    # What concurrent.futures itself uses, and the last that is registered runs first: it must have been imported.
-    import concurrent.futures.thread  # noqa: F401
-
-    threading._register_atexit(_wait_for_all)  # type: ignore[attr-defined]
-
-
-def _wait_for_all() -> None:
-    for handle in list(_under_way):
-        handle.wait_for_end()
-
-
 def save_to_url(request: SaveRequest, options: UploadOptions) -> SaveHandle:
     """Begin to save into the local folder of `request` and to upload that; return the handle.
 
@@ -86,10 +63,7 @@ def save_to_url(request: SaveRequest, options: UploadOptions) -> SaveHandle:
     """
     # The local folder is only a stop on the way: what an upload that failed left there may be replaced.
     local = save_checkpoint(replace(request, overwrite=request.overwrite or not options.keep_local))
-    _complete_at_exit()
-    handle = SaveHandle(_Upload(request, options, local))
-    _under_way.add(handle)
-    return handle
+    return SaveHandle(_Upload(request, options, local))
 
 
 class _Upload:
@@ -114,6 +88,7 @@ class _Upload:
         self._messages: list[str] = []
         self._started = time.monotonic()
         self.location = self._target.location
+        self._workers = Workers(options.num_threads, f"zstore-upload-{request.rank}")
 
     @property
     def title(self) -> str:
@@ -129,7 +104,7 @@ class _Upload:
         """Carry the save and the upload out. Called once, by the upload's thread."""
         told = self._request.told
         try:
-            with Workers(self._options.num_threads, f"zstore-upload-{self._request.rank}") as workers:
+            with self._workers as workers:
                 summary = self._lead(workers) if self._request.rank == 0 else self._follow(workers)
         except BaseException as error:
             self._local.cancel()
