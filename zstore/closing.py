@@ -5,10 +5,11 @@ Once the main thread has ended, Python waits for the threads that are no daemons
 atexit, then stops every other thread wherever it is. From 3.12 on no thread can be started in any of these phases. So
 whoever completes something then has its threads from before, or does the work in the thread that it has:
 
-- what must be completed (a save, an upload, a snapshot) runs by `run_to_the_end`, in a thread that is no daemon;
+- what must be completed (a save, an upload, a snapshot) runs by `run_to_the_end`, in a thread that is no daemon, and is
+  known to `Completions`: after Ctrl-C Python no longer waits for such threads;
 - threads that help are made by `start_threads`, which makes fewer where no more can be started; callers do without;
 - nobody waits for threads that were stopped: `join_threads`;
-- what was not completed and that nobody was told of makes the exit code non-zero: `Unheard`.
+- what was not completed, and that nobody was told of, makes the exit code non-zero: `Completions`.
 
 Only public interfaces of Python are used. docs/durability.md has a table of all endings.
 """
@@ -16,6 +17,7 @@ Only public interfaces of Python are used. docs/durability.md has a table of all
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -74,51 +76,75 @@ def _started(thread: threading.Thread) -> bool:
     return True
 
 
-class Unheard:
-    """What failed behind the program, until somebody is told of it; the rest is told at the end of the interpreter."""
+class Completions:
+    """What runs behind the program: its end waits for all of it, and names on stderr what failed without anybody being told.
+
+    Then the exit code is 120, Python's own for what fails while it ends. A child process that was forked has none of it.
+    """
 
     def __init__(self) -> None:
-        self._errors: dict[object, BaseException] = {}
+        self._under_way: dict[object, tuple[str, Callable[[], object]]] = {}
+        self._failed: dict[object, str] = {}
         self._lock = threading.Lock()
-        atexit.register(self._tell)
+        atexit.register(self._complete)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
 
-    def add(self, key: object, error: BaseException) -> None:
-        """Note that what `key` stands for ended with `error`."""
+    def begin(self, title: str, wait: Callable[[], object]) -> object:
+        """Note that `title` is under way, and that `wait` returns when it ended, well or badly; return what it is known by."""
+        key = object()
         with self._lock:
-            self._errors[key] = error
+            self._under_way[key] = title, wait
+        return key
+
+    def end(self, key: object, error: BaseException | None) -> None:
+        """Note that it ended; `error` is what somebody has to be told. Its frames are not held."""
+        with self._lock:
+            title, _ = self._under_way.pop(key, ("", None))
+            if error is not None:
+                self._failed[key] = f"{title} failed: {type(error).__name__}: {error}"
 
     def heard(self, key: object) -> None:
-        """Note that somebody was told; at the end of the interpreter nobody is, whoever asks."""
+        """Note that somebody was told; while the interpreter ends nobody is, whoever asks."""
         if threading.main_thread().is_alive():
             with self._lock:
-                self._errors.pop(key, None)
+                self._failed.pop(key, None)
 
-    def _tell(self) -> None:
-        """Let Python end with exit code 120, its own for what fails while it ends, and print the errors."""
+    def _complete(self) -> None:
         with self._lock:
-            errors = list(self._errors.values())
-        if errors:
-            sys.stdout = _FailingOutput(sys.stdout, errors)
+            under_way = list(self._under_way.items())
+        for key, (_, wait) in under_way:
+            try:
+                wait()
+            except KeyboardInterrupt:
+                self.end(key, InterruptedError("the program was interrupted once more while it ended"))
+        if self._failed:
+            sys.stdout = _FailingOutput(sys.stdout, "; ".join(self._failed.values()))
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way.clear()
+        self._failed.clear()
 
 
 class _FailingOutput:
-    """Standard output whose last flush, by the interpreter, raises: the documented way to another exit code from there."""
+    """Standard output whose last flush, by the interpreter, raises: the documented way to an exit code from there."""
 
     closed = False
 
-    def __init__(self, inner: Any, errors: Sequence[BaseException]) -> None:
+    def __init__(self, inner: Any, text: str) -> None:
         self._inner = inner
-        self._errors = errors
+        self._text = text
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def flush(self) -> None:
-        """Flush, then raise in the end of the interpreter."""
+        """Flush; raise where the interpreter ends."""
         if self._inner is not None:
             self._inner.flush()
         if sys.is_finalizing():
-            raise self._errors[0]
+            raise RuntimeError(self._text)
 
     def __repr__(self) -> str:
-        return "the end of the program, where something had not been completed"
+        return "the end of the program"

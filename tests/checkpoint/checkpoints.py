@@ -17,8 +17,10 @@ import numpy.typing as npt
 
 from zstore.checkpoint.handle import SaveHandle
 from zstore.checkpoint.names import new_save_id, step_tag
+from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.request import SaveRequest, SaveSummary
 from zstore.checkpoint.save import save_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import Grid, grid_in_checkpoint, make_grid
 from zstore.io.files import Files
@@ -155,3 +157,15 @@ def save_arrays(folder: Path, arrays: Mapping[str, Array], *, world_size: int = 
     opened = {key: options.pop(key) for key in ("small", "aliases") if key in options}
     with open_world(arrays, world_size=world_size, **opened) as world:
         return world.save(folder, **options)[0].path
+
+
+def values(folder: Path, tag: str | None = None) -> dict[str, bytes]:
+    """The bytes of every array of a checkpoint that has no fault."""
+    with open_checkpoint(folder, tag) as opened:
+        assert verify_checkpoint(opened) == []
+        return {name: opened.read_array(name).tobytes() for name in opened.arrays}
+
+
+def leavings(folder: Path) -> list[str]:
+    """What a save that was killed or given up would leave behind."""
+    return sorted(p.name for p in folder.iterdir() if any(k in p.name for k in (".tmp-", ".old-", ".lock-")))

@@ -176,7 +176,7 @@ def test_an_engine_saves_to_s3_and_goes_on_from_it(bucket: Bucket, tmp_path: Pat
 
 
 _ENDS_AT_ONCE = """
-import json, sys
+import json, sys, threading
 from contextlib import ExitStack
 from pathlib import Path
 import numpy as np
@@ -185,6 +185,7 @@ from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.folder import open_folder
 from tests.checkpoint.checkpoints import open_world
 
+del threading._register_atexit  # it is private to Python
 url, options, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
 stack = ExitStack()
 world = stack.enter_context(open_world({f"model/{i}": np.full(100, i, np.float32) for i in range(20)}))

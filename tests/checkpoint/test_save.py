@@ -17,14 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.checkpoint.checkpoints import World, open_world, save_arrays, wait_all
+from tests.checkpoint.checkpoints import World, leavings, open_world, save_arrays, values, wait_all
 from zstore.checkpoint.commit import Committer
 from zstore.checkpoint.lock import SaveLock, owner_is_dead
 from zstore.checkpoint.names import new_save_id
-from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.reader import tags
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.save import save_checkpoint
-from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointError, CheckpointExistsError, DiskFullError, RankError, StorageError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
@@ -61,19 +60,8 @@ def on_disk(request: pytest.FixtureRequest, run_path: Path) -> Iterator[World]:
         yield world
 
 
-def values(folder: Path, tag: str | None = None) -> dict[str, bytes]:
-    """The bytes of every array of a checkpoint that has no fault."""
-    with open_checkpoint(folder, tag) as opened:
-        assert verify_checkpoint(opened) == []
-        return {name: opened.read_array(name).tobytes() for name in opened.arrays}
-
-
 def as_bytes(arrays: dict[str, Array]) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in arrays.items()}
-
-
-def leavings(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir() if any(k in p.name for k in (".tmp-", ".old-", ".lock-")))
 
 
 # -- disk tier ------------------------------------------------------------------------------------------------------
@@ -462,18 +450,6 @@ def test_a_lock_lives_as_long_as_its_process(tmp_path: Path) -> None:
     assert not path.exists()
     with owner_is_dead(path) as dead:
         assert dead
-
-
-def test_a_clean_exit_of_the_interpreter_completes_the_save(folder: Path) -> None:
-    code = (
-        "import pathlib, numpy as np\n"
-        "from tests.checkpoint.checkpoints import open_world\n"
-        "opened = open_world({'model/w': np.arange(300000, dtype=np.float32)})\n"
-        f"handle = opened.__enter__().begin_save(pathlib.Path({str(folder)!r}))\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    assert values(folder) == {"model/w": np.arange(300000, dtype=np.float32).tobytes()}
-    assert leavings(folder) == []
 
 
 def test_ctrl_c_in_a_save_harms_nothing(folder: Path) -> None:

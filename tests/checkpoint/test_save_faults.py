@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.checkpoint.checkpoints import World, open_world, save_arrays
+from tests.checkpoint.checkpoints import World, leavings, open_world, save_arrays
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import DiskFullError, ZstoreError
@@ -43,10 +43,6 @@ def check_whole(folder: Path, tag: str | None, *allowed: dict[str, Array]) -> No
         assert verify_checkpoint(opened) == []
         found = {name: opened.read_array(name).tobytes() for name in opened.arrays}
     assert found in [{name: array.tobytes() for name, array in arrays.items()} for arrays in allowed]
-
-
-def leavings(folder: Path) -> list[str]:
-    return [p.name for p in folder.iterdir() if any(k in p.name for k in (".tmp-", ".old-", ".lock-"))]
 
 
 class FailingFiles(FaultyFiles):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..closing import Unheard
+from ..closing import Completions
 from ..io.pool import run_in_thread
 from .request import SaveSummary
 
-_unheard = Unheard()
+_completions = Completions()
 
 
 class SaveJob(Protocol):
@@ -33,22 +33,25 @@ class SaveHandle:
         self._cancelled = False
         self.stall_s = 0.0
         """Seconds that training stood still for the save, where an engine took it."""
+        self._completion = _completions.begin(job.title, self.wait_for_end)
         # Waited for, not the thread: where Ctrl-C interrupts a join, Python 3.11 forgets that the thread runs.
         self._ticket = run_in_thread(self._run, "zstore-save")
 
     def _run(self) -> SaveSummary:
+        failed: BaseException | None = None
         try:
             return self._job.run()
         except BaseException as error:
-            if not self._cancelled:
-                _unheard.add(self, error)
+            failed = error
             raise
+        finally:
+            _completions.end(self._completion, None if self._cancelled else failed)
 
     def wait(self, timeout_s: float | None = None) -> SaveSummary:
         """Return once the checkpoint is committed; raises what went wrong, on every rank, or TimeoutError."""
         if not self.wait_for_end(timeout_s):
             raise TimeoutError(f"{self._job.title} is not done after {timeout_s} s")
-        _unheard.heard(self)
+        _completions.heard(self._completion)
         return self._ticket.wait()
 
     def wait_for_end(self, timeout_s: float | None = None) -> bool:

@@ -1,0 +1,116 @@
+"""How a program may end while a save is under way, and what becomes of the save and of the exit code."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.checkpoint.checkpoints import leavings, save_arrays, values
+
+pytestmark = pytest.mark.endings
+
+_PROGRAM = """
+import atexit, os, pathlib, signal, sys, threading
+import numpy as np
+from tests.checkpoint.checkpoints import open_world
+from zstore.testing.faults import CallingFiles
+
+ending, at_exit = threading.main_thread(), threading.Event()
+atexit.register(at_exit.set)
+
+def hold(kind, path):
+    ending.join()  # the save goes on once the main thread has ended
+    {held}
+
+opened = open_world({{"model/w": np.ones(300000, np.float32)}}, files=[CallingFiles(hold)])
+handle = opened.__enter__().begin_save(pathlib.Path(sys.argv[1]))[0]
+{ending}
+"""
+
+
+class Ending(NamedTuple):
+    ending: str = ""
+    """What the program does once the save is under way."""
+    held: str = ""
+    """What the save meets behind the end of the main thread."""
+    code: int = 0
+    complete: bool = True
+    says: str = ""
+
+
+ENDINGS = {
+    "last line": Ending(),
+    "sys.exit": Ending("sys.exit(3)", code=3),
+    "exception": Ending("raise ValueError('of the user')", code=1, says="of the user"),
+    "ctrl-c": Ending("signal.raise_signal(signal.SIGINT)", code=-signal.SIGINT, says="KeyboardInterrupt"),
+    "ctrl-c while it ends": Ending(
+        held="at_exit.is_set() or os.kill(os.getpid(), signal.SIGINT); at_exit.wait()", says="KeyboardInterrupt"
+    ),
+    "ctrl-c twice while it ends": Ending(
+        held="at_exit.is_set() or os.kill(os.getpid(), signal.SIGINT); at_exit.wait(); "
+        "os.kill(os.getpid(), signal.SIGINT); threading.Event().wait()",
+        code=120,
+        complete=False,
+        says="step-00000001 failed: InterruptedError: the program was interrupted once more",
+    ),
+    "SIGTERM": Ending("signal.raise_signal(signal.SIGTERM)", code=-signal.SIGTERM, complete=False),
+    "os._exit": Ending("os._exit(4)", code=4, complete=False),
+    "the save fails": Ending(
+        held="raise OSError(28, 'no room')",
+        code=120,
+        complete=False,
+        says="step-00000001 failed: OSError: [Errno 28] no room",
+    ),
+    "the save fails, and sys.exit": Ending("sys.exit(3)", held="raise OSError(5, 'broken')", code=120, complete=False),
+    "a forked child ends": Ending(
+        "child = os.fork()\nif child == 0:\n    sys.exit(5)\nassert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int, str]]:
+    """Run all programs at once; return folder, exit code and stderr of each."""
+    started = {}
+    for name, end in ENDINGS.items():
+        folder = tmp_path_factory.mktemp("ended") / "ckpt"
+        code = _PROGRAM.format(ending=end.ending, held=end.held or "pass")
+        words = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code, str(folder)]
+        started[name] = folder, subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    done = {}
+    for name, (folder, process) in started.items():
+        try:
+            says = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+        done[name] = folder, process.returncode, says
+    return done
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_what_becomes_of_a_save(name: str, ended: dict[str, tuple[Path, int, str]]) -> None:
+    (folder, code, says), end = ended[name], ENDINGS[name]
+    assert code == end.code, says
+    assert end.says in says
+    if end.complete:
+        assert values(folder)["model/w"] == b"\0\0\x80\x3f" * 300000
+    else:
+        assert not (folder / "step-00000001").exists()
+        # Whatever is left looks like no checkpoint, and the next save removes it.
+        save_arrays(folder, {"model/w": np.ones(3, np.float32)}, step=2)
+    assert leavings(folder) == []
+
+
+def test_an_error_that_somebody_caught_is_no_exit_code(tmp_path: Path) -> None:
+    ending = "try:\n    handle.wait()\nexcept OSError as error:\n    print('caught', error)"
+    code = _PROGRAM.replace("ending.join()", "").format(ending=ending, held="raise OSError(28, 'no room')")
+    words = [sys.executable, "-c", code, str(tmp_path / "ckpt")]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "caught" in done.stdout
