@@ -9,7 +9,7 @@ import math
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
@@ -529,6 +529,7 @@ class Engine(nn.Module):
         wait: bool = True,
         overwrite: bool = False,
         trainable_only: bool = False,
+        keep_frozen: Collection[str] = (),
     ) -> SaveHandle:
         """Save the whole state in `save_dir` under `tag`, by default `step-` and the step (all ranks).
 
@@ -539,7 +540,8 @@ class Engine(nn.Module):
         log. Without `save_latest` the checkpoint is loaded by its tag alone: `latest` stays, and so does what a load
         without a tag takes. `exclude_frozen_parameters` leaves those out; a load then keeps the model's.
         `trainable_only` leaves them out too, and records where they came from and what they were: a load then raises
-        CheckpointMismatchError where the model's are others. The first such save reads them once.
+        CheckpointMismatchError where the model's are others. The first such save reads them once. `keep_frozen` names
+        those that are saved all the same, since no base model has them: adapters' own.
 
         Raises UsageError in the middle of an accumulation and for client state that cannot be stored,
         CheckpointExistsError for a tag that another run committed unless `overwrite`.
@@ -555,6 +557,7 @@ class Engine(nn.Module):
             overwrite=overwrite,
             is_latest=save_latest,
             leaves_out_frozen=exclude_frozen_parameters or trainable_only,
+            keeps=frozenset(keep_frozen),
             names_base=trainable_only,
         )
         self.steps.note_folder(save_dir)

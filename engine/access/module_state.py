@@ -79,9 +79,9 @@ def load_module_state(
         with gather(model, modifier_rank=0):
             if world.rank == 0:
                 custom(src=state, dst=model)
-        _share_buffers(access, (value for _, value in _entries(access) if isinstance(value, torch.Tensor)))
+        _share_buffers(access, (value for _, value in state_entries(access) if isinstance(value, torch.Tensor)))
         return IncompatibleKeys([], [])
-    entries = dict(_entries(access))
+    entries = dict(state_entries(access))
     given = dict(state) if world.rank == 0 else {}
 
     def check() -> None:
@@ -106,7 +106,7 @@ def load_module_state(
     return IncompatibleKeys([name for name in entries if name not in names], unexpected)
 
 
-def _entries(access: Access) -> Iterable[tuple[str, Any]]:
+def state_entries(access: Access) -> Iterable[tuple[str, Any]]:
     """Return the names of the model's state dict and what stands behind them: parameters and buffers themselves."""
     with access.guard.suspended():
         found: dict[str, Any] = access.model.state_dict(keep_vars=True)

@@ -45,9 +45,8 @@ class BaseWeights:
         self._known: dict[tuple[str, str], tuple[int, int]] = {}
         """By parameter and type the version that was read, and its digest."""
 
-    def record(self) -> dict[str, Any]:
-        """Return what the record of a checkpoint without frozen parameters says of them (all ranks)."""
-        frozen = [one for one in self._training.state.records if one.group is None]
+    def record(self, frozen: Sequence[ParameterRecord]) -> dict[str, Any]:
+        """Return what the record of a checkpoint without these parameters says of them (all ranks)."""
         folder, revision = source_of(self._training.model)
         digests = self._digests([(one, dtype_name(one.dtype)) for one in frozen])
         named = {one.name: [dtype_name(one.dtype), digest] for one, digest in zip(frozen, digests, strict=True)}

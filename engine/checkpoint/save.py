@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from zstore.weights.layout import MAX_FILE_BYTES, plan_files
 
 from ..build.model import save_config, stored_buffers
 from ..optim.client_step import STATE_KEY
+from ..params.record import ParameterRecord
 from ..report.journal import JournalPlace, RunJournal
 from ..report.save_notes import SaveNotes
 from . import client_state as client
@@ -70,6 +71,8 @@ class SaveOptions:
     is_latest: bool = True
     """Whether a load without a tag takes it, as long as there is no newer one."""
     leaves_out_frozen: bool = False
+    keeps: frozenset[str] = frozenset()
+    """Names of frozen parameters that are saved all the same."""
     names_base: bool = False
     """Whether the record says where frozen parameters came from, so that a resume can compare them."""
 
@@ -108,7 +111,7 @@ class Checkpoints:
             small = self.collect_small(options.state, options.metrics)
             small.state.update(self._choices(options))
         if options.names_base:
-            small.state.update(self._base.record())
+            small.state.update(self._base.record(self._left_out(options)))
         place = place_of(str(options.folder))
         chosen, save_id, described, theirs = world.broadcast_object([mine, new_save_id(), small.described(), place])
         with world.agreeing():
@@ -212,7 +215,7 @@ class Checkpoints:
         return destination.begin(
             replace(
                 self.pinned_request(
-                    folder, tag, save_id, small, few_files=parts is None, without_frozen=options.leaves_out_frozen
+                    folder, tag, save_id, small, few_files=parts is None, without=self._left_out(options)
                 ),
                 parts=parts,
                 keep=training.config.own.keep,
@@ -229,8 +232,13 @@ class Checkpoints:
         """Return what the record has of choices that a reader must know."""
         choices: dict[str, Any] = {} if options.is_latest else {LATEST_KEY: False}
         if options.leaves_out_frozen:
-            choices[ABSENT_KEY] = [one.name for one in self._training.state.records if one.group is None]
+            choices[ABSENT_KEY] = [one.name for one in self._left_out(options)]
         return choices
+
+    def _left_out(self, options: SaveOptions) -> list[ParameterRecord]:
+        """Return the parameters that a save leaves out."""
+        frozen = [one for one in self._training.state.records if one.group is None and options.leaves_out_frozen]
+        return [one for one in frozen if options.keeps.isdisjoint((one.name, *one.aliases))]
 
     def pinned_request(
         self,
@@ -240,7 +248,7 @@ class Checkpoints:
         small: Small,
         *,
         few_files: bool = True,
-        without_frozen: bool = False,
+        without: Collection[ParameterRecord] = (),
     ) -> SaveRequest:
         """Return the request of a save of the present state, whose arrays are pinned from here on.
 
@@ -248,7 +256,8 @@ class Checkpoints:
         """
         training = self._training
         state, store = training.state, training.state.store
-        records = [one for one in state.records if one.group is not None or not without_frozen]
+        left_out = set(without)
+        records = [one for one in state.records if one not in left_out]
         arrays = [(one, name) for one in records for name in state.arrays_of(one)]
         grids = {name: state.grid_of_ranks(one, name) for one, name in arrays}
         pieces: dict[str, Grid] = {}

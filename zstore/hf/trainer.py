@@ -37,7 +37,8 @@ from transformers.utils import logging as transformers_logging
 from zstore.accelerate.accelerator import Accelerator
 from zstore.accelerate.config import read_source
 from zstore.accelerate.optimizer import EngineOptimizer, EngineScheduler
-from zstore.accelerate.weights import replace_weights, trained_state
+from zstore.accelerate.weights import adapter_names, adapter_state, replace_weights
+from zstore.engine import gather
 from zstore.engine.checkpoint.record import plain, restored
 from zstore.engine.engine import Engine
 from zstore.errors import CheckpointNotFoundError, UsageError
@@ -334,11 +335,17 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         with journals_stay():
             super()._push_from_checkpoint(checkpoint_folder)
 
+    def _read_by_save(self) -> list[nn.Parameter]:
+        """Return parameters that saving reads from the model itself, not from the state dict that it is given: peft's of a
+        prompt."""
+        is_prompt = _is_peft(self.model) and any(one.is_prompt_learning for one in self.model.peft_config.values())
+        return [p for p in self.model.parameters() if p.requires_grad and is_prompt]
+
     def _save_gathered(self, engine: Engine, folder: Path, *, skip: bool) -> None:
         """Let Trainer write weights that are gathered on rank 0; with `skip` all but those of a whole model."""
         peft = _is_peft(self.model)
-        state = trained_state(engine) if peft else {} if skip else engine.module_state_dict()
-        with engine.world.agreeing():
+        state = adapter_state(engine, adapter_names(engine)) if peft else {} if skip else engine.module_state_dict()
+        with gather(self._read_by_save(), modifier_rank=None), engine.world.agreeing():
             if self.args.should_save and (state or not skip):
                 self._save(os.fspath(folder), state_dict=state)
             elif self.args.should_save:
@@ -380,6 +387,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
             tag,
             {STATE_KEY: kept},
             trainable_only=_is_peft(self.model),
+            keep_frozen=adapter_names(engine) if _is_peft(self.model) else (),
             overwrite=True,
             wait=False,
         )

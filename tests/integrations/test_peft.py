@@ -1,0 +1,168 @@
+"""Adapters of every method that peft has: saved as peft saves those of the plain model, and loaded by it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from safetensors.torch import load_file
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+import zstore
+import zstore.hf
+from tests.integrations.trainers import VOCAB, Texts, arguments, config, llama
+from zstore.accelerate.weights import adapter_names, adapter_state
+from zstore.testing.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ADALORA": {"total_step": 10, "init_r": 4, "target_r": 2},
+    "FOURIERFT": {"n_frequency": 64},
+    "PSOFT": {"r": 4},
+    "ADAMSS": {"r": 4, "num_subspaces": 2},
+    "ADAPTION_PROMPT": {"adapter_len": 4, "adapter_layers": 1, "target_modules": None},
+    "BOFT": {"boft_block_size": 4},
+    "C3A": {"block_size": 8},
+    "HRA": {"r": 4},
+    "IA3": {"feedforward_modules": []},
+    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+    "MISS": {"r": 4},
+    "MULTITASK_PROMPT_TUNING": {"num_tasks": 2},
+    "OFT": {"oft_block_size": 4, "r": 0},
+    "POLY": {"r": 4, "n_tasks": 2, "n_skills": 2},
+    "P_TUNING": {"encoder_hidden_size": 16},
+    "ROAD": {"group_size": 8},
+    "SHIRA": {"r": 2},
+    "TRAINABLE_TOKENS": {"token_indices": [1, 2], "target_modules": ["embed_tokens"]},
+    "VBLORA": {"num_vectors": 16, "vector_length": 8, "topk": 2, "r": 2},
+    "WAVEFT": {"n_frequency": 64},
+}
+"""Of methods whose defaults do not fit a model of 32 features."""
+LEFT_OUT = {
+    "CPT": "its forward gives a parameter other memory, which the engine refuses",
+    "SHADOW": "peft's own forward fails on this model",
+    "XLORA": "takes adapters that were trained before",
+}
+METHODS = sorted(str(getattr(kind, "value", kind)) for kind in PEFT_TYPE_TO_CONFIG_MAPPING)
+LR = 1e-2
+CONSTANT = {"lr_scheduler_type": "constant"}
+
+
+def adapted(method: str, seed: int = 1) -> Any:
+    """A Llama with adapters of a method."""
+    kind = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(method)]
+    usual = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], "num_virtual_tokens": 4}
+    given = usual | SETTINGS.get(method, {})
+    base = llama()
+    base.config.use_cache = False  # type: ignore[union-attr]
+    torch.manual_seed(seed)
+    return peft.get_peft_model(
+        base, kind(**{name: v for name, v in given.items() if name in kind.__dataclass_fields__})
+    )
+
+
+def batch(method: str) -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, VOCAB, (2, 8), generator=torch.Generator().manual_seed(0))
+    tasks = {"task_ids": torch.zeros(2, dtype=torch.int64)} if "task_ids" in needs(method) else {}
+    return {"input_ids": ids, "labels": ids, **tasks}
+
+
+def needs(method: str) -> set[str]:
+    return {"task_ids"} if method in ("POLY", "MULTITASK_PROMPT_TUNING") else set()
+
+
+def logits(folder: Path, method: str) -> torch.Tensor:
+    """What a model that peft loads from a folder answers."""
+    base = llama()
+    base.config.use_cache = False  # type: ignore[union-attr]
+    model = peft.PeftModel.from_pretrained(base, folder).eval()
+    with torch.no_grad():
+        found: torch.Tensor = model(**{k: v for k, v in batch(method).items() if k != "labels"}).logits
+    return found
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method not in LEFT_OUT])
+def test_a_method_is_saved_and_loaded(method: str, tmp_path: Path) -> None:
+    if method == "ADAMSS":
+        pytest.importorskip("sklearn")
+    plain, ours = adapted(method), adapted(method)
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=LR, weight_decay=0.0)
+    torch.manual_seed(2)
+    plain(**batch(method)).loss.backward()
+    optimizer.step()
+    plain.save_pretrained(tmp_path / "plain")
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "steps_per_print": 0,
+    }
+    with zstore.initialize(model=ours, config=settings)[0] as engine:
+        torch.manual_seed(2)
+        engine.backward(engine(**batch(method)).loss)
+        engine.step()
+        ours.save_pretrained(tmp_path / "ours", state_dict=adapter_state(engine, adapter_names(engine)))
+    wanted, found = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("plain", "ours"))
+    assert sorted(found) == sorted(wanted)
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    torch.testing.assert_close(logits(tmp_path / "ours", method), logits(tmp_path / "plain", method))
+
+
+def with_frozen_a(seed: int) -> nn.Module:
+    """LoRA-FA: random matrices that are not trained, and that no base model has."""
+    model: nn.Module = adapted("LORA", seed)
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:
+            parameter.requires_grad_(False)
+    return model
+
+
+def _on_ranks(rank: int, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    transformers_logging.disable_progress_bar()
+    place = Path(folder)
+    # A prompt encoder computes what is saved: every rank takes part.
+    for name, model in (("prompts", adapted("P_TUNING")), ("frozen", with_frozen_a(1))):
+        plain = copy.deepcopy(model)
+        args = arguments(
+            place / name, max_steps=2, save_strategy="steps", save_steps=2, bf16=name == "frozen", **CONSTANT
+        )
+        trainer = zstore.hf.Trainer(model, args, train_dataset=Texts(8), zstore_config=config(place / "nvme"))
+        trainer.train()
+        trainer.save_model(os.fspath(place / name / "out"))
+        trainer.close()
+        if rank == 0:
+            plain.save_pretrained(place / name / "plain")  # type: ignore[operator]
+            wanted, found = (load_file(place / name / kind / "adapter_model.safetensors") for kind in ("plain", "out"))
+            assert {key: value.dtype for key, value in found.items()} == {
+                key: value.dtype for key, value in wanted.items()
+            }
+            for key, value in wanted.items():
+                assert torch.equal(found[key], value.to(torch.bfloat16).float()) == ("lora_A" in key), key
+    torch.distributed.barrier()
+    # Adapters of another seed are replaced, those that are not trained too.
+    args = arguments(place / "frozen", max_steps=3, bf16=True, **CONSTANT)
+    again = zstore.hf.Trainer(with_frozen_a(7), args, train_dataset=Texts(8), zstore_config=config(place / "nvme"))
+    again.train(resume_from_checkpoint=os.fspath(place / "frozen" / "checkpoint-2"))
+    again.save_model(os.fspath(place / "again"))
+    again.close()
+    if rank == 0:
+        before, after = (load_file(place / kind / "adapter_model.safetensors") for kind in ("frozen/out", "again"))
+        same = {key: torch.equal(before[key], after[key]) for key in before}
+        assert same == {key: "lora_A" in key for key in before}
+
+
+def test_on_two_ranks_and_resumed_with_other_adapters(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    run_ranks(_on_ranks, 2, os.fspath(tmp_path), timeout_s=120)
