@@ -250,8 +250,7 @@ class Engine(nn.Module):
             )
         if training.accumulation.is_new:
             raise UsageError("clip_grad_norm_() without a backward: call it between backward() and step()")
-        training.clip_norm = clip_norm
-        return training.measure() / training.scaler.scale
+        return training.clip(clip_norm)
 
     def _timed(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """Add the block's seconds to those of a phase."""

@@ -36,7 +36,7 @@ from .plan.plan import Plan
 from .zero.collectives import all_gather_rows
 from .zero.gradients import Gradients
 from .zero.hooks import UnitHooks
-from .zero.norm import global_norm, scale_factor
+from .zero.norm import norm_of, norm_of_sums, scale_factor, sums_over_ranks
 
 _log = logging.getLogger("zstore")
 
@@ -250,6 +250,10 @@ class Training:
         # Of the config once, not in every step.
         self.clip_norm = self.config.gradient_clipping
         self._raw_norm: float | None = None
+        """Of the gradients as the loop scaled them, with the loss scale, since it was taken."""
+        self._clip_factor: float | None = None
+        """What gradients are multiplied by in this step where the loop clipped them, the loss scale left out."""
+        self.gradients.acts = self
         self._needs_gradients = not self.config.zero.ignore_unused_parameters
         self._gather_numel = self.config.allgather_bucket_numel
         self._error_behind: BaseException | None = None
@@ -318,7 +322,7 @@ class Training:
     def begin_backward(self) -> None:
         """Make ready for the backward of a micro-batch; `end_backward` or `abandon_backward` comes next."""
         self.require_here("a backward")
-        if self._raw_norm is not None:
+        if self.gradients.sums is not None:
             raise UsageError(
                 "a backward after the norm of the gradients was taken, and before step(): take it after the last backward"
             )
@@ -347,6 +351,7 @@ class Training:
             self.pending.agree(error)
             if self.activations is not None:
                 self.activations.end_backward()
+            self.gradients.show(whole=self.scaler.scale == 1.0)
         except BaseException as raised:
             self.abandon_backward(raised)
             raise
@@ -368,10 +373,13 @@ class Training:
 
     def restart_accumulation(self) -> None:
         """Forget the gradients of the step under way."""
-        self._raw_norm = None
-        self.gradients.drop()
+        self._forget_gradients()
         self.counters.micro_steps -= self.accumulation.stepped
         self.accumulation.restart()
+
+    def _forget_gradients(self) -> None:
+        self._raw_norm = self._clip_factor = None
+        self.gradients.drop()
 
     def name_boundary(self, is_boundary: bool | None) -> None:
         """Let the caller say whether the micro-batch under way is the last of its step, from now on; None: count again."""
@@ -388,7 +396,7 @@ class Training:
         """Return the norm of the gradients accumulated, with the loss scale, once a step: no backward may follow before
         `step` (all ranks). With `begin` state is read meanwhile for the update that is to come next."""
         self.pending.require_whole()
-        if self._raw_norm is None:
+        if self.gradients.sums is None:
             self.gradients.reduce()
             if self._needs_gradients:
                 self.gradients.require(self.trained, self.counters.global_steps + 1, self._what_changed())
@@ -396,10 +404,49 @@ class Training:
             if begin and not (self.tensor_step or self.pending.in_backward or self.before_change is not _nothing):
                 read_ahead(self.state, *self._updated())
             with one_thread(self.state.has_disk):
-                norm = global_norm(self.trained, self.gradients, self.world, sharding=self.sharding)
-            stepper = self.tensor_step
+                self.gradients.sums = sums_over_ranks(self.trained, self.gradients, self.world, sharding=self.sharding)
+        if self._raw_norm is None:
+            norm, stepper = norm_of(self.gradients.sums, self.gradients.scales), self.tensor_step
             self._raw_norm = stepper.agreed_norm(norm) if isinstance(stepper, OneBitStep) else norm
         return self._raw_norm
+
+    def clip(self, max_norm: float) -> float:
+        """Clip the gradients of this step, and of those to come, to `max_norm`, 0: they are not clipped; return the unscaled
+        norm that this step's have before (all ranks)."""
+        norm, self.clip_norm = self.measure() / self.scaler.scale, max_norm
+        if self._clip_factor is None and math.isfinite(norm):
+            self._clip_factor = scale_factor(norm, max_norm, 1.0)
+            self.gradients.clip(self._clip_factor)
+        return norm
+
+    def gradient_norm(self, record: ParameterRecord) -> float:
+        """See GradientActs."""
+        self._require_sharded_gradients("the norm of a gradient")
+        with self.world.calling("gradients"):
+            self.measure()
+        shards = (self.gradients.sums or {}).get(record, ())
+        factor = self.gradients.scales.get(record, 1.0) * (self._clip_factor or 1.0) / self.scaler.scale
+        return norm_of_sums([(record.name, shards)]) * abs(factor)
+
+    def scale_gradient(self, record: ParameterRecord, factor: float) -> None:
+        """See GradientActs."""
+        self._require_sharded_gradients("a factor of a gradient")
+        if self.pending.in_backward is not None:
+            raise UsageError(
+                f"the gradient of parameter {record.name!r} was multiplied by a number between backward() and step(), but with "
+                '"step_overlap": "backward" the parameter is updated already: choose "forward" or "none"'
+            )
+        with self.world.calling("gradients"):
+            self.measure()
+        self.gradients.scales[record] = self.gradients.scales.get(record, 1.0) * factor
+        self._raw_norm = None
+
+    def _require_sharded_gradients(self, what: str) -> None:
+        if isinstance(self.tensor_step, OneBitStep):
+            raise UsageError(
+                f"{what} beside {self.optimizer.kind.__name__}, which averages over ranks itself: each rank has its own "
+                'gradients until step(). Write "gradient_clipping" into the config'
+            )
 
     def step(self) -> None:
         """Take one optimizer step with the gradients accumulated, or skip it where they are not finite in fp16, and in
@@ -411,6 +458,7 @@ class Training:
         if self.hooks is not None:
             self.hooks.units.values_change(by_step=True)  # what a forward without a backward left is old now
         try:
+            self.gradients.adopt()
             norm = self.measure(begin=True)
             self.norm = norm / self.scaler.scale
             overflow = not math.isfinite(norm)
@@ -425,14 +473,13 @@ class Training:
             elif overflow:
                 self.world.raise_together(None)  # brings what a rank requests to all, as every update does
             else:
-                self._update(scale_factor(self.norm, self.clip_norm, self.scaler.scale))
+                self._update(self._factor(self.norm))
         finally:
             # Still there: the step failed. What this rank did not change, another did.
             self.pending.torn |= self.pending.is_in_backward
             self.pending.abandon()
-            self._raw_norm = None
             self.state.drop_ahead()
-            self.gradients.drop()
+            self._forget_gradients()
         self._count(overflow)
 
     def _what_changed(self) -> str:
@@ -440,8 +487,18 @@ class Training:
             return "no parameter and no optimizer state was changed"
         return 'with "step_overlap": "backward" parameters were changed before it was known: load a checkpoint'
 
+    def _factor(self, norm: float) -> float:
+        """Return what this step multiplies gradients by, but for those that the loop multiplied itself."""
+        if self._clip_factor is None:
+            return scale_factor(norm, self.clip_norm, self.scaler.scale)
+        return self._clip_factor / self.scaler.scale
+
     def _settings(self, factor: float) -> StepSettings:
-        return StepSettings.of(self.optimizer.param_groups, step=self.counters.global_steps + 1, factor=factor)
+        gradients = self.gradients
+        factors = {record: factor * scale for record, scale in gradients.scales.items()}
+        factors |= dict.fromkeys(gradients.clipped, 1.0 / self.scaler.scale)
+        step = self.counters.global_steps + 1
+        return StepSettings.of(self.optimizer.param_groups, step=step, factor=factor, factors=factors)
 
     def _updated(self) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
         """Return what had a gradient and is updated in `step()`, and what is behind it."""

@@ -24,7 +24,7 @@ from ..device import GradientTiles
 from ..params.record import ParameterRecord
 from .kernel import ParameterStep, Scalars, SlotArray, WholeStep
 from .state import OptimizerState
-from .update import Rows, Update
+from .update import Rows, StepSettings, Update
 
 STATE_KEY = "zstore.client_optimizer"
 """Where a checkpoint's client state has the optimizer's."""
@@ -76,13 +76,13 @@ class ClientStep:
         """Carry out an update."""
         mine = [record for record in update.records if record.numel]
         groups = [[model_array(record.name)] for record in mine]
-        self._state.change_whole(groups, lambda: self._step(mine, update.settings.factor, update.rows))
+        self._state.change_whole(groups, lambda: self._step(mine, update.settings, update.rows))
 
-    def _step(self, records: Sequence[ParameterRecord], factor: float, rows: Rows) -> None:
+    def _step(self, records: Sequence[ParameterRecord], settings: StepSettings, rows: Rows) -> None:
         masters = [self._state.whole_master(record) for record in records]
         gradients = [self._gradient(record, master, rows) for record, master in zip(records, masters, strict=True)]
-        if factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
+        for record, gradient in zip(records, gradients, strict=True):
+            gradient.mul_(settings.factor_of(record))
         parameters = [record.parameter for record in records]
         own = [parameter.data for parameter in parameters]
         try:

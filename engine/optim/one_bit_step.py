@@ -150,8 +150,8 @@ class OneBitStep:
         if found is None:
             raise UsageError(f"the gradient of parameter {record.name!r} is not in memory")
         gradient = GradientTiles(self._state.transfers, found).tile(0, master.numel(), master)
-        if settings.factor != 1.0:
-            gradient.mul_(settings.factor)
+        if (factor := settings.factor_of(record)) != 1.0:
+            gradient.mul_(factor)
         rule = self._kernel(record).rule
         # A checkpoint of the exact optimizer has the step count alone.
         scalars = {**rule.initial(), **self._state.scalars[record]}

@@ -178,8 +178,8 @@ class TensorStep:
             with state.passing([[state.spilled[record]]], "read") as tiles:
                 for tile in tiles:
                     state.transfers.copy_into(target[tile.first : tile.stop], as_torch(tile.views[0]))
-        if update.settings.factor != 1.0:
-            target.mul_(update.settings.factor)
+        if (factor := update.settings.factor_of(record)) != 1.0:
+            target.mul_(factor)
 
     # -- 2. ---------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -48,14 +48,27 @@ class StepSettings:
     """Number of the step, from 1; errors name it."""
     factor: float
     """What the gradients are multiplied with, once, in fp32."""
+    factors: Mapping[ParameterRecord, float] = field(default_factory=dict)
+    """What the gradients of some parameters are multiplied with in place of `factor`."""
     groups: Sequence[Mapping[str, Any]]
     """Settings of each parameter group: lr, betas, weight decay and so on."""
 
     @staticmethod
-    def of(groups: Sequence[Mapping[str, Any]], *, step: int, factor: float) -> StepSettings:
+    def of(
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        step: int,
+        factor: float,
+        factors: Mapping[ParameterRecord, float] | None = None,
+    ) -> StepSettings:
         """Return a copy of the groups' present settings; their parameters are left out."""
         copies = [{name: _copy(value) for name, value in group.items() if name != "params"} for group in groups]
-        return StepSettings(step=step, factor=float(np.float32(factor)), groups=copies)
+        own = {record: float(np.float32(one)) for record, one in (factors or {}).items()}
+        return StepSettings(step=step, factor=float(np.float32(factor)), factors=own, groups=copies)
+
+    def factor_of(self, record: ParameterRecord) -> float:
+        """Return what the gradient of a parameter is multiplied with, once, in fp32."""
+        return self.factors.get(record, self.factor)
 
 
 def _copy(value: Any) -> Any:
@@ -94,7 +107,7 @@ class _Change:
         self._staged: GradientTiles | None = None
         """The parameter's own rows, which are the master, on their way to slots in another memory."""
         self._step = step
-        self._factor = settings.factor
+        self._factor = settings.factor_of(record)
         self._h2d = h2d
 
     def apply(self, tile: Tile) -> None:

@@ -1,8 +1,6 @@
 """Gradients between backward and update: accumulated, averaged over ranks, this rank's rows handed out.
 
-[Note: who holds gradients]
-Between two backwards no parameter has a `.grad`: the engine holds them. So nothing that a training loop does to `.grad`
-between `backward` and `step` (zero_grad, clip_grad_norm_) changes the training.
+The engine holds them; what a training loop sees of them in `.grad` is in [Note: gradients between backward and step].
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
@@ -23,6 +22,7 @@ from ..params.record import ParameterRecord
 from ..runtime.messages import listed
 from .collectives import Reduce, Reduction, reduce_whole
 from .plusplus.quantized_gradients import QuantizedReducer
+from .sharded_gradient import GradientActs, ShardedGradient
 
 _NAMED = 5
 """Parameters that an error names."""
@@ -65,8 +65,8 @@ class GradientRules:
 class Gradients(ABC):
     """The gradients of `records`; `others` are parameters that get gradients nobody asked for.
 
-    The engine calls, in this order: for each micro-batch start_backward, end_backward (or drop, where the backward failed);
-    then for the update reduce, has, squares, take, drop.
+    The engine calls, in this order: for each micro-batch start_backward, end_backward, show (or drop, where the backward
+    failed); then for the update reduce, has, squares, take, drop.
     """
 
     def __init__(
@@ -87,9 +87,22 @@ class Gradients(ABC):
         self._several = False
         """Whether this step has more than one backward, as far as is known."""
         self._handles: list[RemovableHandle] = []
+        self.acts: GradientActs | None = None
+        """Does what a training loop asks of gradients that it cannot have whole; None: `.grad` stays None."""
+        self.sums: dict[ParameterRecord, Sequence[float]] | None = None
+        """Sums of squares of each shard, over all ranks, once they were taken in this step."""
+        self.scales: dict[ParameterRecord, float] = {}
+        """What the loop multiplied gradients by that it cannot have whole."""
+        self.clipped: set[ParameterRecord] = set()
+        """Whole gradients that were clipped where they are."""
+        self._shown: dict[ParameterRecord, torch.Tensor] = {}
+        """What was put into `.grad`."""
+        self._stand_ins: dict[ParameterRecord, ShardedGradient] = {}
 
     def start_backward(self, *, last: bool) -> None:
         """Make ready for a backward, the `last` of its step or not."""
+        self.adopt()
+        self._shown.clear()
         self._backwards += 1
         self._several = self._several or not last or self._backwards > 1
 
@@ -100,6 +113,54 @@ class Gradients(ABC):
     @abstractmethod
     def end_backward(self) -> None:
         """Take the gradients of a backward (all ranks)."""
+
+    @abstractmethod
+    def show(self, *, whole: bool) -> None:
+        """Put the gradients of the step so far into `.grad`; without `whole` none of them is that of a plain loop (all
+        ranks). See [Note: gradients between backward and step]."""
+
+    def _show(self, record: ParameterRecord, gradient: torch.Tensor | None = None) -> None:
+        """Put a gradient into `.grad`; None: what stands for it."""
+        if gradient is None:
+            if self.acts is None:
+                return
+            gradient = self._stand_ins.get(record)
+            if gradient is None:
+                gradient = self._stand_ins[record] = ShardedGradient.of(record, self.acts)
+        record.parameter.grad = self._shown[record] = gradient
+
+    def adopt(self) -> None:
+        """Take over what the training loop put into `.grad` in place of what was shown there.
+
+        Raises UsageError where that is not whole on this rank.
+        """
+        for record in self._records:
+            found, shown = record.parameter.grad, self._shown.get(record)
+            if found is shown:
+                continue
+            if isinstance(shown, ShardedGradient) or not self._replace(record, take_gradient(record)):
+                raise UsageError(
+                    f"the .grad of parameter {record.name!r} was replaced between backward() and step(), but its gradient is "
+                    "not whole on this rank, so that the step would not use it. Multiply .grad in place by a number, or "
+                    "change the loss; a parameter with requires_grad=False gets no gradient"
+                )
+
+    def _replace(self, record: ParameterRecord, gradient: torch.Tensor | None) -> bool:
+        """Use a whole gradient that `.grad` has no more, None: none, in place of the parameter's own; return whether that can
+        be."""
+        return False
+
+    def clip(self, factor: float) -> None:
+        """Multiply the whole fp32 gradients by `factor` where they are: a plain loop sees clipped ones too. Others are
+        clipped in the update, whose bits are those of one product in fp32: `.grad` stands for them from now on."""
+        whole = [r for r, shown in self._shown.items() if not isinstance(shown, ShardedGradient)]
+        here = [record for record in whole if record.dtype == torch.float32]
+        if factor != 1.0 and here:
+            torch._foreach_mul_([self._shown[record] for record in here], float(np.float32(factor)))
+        self.clipped.update(here)
+        for record in whole:
+            if record.dtype != torch.float32:
+                self._show(record)
 
     @abstractmethod
     def reduce(self) -> None:
@@ -132,9 +193,13 @@ class Gradients(ABC):
     def squares(self, record: ParameterRecord) -> float | None:
         """Return the sum of squares of this rank's rows where it is known already; None: take it from `owned`."""
 
-    @abstractmethod
     def drop(self) -> None:
         """Forget all gradients."""
+        self._backwards, self._several, self.sums = 0, False, None
+        self.scales.clear()
+        self.clipped.clear()
+        self._shown.clear()
+        forget_gradients([record.parameter for record in self._records])
 
     def free(self) -> None:
         """Forget all gradients, and give the memory that is kept for the next ones back."""
@@ -180,10 +245,14 @@ class WholeGradients(Gradients):
         self._fired: Counter[ParameterRecord] = Counter()
         self._expected: Counter[ParameterRecord] = Counter(dict.fromkeys(records, 1))
         """How often each gradient came in the last backward in which it was counted."""
+        self._last = False
+        self._is_reduced = False
+        """Whether what is held is the mean over ranks."""
 
     def start_backward(self, *, last: bool) -> None:
         """See Gradients."""
         super().start_backward(last=last)
+        self._last, self._is_reduced = last, False
         self._fired.clear()
         self._folded = {record for record in self._records if self._is_folded(record)}
         if self._folded and not self._handles:
@@ -227,15 +296,43 @@ class WholeGradients(Gradients):
         self._folded.clear()
         forget_gradients(self._others)
 
+    @property
+    def _alone(self) -> bool:
+        return self._world.world_size == 1
+
+    def show(self, *, whole: bool) -> None:
+        """See Gradients."""
+        # An optimizer that averages some of them itself has each rank's own.
+        whole = whole and self.averaged is None and (self._alone or self._everywhere)
+        if whole and self._last:
+            self.reduce()
+        whole = whole and (self._alone or self._is_reduced)
+        for record, held in self._held.items():
+            self._show(record, held if whole and held.dtype == record.dtype else None)
+
+    def _replace(self, record: ParameterRecord, gradient: torch.Tensor | None) -> bool:
+        if not (self._alone or self._is_reduced) or self.averaged is not None:
+            return False
+        self._held.pop(record, None)
+        self._shown.pop(record, None)
+        if gradient is not None:
+            self._held[record] = gradient
+            self._show(record, gradient)
+        return True
+
     def reduce(self) -> None:
         """See Gradients."""
+        self.adopt()
+        if self._is_reduced:
+            return
+        self._is_reduced = True
         had = agree_any(self._world, [record in self._held for record in self._records])
         agreed = [record for record, any_ in zip(self._records, had, strict=True) if any_]
         averaged = set(agreed) if self.averaged is None else self.averaged()
         if self._world.world_size > 1:
             for record in agreed:
                 if record not in self._held:
-                    self._held[record] = self._zeros(record)
+                    self._held[record] = self._zeros(record).view(record.shape)
             self.overlapped += reduce_whole(
                 self._world,
                 [record for record in agreed if record in averaged],
@@ -256,14 +353,16 @@ class WholeGradients(Gradients):
     def mean(self, record: ParameterRecord) -> torch.Tensor | None:
         """Return the mean over ranks of what the step under way has so far, 1-D [numel], a copy; None where no rank has
         any (all ranks)."""
+        self.adopt()
         held = self._held.get(record)
+        if self._is_reduced or self._alone:
+            return None if held is None else held.reshape(-1).clone()
         if not agree_any(self._world, [held is not None])[0]:
             return None
         found = self._zeros(record) if held is None else held.reshape(-1).clone()
-        if self._world.world_size > 1:
-            reduce_whole(
-                self._world, [record], self._rules.bucket_numel, lambda _: found, self._rules.reduced, scatter=None
-            )
+        reduce_whole(
+            self._world, [record], self._rules.bucket_numel, lambda _: found, self._rules.reduced, scatter=None
+        )
         return found
 
     def has(self, record: ParameterRecord) -> bool:
@@ -287,10 +386,10 @@ class WholeGradients(Gradients):
 
     def drop(self) -> None:
         """See Gradients."""
+        super().drop()
         self._held.clear()
         self._folded.clear()
-        self._backwards, self._several = 0, False
-        forget_gradients([record.parameter for record in self._records])
+        self._is_reduced = False
 
     def held_bytes(self) -> int:
         """See Gradients."""

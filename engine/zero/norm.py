@@ -16,7 +16,7 @@ are taken together, and the host looks at their sums once: each look waits for t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 import torch
@@ -120,23 +120,36 @@ def counted(record: ParameterRecord, rows: torch.Tensor) -> torch.Tensor:
     return rows[first:stop]
 
 
-def global_norm(records: Sequence[ParameterRecord], gradients: Gradients, world: World, *, sharding: Sharding) -> float:
-    """Return the norm of the averaged gradients over all parameters and ranks, as they are scaled (all ranks)."""
+def sums_over_ranks(
+    records: Sequence[ParameterRecord], gradients: Gradients, world: World, *, sharding: Sharding
+) -> dict[ParameterRecord, Sequence[float]]:
+    """Return the sum of squares of each shard, in rank order, of the averaged gradients, as they are scaled (all ranks)."""
     here = [record for record in records if gradients.has(record)]
     if not here:
-        return 0.0
+        return {}
     sharded = sharding.optimizer_state
     cut = [[_known_or_rows(record, gradients)] if sharded else _shards(record, gradients) for record in here]
     sums = iter(sums_of_squares([one for shards in cut for one in shards if isinstance(one, torch.Tensor)]))
     found = [[next(sums) if isinstance(one, torch.Tensor) else one for one in shards] for shards in cut]
     if not sharded:  # every rank has all rows
-        return norm_of_sums([(record.name, shards) for record, shards in zip(here, found, strict=True)])
+        return dict(zip(here, found, strict=True))
     mine = torch.tensor([shards[0] for shards in found], dtype=torch.float64, device=world.device)
     everyone = torch.empty(world.world_size * len(here), dtype=torch.float64, device=world.device)
     world.all_gather(everyone, mine, kind="control")
     # Of rank r of copy c: shard r copies + c.
     columns = everyone.view(sharding.num_copies, sharding.copy_size, -1).permute(2, 1, 0).flatten(1).tolist()
-    return norm_of_sums([(record.name, shards) for record, shards in zip(here, columns, strict=True)])
+    return dict(zip(here, columns, strict=True))
+
+
+def norm_of(sums: Mapping[ParameterRecord, Sequence[float]], scales: Mapping[ParameterRecord, float]) -> float:
+    """Return the norm from sums of squares of each shard, and what gradients are multiplied by, 1 by default."""
+    squares = {record: scale * scale for record, scale in scales.items()}
+    return norm_of_sums(
+        [
+            (record.name, [one * squares[record] for one in shards] if record in squares else shards)
+            for record, shards in sums.items()
+        ]
+    )
 
 
 def _known_or_rows(record: ParameterRecord, gradients: Gradients) -> float | torch.Tensor:

@@ -163,6 +163,7 @@ class UnitGradients(Gradients):
     def start_backward(self, *, last: bool) -> None:
         """See Gradients."""
         super().start_backward(last=last)
+        forget_gradients([record.parameter for record in self._agreed])
         self._in_backward = True
         self._last = last
         self._closing = False
@@ -208,6 +209,11 @@ class UnitGradients(Gradients):
             # To the rows of the others this backward brought nothing.
             for record in [record for record in self._records if record in self._agreed - self._final]:
                 self._finish(record)
+
+    def show(self, *, whole: bool) -> None:
+        """See Gradients."""
+        for record in self._agreed:
+            self._show(record)
 
     # -- reduction --------------------------------------------------------------------------------------------------
 
@@ -402,8 +408,8 @@ class UnitGradients(Gradients):
 
     def drop(self) -> None:
         """See Gradients."""
+        super().drop()
         self._in_backward = False
-        self._backwards, self._several = 0, False
         self._d2h.drop()
         self._under_way.clear()
         self._segments_left.clear()
@@ -416,8 +422,6 @@ class UnitGradients(Gradients):
             self._rows.clear()
         if self._spill is not None:
             self._spill.drop()
-        for record in self._records:
-            record.parameter.grad = None
 
     def free(self) -> None:
         """See Gradients."""

@@ -173,8 +173,8 @@ def compare(case: Case, rank: int, world_size: int, steps: int = STEPS, **given:
                     loss = engine(*micro[rank])
                     losses.append(float(loss.detach()))
                     engine.backward(loss)
-                    assert all(p.grad is None for p in engine.parameters())
                     engine.step()
+                assert all(p.grad is None for p in engine.parameters())
                 assert engine.was_step_applied()
                 # Reading the state would wait for the update: let it run into the next forward.
                 if case.overlap != "forward" or step == steps - 1:

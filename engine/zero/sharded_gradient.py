@@ -1,0 +1,132 @@
+"""What stands in `.grad` for a gradient that is not there as a whole tensor.
+
+[Note: gradients between backward and step]
+Between a backward and its `step()` each parameter that has a gradient shows it in `.grad`; after `step()` it is None.
+Where a rank has all of the mean over ranks in the parameter's own type, without a loss scale, `.grad` is that tensor: the
+step uses what a training loop reads and writes there, and a parameter whose `.grad` it sets to None is not updated. A
+backward that is the last of its step averages over ranks; what ranks hold before it is not the mean.
+
+Everywhere else `.grad` is a `ShardedGradient`, which has the parameter's shape, type and device, and no memory. Its 2-norm
+is that of the whole mean gradient, unscaled, and multiplying it in place by a number scales that, so that
+`torch.nn.utils.clip_grad_norm_` clips. All else raises. The first norm is taken by all ranks, in that call or in their
+`step()`; it ends the accumulation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from zstore.errors import UsageError
+
+from ..params.record import ParameterRecord
+
+_aten: Any = torch.ops.aten
+
+
+class GradientActs(Protocol):
+    """What a run does for `ShardedGradient`."""
+
+    def gradient_norm(self, record: ParameterRecord) -> float:
+        """Return the 2-norm of a parameter's gradient, as the step takes it (all ranks)."""
+
+    def scale_gradient(self, record: ParameterRecord, factor: float) -> None:
+        """Multiply a parameter's gradient by `factor` (all ranks)."""
+
+
+class ShardedGradient(torch.Tensor):
+    """A gradient without memory. See [Note: gradients between backward and step]."""
+
+    record: ParameterRecord
+    acts: GradientActs
+
+    @staticmethod
+    def of(record: ParameterRecord, acts: GradientActs) -> ShardedGradient:
+        """Return what stands for the gradient of a parameter."""
+        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
+            ShardedGradient, record.shape, dtype=record.dtype, device=record.full.device
+        )
+        made.record, made.acts = record, acts
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Do what is known of a gradient without memory. Raises UsageError for all else."""
+        act = _ACTS.get(func)
+        found = None if act is None else act(*args, **(kwargs or {}))
+        if found is None:
+            raise UsageError(_refusal(func, args))
+        return found
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedGradient({self.record.name!r}, shape={tuple(self.shape)})"
+
+
+def _refusal(func: Any, args: Sequence[Any]) -> str:
+    flat = [one for arg in args for one in (arg if isinstance(arg, list | tuple) else [arg])]
+    name = next((repr(one.record.name) for one in flat if isinstance(one, ShardedGradient)), "NAME")
+    return (
+        f"{func} on the gradient of parameter {name}: this rank does not have it as one tensor of the parameter's type, so "
+        "that .grad gives its 2-norm and takes factors (as torch.nn.utils.clip_grad_norm_ does) and nothing else. Read it "
+        f"by engine.get_gradient({name}) on all ranks; to change it, change the loss, or train at stage 0 without offload in "
+        "fp32"
+    )
+
+
+def _norm(gradient: Any, order: Any = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    if order not in (None, 2) or dims is not None or keepdim:
+        return None
+    norm = gradient.acts.gradient_norm(gradient.record)
+    return torch.tensor(norm, dtype=dtype or torch.float32, device=gradient.device)
+
+
+def _norms(gradients: Sequence[Any], order: Any = 2, dtype: Any = None) -> Any:
+    return [_norm(gradient, order, dtype=dtype) for gradient in gradients] if order == 2 else None
+
+
+def _factor(gradient: Any, factor: Any) -> float | None:
+    """Return a factor as a number; None where it is not one, or is no factor of a gradient without memory."""
+    if not isinstance(gradient, ShardedGradient) or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
+        return None
+    return float(factor)
+
+
+def _mul(gradient: Any, factor: Any) -> Any:
+    number = _factor(gradient, factor)
+    if number is None:
+        return None
+    gradient.acts.scale_gradient(gradient.record, number)
+    return gradient
+
+
+def _div(gradient: Any, divisor: Any) -> Any:
+    number = _factor(gradient, divisor)
+    return None if number is None else _mul(gradient, 1.0 / number if number else math.inf)
+
+
+def _each(gradients: Sequence[Any], factors: Any) -> Any:
+    listed = list(factors) if isinstance(factors, list | tuple) else [factors] * len(gradients)
+    numbers = [_factor(gradient, factor) for gradient, factor in zip(gradients, listed, strict=True)]
+    return None if None in numbers else list(map(_mul, gradients, numbers))
+
+
+_ACTS: Mapping[Any, Callable[..., Any]] = {
+    _aten.detach.default: lambda gradient: gradient,
+    _aten.linalg_vector_norm.default: _norm,
+    _aten._foreach_norm.Scalar: _norms,
+    _aten.mul_.Tensor: _mul,
+    _aten.mul_.Scalar: _mul,
+    _aten.div_.Tensor: _div,
+    _aten.div_.Scalar: _div,
+    _aten._foreach_mul_.Scalar: _each,
+    _aten._foreach_mul_.ScalarList: _each,
+    _aten._foreach_mul_.Tensor: _each,
+}
+"""By operation; what returns None does not do it in this form."""

@@ -1,0 +1,230 @@
+"""Gradients that a training loop reads and changes in `.grad` between backward and step, beside the plain loop."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zstore
+from zstore.engine import Engine
+from zstore.errors import UsageError
+from zstore.testing.ranks import run_ranks
+
+WHOLE = {
+    "stage 0": {"stage": 0},
+    "stage 2, alone": {"stage": 2},
+}
+SHARDED = {
+    "stage 3, memory": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+    "stage 3, disk": {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
+}
+Act = Callable[[list[nn.Parameter]], Any]
+
+
+def _clip(parameters: list[nn.Parameter]) -> float:
+    return float(torch.nn.utils.clip_grad_norm_(parameters, 0.5))
+
+
+def _scale_some(parameters: list[nn.Parameter]) -> float:
+    for number, parameter in enumerate(parameters):
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.1) if number % 2 else parameter.grad.data.div_(2.0)
+    return sum(float(p.grad.norm()) for p in parameters if p.grad is not None)
+
+
+def _edit(parameters: list[nn.Parameter]) -> float:
+    parameters[0].grad.clamp_(-0.01, 0.01)  # type: ignore[union-attr]
+    parameters[1].grad = None
+    parameters[2].grad = torch.full_like(parameters[2], 0.25)
+    nn.utils.clip_grad_value_(parameters[3:], 0.02)
+    return float(parameters[0].grad.abs().sum())  # type: ignore[union-attr]
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def _batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _plain(act: Act, world_size: int = 1, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """What the plain loop saw, and its weights: ranks' mean gradients are those of their batches' mean loss."""
+    model = _net()
+    optimizer, seen = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True), []
+    for step in range(steps):
+        for rank in range(world_size):
+            (model(_batch(step, rank)).square().mean() * 10 / world_size).backward()
+        seen.append(float(act(list(model.parameters()))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, model.state_dict()
+
+
+def _config(zero: dict[str, Any], folder: str, **more: Any) -> dict[str, Any]:
+    named = {
+        key: {**value, "nvme_path": folder} if isinstance(value, dict) and value["device"] == "nvme" else value
+        for key, value in zero.items()
+    }
+    return {
+        "train_micro_batch_size_per_gpu": 3,
+        "steps_per_print": 0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.01}},
+        "zero_optimization": named,
+        **more,
+    }
+
+
+def _engine(zero: dict[str, Any], folder: Path | str, **more: Any) -> Engine:
+    return zstore.initialize(model=_net(), config=_config(zero, str(folder), **more))[0]
+
+
+def _ours(act: Act, engine: Engine, rank: int = 0, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
+    seen = []
+    with engine:
+        parameters = list(engine.module.parameters())
+        for step in range(steps):
+            engine.backward(engine(_batch(step, rank)).square().mean() * 10)
+            seen.append(float(act(parameters)))
+            engine.step()
+            assert all(parameter.grad is None for parameter in parameters)
+        return seen, {name: engine.get_full_parameter(name) for name, _ in engine.module.named_parameters()}
+
+
+def _assert_close(found: tuple[list[float], dict[str, torch.Tensor]], wanted: Any) -> None:
+    torch.testing.assert_close(found[0], wanted[0])
+    torch.testing.assert_close({name: torch.as_tensor(value) for name, value in found[1].items()}, dict(wanted[1]))
+
+
+@pytest.mark.parametrize("act", [_clip, _scale_some, _edit])
+@pytest.mark.parametrize("where", WHOLE)
+def test_whole_gradients_are_read_and_changed_as_in_a_plain_loop(act: Act, where: str, tmp_path: Path) -> None:
+    found, wanted = _ours(act, _engine(WHOLE[where], tmp_path)), _plain(act)
+    assert found[0] == wanted[0]
+    assert all(torch.equal(found[1][name], value) for name, value in wanted[1].items())
+
+
+@pytest.mark.parametrize("act", [_clip, _scale_some])
+@pytest.mark.parametrize("where", SHARDED)
+def test_sharded_gradients_have_a_norm_and_take_factors(act: Act, where: str, tmp_path: Path) -> None:
+    _assert_close(_ours(act, _engine(SHARDED[where], tmp_path)), _plain(act))
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_factors_hold_in_each_step_mode_and_with_a_loss_scale(overlap: str, tmp_path: Path) -> None:
+    zero = SHARDED["stage 3, disk"]
+    _assert_close(_ours(_clip, _engine(zero, tmp_path, zstore={"step_overlap": overlap})), _plain(_clip))
+    one, other = (_engine({"stage": stage}, tmp_path, fp16={"enabled": True, "loss_scale": 1024}) for stage in (0, 3))
+    for engine in (one, other):
+        with engine:
+            x = _batch(0, 0).half()
+            engine.backward(engine(x).square().mean())
+            parameters = list(engine.module.parameters())
+            norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+            assert norm == pytest.approx(engine.clip_grad_norm_(math.inf))
+            wanted = math.sqrt(
+                sum(float(engine.get_gradient(n).norm()) ** 2 for n, _ in engine.module.named_parameters())
+            )
+            assert norm == pytest.approx(wanted)
+
+
+def test_all_else_on_a_sharded_gradient_is_refused(tmp_path: Path) -> None:
+    with _engine(SHARDED["stage 3, memory"], tmp_path) as engine:
+        weight = engine.module[0].weight
+        for act in (
+            lambda: weight.grad.add_(1.0),
+            lambda: weight.grad * 2.0,
+            lambda: weight.grad.norm(1),
+            lambda: weight.grad.norm(dim=0),
+            lambda: weight.grad.mul_(torch.ones(8, 4)),
+            lambda: weight.grad + 1,
+            lambda: nn.utils.clip_grad_value_([weight], 0.1),
+            lambda: torch.optim.SGD([weight], lr=0.1).step(),
+        ):
+            engine.backward(engine(_batch(0, 0)).sum())
+            assert weight.grad.shape == weight.shape
+            with pytest.raises(UsageError, match=r"get_gradient\('0\.weight'\)"):
+                act()
+            engine.step()
+        for value in (None, torch.ones(8, 4)):
+            engine.backward(engine(_batch(0, 0)).sum())
+            weight.grad = value
+            with pytest.raises(UsageError, match=r"the \.grad of parameter '0\.weight' was replaced"):
+                engine.step()
+        engine.backward(engine(_batch(0, 0)).sum())
+        weight.grad.mul_(0.5)
+        with pytest.raises(UsageError, match="after the norm"):
+            engine.backward(engine(_batch(0, 0)).sum())
+    with _engine({"stage": 0}, tmp_path, zstore={"step_overlap": "backward"}) as engine:
+        engine.backward(engine(_batch(0, 0)).sum())
+        with pytest.raises(UsageError, match='"step_overlap": "backward"'):
+            engine.module[0].weight.grad.mul_(0.5)
+        engine.step()
+
+
+def test_gradients_accumulate_in_sight(tmp_path: Path) -> None:
+    plain = _net()
+    with _engine({"stage": 0}, tmp_path, gradient_accumulation_steps=2) as engine:
+        for micro in range(2):
+            (plain(_batch(micro, 0)).sum() / 2).backward()
+            engine.backward(engine(_batch(micro, 0)).sum())
+            for ours, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(ours.grad, theirs.grad)
+                ours.grad.mul_(0.5)
+                theirs.grad.mul_(0.5)
+            engine.step()
+        assert engine.module[0].weight.grad is None
+
+
+def test_clipping_by_the_engine_shows_in_whole_gradients(tmp_path: Path) -> None:
+    def clips(model: Any) -> Act:
+        def act(parameters: list[nn.Parameter]) -> float:
+            (torch.nn.utils.clip_grad_norm_(parameters, 0.5) if model is None else model.clip_grad_norm_(0.5))
+            return float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+
+        return act
+
+    wanted = _plain(clips(None))
+    assert all(norm == pytest.approx(0.5) for norm in wanted[0])
+    for zero in (*WHOLE.values(), *SHARDED.values()):
+        engine = _engine(zero, tmp_path)
+        _assert_close(_ours(clips(engine), engine), wanted)
+
+
+def _rank(rank: int, zeros: list[dict[str, Any]], act: Act, folder: str) -> list[Any]:
+    found = [_ours(act, _engine(zero, folder), rank) for zero in zeros]
+    return [(seen, {name: value.numpy() for name, value in state.items()}) for seen, state in found]
+
+
+@pytest.mark.parametrize("act", [_clip, _scale_some])
+def test_two_ranks_act_on_the_mean(act: Act, tmp_path: Path) -> None:
+    zeros: list[dict[str, Any]] = [{"stage": stage} for stage in range(4)] + [SHARDED["stage 3, disk"]]
+    for found in run_ranks(_rank, 2, zeros, act, str(tmp_path)):
+        for one in found:
+            _assert_close(one, _plain(act, 2))
+    for (found,) in run_ranks(_rank, 2, zeros[:1], _edit, str(tmp_path)):
+        _assert_close(found, _plain(_edit, 2))
+
+
+def test_a_step_makes_no_tensor_to_stand_for_gradients(tmp_path: Path) -> None:
+    with _engine(SHARDED["stage 3, memory"], tmp_path) as engine:
+        shown: list[list[int]] = []
+        for step in range(3):
+            engine.backward(engine(_batch(step, 0)).sum())
+            shown.append([id(parameter.grad) for parameter in engine.module.parameters()])
+            assert all(p.grad.data_ptr() == 0 for p in _with_gradients(engine.module.parameters()))
+            engine.step()
+        assert shown[0] == shown[1] == shown[2]
+    gc.collect()
+
+
+def _with_gradients(parameters: Iterable[nn.Parameter]) -> list[Any]:
+    return [parameter for parameter in parameters if parameter.grad is not None]

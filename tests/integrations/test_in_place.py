@@ -1,0 +1,131 @@
+"""Gradients and weights that loops and callbacks of others change in place, beside the same runs without zstore."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import transformers
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+from torch.utils.data import DataLoader
+
+import zstore.accelerate
+import zstore.hf
+from tests.integrations.lightning_runs import Net, fit, make_net, make_trainer
+from tests.integrations.trainers import Texts, arguments, history, llama
+from zstore.lightning import ZstoreStrategy
+
+PLACES = ["whole", "disk"]
+
+
+def _config(where: str, folder: Path) -> dict[str, Any]:
+    if where == "whole":
+        return {"zero_optimization": {"stage": 0}}
+    offload = {"device": "nvme", "nvme_path": str(folder)}
+    return {"zero_optimization": {"stage": 3, "offload_optimizer": offload, "offload_param": offload}}
+
+
+class _Watches(transformers.TrainerCallback):  # type: ignore[misc]
+    """Logs the norm of the gradients, and halves those of one layer."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+        found = [p.grad.detach().data.norm(2) for p in model.parameters() if p.grad is not None]
+        self.norms.append(float(torch.stack(found).norm(2)))
+        for name, parameter in model.named_parameters():
+            if "layers.0" in name and parameter.grad is not None:
+                parameter.grad.data.mul_(0.5)
+
+
+def _trained(kind: Any, callback: Any, folder: Path, **more: Any) -> Any:
+    made = arguments(
+        folder, max_steps=4, gradient_accumulation_steps=2, max_grad_norm=0.2, lr_scheduler_type="constant"
+    )
+    trainer = kind(model=llama(), args=made, train_dataset=Texts(16), callbacks=[callback], **more)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_callback_of_trainer_reads_and_scales_gradients(where: str, tmp_path: Path) -> None:
+    wanted, found = _Watches(), _Watches()
+    plain = _trained(transformers.Trainer, wanted, tmp_path / "plain")
+    ours = _trained(zstore.hf.Trainer, found, tmp_path / "ours", zstore_config=_config(where, tmp_path))
+    assert all(norm == pytest.approx(0.2, rel=1e-4) for norm in wanted.norms)  # after clipping
+    assert found.norms == pytest.approx(wanted.norms, rel=1e-4)
+    assert history(ours, "loss") == pytest.approx(history(plain, "loss"), rel=1e-5)
+    ours.close()
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_loop_of_accelerate_clips_with_torch(where: str, tmp_path: Path) -> None:
+    def run(accelerator: Any) -> list[float]:
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Texts(12), batch_size=2))
+        seen = []
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    seen.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.2)))
+                    for parameter in model.parameters():
+                        if parameter.grad is not None:
+                            parameter.grad.mul_(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(loss.item())
+        accelerator.free_memory()
+        return seen
+
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "cpu": True}
+    wanted = run(accelerate.Accelerator(**settings))
+    assert min(wanted[::3]) > 0.2
+    ours = zstore.accelerate.Accelerator(zstore_config=_config(where, tmp_path), **settings)
+    assert run(ours) == pytest.approx(wanted, rel=1e-4)
+
+
+class _Clips(Net):
+    """Clips by itself before the step, and logs the norms."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.losses.append(float(grad_norm(self, 2)["grad_2.0_norm_total"]))
+        self.losses.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.05)))
+
+
+class _ClipsItself(_Clips):
+    """Takes its steps itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+        optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [_Clips, _ClipsItself])
+@pytest.mark.parametrize("where", PLACES)
+def test_a_module_of_lightning_clips_and_logs_gradients(where: str, kind: Any, tmp_path: Path) -> None:
+    def run(strategy: Any) -> list[float]:
+        accumulated = 1 if kind is _ClipsItself else 3
+        options = {"max_epochs": 1, "gradient_clip_val": None, "accumulate_grad_batches": accumulated, "plugins": []}
+        trainer = make_trainer(strategy, default_root_dir=tmp_path, **options)
+        return fit(trainer, make_net(kind, dropout=0.0), 0)
+
+    wanted = run("auto")
+    strategy = ZstoreStrategy(_config(where, tmp_path))
+    found = run(strategy)
+    strategy.close()
+    assert found == pytest.approx(wanted, rel=1e-4)
