@@ -26,10 +26,11 @@ from .access.access import Access
 from .access.export import ExportOptions, save_weights
 from .access.generation import in_step
 from .access.guard import ParameterGuard
-from .access.module_state import CustomLoad, load_module_state, module_state_dict, without_prefix
+from .access.module_state import CustomLoad, hand_back, load_module_state, module_state_dict, without_prefix
 from .activations.checkpointing import activation_statistics
 from .batches import call_with, evaluating, loss_of, mean_loss, repeat, take_batches
 from .build.compiled import make_compiler
+from .build.init import Init
 from .checkpoint.client_state import ClientValues, check
 from .checkpoint.load_plan import LoadOptions, LoadReport
 from .checkpoint.renaming import Names
@@ -889,6 +890,19 @@ class Engine(nn.Module):
         """Complete a save under way, then give hooks, memory, threads and the run folder back; twice is once."""
         self._finalizer()
 
+    def hand_back(self, config: Any = None) -> nn.Module:
+        """Close the engine and return the model with the values that it was trained to (all ranks): the fp32 masters, whole
+        on the engine's device; with a `config` that shards or offloads parameters they rest as in a block of
+        `zstore.Init(config=config)`, for the next `initialize(config=config)`. Optimizer state is dropped.
+
+        Raises UsageError, and leaves all as it is, in the middle of a step.
+        """
+        hooks = self.training_state.hooks
+        init = Init(config=config, enabled=config is not None)
+        hand_back(self.access, init, _nothing if hooks is None else hooks.remove)
+        self.close()
+        return self.module
+
     def __enter__(self) -> Self:
         return self
 
@@ -915,6 +929,10 @@ class Engine(nn.Module):
                 ) from error
         gathers = self.world_size > 1 and self.training_state.hooks is not None
         return in_step(value) if name == "generate" and gathers else value
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _saves_s(checkpoints: Checkpoints, steps: StepSnapshots) -> dict[str, float]:

@@ -249,6 +249,13 @@ class Access:
         """Call `take` with every piece of the arrays, in flat order; see `WholeArrays.each`."""
         WholeArrays(self.world, sources, sharded=self.state.is_sharded).each(take, rank0_only=rank0_only)
 
+    def whole(self, source: Source) -> torch.Tensor:
+        """Return the whole array `source` on the CPU (all ranks)."""
+        found = self._whole(source, rank0_only=False)
+        if found is None:
+            raise UsageError(f"{source.name} was not read on rank {self.world.rank}")
+        return found
+
     def _whole(self, source: Source, rank0_only: bool) -> torch.Tensor | None:
         record, wanted = source.record, self.world.rank == 0 or not rank0_only
         shape = record.parameter.shape if source.shape is None else torch.Size(source.shape)

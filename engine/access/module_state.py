@@ -10,6 +10,7 @@ from torch import nn
 
 from zstore.errors import UsageError
 
+from ..build.init import Init
 from ..params.record import ParameterRecord, Residency
 from ..runtime.messages import listed, shortened
 from .gather import gather
@@ -63,6 +64,22 @@ def _whole_state_dict(access: Access) -> dict[str, Any]:
             whole = None if record is None else values.get(record)
             found[name] = value.detach().to("cpu", copy=True) if whole is None else whole.view(value.shape)
     return found
+
+
+def hand_back(access: Access, init: Init, end: Callable[[], None]) -> None:
+    """Give every parameter its value, the fp32 master where it is trained, in memory of its own or as `init` shards it (all
+    ranks). `end` takes the engine's hooks off, once nothing can fail any more but reading."""
+    state, device = access.state, access.world.device
+    records = access.finished("hand_back()", lambda: state.records, changes=True)
+    end()
+    with init:
+        for record in records:
+            parameter = record.parameter
+            if not (record.residency is Residency.RESIDENT and state.is_master(record)):
+                parameter.data = access.whole(access.master(record)).to(device)
+            parameter.grad = None
+            path, _, name = record.name.rpartition(".")
+            init.enter(access.model.get_submodule(path), name)
 
 
 def load_module_state(

@@ -201,6 +201,13 @@ class Init(AbstractContextManager["Init"]):
             with self._alone():
                 self._enter_module(child)
 
+    def enter(self, module: nn.Module, name: str) -> None:
+        """Shard the parameter `name` of a module that was built before, within the block."""
+        parameter = module._parameters[name]
+        if self._builder is not None and parameter is not None:
+            with self._alone() as builder:
+                self._enter(builder, module, name, parameter)
+
     def _enter_module(self, root: nn.Module) -> None:
         builder = self._builder
         if builder is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import warnings
@@ -16,6 +17,7 @@ import zstore.hf
 from tests.engine.asking import actions, ask
 from tests.integrations.trainers import CHECKPOINTING, Texts, arguments, config, history, llama
 from zstore.engine import Engine
+from zstore.errors import UsageError
 from zstore.journal import read
 from zstore.testing.ranks import run_ranks
 
@@ -161,3 +163,47 @@ def test_a_run_resumes_with_the_same_bits_and_at_another_world_size(tmp_path: Pa
     whole, *_ = run_ranks(_resume, 1, os.fspath(tmp_path), 1)
     two, *_ = run_ranks(_go_on_at_two_ranks, 2, os.fspath(tmp_path))
     assert two == pytest.approx(whole, rel=1e-5)
+
+
+def _trainers(kind: type, folder: Path, models: list[Any], **extra: Any) -> list[Any]:
+    """Return a Trainer that evaluates alone, and two that train."""
+    return [
+        kind(
+            model,
+            arguments(folder / str(number), max_steps=2),
+            train_dataset=Texts(6, seed=number) if number else None,
+            eval_dataset=Texts(4, seed=3),
+            **extra,
+        )
+        for number, model in enumerate(models)
+    ]
+
+
+def _one_after_the_other(rank: int, folder: str) -> None:
+    _quiet()
+    place = Path(folder)
+    # A model for each: once a Trainer evaluated it, Trainer alone no longer averages its gradients over ranks.
+    models = [llama() for _ in range(3)]
+    wanted = _trainers(Trainer, place / "plain", models)
+    losses = [wanted[0].evaluate()["eval_loss"]]
+    for before, trainer in itertools.pairwise(wanted):
+        trainer.model.load_state_dict(before.model.state_dict())
+        trainer.train()
+        losses.append(trainer.evaluate()["eval_loss"])
+    for stages in ({}, {"zero_optimization": {"stage": 3}}, config(place / "nvme")):
+        found = _trainers(zstore.hf.Trainer, place / "ours", [llama()] * 3, zstore_config=stages)
+        assert found[0].evaluate()["eval_loss"] == pytest.approx(losses[0], rel=1e-5)
+        for trainer, expected, loss in zip(found[1:], wanted[1:], losses[1:], strict=True):
+            trainer.train()
+            for name in ("loss", "grad_norm"):
+                assert history(trainer, name) == pytest.approx(history(expected, name), rel=1e-4), name
+            assert [one.evaluate()["eval_loss"] for one in found] == pytest.approx([loss] * 3, rel=1e-4)
+        with pytest.raises(UsageError, match="another one trains its model now"):
+            found[1].train()
+        found[2].close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_second_trainer_takes_the_model_over(tmp_path: Path, world_size: int) -> None:
+    (tmp_path / "nvme").mkdir()
+    run_ranks(_one_after_the_other, world_size, os.fspath(tmp_path))

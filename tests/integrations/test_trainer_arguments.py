@@ -126,6 +126,33 @@ def test_a_schedule_of_the_config_is_logged_with_the_rates_of_its_steps(tmp_path
     again.close()
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("wanted", [{}, {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}])
+def test_evaluation_alone_is_in_16_bits_where_that_is_asked_for(
+    tmp_path: Path, kind: str, wanted: dict[str, Any]
+) -> None:
+    run = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, f"{kind}_full_eval": True}
+    ours = _make(tmp_path / "ours", wanted, **run)
+    plain = Trainer(llama(**TINY), arguments(tmp_path / "plain", **run), train_dataset=Texts(4), eval_dataset=Texts(2))
+    for trainer in (ours, plain):
+        trainer.train()
+    for name in ("loss", "eval_loss", "grad_norm"):  # while it trains, Trainer evaluates in the type that it trains in
+        assert history(ours, name) == pytest.approx(history(plain, name), rel=1e-5), name
+    in_32_bits = history(plain, "eval_loss")[-1]
+    found, expected = ours.evaluate()["eval_loss"], plain.evaluate()["eval_loss"]
+    assert found != pytest.approx(in_32_bits, rel=1e-7)
+    assert found == pytest.approx(expected, rel=2e-3)
+    assert ours.engine.training_state.config.precision == "fp32"
+    ours.close()
+    alone = zstore.hf.Trainer(
+        llama(**TINY), arguments(tmp_path / "alone", **run), eval_dataset=Texts(2), zstore_config=wanted
+    )
+    frozen = Trainer(llama(**TINY), arguments(tmp_path / "frozen", **run), eval_dataset=Texts(2))
+    assert alone.evaluate()["eval_loss"] == pytest.approx(frozen.evaluate()["eval_loss"], rel=2e-3)
+    assert alone.engine.training_state.config.precision == kind
+    alone.close()
+
+
 def test_units_are_compiled_as_the_arguments_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND", raising=False)
     found = []

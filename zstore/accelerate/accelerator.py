@@ -109,13 +109,6 @@ class Accelerator(PreparingAccelerator):
             raise UsageError("save_model(safe_serialization=False): weights are written as safetensors alone")
         replace_weights(engine, Path(save_directory), _bytes(max_shard_size))
 
-    def _engine_of(self, model: nn.Module) -> Engine | None:
-        """Return the engine that holds a model, wrapped or not."""
-        if isinstance(model, Engine):
-            return model
-        engines = [one for one in (self.engine, *self._frozen) if one is not None]
-        return next((one for one in engines if one.module is model), None)
-
     # -- saving and loading -----------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:

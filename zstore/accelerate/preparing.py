@@ -28,11 +28,16 @@ from .config import ask_for_precision, mismatch_text, read_source, refuse_launch
 from .optimizer import EngineOptimizer, EngineScheduler
 
 _log = logging.getLogger("zstore")
+_holders: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[PreparingAccelerator], list[nn.Parameter]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Of each model in an engine the Accelerator that prepared it, and the parameters that an engine without an optimizer froze."""
 
 
 class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     """The part of `Accelerator` that reads the config, and puts models and the optimizer into engines."""
 
+    _models: list[Any]
     _optimizers: list[Any]
     _schedulers: list[Any]
 
@@ -172,6 +177,7 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         named = isinstance(optimizer, DummyOptim)
         if named and "optimizer" not in self.config:
             raise ConfigError(f'{self.config_source}: DummyOptim stands for the config\'s "optimizer": add the section')
+        self.take_over(model)
         gc.collect()  # an engine that nobody has any more may hold the folder on disk
         engine, *_ = initialize(
             model=model,
@@ -181,6 +187,7 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             auto=answers,
         )
         self._check_device(engine)
+        _holders[model] = weakref.ref(self), []
         if self._compiling is not None:
             backend, how = self._compiling
             engine.compile(backend, how)
@@ -211,18 +218,52 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             if model not in self._models:
                 self._models.append(model)
             return model
-        known = [one for one in (self.engine, *self._frozen) if one is not None and one.module is model]
-        if known:
-            return self.prepare_model(known[0])
+        known = self._engine_of(model)
+        if known is not None:
+            return self.prepare_model(known)
         refuse_placed(model)
         raw = {name: value for name, value in self.config.items() if name not in ("optimizer", "scheduler")}
         answers = {**self._precision_answers(), "train_micro_batch_size_per_gpu": 1}
+        trainable = [one for one in model.parameters() if one.requires_grad]
         engine, *_ = initialize(
             model=model, config=load_config(raw, name=self.config_source), auto=answers, frozen=True
         )
         self._check_device(engine)
         self._frozen.append(engine)
+        _holders[model] = weakref.ref(self), trainable
         return self._added(engine)
+
+    def _engine_of(self, model: nn.Module) -> Engine | None:
+        """Return the engine that holds a model, wrapped or not; also another Accelerator's."""
+        if isinstance(model, Engine):
+            return model
+        known = _holders.get(model)
+        holder = None if known is None else known[0]()
+        engines = () if holder is None else (holder.engine, *holder._frozen)
+        return next((one for one in engines if one is not None and one.module is model), None)
+
+    def take_over(self, model: nn.Module) -> None:
+        """Take a model out of the engine that holds it, with the values that it has there: this Accelerator, or another one,
+        prepared it before (all ranks). The optimizer's state is dropped, and a model that was prepared for evaluation can be
+        trained again."""
+        engine = self._engine_of(model)
+        if engine is None:
+            return
+        reference, trainable = _holders.pop(model)
+        if (holder := reference()) is not None:
+            holder._forget(engine)
+        engine.hand_back(load_config(self.config, name=self.config_source))
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+
+    def _forget(self, engine: Engine) -> None:
+        """Leave an engine to somebody else, who closes it."""
+        engine.module.__dict__.pop("generate", None)
+        if engine is self.engine:
+            self.engine = None
+            self._optimizers = [one for one in self._optimizers if not isinstance(one, EngineOptimizer)]
+        self._frozen = [one for one in self._frozen if one is not engine]
+        self._models = [one for one in self._models if one is not engine]
 
     def _added(self, engine: Engine) -> Engine:
         """Return the engine, noted as a prepared model."""

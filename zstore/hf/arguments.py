@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ _NAMES = {
     "optimizer.params.eps": "adam_epsilon",
     "optimizer.params.weight_decay": "weight_decay",
     "scheduler.params.warmup_max_lr": "learning_rate",
-    "fp16.enabled": "fp16 or fp16_full_eval",
-    "bf16.enabled": "bf16 or bf16_full_eval",
+    "fp16.enabled": "fp16",
+    "bf16.enabled": "bf16",
 }
 """Keys of a config that must say what an argument says, or "auto"."""
 
@@ -49,13 +50,29 @@ def answers_of(args: Any, max_steps: int | None = None) -> dict[str, Any]:
         "optimizer.params.weight_decay": args.weight_decay,
         "scheduler.params.warmup_min_lr": 0.0,
         "scheduler.params.warmup_max_lr": float(args.learning_rate),
-        "fp16.enabled": bool(args.fp16 or args.fp16_full_eval),
-        "bf16.enabled": bool(args.bf16 or args.bf16_full_eval),
+        "fp16.enabled": bool(args.fp16),
+        "bf16.enabled": bool(args.bf16),
     }
     if max_steps is not None:
         answers["scheduler.params.total_num_steps"] = max_steps
         answers["scheduler.params.warmup_num_steps"] = max(1, args.get_warmup_steps(max_steps))
     return answers
+
+
+def evaluation_precision(args: Any) -> str | None:
+    """Return the type of `fp16_full_eval` or `bf16_full_eval`, which is that of evaluation alone; None without them."""
+    return "fp16" if args.fp16_full_eval else "bf16" if args.bf16_full_eval else None
+
+
+@contextmanager
+def uncast(args: Any) -> Iterator[None]:
+    """Keep Trainer from casting the model itself for `fp16_full_eval` and `bf16_full_eval` in the block."""
+    asked = args.fp16_full_eval, args.bf16_full_eval
+    args.fp16_full_eval = args.bf16_full_eval = False
+    try:
+        yield
+    finally:
+        args.fp16_full_eval, args.bf16_full_eval = asked
 
 
 def complete_config(raw: dict[str, Any], args: Any) -> None:

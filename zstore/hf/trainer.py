@@ -49,7 +49,9 @@ from .arguments import (
     check_matches,
     check_optim,
     complete_config,
+    evaluation_precision,
     keeps_global_batch,
+    uncast,
     writes_weights,
 )
 from .callback import RunCallback
@@ -66,6 +68,8 @@ class TrainerAccelerator(Accelerator):
         self._arguments = arguments
         self.max_steps: int | None = None
         """Of the training to come, for schedules that the config names; None: not known."""
+        self.frozen_precision: str | None = None
+        """Of the model that is prepared for evaluation alone; None: that of training."""
         super().__init__(zstore_config=(raw, source), **kwargs)
 
     def _read_config(self, given: Any) -> tuple[dict[str, Any], str]:
@@ -76,7 +80,13 @@ class TrainerAccelerator(Accelerator):
         """Do nothing: the Trainer cuts the batches, and its arguments were checked."""
 
     def _precision_answers(self) -> dict[str, Any]:
-        return {key: value for key, value in answers_of(self._arguments).items() if key in _PRECISION}
+        found = answers_of(self._arguments)
+        return {
+            f"{kind}.enabled": found[f"{kind}.enabled"]
+            if self.frozen_precision is None
+            else kind == self.frozen_precision
+            for kind in ("fp16", "bf16")
+        }
 
     def _answers(self, optimizer: Any, args: Any) -> dict[str, Any]:
         return answers_of(self._arguments, self.max_steps)
@@ -90,7 +100,6 @@ class TrainerAccelerator(Accelerator):
         return self._engine_of(model)
 
 
-_PRECISION = ("fp16.enabled", "bf16.enabled")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -161,12 +170,11 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
             self.optimizer.forget()  # of a training that was interrupted
             return
         if isinstance(self.optimizer, EngineOptimizer):
-            raise UsageError("this Trainer was closed: make another one, with a model of its own")
-        if self.engine is not None:
             raise UsageError(
-                "the model was prepared for evaluation, by a Trainer without train_dataset, and cannot be trained any more: "
-                "give the Trainer its train_dataset when it is made"
+                "this Trainer was closed, or another one trains its model now, and its optimizer's state is gone: make another "
+                "Trainer"
             )
+        accelerator.take_over(self.model)
         background = self._writes_weights and not self._saves_whole and not self.args.save_only_model
         accelerator.config.setdefault("zero_optimization", {})[_WEIGHTS_KEY] = background
         if self.lr_scheduler is not None:
@@ -224,13 +232,24 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate with the engine; before `train()` one is made: where there is a train_dataset that of the training, else
-        one without an optimizer (all ranks)."""
+        one without an optimizer (all ranks). `fp16_full_eval` and `bf16_full_eval` are autocast, where the engine computes
+        in fp32: Trainer would leave the parameters that are trained in 16 bits."""
+        precision = None if self.is_in_train else evaluation_precision(self.args)
         if self.engine is None:
             if self.train_dataset is None:
+                self.accelerator.frozen_precision = precision
                 self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+                self.accelerator.frozen_precision = None
             else:
                 self._open_engine(self._known_max_steps())
-        return super().evaluation_loop(*args, **kwargs)
+        engine = self.engine
+        casts = precision is not None and engine is not None and engine.training_state.config.precision == "fp32"
+        # Without autocast's cache, which would keep a whole model in 16 bits.
+        with (
+            uncast(self.args),
+            torch.autocast(self.args.device.type, _DTYPES[precision or "bf16"], enabled=casts, cache_enabled=False),
+        ):
+            return super().evaluation_loop(*args, **kwargs)
 
     def _known_max_steps(self) -> int | None:
         """Return the steps of the training to come, where the config has a schedule that may ask for them."""
