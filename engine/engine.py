@@ -42,6 +42,7 @@ from .data.schedule import Rise
 from .loader import PostProcess, TrainingLoader
 from .loss_backward import LossBackward
 from .offloading import OffloadedStates
+from .params.record import ParameterRecord
 from .params.tensors import cast_floating
 from .report.journal import RunJournal
 from .report.monitors import Monitors
@@ -137,7 +138,10 @@ class Engine(nn.Module):
         section = settings.curriculum_learning
         self.curriculum = SequenceCurriculum(section, self.module) if section.enabled else None
         """Cuts what the model is called with in training; None: nothing is cut."""
-        self.parameter_guard = ParameterGuard(self._modules, training.model, training.state.records)
+        self.parameter_guard = ParameterGuard(
+            self._modules, training.model, training.state.records, functools.partial(_take_over, training, self.access)
+        )
+        self.access.before_reading = self.parameter_guard.check_values
         self.signals = StopSignals(training.world)
         self.requests = Requests(training.world, self.report.journal)
         pause = CollectorPause() if settings.disable_python_gc else None
@@ -560,6 +564,8 @@ class Engine(nn.Module):
             keeps=frozenset(keep_frozen),
             names_base=trainable_only,
         )
+        if not self.access.open_blocks:
+            self.parameter_guard.check_values()
         self.steps.note_folder(save_dir)
         return self.checkpoints.save(options)
 
@@ -944,6 +950,19 @@ def _complete_saves(checkpoints: Checkpoints, steps: StepSnapshots) -> None:
     """Complete what is being saved (all ranks)."""
     checkpoints.wait()
     steps.complete()
+
+
+def _take_over(training: Training, access: Access, records: Sequence[ParameterRecord]) -> None:
+    """Let the state follow what was written in place to resident `records`, and forget what sharded ones were gathered to."""
+    if training.pending.is_in_backward:
+        raise UsageError(
+            'parameters changed in place between backward() and step(), but with "step_overlap": "backward" they are being '
+            "updated then: change them after step()"
+        )
+    if training.pending.wait() is None:  # else the state is torn, and whoever uses it hears of it
+        access.take_over(records)
+    if access.units is not None:
+        access.units.forget()
 
 
 def _close(

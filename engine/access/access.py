@@ -65,8 +65,8 @@ class Access:
         """What `offload_states` moved away."""
         self.open_blocks = 0
         """Blocks of `zstore.gather` that are open."""
-        self.accepted: dict[ParameterRecord, int] = {}
-        """Version counters of parameters after changes in a block that were written back."""
+        self.before_reading: Callable[[], None] | None = None
+        """Takes over what a script changed in place."""
         self.kept: dict[ParameterRecord, torch.Tensor] = {}
         """This rank's rows, while blocks are open, of parameters that are a part of their master themselves."""
         self._by_name = {name: record for record in state.records for name in (record.name, *record.aliases)}
@@ -132,6 +132,8 @@ class Access:
                 )
             self._pending.complete()
             self._pending.require_whole()
+            if self.before_reading is not None and not self.open_blocks:
+                self.before_reading()
             if changes and self._under_way:
                 raise UsageError(f"{call} within a {self._under_way[-1]}: parameters can be changed between steps only")
             checked = check()
@@ -374,6 +376,23 @@ class Access:
             yield
         self._pending.torn = False
 
+    def take_over(self, records: Sequence[ParameterRecord]) -> None:
+        """Let the masters of resident parameters follow what a script changed in place: an element whose bits differ from
+        its master's becomes the master, others keep the digits that the parameter does not have.
+
+        Each rank does so for its own rows. See [Note: changed in place] in `guard`.
+        """
+        state = self.state
+        trained = [record for record in records if record.group is not None and record.owned_numel]
+        apart = [record for record in trained if not (state.is_master(record) or state.is_split(record))]
+        with state.passing([[model_array(record.name)] for record in apart], "update") as tiles:
+            for tile in tiles:
+                record = apart[tile.group]
+                master, own = as_torch(tile.views[0]), record.owned()[tile.first : tile.stop]
+                own = own.to(master.device)
+                differs = _as_integers(own) != _as_integers(master.to(own.dtype))
+                master.copy_(torch.where(differs, own.float(), master))
+
     def enter_block(self, records: Sequence[ParameterRecord]) -> None:
         """Note that a block of `zstore.gather` begins."""
         self.open_blocks += 1
@@ -392,6 +411,11 @@ class Access:
         """Let `zstore.gather` forget this run, and take the hooks off the model."""
         _live.discard(self)
         self.guard.remove()
+
+
+def _as_integers(values: torch.Tensor) -> torch.Tensor:
+    """Return the bits of floating values."""
+    return values.view(torch.int32 if values.itemsize == 4 else torch.int16)
 
 
 def rows_source(record: ParameterRecord, rows: torch.Tensor, dtype: torch.dtype) -> Source:

@@ -214,11 +214,11 @@ class _RunBlock:
         self._accept(records)
 
     def _accept(self, records: Sequence[ParameterRecord]) -> None:
-        """Note that the parameters are as they should be."""
-        self._access.accepted |= {record: record.parameter._version for record in records}
+        for record in records:
+            record.note_version()
 
     def _is_changed(self, record: ParameterRecord, version: int) -> bool:
-        if record.parameter._version not in (version, self._access.accepted.get(record)):
+        if record.parameter._version not in (version, record.version):
             return True
         if record.shard is None or record.residency is not Residency.GATHERED or record.is_rounded:
             return False

@@ -10,6 +10,13 @@ parameter given other memory, the updates would go on in the old one and the mod
 - What goes past that (`parameter.data = ...`, `module.weight = nn.Parameter(...)`, a module that was added, a frozen
   parameter that is to be trained) is found at the next forward or step, by addresses and identities: some hundred
   nanoseconds for each parameter.
+
+[Note: changed in place]
+A script may write to parameters between steps (`clamp_`, `nn.init`, `copy_` under `no_grad`). Their version counters tell,
+at the next forward, step, save or call that reads the state. A resident parameter has the values that were written; its
+master, where that is another array, takes them over. A sharded one has them in memory that is gone by then, or in the
+view of one NaN: that is refused. What is written through `.data` counts in no version; so the memory of a parameter that is
+its own master keeps it, and elsewhere the next update overwrites it.
 """
 
 from __future__ import annotations
@@ -27,22 +34,31 @@ from torch import nn
 
 from zstore.errors import UsageError
 
-from ..params.record import ParameterRecord
+from ..params.record import ParameterRecord, Residency
+from ..runtime.messages import listed
 
 _log = logging.getLogger("zstore")
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 _MOST_PROBE_DIMS = 5
+_NAMED = 5
+"""Parameters that an error names."""
 
 
 class ParameterGuard:
-    """Watches the parameters of one run. See [Note: what would part them]."""
+    """Watches the parameters of one run. See [Note: what would part them]. `take_over` lets the masters of resident
+    parameters follow what was written to them."""
 
     def __init__(
-        self, roots: dict[str, nn.Module | None], model: nn.Module, records: Sequence[ParameterRecord]
+        self,
+        roots: dict[str, nn.Module | None],
+        model: nn.Module,
+        records: Sequence[ParameterRecord],
+        take_over: Callable[[Sequence[ParameterRecord]], None],
     ) -> None:
         self._roots = roots
+        self._take_over = take_over
         self._model = model
         self._records = {record.parameter: record for record in records}
         self._laid_out = [
@@ -50,6 +66,10 @@ class ParameterGuard:
             for record in records
         ]
         """Each parameter with its type, and whether it was frozen."""
+        self._counting = [(record, record.parameter) for record in records if not record.parameter.is_inference()]
+        """Those that have a version counter."""
+        for record, _ in self._counting:
+            record.note_version()
         self._later: dict[nn.Parameter, str] = {}
         """Frozen parameters that were added later, which the user was told of, and their names."""
         self._tables: list[dict[str, Any]] = []
@@ -59,7 +79,7 @@ class ParameterGuard:
 
     def remove(self) -> None:
         """Let everything pass again; a second call does nothing."""
-        for noted in (self._laid_out, self._later, self._tables, self._entries):
+        for noted in (self._laid_out, self._counting, self._later, self._tables, self._entries):
             noted.clear()
         while self._shadows:
             self._shadows.pop().remove()
@@ -102,12 +122,32 @@ class ParameterGuard:
             moved = parameter.data_ptr() != record.address or parameter.dtype is not dtype
             if moved or (frozen and trains and parameter.requires_grad):
                 self._refuse(record)
+        self.check_values()
         for parameter, name in self._later.items():
             if trains and parameter.requires_grad:
                 raise UsageError(_added(name))
         entries = self._listed()
         if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
             self._check_structure()
+
+    def check_values(self) -> None:
+        """Take over what was written to parameters in place. Raises UsageError, and forgets it, where they are sharded. See
+        [Note: changed in place]."""
+        written = [record for record, parameter in self._counting if parameter._version != record.version]
+        if not written:
+            return
+        self._take_over([record for record in written if record.residency is Residency.RESIDENT])
+        for record in written:
+            record.note_version()
+        sharded = [record for record in written if record.residency is not Residency.RESIDENT]
+        for record in sharded:
+            record.point_back()
+        if sharded:
+            raise UsageError(
+                f"parameter {listed([repr(record.name) for record in sharded], _NAMED)} changed in place, but is sharded or "
+                "offloaded: the values were written to memory that is not kept. Write them within `with "
+                "zstore.gather(parameter, modifier_rank=0):`, or call engine.set_full_parameter(name, values)"
+            )
 
     def _refuse(self, record: ParameterRecord) -> None:
         parameter = record.parameter

@@ -124,6 +124,7 @@ class OptimizerInBackward:
     def _note_final(self, record: ParameterRecord) -> None:
         self._guard.changed.add(record)
         torch.autograd.graph.increment_version(record.parameter)
+        record.version += 1
         squares = self._gradients.squares(record)
         # What is not finite is not used; `step()` finds it in the norm, on every rank.
         if squares is not None and not math.isfinite(squares):

@@ -138,9 +138,16 @@ class ParameterRecord:
     """Where the parameter's values begin, as long as nobody but the engine gives it other memory."""
     shape: torch.Size = field(init=False)
     """The parameter's, as long as nobody else gives it other memory."""
+    version: int = field(init=False)
+    """The parameter's version counter, as long as nobody else writes to it."""
 
     def __post_init__(self) -> None:
         self.address, self.shape = self.parameter.data_ptr(), self.parameter.shape
+        self.note_version()
+
+    def note_version(self) -> None:
+        """Note that the parameter is as it should be."""
+        self.version = 0 if self.parameter.is_inference() else self.parameter._version
 
     @property
     def numel(self) -> int:

@@ -22,8 +22,13 @@ WHOLE = {
     "stage 2, alone": {"stage": 2},
 }
 SHARDED = {
-    "stage 3, memory": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
-    "stage 3, disk": {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
+    f"stage 3, {place}": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "offload_param": {"device": device},
+        "offload_optimizer": {"device": device},
+    }
+    for place, device in (("memory", "cpu"), ("disk", "nvme"))
 }
 Act = Callable[[list[nn.Parameter]], Any]
 

@@ -17,16 +17,21 @@ import zstore.accelerate
 import zstore.hf
 from tests.integrations.lightning_runs import Net, fit, make_net, make_trainer
 from tests.integrations.trainers import Texts, arguments, history, llama
+from zstore.errors import UsageError
 from zstore.lightning import ZstoreStrategy
 
 PLACES = ["whole", "disk"]
+APART = ["whole", "masters on disk"]
 
 
 def _config(where: str, folder: Path) -> dict[str, Any]:
     if where == "whole":
         return {"zero_optimization": {"stage": 0}}
     offload = {"device": "nvme", "nvme_path": str(folder)}
-    return {"zero_optimization": {"stage": 3, "offload_optimizer": offload, "offload_param": offload}}
+    if where == "masters on disk":
+        return {"zero_optimization": {"stage": 2, "offload_optimizer": offload}}
+    shards = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    return {"zero_optimization": {**shards, "offload_optimizer": offload, "offload_param": offload}}
 
 
 class _Watches(transformers.TrainerCallback):  # type: ignore[misc]
@@ -41,6 +46,15 @@ class _Watches(transformers.TrainerCallback):  # type: ignore[misc]
         for name, parameter in model.named_parameters():
             if "layers.0" in name and parameter.grad is not None:
                 parameter.grad.data.mul_(0.5)
+
+
+class _Clamps(transformers.TrainerCallback):  # type: ignore[misc]
+    """Clamps weights after each step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.02, 0.02)
 
 
 def _trained(kind: Any, callback: Any, folder: Path, **more: Any) -> Any:
@@ -61,6 +75,26 @@ def test_a_callback_of_trainer_reads_and_scales_gradients(where: str, tmp_path: 
     assert found.norms == pytest.approx(wanted.norms, rel=1e-4)
     assert history(ours, "loss") == pytest.approx(history(plain, "loss"), rel=1e-5)
     ours.close()
+
+
+@pytest.mark.parametrize("where", APART)
+def test_a_callback_of_trainer_clamps_weights(where: str, tmp_path: Path) -> None:
+    plain = _trained(transformers.Trainer, _Clamps(), tmp_path / "plain")
+    ours = _trained(zstore.hf.Trainer, _Clamps(), tmp_path / "ours", zstore_config=_config(where, tmp_path))
+    assert history(ours, "loss") == pytest.approx(history(plain, "loss"), rel=1e-5)
+    for name, value in plain.model.named_parameters():
+        torch.testing.assert_close(ours.engine.get_full_parameter(name), value.detach())
+        assert value.abs().max() <= 0.02
+    ours.close()
+
+
+def test_a_callback_that_clamps_sharded_weights_is_told(tmp_path: Path) -> None:
+    class Zeroes(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+            nn.init.zeros_(model.model.layers[0].mlp.up_proj.weight)
+
+    with pytest.raises(UsageError, match="changed in place, but is sharded"):
+        _trained(zstore.hf.Trainer, Zeroes(), tmp_path / "ours", zstore_config=_config("disk", tmp_path))
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -90,6 +124,52 @@ def test_a_loop_of_accelerate_clips_with_torch(where: str, tmp_path: Path) -> No
     assert min(wanted[::3]) > 0.2
     ours = zstore.accelerate.Accelerator(zstore_config=_config(where, tmp_path), **settings)
     assert run(ours) == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("where", APART)
+def test_a_loop_of_accelerate_clamps_weights(where: str, tmp_path: Path) -> None:
+    def run(accelerator: Any) -> list[float]:
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Texts(8), batch_size=2))
+        seen = []
+        for batch in loader:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-0.02, 0.02)
+        accelerator.free_memory()
+        return seen
+
+    wanted = run(accelerate.Accelerator(cpu=True))
+    ours = zstore.accelerate.Accelerator(zstore_config=_config(where, tmp_path), cpu=True)
+    assert run(ours) == pytest.approx(wanted, rel=1e-5)
+
+
+class _ClampsItself(Net):
+    """Clamps weights after each batch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.05, 0.05)
+
+
+@pytest.mark.parametrize("where", APART)
+def test_a_module_of_lightning_clamps_weights(where: str, tmp_path: Path) -> None:
+    def run(strategy: Any) -> list[float]:
+        options = {"max_epochs": 1, "accumulate_grad_batches": 1, "plugins": []}
+        trainer = make_trainer(strategy, default_root_dir=tmp_path, **options)
+        return fit(trainer, make_net(_ClampsItself, dropout=0.0), 0)
+
+    strategy = ZstoreStrategy(_config(where, tmp_path))
+    found = run(strategy)
+    strategy.close()
+    assert found == pytest.approx(run("auto"), rel=1e-4)
 
 
 class _Clips(Net):
