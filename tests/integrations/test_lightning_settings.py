@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -17,11 +18,12 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from torch.nn import functional as F
 
 import zstore
-from tests.integrations.lightning_runs import Batches, LateNet, Net, fit, make_net, make_trainer, quiet
+from tests.integrations.lightning_runs import SEED, Batches, LateNet, Net, fit, make_net, make_trainer, quiet
 from zstore.errors import CheckpointError, CheckpointMismatchError, ConfigError, UsageError
-from zstore.lightning import ZstoreStrategy
+from zstore.lightning import ZstoreStrategy, load_checkpoint
 from zstore.lightning.content import decode, encode
 from zstore.lightning.settings import TrainerValues, for_trainer, read_source
+from zstore.optim import Offloaded
 from zstore.testing.ranks import run_ranks
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.ls import ls_command
@@ -133,6 +135,8 @@ def test_a_strategy_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch, 
 class Manual(Net):
     """Steps by itself, after two backwards."""
 
+    clip_norm = 0.0
+
     def __init__(self) -> None:
         super().__init__(dropout=0.0)
         self.automatic_optimization = False
@@ -143,9 +147,16 @@ class Manual(Net):
         self.losses.append(loss.item())
         self.manual_backward(loss / 2)
         if batch_idx % 2:
+            self.clip_gradients(optimizer, gradient_clip_val=self.clip_norm, gradient_clip_algorithm="norm")
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
+
+
+class Clipping(Manual):
+    """Clips by itself, as Lightning's page on manual optimization does."""
+
+    clip_norm = 0.05
 
 
 class Configured(Net):
@@ -188,6 +199,8 @@ def _trains_as_ddp(kind: Any, strategy: Any = "zstore", **options: Any) -> tuple
 def _settings(rank: int, folder: str) -> None:
     base = Path(folder)
     _trains_as_ddp(Manual, accumulate_grad_batches=1, gradient_clip_val=None)
+    clips = ZstoreStrategy({"gradient_clipping": 0.05})
+    _trains_as_ddp(Clipping, clips, accumulate_grad_batches=1, gradient_clip_val=None)
     schedule = GradientAccumulationScheduler({0: 1, 1: 2})
     _trains_as_ddp(Net, callbacks=[schedule], accumulate_grad_batches=1)
 
@@ -209,6 +222,7 @@ def _settings(rank: int, folder: str) -> None:
     trainer.save_checkpoint(base / "b" / "final.ckpt")
     weights = zstore.load_state_dict(base / "b" / "final.ckpt", dtype="fp32")
     assert all(torch.equal(weights[name], value) for name, value in module.state_dict().items())
+    _reads_a_checkpoint(trainer, module, base / "b")
     with pytest.raises(UsageError, match="weights_only=True"):
         trainer.save_checkpoint(base / "b" / "final.ckpt", weights_only=True)
 
@@ -223,6 +237,27 @@ def _settings(rank: int, folder: str) -> None:
     assert module.head.weight.dtype == torch.bfloat16
     assert trainer.strategy.engine.lr_scheduler.last_batch_iteration == 6 - 1
     assert trainer.strategy.engine.training_state.config.settings.scheduler.params.total_num_steps == 6
+
+
+def _reads_a_checkpoint(trainer: Any, module: Net, folder: Path) -> None:
+    """Compare what Lightning's own loaders make of a checkpoint with a file that Lightning itself writes of the module."""
+    file = folder.with_name("plain.ckpt")
+    plain = {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams), "counted": module.counted}
+    torch.save({**plain, "pytorch-lightning_version": L.__version__}, file)
+    for kind in (Plateau, Net):
+        ours = kind.load_from_checkpoint(folder / "final.ckpt", dropout=0.25)
+        expected = kind.load_from_checkpoint(file, dropout=0.25)
+        assert ours.hparams == expected.hparams
+        assert ours.counted == expected.counted
+        assert all(torch.equal(ours.state_dict()[name], value) for name, value in expected.state_dict().items())
+    found = load_checkpoint(folder / "final.ckpt")
+    assert found["global_step"] == trainer.global_step
+    assert set(found["state_dict"]) == set(module.state_dict())
+    assert "thing" not in found
+    assert isinstance(load_checkpoint(folder / "final.ckpt", load_objects=True)["thing"], Thing)
+    for wrong, error in (("absent.ckpt", FileNotFoundError), ("plain.ckpt", CheckpointMismatchError)):
+        with pytest.raises(error):
+            load_checkpoint(folder.parent / wrong)
 
 
 def _evaluation(rank: int, folder: str) -> None:
@@ -254,6 +289,54 @@ class Two(Net):
         self.automatic_optimization = False
 
 
+class Gan(Net):
+    """Two networks, whose optimizers step one after the other."""
+
+    def __init__(self, makes: Any) -> None:
+        super().__init__(dropout=0.0)
+        self.automatic_optimization = False
+        self._makes = makes
+
+    def configure_optimizers(self) -> Any:
+        return [self._makes(part.parameters()) for part in (self.layers, self.head)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generator, critic = self.optimizers()
+        for optimizer, sign in ((critic, 1.0), (generator, -1.0)):
+            self.toggle_optimizer(optimizer)
+            loss = sign * F.mse_loss(self(batch[0]), batch[1])
+            self.losses.append(loss.item())
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+
+def _gan(rank: int, folder: str) -> list[list[float]]:
+    """Train two networks with torch's optimizers and with offloaded ones, and resume each."""
+    found = []
+    for name, makes in {
+        "plain": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+        "ours": lambda params: Offloaded(torch.optim.AdamW, params, lr=1e-3, device="cpu"),
+    }.items():
+        path = Path(folder, name)
+        options = {"plugins": [], "accumulate_grad_batches": 1, "gradient_clip_val": None}
+        saves = ModelCheckpoint(path, every_n_train_steps=6, save_top_k=-1, filename="first")
+        trainer = make_trainer("auto", callbacks=[saves], enable_checkpointing=True, **options)
+        torch.manual_seed(SEED)
+        whole = fit(trainer, Gan(makes), 0)
+        torch.manual_seed(1)  # other weights, which the checkpoint replaces
+        other, ckpt = Gan(makes), path / "first.ckpt"
+        found.append([*whole, *fit(make_trainer("auto", **options), other, 0, ckpt_path=ckpt, weights_only=False)])
+    return found
+
+
+def test_two_optimizers_of_a_gan_are_offloaded_under_lightnings_own_strategy(tmp_path: Path) -> None:
+    (found,) = run_ranks(_gan, 1, str(tmp_path))
+    assert found[0] == found[1]
+    assert len(found[0]) > 28
+
+
 class Backward(Net):
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -273,9 +356,12 @@ def _refusals(rank: int, folder: str) -> None:
             fit(make_trainer(strategy, **options), make_net(kind), 0, **ckpt)
 
     one = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
-    refused(UsageError, "7 optimizers, .* parameter group", Two, **one)
+    refused(UsageError, "7 optimizers, .* parameter group .* a GAN.* zstore.optim.Offloaded", Two, **one)
     refused(UsageError, "backward.. is overridden", Backward)
-    refused(UsageError, r"clip_gradients\(0.7, 'norm'\): .* gradient_clipping to 0.7", Clips, gradient_clip_val=None)
+    refused(
+        UsageError, r"clip_gradients\(0.7, 'norm'\): .* \"gradient_clipping\": 0.7 into", Clips, gradient_clip_val=None
+    )
+    refused(UsageError, r"clip_gradients\(0.05, .* \"gradient_clipping\": 0.05 into the config of", Clipping, **one)
     refused(
         ConfigError,
         "per_gpu is 999, and .* is 4: change",

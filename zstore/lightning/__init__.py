@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
+from .files import load_checkpoint
+
 _classic = ("pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules) or find_spec(
     "lightning"
 ) is None
@@ -21,4 +23,4 @@ if _classic:
 else:
     from .unified import ZstoreStrategy
 
-__all__ = ["ZstoreStrategy"]
+__all__ = ["ZstoreStrategy", "load_checkpoint"]

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from zstore.checkpoint.catalog import scan
 from zstore.checkpoint.commit import discard
 from zstore.checkpoint.names import tag_folder
+from zstore.engine.checkpoint.client_state import join
 from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.io.files import Files
+from zstore.open.checkpoint import open_checkpoint
 from zstore.open.sources import folder_of
 from zstore.remote.url import is_url
+
+from . import content
+
+STATE = "lightning"
+"""Where the client state has Lightning's dict."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +82,43 @@ class Place:
         """Give the checkpoint its name where its folder has another."""
         if not is_url(self.folder) and (stored := tag_folder(self.tag)) != self.name:
             os.symlink(stored, self.path)
+
+
+def load_checkpoint(path: str | os.PathLike[str], *, load_objects: bool = False) -> dict[str, Any]:
+    """Return a checkpoint as the dict that Lightning's own `.ckpt` would be, with weights under "state_dict", on the CPU.
+
+    The optimizer's state is not in it: `zstore.open_checkpoint` reads that. `load_objects` unpickles what hooks added, which
+    runs code of whoever wrote it; else those entries are left out. Raises CheckpointNotFoundError, CheckpointMismatchError for
+    a checkpoint that no Trainer saved.
+    """
+    place = Place.of(os.fspath(path))
+    with open_checkpoint(*place.to_load()) as checkpoint:
+        state = join(checkpoint.state.get("client_state", {}), lambda name: checkpoint[name][...])
+        if STATE not in state:
+            raise CheckpointMismatchError(
+                f"{place.path} was not saved by a Trainer: load its weights with zstore.load_state_dict(PATH)"
+            )
+        found, _ = content.decode(state[STATE], load_objects=load_objects)
+        found["state_dict"] = {**found.get("state_dict", {}), **checkpoint.consolidated().load()}
+        return found
+
+
+def loader_of_folders(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Lightning's function that loads a `.ckpt` as one that loads checkpoints of the engine, which are folders, too."""
+
+    @wraps(load)
+    def load_either(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if not (isinstance(path, str | os.PathLike) and Path(path).is_dir()):
+            return load(path, map_location=map_location, weights_only=weights_only)
+        found = load_checkpoint(path, load_objects=weights_only is False)
+        if isinstance(map_location, str | torch.device):
+            found["state_dict"] = {
+                name: value.to(map_location) if isinstance(value, torch.Tensor) else value
+                for name, value in found["state_dict"].items()
+            }
+        return found
+
+    return load_either
 
 
 def remove(place: Place, storage_options: Mapping[str, Any]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 import torch
+from torch.utils.data import DistributedSampler
 
+from zstore.engine.checkpoint.rng import load_rng_state
 from zstore.errors import ConfigError, UsageError
 
 from .settings import Source, check_optimizer
@@ -29,7 +32,8 @@ def configured(
     if len(optimizers) > 1:
         raise UsageError(
             f"configure_optimizers() returned {len(optimizers)} optimizers, and the engine has one: return one with a "
-            'parameter group for each, or train with strategy="ddp"'
+            "parameter group for each; if they step apart, as a GAN's do, make each a zstore.optim.Offloaded(...), which keeps "
+            'its state off the device, and train with strategy="auto" or "ddp"'
         )
     client = optimizers[0]
     if isinstance(client, made._MockOptimizer):
@@ -62,6 +66,46 @@ def hand_on_settings(client: torch.optim.Optimizer, present: torch.optim.Optimiz
     for group, fresh in zip(present.param_groups, client.param_groups, strict=True):
         group.update({name: value for name, value in fresh.items() if name != "params"})
     client.param_groups = present.param_groups
+
+
+def resumable(library: str, trainer: Any, loader: Any) -> Any:
+    """Return a loader that draws from the seed and the epoch what it draws at random for several ranks, and is at that epoch.
+
+    Lightning spreads torchdata's RandomSampler over ranks by a wrapper: each process would draw its own order, and another
+    one after a resume.
+    """
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)
+    if type(sampler).__name__ == "DistributedSamplerWrapper" and type(inner).__module__.startswith("torchdata."):
+        seed = int(os.getenv("PL_GLOBAL_SEED", "0"))
+        spread: DistributedSampler[Any] = DistributedSampler(
+            loader.dataset, shuffle=True, seed=seed, **trainer.distributed_sampler_kwargs
+        )
+        loader = import_module(f"{library}.utilities.data")._update_dataloader(loader, spread)
+    if trainer.training:
+        # Before its iterator is made, which skips what it gave before it was saved.
+        _set_epoch(library, trainer, loader)
+    return loader
+
+
+def resume_data(library: str, trainer: Any, generators: dict[str, Any]) -> None:
+    """Go on with the random numbers of a checkpoint, and with the next epoch's data where it was saved at the end of one."""
+    loop = trainer.fit_loop
+    at_end = loop._data_fetcher is not None and loop.epoch_loop.batch_progress.current.ready >= loop.max_batches
+    left, loop._combined_loader_states_to_load = loop._combined_loader_states_to_load, []
+    if at_end and left:  # Lightning forgets these after a save at an epoch's end
+        loop._combined_loader._load_state_dicts(left)
+        iter(loop._data_fetcher)
+    load_rng_state(generators)
+    if at_end:
+        for loader in loop._combined_loader.flattened:
+            _set_epoch(library, trainer, loader)
+        iter(loop._data_fetcher)
+
+
+def _set_epoch(library: str, trainer: Any, loader: Any) -> None:
+    processed = trainer.fit_loop.epoch_progress.current.processed
+    import_module(f"{library}.loops.fit_loop")._set_sampler_epoch(loader, processed)
 
 
 def batch_size(trainer: Any) -> int | None:

@@ -74,8 +74,9 @@ class EnginePrecision:
         """Leave clipping to the engine. Raises UsageError for another norm than it clips to."""
         algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
         if clip_val and (float(clip_val) != self.clip_norm or algorithm != "norm"):
+            # Lightning refuses Trainer(gradient_clip_val=) beside manual optimization.
             raise UsageError(
                 f"clip_gradients({clip_val}, {algorithm!r}): the engine clips within its step, to a norm of "
-                f"{self.clip_norm}: set gradient_clipping to {clip_val} in the config, or leave the call out and set "
-                f"Trainer(gradient_clip_val={clip_val})"
+                f'{self.clip_norm}: write "gradient_clipping": {clip_val} into the config of ZstoreStrategy, which then clips '
+                'each step of the optimizer, and this call does nothing; algorithm "norm" is the only one'
             )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
+
+from .files import loader_of_folders
 
 _OFFLOADED = {
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
@@ -19,8 +22,10 @@ NAMES: dict[str, dict[str, Any]] = {
 """Name -> arguments of the strategy."""
 
 
-def register(registry: Any, strategy: type) -> None:
-    """Enter the strategy into Lightning's registry."""
+def register(registry: Any, strategy: Any) -> None:
+    """Enter the strategy into Lightning's registry, and let `MODULE.load_from_checkpoint` read the folders that it saves."""
+    saving: Any = import_module(f"{strategy.library}.core.saving")
+    saving.pl_load = loader_of_folders(saving.pl_load)
     for name, arguments in NAMES.items():
         description = f"zstore's engine ({arguments})" if arguments else "zstore's engine"
         registry.register(name, strategy, description=description, override=True, **arguments)

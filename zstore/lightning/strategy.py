@@ -23,14 +23,14 @@ from typing import Any
 import torch
 
 from zstore.engine import Init, initialize
-from zstore.engine.checkpoint.rng import load_rng_state, rng_state
+from zstore.engine.checkpoint.rng import rng_state
 from zstore.engine.engine import Engine
 from zstore.errors import CheckpointMismatchError, UsageError
 
 from . import content
 from .asking import begin_journal
-from .files import Place, remove
-from .fitting import batch_size, configured, hand_on_settings
+from .files import STATE, Place, remove
+from .fitting import batch_size, configured, hand_on_settings, resumable, resume_data
 from .precision import EnginePrecision
 from .refusals import check_device, check_predict, check_trainer
 from .settings import TrainerValues, check_batch_size, compute_dtype, for_trainer, read_source
@@ -42,8 +42,6 @@ _OPTIONS = (
     "start_method",
 )  # fmt: skip
 """Of Lightning's DDPStrategy, that have a meaning here."""
-_STATE = "lightning"
-"""Where the client state has Lightning's dict."""
 
 
 class EngineStrategy:
@@ -180,6 +178,9 @@ class EngineStrategy:
         module = self.lightning_module
         check_trainer(trainer, module, self._layer_sync)
         check_device(self.root_device)
+        if self.world_size == 1:
+            # As under strategy="auto": a sampler over ranks would draw other samples, and forget where it was.
+            trainer._accelerator_connector.use_distributed_sampler = False
         if self._engine is not None and not self._has_engine():
             self.close()
         raw = self._run_config(trainer)
@@ -221,6 +222,10 @@ class EngineStrategy:
         self.optimizers = [self._engine.optimizer]
         self.lr_scheduler_configs = schedules
 
+    def process_dataloader(self, dataloader: object) -> object:
+        """Return the loader with an order of samples that a resume finds again."""
+        return resumable(self.library, self.lightning_module.trainer, dataloader)
+
     def _thaw(self, frozen: Engine) -> None:
         """Take the module back from the engine that evaluated it. Raises UsageError where its weights are not whole."""
         training = frozen.training_state
@@ -235,10 +240,10 @@ class EngineStrategy:
             parameter.requires_grad_(True)
 
     def on_train_start(self) -> None:
-        """Go on with the random numbers of the checkpoint that was loaded."""
+        """Go on with the random numbers of the checkpoint that was loaded, and with its data."""
         generators, self._generators = self._generators, None
         if generators is not None:
-            load_rng_state(generators)
+            resume_data(self.library, self.lightning_module.trainer, generators)
 
     def on_predict_start(self) -> None:
         """Raise UsageError where ranks would gather parameters for different numbers of batches."""
@@ -313,7 +318,7 @@ class EngineStrategy:
         kept = {name: value for name, value in checkpoint.items() if name != "optimizer_states"}
         engine = self.engine
         with engine.world.agreeing():
-            state = {_STATE: content.encode(kept)} if self.is_global_zero else {}
+            state = {STATE: content.encode(kept)} if self.is_global_zero else {}
             if self.is_global_zero:
                 place.unlink()
         with _between_steps(engine):
@@ -338,14 +343,14 @@ class EngineStrategy:
             self.lightning_module.trainer.fit_loop._combined_loader = None
             self._generators = rng_state()
         version = {"pytorch-lightning_version": import_module(self.library).__version__, "state_dict": {}}
-        if _STATE not in state:
+        if STATE not in state:
             if fitting:
                 raise CheckpointMismatchError(
                     f"{place.path} was not saved by a Trainer, so there are no loops to resume: load its weights with "
                     "module.load_state_dict(zstore.load_state_dict(PATH)) before fit()"
                 )
             return version
-        found, left_out = content.decode(state[_STATE], load_objects=self._load_objects or weights_only is False)
+        found, left_out = content.decode(state[STATE], load_objects=self._load_objects or weights_only is False)
         if left_out and self.is_global_zero:
             _log.warning(
                 "%s: left out, since they are pickled: %s. ZstoreStrategy(load_objects=True) loads them, which runs code of "
