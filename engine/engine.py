@@ -8,7 +8,6 @@ import logging
 import math
 import signal
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from zstore.checkpoint.handle import SaveHandle
+from zstore.closing import closing_with
 from zstore.errors import CheckpointExistsError, UsageError
 from zstore.ranks.world import World
 from zstore.weights.layout import MAX_FILE_BYTES
@@ -146,7 +146,7 @@ class Engine(nn.Module):
         self.requests = Requests(training.world, self.report.journal)
         pause = CollectorPause() if settings.disable_python_gc else None
         last = (pause.end if pause is not None else None, self.signals.close, self.parameter_guard.remove)
-        self._finalizer = weakref.finalize(
+        self._finalizer = closing_with(
             self, _close, training, self.checkpoints, self.steps, self.report, self.access, last
         )
 

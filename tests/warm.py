@@ -16,6 +16,7 @@ import faulthandler
 import gc
 import inspect
 import io
+import linecache
 import multiprocessing
 import multiprocessing.process
 import os
@@ -28,6 +29,7 @@ import threading
 import time
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import reduction
 from subprocess import PIPE, CalledProcessError, CompletedProcess, TimeoutExpired
@@ -239,6 +241,8 @@ def _begin(start: _Start, streams: list[int]) -> None:
     # What multiprocessing left behind is not this process's.
     multiprocessing.process._parent_process = None
     multiprocessing.process.current_process()._config["daemon"] = False
+    if sys.version_info >= (3, 13):  # where it also forgot what was to be called at exit
+        atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
     subprocess.Popen._execute_child = _execute_child
     _become(start, streams)
 
@@ -345,6 +349,8 @@ def _main(start: _Start) -> int:
             sys.path.insert(0, "")
             module = types.ModuleType("__main__")
             sys.modules["__main__"] = module
+            if sys.version_info >= (3, 13):  # whose tracebacks show lines of -c
+                linecache.cache["<string>"] = len(code), None, code.splitlines(keepends=True), "<string>"
             exec(compile(code, "<string>", "exec"), module.__dict__)
         elif option == "-m":
             sys.argv = list(words)

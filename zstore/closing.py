@@ -8,6 +8,7 @@ whoever completes something then has its threads from before, or does the work i
 - what must be completed (a save, an upload, a snapshot) runs by `run_to_the_end`, in a thread that is no daemon, and is
   known to `Completions`: after Ctrl-C Python no longer waits for such threads;
 - threads that help are made by `start_threads`, which makes fewer where no more can be started; callers do without;
+- what is open is closed by `closing_with`, with all threads still there;
 - nobody waits for threads that were stopped: `join_threads`;
 - what was not completed, and that nobody was told of, makes the exit code non-zero: `Completions`.
 
@@ -17,9 +18,11 @@ Only public interfaces of Python are used. docs/durability.md has a table of all
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import sys
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -76,6 +79,49 @@ def _started(thread: threading.Thread) -> bool:
     return True
 
 
+_numbers = itertools.count()
+_open: dict[int, weakref.finalize[..., Any]] = {}
+"""What the end of the program closes, in the order in which it was opened."""
+
+
+def closing_with(owner: object, close: Callable[..., object], *args: object) -> weakref.finalize[..., Any]:
+    """Return a finalizer that calls `close(*args)` once, when it is called, when nothing holds `owner` any more, or when the
+    program ends: what was opened last is closed first.
+
+    Not at the end of a child process that was forked: what it has of its parent is not its own.
+    """
+    finalizer = weakref.finalize(owner, close, *args)
+    finalizer.atexit = False
+    for number in [number for number, each in list(_open.items()) if not each.alive]:
+        _open.pop(number, None)
+    _open[next(_numbers)] = finalizer
+    _at_exit(_close_all)
+    return finalizer
+
+
+def _close_all() -> None:
+    for _, finalizer in sorted(_open.items(), reverse=True):
+        try:
+            finalizer()
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+
+
+def _at_exit(call: Callable[[], None]) -> None:
+    """Let the end of the interpreter call it. Again each time: from Python 3.13 on multiprocessing forgets, in the children
+    that it starts, what was registered before."""
+    atexit.unregister(call)
+    atexit.register(call)
+
+
+def _in_forked_child(call: Callable[[], None]) -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=call)
+
+
+_in_forked_child(_open.clear)
+
+
 class Completions:
     """What runs behind the program: its end waits for all of it, and names on stderr what failed without anybody being told.
 
@@ -86,13 +132,12 @@ class Completions:
         self._under_way: dict[object, tuple[str, Callable[[], object]]] = {}
         self._failed: dict[object, str] = {}
         self._lock = threading.Lock()
-        atexit.register(self._complete)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
+        _in_forked_child(self._forget)
 
     def begin(self, title: str, wait: Callable[[], object]) -> object:
         """Note that `title` is under way, and that `wait` returns when it ended, well or badly; return what it is known by."""
         key = object()
+        _at_exit(self._complete)
         with self._lock:
             self._under_way[key] = title, wait
         return key

@@ -28,6 +28,7 @@ import torch
 from crc32c import crc32c
 from torch import nn
 
+from zstore.closing import closing_with
 from zstore.errors import RankError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
@@ -121,7 +122,7 @@ class Builder:
         self.is_handed_over = False
         """The store is somebody else's to close."""
         self.guard = BuildingGuard(self.holds)
-        self._finalizer = weakref.finalize(self, store.close)
+        self._finalizer = closing_with(self, store.close)
         _builders.add(self)
 
     # -- which ------------------------------------------------------------------------------------------------------

@@ -172,6 +172,7 @@ def compare(folder: Path, rest: str) -> tuple[list[str], int, int]:
 
 def compare_rank(rank: int, folder: str) -> tuple[list[str], int, int]:
     warnings.filterwarnings("ignore", message=HIDDEN)
+    warnings.filterwarnings("ignore", message="Guards may run slower on Python 3.13.0")
     return compare(Path(folder), "cpu")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from torch.futures import Future
 from zstore.checkpoint.lookahead import MEMORY_BYTES, Range, ReadAhead, Span
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.source import ArraySource
+from zstore.closing import closing_with
 from zstore.errors import UsageError
 from zstore.format.arrays import numpy_dtype
 from zstore.format.boxes import Box, flat_ranges
@@ -148,7 +148,7 @@ class Reader(StorageReader):
             else:
                 self._source = open_source(self.path, self._tag, storage_options=self._storage_options)
             # A load that DCP gives up before the end has no other one to close it.
-            self._forget = weakref.finalize(self, self._source.close)
+            self._forget = closing_with(self, self._source.close)
         return self._source
 
     def _describe(self, source: ArraySource, name: str) -> TensorStorageMetadata:

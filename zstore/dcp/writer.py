@@ -14,7 +14,6 @@ import contextlib
 import io
 import os
 import tempfile
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from zstore.checkpoint.commit import temporary_folder
+from zstore.closing import closing_with
 from zstore.errors import UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.boxes import Box
@@ -111,7 +111,7 @@ class Writer(StorageWriter):
         self._save = Save(
             self._place, step, plans, self._timeout_s, link_unchanged=self._link_unchanged, files=self._files
         )
-        self._forget = weakref.finalize(self, self._save.abandon)
+        self._forget = closing_with(self, self._save.abandon)
         return self._save.begin(overwrite=self._overwrite)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -6,7 +6,6 @@ import copy
 import math
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed.tensor import DTensor
 
+from zstore.closing import closing_with
 from zstore.engine.device import Streams, Transfers, streams_for
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.runtime.allocator import map_large_blocks
@@ -149,7 +149,7 @@ class Offloaded(torch.optim.Optimizer):
             self._parts = _Parts(
                 stepping=stepping, state=state, gradients=gradients, in_backward=in_backward, hooks=hooks
             )
-            self._end = weakref.finalize(self, self._parts.close)
+            self._end = closing_with(self, self._parts.close)
             template = kind([torch.nn.Parameter(torch.zeros(1))], **settings_of(kind, settings))
             super().__init__(params, template.defaults)
             if steps_folder is not None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from asyncio import AbstractEventLoop
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.folder import Entries, NetworkTraffic
 from ..errors import UsageError
@@ -22,6 +21,9 @@ from .retries import Retries
 from .send import send_file
 from .url import shown
 from .url_folder import UrlFolder
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 _NUM_LOOKUPS = 4
 """Hosts that are looked up at a time, at most."""
