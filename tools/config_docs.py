@@ -50,7 +50,13 @@ def _row(name: str, field: FieldInfo, section: type[Section], prefix: str) -> st
 
 def _tables(section: type[Section], path: str = "", kind: str = "") -> Iterator[str]:
     """Yield the lines of the tables of `section`, used with the type `kind` if given, and of the sections in it."""
-    yield from ["", f"## {path or 'Top level'}{f' of {kind}' if kind else ''}", "", inspect.cleandoc(section.__doc__ or ""), ""]
+    yield from [
+        "",
+        f"## {path or 'Top level'}{f' of {kind}' if kind else ''}",
+        "",
+        inspect.cleandoc(section.__doc__ or ""),
+        "",
+    ]
     yield from ["| key | value | default | status | what it does |", "|---|---|---|---|---|"]
     prefix = f"{path}." if path else ""
     for name, field in section.model_fields.items():
