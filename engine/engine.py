@@ -24,9 +24,11 @@ from zstore.weights.layout import MAX_FILE_BYTES
 
 from .access.access import Access
 from .access.export import ExportOptions, save_weights
+from .access.gather import gather
 from .access.generation import in_step
 from .access.guard import ParameterGuard
 from .access.module_state import CustomLoad, hand_back, load_module_state, module_state_dict, without_prefix
+from .access.optimizer_state import StateByParameter
 from .activations.checkpointing import activation_statistics
 from .batches import call_with, evaluating, loss_of, mean_loss, repeat, take_batches
 from .build.compiled import make_compiler
@@ -42,6 +44,7 @@ from .data.schedule import Rise
 from .loader import PostProcess, TrainingLoader
 from .loss_backward import LossBackward
 from .offloading import OffloadedStates
+from .optim.client_step import ClientStep
 from .params.record import ParameterRecord
 from .params.tensors import cast_floating
 from .report.journal import RunJournal
@@ -128,6 +131,10 @@ class Engine(nn.Module):
             training.pending,
             self._complete_saves,
         )
+        if not (training.config.frozen or isinstance(training.tensor_step, ClientStep)):
+            training.optimizer.state = StateByParameter(self.access)  # type: ignore[assignment]
+        if training.hooks is not None and training.world.world_size == 1:
+            training.hooks.gathers = gather  # on more ranks a copy that one of them makes would wait for the others
         self._loss_backward = LossBackward(
             training,
             self.access,

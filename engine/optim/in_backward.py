@@ -25,6 +25,7 @@ from zstore.errors import UsageError
 
 from ..params.record import ParameterRecord
 from ..runtime.signals import interrupts_wait
+from ..zero.hooks import ModuleHook
 from ..zero.unit_gradients import UnitGradients
 from .state import OptimizerState
 from .update import StepSettings, Update
@@ -45,13 +46,13 @@ class ReadGuard:
         self.recomputes = False
         """Whether a module ran without gradients in the model's last forward: reentrant checkpointing, which brings
         gradients in parts."""
-        self._handles = [model.register_forward_pre_hook(self._enter, prepend=True)]
+        self._handles = [model.register_forward_pre_hook(ModuleHook(self._enter), prepend=True)]
         for name, module in model.named_modules():
             own = [records[p] for p in module.parameters() if p in records]
             if own:
                 before = partial(self._before, name or type(module).__name__, own)
                 # Ahead of what gathers them.
-                self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+                self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self.recomputes = not torch.is_grad_enabled()

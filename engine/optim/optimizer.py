@@ -29,8 +29,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """Parameter groups, shared with the client's optimizer where there is one: setting `lr` in a group, or a torch
     scheduler on this object or on the client's, takes effect at the next `engine.step()`.
 
-    Its state is in the engine's store. `step` and `zero_grad` from the training loop change nothing; the engine does
-    both.
+    Its state is in the engine's store: `state` and `state_dict()` bring a slot when it is read. `step` and `zero_grad` from
+    the training loop change nothing; the engine does both.
     """
 
     def __init__(self, client: torch.optim.Optimizer) -> None:
@@ -40,6 +40,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.param_groups = client.param_groups
         self.client = client
         """The object that was given, or made from the config."""
+        self.state = client.state
         self.scaler: LossScaler | None = None
         """The engine's loss scale; None until there is an engine."""
         self._in_engine_step = False
@@ -53,6 +54,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Change nothing: the engine clears gradients after each step."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Raise UsageError: the state is in the engine's store."""
+        raise UsageError(
+            "optimizer.load_state_dict(): load the whole state with engine.load_checkpoint(), or set a slot with "
+            "engine.set_optimizer_state(name, slot, values)"
+        )
 
     @property
     def loss_scale(self) -> float:

@@ -17,14 +17,18 @@ when none of them is gathered. Gathering is a collective: every rank runs the sa
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from zstore.errors import UsageError
 
 from ..params.record import ParameterRecord, Residency
 from ..params.units import Unit
@@ -66,11 +70,13 @@ class UnitHooks:
         for unit in self.all_units:
             self._add(unit)
         self._watched = [m for m in model.modules() if any(p in self._record_of for p in m.parameters(recurse=False))]
-        _watch(self._watched, self._read)
+        self.gathers: Callable[[list[nn.Parameter]], AbstractContextManager[None]] | None = None
+        """Gives parameters their values for a copy of the model; None: there are no copies while they are released."""
+        _watch(self._watched, self._read, self._whole)
         for module in self._callers(model):
             self._handles += [
-                module.register_forward_pre_hook(self._enter, prepend=True),
-                module.register_forward_hook(self._leave, always_call=True),
+                module.register_forward_pre_hook(ModuleHook(self._enter), prepend=True),
+                module.register_forward_hook(ModuleHook(self._leave), always_call=True),
             ]
 
     def _callers(self, model: nn.Module) -> list[nn.Module]:
@@ -105,8 +111,10 @@ class UnitHooks:
         self._inner[unit] = {inner for module in unit.modules for inner in module.modules()}
         for module in unit.modules:
             self._handles += [
-                module.register_forward_pre_hook(partial(self._before_forward, unit), prepend=True, with_kwargs=True),
-                module.register_forward_hook(partial(self._after_forward, unit), always_call=True),
+                module.register_forward_pre_hook(
+                    ModuleHook(partial(self._before_forward, unit)), prepend=True, with_kwargs=True
+                ),
+                module.register_forward_hook(ModuleHook(partial(self._after_forward, unit)), always_call=True),
             ]
 
     # -- forward ----------------------------------------------------------------------------------------------------
@@ -163,6 +171,21 @@ class UnitHooks:
             unit = self._units_of[record][0]
             (self._stray if self._in_backward else self._read_now)[unit] = None
             self._gather_unit(unit, None)
+
+    @contextmanager
+    def _whole(self, parameters: list[nn.Parameter], *, gathers: bool) -> Iterator[None]:
+        """Let parameters have their values for a copy of their module, if `gathers` by bringing them. Raises UsageError where
+        they have none."""
+        released = [
+            p for p in parameters if p in self._record_of and self._record_of[p].residency is Residency.RELEASED
+        ]
+        if released and (self.gathers is None or not gathers):
+            raise UsageError(
+                f"a copy of a module whose parameter {self._record_of[released[0]].name!r} is sharded: make it within `with "
+                "zstore.gather(module):` on all ranks, or take engine.module_state_dict()"
+            )
+        with self.gathers(released) if released and self.gathers is not None else nullcontext():
+            yield
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -301,12 +324,37 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         yield from _tensors_in(item, seen)
 
 
-class _WatchedParameters(dict[str, nn.Parameter | None]):
-    """A module's own parameters by name; calls `on_read` before one is handed out as an attribute."""
+class ModuleHook:
+    """A hook of a module; copies and pickles of the module have one that does nothing."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter | None], on_read: Callable[[nn.Parameter], None]) -> None:
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the hook."""
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModuleHook, (_nothing,)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing."""
+
+
+class _WatchedParameters(dict[str, nn.Parameter | None]):
+    """A module's own parameters by name; calls `on_read` before one is handed out as an attribute. In `whole` they have their
+    values."""
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter | None],
+        on_read: Callable[[nn.Parameter], None],
+        whole: Callable[..., AbstractContextManager[None]],
+    ) -> None:
         super().__init__(parameters)
         self.on_read = on_read
+        self._whole = whole
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         """Return the parameter, gathered where that can be."""
@@ -315,16 +363,26 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
             self.on_read(parameter)
         return parameter
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copies are plain dictionaries."""
+        with self._whole([p for p in self.values() if p is not None], gathers=True):
+            return copy.deepcopy(dict(self.items()), memo)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles are plain dictionaries."""
-        return dict, (dict(self.items()),)
+        """Pickles are plain dictionaries."""
+        with self._whole([p for p in self.values() if p is not None], gathers=False):
+            return dict, (dict(self.items()),)
 
 
-def _watch(modules: Iterable[nn.Module], on_read: Callable[[nn.Parameter], None]) -> None:
-    """Let the modules tell of each reading of a parameter of their own."""
+def _watch(
+    modules: Iterable[nn.Module],
+    on_read: Callable[[nn.Parameter], None],
+    whole: Callable[..., AbstractContextManager[None]],
+) -> None:
+    """Let the modules tell of each reading of a parameter of their own, and copies be whole."""
     for module in modules:
         if not isinstance(module._parameters, _WatchedParameters):
-            module._parameters = _WatchedParameters(module._parameters, on_read)
+            module._parameters = _WatchedParameters(module._parameters, on_read, whole)
 
 
 def _unwatch(modules: Iterable[nn.Module]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,6 +188,28 @@ def test_other_memory_is_refused_and_what_torch_counts_no_version_of_is_overwrit
             nn.utils.vector_to_parameters(vector * 2, engine.module.parameters())
             with pytest.raises(UsageError, match="got other memory"):
                 engine(_batch(0, 0))
+
+
+def _copies(rank: int) -> None:
+    with _engine({"stage": 3, "stage3_param_persistence_threshold": 0}, "") as engine:
+        for call in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(UsageError, match=r"is sharded: make it within `with zstore\.gather"):
+                call(engine.module)
+        with zstore.gather(engine.module):
+            copied, pickled = copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module))
+        engine.backward(engine(_batch(0, rank)).sum())
+        engine.step()
+        with pytest.raises(UsageError, match="shared out over ranks"):
+            copy.deepcopy(engine.optimizer.state_dict())
+        slots = engine.optimizer.state_dict()["state"][0]
+        assert torch.equal(slots["exp_avg"], engine.get_optimizer_state("0.weight", "exp_avg"))
+    for model in (copied, pickled):
+        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), _net().parameters(), strict=True))
+        assert torch.equal(model(_batch(0, 0)), _net()(_batch(0, 0)))
+
+
+def test_copies_of_a_sharded_model_are_whole_or_refused() -> None:
+    run_ranks(_copies, 2)
 
 
 def test_a_change_before_a_block_is_not_lost(tmp_path: Path) -> None:

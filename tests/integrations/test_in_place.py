@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,27 @@ def test_a_callback_of_trainer_clamps_weights(where: str, tmp_path: Path) -> Non
         torch.testing.assert_close(ours.engine.get_full_parameter(name), value.detach())
         assert value.abs().max() <= 0.02
     ours.close()
+
+
+@pytest.mark.parametrize("where", [*PLACES, "masters on disk"])
+def test_the_optimizer_of_a_trainer_has_state_and_its_model_is_copied(where: str, tmp_path: Path) -> None:
+    plain = _trained(transformers.Trainer, _Watches(), tmp_path / "plain")
+    ours = _trained(zstore.hf.Trainer, _Watches(), tmp_path / "ours", zstore_config=_config(where, tmp_path))
+    wanted, found = plain.optimizer.state_dict(), ours.optimizer.state_dict()
+    assert found["param_groups"][0]["lr"] == wanted["param_groups"][0]["lr"] == 0.01
+    assert [group["params"] for group in found["param_groups"]] == [group["params"] for group in wanted["param_groups"]]
+    assert found["state"].keys() == wanted["state"].keys()
+    for state in (found, copy.deepcopy(found)):
+        for number, slots in wanted["state"].items():
+            torch.testing.assert_close(dict(state["state"][number]), slots, rtol=1e-3, atol=1e-6)
+    parameter = next(ours.model.parameters())
+    assert set(ours.optimizer.state[parameter]) == {"step", "exp_avg", "exp_avg_sq"}
+    copied = copy.deepcopy(ours.model)
+    ours.close()
+    for (name, value), one in zip(plain.model.named_parameters(), copied.parameters(), strict=True):
+        torch.testing.assert_close(one, value, msg=name)
+    batch = {name: value[None] for name, value in Texts(1)[0].items()}
+    assert copied(**batch).loss.item() == pytest.approx(plain.model(**batch).loss.item())  # no hooks of the engine
 
 
 def test_a_callback_that_clamps_sharded_weights_is_told(tmp_path: Path) -> None:

@@ -44,12 +44,8 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             training.pending.abandon()
             training.restart_accumulation()
 
-    def state_dict(self) -> Any:
-        """Raise UsageError: the state is in the engine's store, and saved by it."""
-        raise UsageError("optimizer.state_dict(): save the whole state with accelerator.save_state() instead")
-
     def load_state_dict(self, state_dict: Any) -> None:
-        """Raise UsageError: see `state_dict`."""
+        """Raise UsageError: the state is in the engine's store, and loaded by it."""
         raise UsageError("optimizer.load_state_dict(): load the whole state with accelerator.load_state() instead")
 
 
