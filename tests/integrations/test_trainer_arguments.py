@@ -6,6 +6,8 @@ import argparse
 import json
 import logging
 import shutil
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +251,20 @@ def test_a_trainer_that_was_closed_says_so(tmp_path: Path) -> None:
     trainer.close()
     with pytest.raises(UsageError, match="was closed"):
         trainer.train()
+
+
+def test_trainers_of_other_libraries_are_there_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import trl
+
+    for name in [name for name in dir(trl) if name.endswith("Trainer")]:
+        with warnings.catch_warnings(action="ignore"):
+            theirs = getattr(trl, name)
+            ours = getattr(zstore.hf, name)
+        assert issubclass(ours, theirs)
+        assert issubclass(ours, zstore.hf.ZstoreTrainerMixin)
+        assert ours is getattr(zstore.hf, name)
+    with pytest.raises(AttributeError, match=r"no 'Tokenizer'; zstore\.hf\.wrap"):
+        _ = zstore.hf.Tokenizer
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(ImportError, match="pip install trl"):
+        exec("from zstore.hf import NoSuchTrainer", {})

@@ -76,7 +76,7 @@ def _all_beside(rank: int, folder: str) -> None:
         _same(wanted, found)
         found.close()
     wanted = _trained(_sft(SFTTrainer, place / "lora-plain", lora=True))
-    found = _trained(_sft(zstore.hf.wrap(SFTTrainer), place / "lora", lora=True, **ours))
+    found = _trained(_sft(zstore.hf.SFTTrainer, place / "lora", lora=True, **ours))
     _same(wanted, found)
     found.close()
     resumed = _sft(zstore.hf.wrap(SFTTrainer), place / "lora", lora=True, **ours)

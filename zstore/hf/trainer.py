@@ -321,9 +321,13 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
 
     @property
     def _saves_whole(self) -> bool:
-        """Whether weights are gathered on rank 0 to be written, as transformers or peft would have them: adapters, and
-        models whose files have other tensors than the model."""
-        return _is_peft(self.model) or _is_converted(self.model)
+        """Whether weights are gathered on rank 0 to be written, as transformers, peft or the Trainer's own class would have
+        them: adapters, models whose files have other tensors than the model, and classes that save in a way of their own."""
+        return _is_peft(self.model) or _is_converted(self.model) or self._has_own_save
+
+    @property
+    def _has_own_save(self) -> bool:
+        return type(self)._save is not transformers.Trainer._save
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write weights, config and tokenizer as `from_pretrained` finds them; of a PEFT model its adapters (all ranks)."""
@@ -355,17 +359,24 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _read_by_save(self) -> list[nn.Parameter]:
-        """Return parameters that saving reads from the model itself, not from the state dict that it is given: peft's of a
-        prompt."""
-        is_prompt = _is_peft(self.model) and any(one.is_prompt_learning for one in self.model.peft_config.values())
-        return [p for p in self.model.parameters() if p.requires_grad and is_prompt]
+        """Return parameters that saving may read from the model itself, not from the state dict that it is given: all where
+        the class decides, and peft's of a prompt."""
+        if _is_peft(self.model):
+            is_prompt = any(one.is_prompt_learning for one in self.model.peft_config.values())
+            return [p for p in self.model.parameters() if p.requires_grad and is_prompt]
+        return list(self.model.parameters()) if self._has_own_save else []
 
     def _save_gathered(self, engine: Engine, folder: Path, *, skip: bool) -> None:
-        """Let Trainer write weights that are gathered on rank 0; with `skip` all but those of a whole model."""
-        peft = _is_peft(self.model)
-        state = adapter_state(engine, adapter_names(engine)) if peft else {} if skip else engine.module_state_dict()
-        with gather(self._read_by_save(), modifier_rank=None), engine.world.agreeing():
-            if self.args.should_save and (state or not skip):
+        """Let Trainer write weights that are gathered on rank 0; with `skip` all but those of a whole model. A class with a
+        `_save` of its own finds the whole model, and decides itself."""
+        peft, own = _is_peft(self.model), self._has_own_save
+        state: dict[str, Any] | None = None
+        if peft:
+            state = adapter_state(engine, adapter_names(engine))
+        elif not own:
+            state = {} if skip else engine.module_state_dict()
+        with gather(self._read_by_save()), engine.world.agreeing():
+            if self.args.should_save and (state or own or not skip):
                 self._save(os.fspath(folder), state_dict=state)
             elif self.args.should_save:
                 self._save_companions(folder)
@@ -492,7 +503,11 @@ def wrap(trainer_class: Any) -> Any:
         raise UsageError(f"wrap(): expected a subclass of transformers.Trainer, got {trainer_class!r}")
     if issubclass(trainer_class, ZstoreTrainerMixin):
         return trainer_class
-    return type(trainer_class.__name__, (ZstoreTrainerMixin, trainer_class), {"__doc__": trainer_class.__doc__})
+    return type(
+        trainer_class.__name__,
+        (ZstoreTrainerMixin, trainer_class),
+        {"__doc__": trainer_class.__doc__, "__module__": __name__},
+    )
 
 
 Trainer = wrap(transformers.Trainer)

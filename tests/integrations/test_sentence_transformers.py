@@ -1,0 +1,71 @@
+"""Trainers of sentence-transformers, whose files are their own, beside themselves alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+
+pytest.importorskip("sentence_transformers")
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.sentence_transformer.losses import CoSENTLoss
+
+import zstore.hf
+from tests.integrations.tokens import tokenizer
+from tests.integrations.trainers import QUIET, config
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+TEXTS = ["the cat sat", "dog ran on", "bird flew", "red house tree", "small mat", "big blue bird"]
+
+
+def sentence_model(folder: Path) -> Any:
+    """A BERT of two layers with random weights, and the mean of its tokens."""
+    torch.manual_seed(0)
+    words = tokenizer()
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    bert = transformers.BertModel(transformers.BertConfig(vocab_size=len(words), max_position_embeddings=32, **shape))
+    bert.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return SentenceTransformer(os.fspath(folder), device="cpu")
+
+
+def trained(kind: Any, folder: Path, **extra: Any) -> Any:
+    """Train for four steps and save; return what the library then loads."""
+    model = sentence_model(folder / "model")
+    data = {"a": TEXTS, "b": TEXTS[::-1], "score": [0.1, 0.5, 0.9, 0.2, 0.4, 0.7]}
+    quiet = {name: value for name, value in QUIET.items() if name != "bf16"}
+    args = SentenceTransformerTrainingArguments(
+        os.fspath(folder / "run"),
+        **quiet,
+        max_steps=4,
+        per_device_train_batch_size=3,
+        learning_rate=1e-2,
+        save_strategy="steps",
+        save_steps=4,
+        seed=1,
+    )
+    trainer = kind(model, args, train_dataset=Dataset.from_dict(data), loss=CoSENTLoss(model), **extra)
+    trainer.train()
+    trainer.save_model(os.fspath(folder / "out"))
+    return {
+        place: SentenceTransformer(os.fspath(folder / place), device="cpu").encode(TEXTS)
+        for place in ("out", "run/checkpoint-4")
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_was_trained_is_loaded_by_the_library(stage: int, tmp_path: Path) -> None:
+    for name in ("plain", "ours"):
+        (tmp_path / name).mkdir()
+    wanted = trained(SentenceTransformerTrainer, tmp_path / "plain")
+    settings = config(tmp_path) if stage == 3 else {"optimizer": config(tmp_path)["optimizer"]}
+    found = trained(zstore.hf.wrap(SentenceTransformerTrainer), tmp_path / "ours", zstore_config=settings)
+    for place, vectors in wanted.items():
+        torch.testing.assert_close(torch.from_numpy(found[place]), torch.from_numpy(vectors), rtol=1e-4, atol=1e-5)
+    names = [sorted(path.name for path in (tmp_path / name / "out").iterdir()) for name in ("plain", "ours")]
+    assert names[0] == names[1]
