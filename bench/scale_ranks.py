@@ -10,9 +10,9 @@ from bench.scale_model import Trillion, needed_of, owned_grids, stored_grids
 from zstore.checkpoint.build import CheckpointBuilder
 from zstore.checkpoint.catalog import TagInfo
 from zstore.checkpoint.folder import LocalFolder
-from zstore.checkpoint.format import COMPLETE, Record, dump_metadata, sha256
+from zstore.checkpoint.format import COMPLETE, Record, sha256
 from zstore.checkpoint.lookahead import cut_spans
-from zstore.checkpoint.metadata import make_documents
+from zstore.checkpoint.metadata import encode_documents
 from zstore.checkpoint.names import MANIFEST_FOLDER, METADATA_FILE, RECORD_FILE, manifest_file
 from zstore.checkpoint.plan import CheckpointPlan
 from zstore.checkpoint.reader import CheckpointReader
@@ -83,9 +83,9 @@ def _lead(spec: Spec, tell: Tell) -> None:
         _write_manifest(plan, rank, _summaries(plan, rank), folder)
     builder = CheckpointBuilder(plan, folder, Files())
     _, figures = measured(lambda: builder.metadata_sha256)
-    documents = make_documents(plan.specs, plan.grids)
-    (folder / METADATA_FILE).write_bytes(dump_metadata(documents[""]))
-    tell("metadata", **figures, metadata_bytes=len(dump_metadata(documents[""])))
+    document = encode_documents(plan.specs, plan.grids)[""]
+    (folder / METADATA_FILE).write_bytes(document)
+    tell("metadata", **figures, metadata_bytes=len(document))
     _, figures = measured(builder.collect)
     for name in ("seconds", "cpu_s"):
         figures[name] *= world_size / len(ranks)

@@ -53,7 +53,7 @@ from .report.progress import RunReport
 from .report.requests import Requests
 from .report.statistics import EngineStatistics, engine_statistics
 from .report.timers import PhaseTimes
-from .runtime.garbage import CollectorPause
+from .runtime.garbage import CollectorPause, FrozenObjects
 from .runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 from .training import Training
 from .usual_request import save_or_stop
@@ -152,7 +152,8 @@ class Engine(nn.Module):
         self.signals = StopSignals(training.world)
         self.requests = Requests(training.world, self.report.journal)
         pause = CollectorPause() if settings.disable_python_gc else None
-        last = (pause.end if pause is not None else None, self.signals.close, self.parameter_guard.remove)
+        ends = (pause.end if pause is not None else None, FrozenObjects().end)
+        last = (*ends, self.signals.close, self.parameter_guard.remove)
         self._finalizer = closing_with(
             self, _close, training, self.checkpoints, self.steps, self.report, self.access, last
         )

@@ -29,7 +29,7 @@ from zstore.checkpoint.format import (
     parse_json,
     read_json,
 )
-from zstore.checkpoint.metadata import array_document, encode_documents, make_documents, parse_array, parse_root
+from zstore.checkpoint.metadata import array_document, encode_documents, parse_array, parse_root
 from zstore.errors import CheckpointMismatchError, CorruptionError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
@@ -199,7 +199,7 @@ def test_a_small_file_is_read_into_little_memory(tmp_path: Path) -> None:
 def test_metadata_gives_specs_and_grids_back(world_size: int) -> None:
     specs = {spec.name: spec for spec in SPECS}
     grids = {spec.name: make_grid(spec.stored_shape, world_size) for spec in SPECS}
-    documents = json.loads(json.dumps(make_documents(specs, grids)))
+    documents = {folder: json.loads(text) for folder, text in encode_documents(specs, grids).items()}
     assert set(documents) == {"", "model", "buffer", "optimizer", "optimizer/exp_avg"} | set(specs)
     parsed = parse_root(documents[""], "zarr.json")
     assert {name: entry[1:] for name, entry in parsed.items()} == {n: (specs[n], grids[n], None) for n in specs}
@@ -210,7 +210,7 @@ def test_names_that_would_collide_are_refused() -> None:
         ArraySpec(name=name, shape=(4,), dtype="float32") for name in ("optimizer/exp_avg", "optimizer/exp_avg/weight")
     ]
     with pytest.raises(UsageError, match="name of a group"):
-        make_documents({s.name: s for s in clash}, {s.name: make_grid((4,), 1) for s in clash})
+        encode_documents({s.name: s for s in clash}, {s.name: make_grid((4,), 1) for s in clash})
 
 
 def _sharding(document: dict[str, Any]) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def test_metadata_that_is_not_ours_is_refused_before_anything_is_allocated(chang
 def test_any_json_anywhere_in_the_metadata_is_refused_or_means_the_same(data: st.DataObject) -> None:
     specs = {spec.name: spec for spec in SPECS}
     grids = {spec.name: make_grid(spec.stored_shape, 2) for spec in SPECS}
-    root = copy.deepcopy(make_documents(specs, grids)[""])
+    root = json.loads(encode_documents(specs, grids)[""])
     place: Any = root
     while isinstance(place, (dict, list)) and place:
         key: Any = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
@@ -283,7 +283,7 @@ def test_any_json_anywhere_in_the_metadata_is_refused_or_means_the_same(data: st
 
 def test_an_array_may_not_point_out_of_its_folder() -> None:
     spec = ArraySpec(name="model/w", shape=(4,), dtype="float32")
-    root = make_documents({spec.name: spec}, {spec.name: make_grid((4,), 1)})[""]
+    root = json.loads(encode_documents({spec.name: spec}, {spec.name: make_grid((4,), 1)})[""])
     inner = root["consolidated_metadata"]["metadata"]
     inner["model/../../w"] = inner.pop("model/w")
     with pytest.raises(CorruptionError, match="must lie in 'model/w'"):
@@ -297,12 +297,31 @@ def test_lost_files_never_read_as_zeros() -> None:
     assert np.dtype(ml_dtypes.bfloat16).name == "bfloat16"
 
 
-def test_documents_are_encoded_as_each_alone() -> None:
+def test_documents_are_what_json_writes_and_the_root_has_a_copy_of_each() -> None:
     specs = {
-        name: ArraySpec(name=name, shape=shape, dtype="float32")
-        for name, shape in {"model/w": (4, 6), 'client/a "é"\n': (3,), "optimizer/exp_avg/w": ()}.items()
+        name: ArraySpec(name=name, shape=shape, dtype="float32", aliases=aliases)
+        for name, shape, aliases in (
+            ("model/w", (4, 6), ("v",)),
+            ('client/a "é"\n', (3,), ()),
+            ("optimizer/m/w", (), ()),
+        )
     }
-    documents = make_documents(specs, {name: make_grid(spec.stored_shape, 1) for name, spec in specs.items()})
-    assert encode_documents(documents) == {folder: dump_metadata(one) for folder, one in documents.items()}
-    nothing = make_documents({}, {})
-    assert encode_documents(nothing) == {"": dump_metadata(nothing[""])}
+    grids = {name: make_grid(spec.stored_shape, 1) for name, spec in specs.items()}
+    for texts in (encode_documents(specs, grids), encode_documents({}, {})):
+        documents = {folder: json.loads(text) for folder, text in texts.items()}
+        for folder, text in texts.items():
+            assert text.decode() == json.dumps(documents[folder], indent=1, separators=(",", ": "))
+        inner = documents.pop("")["consolidated_metadata"]["metadata"]
+        assert list(inner.items()) == sorted(documents.items())
+
+
+@given(JSON)
+def test_indented_json_is_what_json_writes(value: object) -> None:
+    document = {"value": value}
+    try:
+        expected = json.dumps(document, indent=1, separators=(",", ": "), allow_nan=False)
+    except ValueError:
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            dump_metadata(document)
+    else:
+        assert dump_metadata(document).decode() == expected

@@ -289,6 +289,20 @@ def test_the_collector_stands_still_until_the_end_and_steps_need_none() -> None:
         assert gc.isenabled()
 
 
+def test_what_is_there_when_an_engine_is_made_is_frozen_until_its_end() -> None:
+    gc.unfreeze()
+    gc.collect()
+    cycle: list[object] = []
+    cycle.append(cycle)
+    with start(make_config()) as engine:
+        assert gc.is_tracked(cycle)
+        assert not any(thing is cycle for thing in gc.get_objects())
+        step(engine)
+        with start(make_config(), make_net()):  # one of several may be dropped, and must then be found
+            assert any(thing is cycle for thing in gc.get_objects())
+    assert any(thing is cycle for thing in gc.get_objects())
+
+
 def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
     try:

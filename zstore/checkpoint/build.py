@@ -10,8 +10,9 @@ A process that writes all ranks' parts leaves rank 0's to `finish`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..io.files import Files
 from ..io.pool import Workers
 from ..io.shards import ShardSummary
 from .format import COMPLETE, Manifest, Record, read_json, sha256
-from .metadata import encode_documents, make_documents
+from .metadata import encode_documents
 from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
 from .plan import CheckpointPlan
 
@@ -36,24 +37,20 @@ class CheckpointBuilder:
         """Those whose manifests come into the folder."""
         self._plan = plan
         self._files = files
-        self._made: set[Path] = set()
+        self._made: set[str] = set()
         """Folders that are there."""
         self._found: dict[int, str] = {}
         """Digests of the manifests that were looked at, by rank."""
 
     @cached_property
-    def _documents(self) -> dict[str, dict[str, Any]]:
-        plan = self._plan
-        return make_documents(plan.specs, {name: plan.grid(name) for name in plan.specs}, plan.codec)
-
-    @cached_property
-    def _texts(self) -> dict[str, bytes]:
+    def _texts(self) -> Mapping[str, bytes]:
         """Of all documents, by folder."""
-        return encode_documents(self._documents)
+        plan = self._plan
+        return encode_documents(plan.specs, {name: plan.grid(name) for name in plan.specs}, plan.codec)
 
     def check_names(self) -> None:
-        """Raise UsageError where two arrays would share a folder."""
-        self._documents  # noqa: B018
+        """Raise UsageError if two arrays would share a folder."""
+        self._texts  # noqa: B018
 
     @cached_property
     def metadata_sha256(self) -> str:
@@ -68,15 +65,15 @@ class CheckpointBuilder:
 
     def place(self, name: str, shard: int) -> Path:
         """Return the path of a shard file; makes its folder."""
-        path = self.folder / self._plan.shard_path(name, shard)
-        self._make_folder(path.parent)
-        return path
+        path = self._plan.shard_path(name, shard)
+        self._make_folder(os.path.dirname(path))
+        return self.folder / path
 
-    def _make_folder(self, path: Path) -> None:
+    def _make_folder(self, folder: str) -> None:
         """Make an array's folder, for whoever of its shard and its metadata comes first."""
-        if path not in self._made:
-            self._files.make_folder(path)
-            self._made.add(path)
+        if folder not in self._made:
+            self._files.make_folder(self.folder / folder)
+            self._made.add(folder)
 
     def write_manifest(
         self, rank: int, outcome: str, summaries: Sequence[ShardSummary], rank_state: Mapping[str, Any]
@@ -105,35 +102,37 @@ class CheckpointBuilder:
 
     def _check_shards(self, rank: int, summaries: Sequence[ShardSummary]) -> None:
         """Each rank looks at its own shards: of thousands of ranks, rank 0 alone could not look at all."""
-        stored = {(each.array, each.shard): each.file_bytes for each in summaries}
+        stored = {each.array: each.file_bytes for each in summaries if each.shard == rank}
+        strange = [(each.array, each.shard) for each in summaries if each.shard != rank]
         for name in self._plan.specs:
             expected = self._plan.file_bytes(name, rank)
-            found = stored.pop((name, rank), 0)
+            found = stored.pop(name, 0)
             # A compressed file has what it takes.
             if found != expected and (self._plan.codec is None or not found or not expected):
                 raise CheckpointError(
                     f"array {name!r}: no rank stored shard {rank} with the expected {expected} bytes; every rank must pin "
                     "its shard of every array"
                 )
-        if stored:
-            raise CheckpointError(f"shards that belong to no array were stored: {sorted(stored)[:5]}")
+        strange += [(name, rank) for name in stored]
+        if strange:
+            raise CheckpointError(f"shards that belong to no array were stored: {sorted(strange)[:5]}")
 
     # -- rank 0 -----------------------------------------------------------------------------------------------------
 
-    def metadata_tasks(self) -> list[Callable[[], None]]:
-        """Return a task for each `zarr.json` that writes it."""
+    def metadata_tasks(self) -> Iterator[Callable[[], None]]:
+        """Yield a task for each `zarr.json` that writes it."""
 
         def write(folder: str) -> None:
-            self._make_folder(self.folder / folder)
+            self._make_folder(folder)
             path = self.folder / folder / METADATA_FILE
             self._files.write_small(path, self._texts[folder], sync=False)
             os.chmod(path, READ_ONLY)
 
-        return [partial(write, folder) for folder in self._documents]
+        return (partial(write, folder) for folder in self._texts)
 
-    def metadata_syncs(self) -> list[Callable[[], None]]:
-        """Return a task for each `zarr.json` that makes it durable, once all are written."""
-        return [partial(self._files.sync_file, self.folder / folder / METADATA_FILE) for folder in self._documents]
+    def metadata_syncs(self) -> Iterator[Callable[[], None]]:
+        """Yield a task for each `zarr.json` that makes it durable, once all are written."""
+        return (partial(self._files.sync_file, self.folder / folder / METADATA_FILE) for folder in self._texts)
 
     def collect(self) -> bool:
         """Look at the manifests that came since the last call; return whether those of all ranks are there.
@@ -184,15 +183,16 @@ class CheckpointBuilder:
                     "r, so an array has at most as many as there are ranks"
                 )
 
-    def folder_syncs(self) -> list[Callable[[], None]]:
-        """Return a task for each array's and group's folder that makes the names in it durable, once all are there."""
+    def folder_syncs(self) -> Iterator[Callable[[], None]]:
+        """Yield a task for each array's and group's folder that makes the names in it durable, once all are there."""
         # Not by a walk: a folder has a file for each rank.
-        return [partial(self._files.sync_folder, self.folder / folder) for folder in self._documents if folder]
+        return (partial(self._files.sync_folder, self.folder / folder) for folder in self._texts if folder)
 
     def sync_folders(self, workers: Workers, *, arrays: bool = True) -> None:
         """Make all names in the folder durable; without `arrays` those of `folder_syncs` are."""
+        own: list[Callable[[], None]]
         own = [partial(self._files.sync_folder, folder) for folder in (self.folder, self.folder / MANIFEST_FOLDER)]
-        workers.run([*own, *(self.folder_syncs() if arrays else ())])
+        workers.run(chain(own, self.folder_syncs()) if arrays else own)
 
     def record(self, state: Mapping[str, Any], *, training_world_size: int | None = None) -> Record:
         """Return the commit record, once all manifests are there."""

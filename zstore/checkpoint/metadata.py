@@ -1,5 +1,10 @@
 """The Zarr v3 documents of a checkpoint: one for every group level and array, the root's with a copy of all. Pure.
 
+[Note: objects of a save]
+Python's collector counts the objects that are made, and after so many walks over all that the program holds, modules of
+torch and transformers among them: that takes longer than a small save. A document is some thirty objects. So they are
+made as text, once for the arrays of a run, and a save makes a few objects for an array in all.
+
 Source: Zarr v3 core specification and the sharding codec, https://zarr-specs.readthedocs.io/en/latest/v3/core/
 """
 
@@ -7,7 +12,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import CheckpointMismatchError, CorruptionError, UsageError
@@ -58,51 +65,41 @@ def array_document(spec: ArraySpec, grid: Grid, codec: Codec | None = None) -> d
     }
 
 
-def make_documents(
+def encode_documents(
     specs: Mapping[str, ArraySpec], grids: Mapping[str, Grid], codec: Codec | None = None
-) -> dict[str, dict[str, Any]]:
-    """Return every `zarr.json` of a checkpoint by its folder inside it; the root's folder is an empty string.
+) -> Mapping[str, bytes]:
+    """Return the bytes of every `zarr.json` of a checkpoint by its folder inside it; the root's folder is an empty string.
 
-    `codec` compresses the chunks of all arrays.
+    `codec` compresses the chunks of all arrays. Those of the last arrays are kept: see [Note: objects of a save].
 
-    Raises UsageError where two arrays would share a folder, or an array would stand inside another.
+    Raises UsageError if two arrays would share a folder, or an array would stand inside another.
     """
-    arrays: dict[str, dict[str, Any]] = {}
+    names = sorted(specs)
+    return _encode(tuple(specs[name] for name in names), tuple(grids[name] for name in names), codec)
+
+
+@lru_cache(maxsize=2)
+def _encode(specs: Sequence[ArraySpec], grids: Sequence[Grid], codec: Codec | None) -> Mapping[str, bytes]:
     owners: dict[str, str] = {}
     groups: set[str] = set()
-    for name in sorted(specs):
-        path = array_path(name)
+    texts: dict[str, str] = {}
+    for spec, grid in zip(specs, grids, strict=True):
+        path = array_path(spec.name)
         if path in owners:
-            raise UsageError(f"arrays {owners[path]!r} and {name!r} would share the folder {path}: rename one")
-        owners[path] = name
-        arrays[path] = array_document(specs[name], grids[name], codec)
-        parts = path.split("/")
-        groups.update("/".join(parts[:n]) for n in range(1, len(parts)))
+            raise UsageError(f"arrays {owners[path]!r} and {spec.name!r} would share the folder {path}: rename one")
+        owners[path] = spec.name
+        texts[path] = dump_metadata(array_document(spec, grid, codec)).decode()
+        groups.update(path[:at] for at, letter in enumerate(path) if letter == "/")
     for path in sorted(groups & owners.keys()):
         raise UsageError(f"array {owners[path]!r} has the name of a group of other arrays: rename it")
-    inner: dict[str, dict[str, Any]] = dict.fromkeys(groups, _GROUP) | arrays
-    root = _GROUP | {
-        "consolidated_metadata": {
-            "kind": "inline",
-            "must_understand": False,
-            "metadata": {path: inner[path] for path in sorted(inner)},
-        }
-    }
-    return {"": root} | inner
-
-
-def encode_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
-    """Return the bytes of every `zarr.json` of `make_documents`, each document encoded once, though the root has a copy of
-    all."""
-    texts = {folder: dump_metadata(document).decode() for folder, document in documents.items() if folder}
-    root = documents[""]
-    consolidated = root["consolidated_metadata"]
-    outline = dump_metadata({**root, "consolidated_metadata": {**consolidated, "metadata": _PLACE}}).decode()
+    texts |= dict.fromkeys(groups, dump_metadata(_GROUP).decode())
+    consolidated = {"kind": "inline", "must_understand": False, "metadata": _PLACE}
+    outline = dump_metadata(_GROUP | {"consolidated_metadata": consolidated}).decode()
     # A line break is one of the document's indentation: within JSON's strings there are none.
-    inner = [f"{json.dumps(folder)}: {texts[folder]}".replace("\n", _INDENT) for folder in consolidated["metadata"]]
+    inner = [f"{json.dumps(folder)}: {texts[folder]}".replace("\n", _INDENT) for folder in sorted(texts)]
     whole = ",".join(_INDENT + text for text in inner)
     texts[""] = outline.replace(json.dumps(_PLACE), f"{{{whole}{_INDENT[:-1]}}}" if whole else "{}")
-    return {folder: text.encode() for folder, text in texts.items()}
+    return MappingProxyType({folder: text.encode() for folder, text in texts.items()})
 
 
 def parse_root(document: Mapping[str, Any], path: str) -> dict[str, tuple[str, ArraySpec, Grid, Codec | None]]:

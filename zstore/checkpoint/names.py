@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
+from functools import lru_cache
 from urllib.parse import quote
 
 from ..errors import UsageError
@@ -89,6 +90,8 @@ def encode_name(name: str) -> str:
     return f"{head}~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
+# A save asks several times for each.
+@lru_cache(maxsize=2**15)
 def array_path(name: str) -> str:
     """Return the folder of an array inside a checkpoint: `model/<fqn>`, `optimizer/<slot>/<fqn>`, `buffer/<fqn>`."""
     group, _, rest = name.partition("/")

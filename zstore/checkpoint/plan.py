@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,16 @@ from ..format.shardfile import layout_of
 from ..io.files import Files
 from .format import sha256
 from .names import array_path, shard_file
+
+
+# See [Note: objects of a save].
+@lru_cache(maxsize=2)
+def _layout_digest(specs: Sequence[ArraySpec], grids: Sequence[Grid], pieces: Sequence[Grid | None]) -> str:
+    described: list[str] = []
+    for spec, grid, held in zip(specs, grids, pieces, strict=True):
+        cut = [grid.shard_rows, grid.chunk_rows, grid.chunk_cols, *([] if held is None else [held.shard_rows])]
+        described.append(json.dumps([spec.name, spec.shape, spec.dtype, *cut], separators=(",", ":")))
+    return sha256(f"[{','.join(described)}]".encode())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +69,9 @@ class CheckpointPlan:
 
         What rank 0 stores whole is no concern of the others.
         """
-        described = []
-        for name in sorted(self.specs.keys() - self.small.keys()):
-            spec, grid = self.specs[name], self.grid(name)
-            described.append([name, spec.shape, spec.dtype, grid.shard_rows, grid.chunk_rows, grid.chunk_cols])
-            if name in self.pieces:
-                described[-1].append(self.pieces[name].shard_rows)
-        return sha256(json.dumps(described, separators=(",", ":")).encode())
+        names = sorted(self.specs.keys() - self.small.keys())
+        grids, pieces = (tuple(map(of, names)) for of in (self.grid, self.pieces.get))
+        return _layout_digest(tuple(self.specs[name] for name in names), grids, pieces)
 
     def shard_path(self, name: str, shard: int) -> str:
         """Return the path of a shard's file inside the checkpoint."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,22 +35,20 @@ class Publisher:
         self._check_alive = check_alive
         self._files = request.resources.files
         self._resources = replace(request.resources, sync=False)
-        self._written: list[Path] = []
+        self._written: list[str] = []
         """Shard files that are not durable yet."""
         self._target = request.folder / tag_folder(request.tag)
         self.known: dict[str, KnownFile] = {}
         """What the next save may link, once this one is committed."""
 
-    def tasks(self) -> list[Callable[[], ShardSummary]]:
-        """Return a task for each shard file of this rank; those in memory first, since an updater waits for them."""
+    def tasks(self) -> Iterator[Callable[[], ShardSummary]]:
+        """Yield a task for each shard file of this rank; those in memory first, since an updater waits for them."""
         request = self._request
         own = [name for name in request.pins if name not in request.pieces and request.file_bytes(name, request.rank)]
-        pins = [(name, request.pins[name]) for name in own]
-        pins.sort(key=lambda item: item[1].tier == "disk")
-        tasks: list[Callable[[], ShardSummary]] = [partial(self._publish, name, pin) for name, pin in pins]
+        own.sort(key=lambda name: request.pins[name].tier == "disk")
+        yield from (partial(self._publish, name, request.pins[name]) for name in own)
         if request.rank == 0:
-            tasks += [partial(self._write_small, name) for name in request.small if request.file_bytes(name, 0)]
-        return tasks
+            yield from (partial(self._write_small, name) for name in request.small if request.file_bytes(name, 0))
 
     def copy_tasks(self) -> list[Callable[[], None]]:
         """Return a task for each file of rank 0's that this rank copies for its machine: see [Note: parts]."""
@@ -63,10 +61,10 @@ class Publisher:
     def _copy_small(self, name: str) -> None:
         self._write_small(name)
 
-    def syncs(self) -> list[Callable[[], None]]:
-        """Return a task for each shard file that makes it durable: many at once, for drives coalesce concurrent flushes."""
+    def syncs(self) -> Iterator[Callable[[], None]]:
+        """Yield a task for each shard file that makes it durable: many at once, for drives coalesce concurrent flushes."""
         written, self._written = self._written, []
-        return [partial(self._files.sync_file, path) for path in written]
+        return (partial(self._files.sync_file, path) for path in written)
 
     def _publish(self, name: str, pin: PinnedShard) -> ShardSummary:
         request = self._request
@@ -150,7 +148,7 @@ class Publisher:
         return self._builder.place(name, shard)
 
     def _written_at(self, path: Path) -> None:
-        self._written.append(path)
+        self._written.append(str(path))
         os.chmod(path, READ_ONLY)
 
 

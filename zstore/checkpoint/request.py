@@ -120,7 +120,7 @@ class SaveRequest(CheckpointPlan):
             name
             for name, pin in self.pins.items()
             if not pin.has_file or self.disk_folders.get(name, self.disk_folder) in elsewhere
-            if (known := self.unchanged(name)) is None or known.identity[0] != here or not known.is_there()
+            if (known := self.unchanged(name)) is None or known.device != here or not known.is_there()
         ]
         needed = sum(
             min(self.grid(name).num_shards, self.num_here) * self.file_bytes(name, 0)

@@ -18,9 +18,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import chain, islice
 
 from ..errors import CheckpointError
 from ..io.pool import Workers, in_turn
@@ -169,19 +170,20 @@ class _Save:
         self._committer.begin(None if spare is None else partial(spare.take, files))
 
     def _publish(self, workers: Workers) -> list[ShardSummary]:
-        tasks: list[Callable[[], ShardSummary | None]] = [*self._pieces.tasks(), *self._publisher.tasks()]
-        tasks += self._publisher.copy_tasks()
+        publisher, builder = self._publisher, self._builder
+        tasks: Iterator[Callable[[], ShardSummary | None]]
+        tasks = chain(self._pieces.tasks(), publisher.tasks(), publisher.copy_tasks())
         if self._request.leads:
             # In between, so that the drive writes shards meanwhile; not first, for to encode it would hold the caller up.
-            at = self._request.num_threads
-            tasks = [*tasks[:at], *in_turn(tasks[at:], self._builder.metadata_tasks())]
+            first = list(islice(tasks, self._request.num_threads))
+            tasks = chain(first, in_turn(tasks, builder.metadata_tasks()))
         try:
             found = workers.run(tasks)
-            syncs = self._publisher.syncs()
+            syncs = publisher.syncs()
             if self._request.leads:
-                syncs += self._builder.metadata_syncs()
+                syncs = chain(syncs, builder.metadata_syncs())
             if self._request.num_here == 1:  # nobody else makes files
-                syncs += self._builder.folder_syncs()
+                syncs = chain(syncs, builder.folder_syncs())
             workers.run(syncs)
             return [summary for summary in found if summary is not None]
         except OSError:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import zip_longest
+from operator import length_hint
 from typing import Any, TypeVar
 
 from ..closing import Closing, join_threads, run_to_the_end, start_threads
@@ -36,20 +37,32 @@ class Workers(Closing):
         self._threads = start_threads(max(1, num_threads), self._serve, name)
 
     def run(self, tasks: Iterable[Callable[[], T]]) -> list[T]:
-        """Carry out all tasks and return their results in order; must not be called from a task.
+        """Carry out all tasks, each asked for as a thread comes to it, and return their results in order; must not be called
+        from a task.
 
         The first error stops those that have not begun, and is raised when the others ended.
         """
-        batch = list(tasks)
-        results: list[T | None] = [None] * len(batch)
+        batch = iter(tasks)
+        results: list[T | None] = []
         errors: list[BaseException] = []
-        left = len(batch)
+        left = max(1, min(len(self._threads), length_hint(tasks, len(self._threads))))
 
-        def carry_out(number: int) -> None:
+        def take() -> Callable[[], None] | None:
+            with self._changed:
+                task, number = None if errors else next(batch, None), len(results)
+                if task is None:
+                    return None
+                results.append(None)
+            return partial(carry_out, task, number)
+
+        def carry_out(task: Callable[[], T], number: int) -> None:
+            results[number] = task()
+
+        def serve() -> None:
             nonlocal left
             try:
-                if not errors:
-                    results[number] = batch[number]()
+                while (task := take()) is not None:
+                    task()
             except BaseException as error:
                 errors.append(error)
             with self._changed:
@@ -58,7 +71,7 @@ class Workers(Closing):
                     self._changed.notify_all()
 
         with self._changed:
-            self._tasks.extend(lambda number=number: carry_out(number) for number in range(len(batch)))  # type: ignore[misc]
+            self._tasks.extend([serve] * left)
             self._changed.notify_all()
         if not self._threads:
             self._carry_out_queued()
@@ -126,6 +139,6 @@ class LastingExecutor(ThreadPoolExecutor):
         return self._workers.submit(partial(task, *args, **kwargs)).future
 
 
-def in_turn(first: Sequence[T], second: Sequence[T]) -> list[T]:
-    """Return all of both, each in order, one of each as long as there are some."""
-    return [each for pair in zip_longest(first, second) for each in pair if each is not None]
+def in_turn(first: Iterable[T], second: Iterable[T]) -> Iterator[T]:
+    """Yield all of both, each in order, one of each as long as there are some."""
+    return (each for pair in zip_longest(first, second) for each in pair if each is not None)
