@@ -21,7 +21,7 @@ from tests.checkpoint.checkpoints import World, leavings, open_world, save_array
 from zstore.checkpoint.commit import Committer
 from zstore.checkpoint.lock import SaveLock, owner_is_dead
 from zstore.checkpoint.names import new_save_id
-from zstore.checkpoint.reader import tags
+from zstore.checkpoint.reader import CheckpointReader, tags
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.save import save_checkpoint
 from zstore.errors import CheckpointError, CheckpointExistsError, DiskFullError, RankError, StorageError, UsageError
@@ -414,7 +414,14 @@ def test_a_replaced_checkpoint_is_there_at_every_instant(folder: Path) -> None:
 def test_two_saves_of_one_tag_at_once_leave_one_whole_checkpoint(folder: Path) -> None:
     arrays = make_arrays()
     with open_world(arrays) as one, open_world(arrays) as two:
-        handles = one.begin_save(folder) + two.begin_save(folder)
+        both_began = threading.Event()
+
+        def wait_for_both(reader: CheckpointReader) -> list[str]:
+            assert both_began.wait(30)
+            return []
+
+        handles = one.begin_save(folder, before_commit=wait_for_both) + two.begin_save(folder)
+        both_began.set()
         outcomes: list[bool] = []
         for handle in handles:
             try:
