@@ -414,9 +414,10 @@ class Training:
         """Clip the gradients of this step, and of those to come, to `max_norm`, 0: they are not clipped; return the unscaled
         norm that this step's have before (all ranks)."""
         norm, self.clip_norm = self.measure() / self.scaler.scale, max_norm
-        if self._clip_factor is None and math.isfinite(norm):
-            self._clip_factor = scale_factor(norm, max_norm, 1.0)
-            self.gradients.clip(self._clip_factor)
+        factor, former = scale_factor(norm, max_norm, 1.0), self._clip_factor
+        if math.isfinite(norm) and (former is None or factor < former):
+            self._clip_factor = factor
+            self.gradients.clip(factor if former is None else factor / former)
         return norm
 
     def gradient_norm(self, record: ParameterRecord) -> float:
@@ -425,7 +426,8 @@ class Training:
         with self.world.calling("gradients"):
             self.measure()
         shards = (self.gradients.sums or {}).get(record, ())
-        factor = self.gradients.scales.get(record, 1.0) * (self._clip_factor or 1.0) / self.scaler.scale
+        clip = 1.0 if self._clip_factor is None else self._clip_factor
+        factor = self.gradients.scales.get(record, 1.0) * clip / self.scaler.scale
         return norm_of_sums([(record.name, shards)]) * abs(factor)
 
     def scale_gradient(self, record: ParameterRecord, factor: float) -> None:

@@ -140,9 +140,9 @@ class Gradients(ABC):
                 continue
             if isinstance(shown, ShardedGradient) or not self._replace(record, take_gradient(record)):
                 raise UsageError(
-                    f"the .grad of parameter {record.name!r} was replaced between backward() and step(), but its gradient is "
-                    "not whole on this rank, so that the step would not use it. Multiply .grad in place by a number, or "
-                    "change the loss; a parameter with requires_grad=False gets no gradient"
+                    f"the .grad of parameter {record.name!r} was replaced or cleared between backward() and step(), but its "
+                    "gradient is not whole on this rank, so that the step would not know. Multiply .grad in place by a number, "
+                    "or change the loss; a parameter with requires_grad=False gets no gradient"
                 )
 
     def _replace(self, record: ParameterRecord, gradient: torch.Tensor | None) -> bool:

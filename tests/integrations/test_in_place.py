@@ -132,6 +132,8 @@ def test_a_loop_of_accelerate_clips_with_torch(where: str, tmp_path: Path) -> No
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     seen.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.2)))
+                    if where == "whole":
+                        accelerator.clip_grad_value_(model.parameters(), 1e-3)
                     for parameter in model.parameters():
                         if parameter.grad is not None:
                             parameter.grad.mul_(0.5)

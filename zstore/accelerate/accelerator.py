@@ -57,8 +57,9 @@ class Accelerator(PreparingAccelerator):
         return torch.tensor(self._trained().clip_grad_norm_(float(max_norm)), device=self.device)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Raise UsageError: gradients are clipped by their norm alone."""
-        raise UsageError("clip_grad_value_(): gradients are clipped by their norm: use clip_grad_norm_()")
+        """Clip each element of the gradients, where they are whole on the rank. Raises UsageError where they are not."""
+        self._trained()
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def _trained(self) -> Engine:
         if self.engine is None:
