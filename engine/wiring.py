@@ -212,7 +212,7 @@ def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
     does."""
     whole = config.stage == 0 and config.offload_optimizer.device == "none"
     if needs_whole_tensors(optimizer.kind) or optimizer.kind in ELEMENT_WISE or not whole:
-        kernels = kernels_for(optimizer.kind, optimizer.param_groups)
+        kernels = kernels_for(optimizer.kind, optimizer.param_groups, config.own.ema)
         check_moments(config.moments, [kernel.slots for kernel in kernels], optimizer.kind.__name__)
         return kernels
     check_client(optimizer.client)
@@ -220,6 +220,7 @@ def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
         ("step_overlap", config.step_overlap == "backward"),
         ("split_master", config.own.split_master),
         ("moments", config.moments != "fp32"),
+        ("ema", config.own.ema is not None),
     ):
         if unfit:
             raise UsageError(

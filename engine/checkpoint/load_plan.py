@@ -14,7 +14,7 @@ from zstore.checkpoint.moments import codes_of_scales, scales_of
 from zstore.checkpoint.source import ArraySource
 from zstore.checkpoint.split import LOW, TIE, rest_of_master
 from zstore.errors import CheckpointMismatchError, UsageError
-from zstore.format.arrays import buffer_array, model_array, optimizer_array
+from zstore.format.arrays import AVERAGES, buffer_array, model_array, optimizer_array
 
 from ..build.model import stored_buffers
 from ..optim.client_step import STATE_KEY, ClientStep
@@ -161,7 +161,11 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
             for one in _from(reader, state, record, name)
         ],
         buffers=[name for name, _ in stored_buffers(model) if buffer_array(name) in found],
-        updated=[r for r in state.scalars if options.optimizer and found.issuperset(names[r])],
+        updated=[
+            r
+            for r in state.scalars
+            if options.optimizer and found.issuperset(n for n in names[r] if not n.startswith(f"{AVERAGES}/"))
+        ],
         missing=missing,
         unexpected=unexpected,
         of_base=frozenset(map(model_array, () if base is None else base.digests)),
@@ -243,7 +247,8 @@ def _differences(
         for name, shape in wanted.items()
         if name in stored and stored[name] != shape
     ]
-    absent = [name for name in missing if name not in unsaved]
+    # Averages begin with the next step where there are none yet.
+    absent = [name for name in missing if name not in unsaved and not name.startswith(f"{AVERAGES}/")]
     refused = [*_short(_MISSING, absent), *_short(_UNEXPECTED, unexpected)] if options.load_module_strict else []
     refused += _short("", unequal)
     if refused:

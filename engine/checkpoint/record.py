@@ -67,7 +67,8 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
         if training.loader is not None and record["data_position"] is not None:
             training.loader.restore(int(record["data_position"]), record.get("data_draws"), training.accumulation.batch)
     for parameter in plan.updated:
-        training.state.scalars[parameter] = {name: float(v) for name, v in record["scalars"][parameter.name].items()}
+        scalars = {name: float(v) for name, v in record["scalars"][parameter.name].items()}
+        training.state.scalars[parameter] = training.state.averaging(parameter, scalars)
     if options.schedule:
         _apply_groups(training, record["groups"], whole=options.optimizer)
     # Of another precision it is 1, and no scale that anything was tried with.

@@ -28,7 +28,22 @@ from .sections import (
     WandbSection,
 )
 from .sparse_attention import SparseAttentionSection
-from .values import Auto, Bool, Count, DataType, Folder, Folders, OneOf, Options, Positive, Real, Rules, Unread, Words
+from .values import (
+    Auto,
+    BelowOne,
+    Bool,
+    Count,
+    DataType,
+    Folder,
+    Folders,
+    OneOf,
+    Options,
+    Positive,
+    Real,
+    Rules,
+    Unread,
+    Words,
+)
 from .zero import ZeroSection
 
 _NO_MONITOR = "no metrics go there; use tensorboard, wandb or csv_monitor"
@@ -97,6 +112,10 @@ class ZstoreSection(Section):
     block of at most 256. The update computes in fp32 and rounds stochastically, alike on every tier, at every world size
     and after a resume. Unset: "fp32", whose bits are the plain loop's, or "bf16" where bf16.bf16_optimizer_states or
     fp32_optimizer_states of the optimizer's params asks for that. See docs/moments.md."""
+    ema: BelowOne | None = built(None)
+    """Keep an exponential moving average of the master weights with this decay, as 0.999: in fp32, 4 bytes an element, with
+    the rest of the optimizer's state, in checkpoints under `optimizer/ema/`. `zstore consolidate --ema` exports it, and
+    `engine.averaged_weights()` evaluates with it. Unset: there is none. See docs/optimizers.md."""
     activations: Annotated[Literal["device", "host", "disk"], OneOf()] | None = built(None)
     """Where tensors that the forward keeps for the backward rest between the two: inputs of checkpointed blocks, and of
     blocks without checkpointing all that autograd saves. "host": copied to host memory behind the forward. "disk": written

@@ -167,6 +167,63 @@ class _FusedAdamStep:
         return {"step": self.step}
 
 
+EMA = "ema"
+"""Slot of the average over the steps of a parameter's master."""
+AVERAGED = "averaged"
+"""Scalar that counts the steps in it."""
+
+
+class Averaging:
+    """The update of another kernel, after which `ema` moves towards the master: `ema += (1 - decay) * (master - ema)`.
+
+    It begins as the master after the first step. Source of both: torch.optim.swa_utils (AveragedModel, get_ema_multi_avg_fn).
+    """
+
+    def __init__(self, kernel: FusedAdam | TorchKernel, decay: float) -> None:
+        self.kernel = kernel
+        self.slots: tuple[str, ...] = (*kernel.slots, EMA)
+        self._weight = 1 - decay
+
+    def arrays(self, numel: int) -> Sequence[SlotArray]:
+        """See Kernel."""
+        return [*self.kernel.arrays(numel), SlotArray(EMA, entry=EMA)]
+
+    def initial(self) -> Scalars:
+        """See Kernel."""
+        return {**self.kernel.initial(), AVERAGED: 0.0}
+
+    def present(self, scalars: Scalars) -> dict[str, Any]:
+        """Return the scalars that the other kernel's class keeps, as it keeps them, and the count of what is averaged."""
+        return {**self.kernel.present(scalars), AVERAGED: torch.tensor(scalars.get(AVERAGED, 0.0))}
+
+    def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
+        """See Kernel."""
+        others = {name: value for name, value in scalars.items() if name != AVERAGED}
+        return _AveragingStep(self.kernel.start(group, others), self._weight, scalars.get(AVERAGED, 0.0))
+
+
+class _AveragingStep:
+    """A step of one parameter by an Averaging kernel."""
+
+    def __init__(self, step: ParameterStep, weight: float, averaged: float) -> None:
+        self._step = step
+        self._weight = weight
+        self._averaged = averaged
+
+    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
+        """See ParameterStep."""
+        *others, ema = slots
+        self._step.tile(master, gradient, others)
+        if self._averaged:
+            ema.lerp_(master, self._weight)
+        else:
+            ema.copy_(master)
+
+    def scalars(self) -> Scalars:
+        """See ParameterStep."""
+        return {**self._step.scalars(), AVERAGED: self._averaged + 1}
+
+
 class TorchKernel:
     """Any element-wise torch optimizer: an instance of its class steps one proxy parameter over tile after tile."""
 
@@ -280,7 +337,7 @@ class _TorchStep:
         return self._after
 
 
-def kernel_for(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> Kernel:
+def kernel_for(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> FusedAdam | TorchKernel:
     """Return the kernel that updates a parameter group as the optimizer class `kind` would.
 
     Raises UsageError naming the class where an update over a part of a tensor is not what the class does.

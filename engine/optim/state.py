@@ -27,7 +27,7 @@ from ..device import Room, Transfers, one_thread
 from ..params.gradient_types import GradientTypes
 from ..params.record import ParameterRecord
 from ..plan.plan import Placement
-from .kernel import Kernel, Scalars, SlotArray
+from .kernel import AVERAGED, EMA, Kernel, Scalars, SlotArray
 from .moments import MomentTiles, slots_at_rest
 from .split_master import join_master, split_master
 from .tensor_kernel import TensorKernel
@@ -319,6 +319,24 @@ class OptimizerState:
         if record.group is None:
             raise KeyError(f"{record.name} is frozen")
         return self.kernels[record.group], record.group
+
+    def averaging(self, record: ParameterRecord, scalars: Scalars) -> Scalars:
+        """Return scalars of a parameter that were loaded, as they are for this kernel: with a count of what is averaged if
+        it averages, else without one."""
+        others = {name: value for name, value in scalars.items() if name != AVERAGED}
+        return {**others, AVERAGED: scalars.get(AVERAGED, 0.0)} if AVERAGED in self.scalars[record] else others
+
+    def exchange_averages(self) -> None:
+        """Let masters and their averages change places, and cast the masters into the parameters' own rows."""
+        records = [r for r, scalars in self.scalars.items() if scalars.get(AVERAGED) and r.owned_numel]
+        groups = [[*self.master_arrays(r), optimizer_array(EMA, r.name)] for r in records]
+        with self.passing(groups, "update") as tiles:
+            for tile in tiles:
+                *held, average = [as_torch(view) for view in tile.views]
+                master = self.take_master(held).to(average.device, copy=True)
+                self.put_master(average, held)
+                self.transfers.copy_into(average, master)
+        self.refresh_parameters()
 
     def passing(
         self,

@@ -17,7 +17,17 @@ from ..plan.plan import Slots, TensorSlot
 from .classes.lamb import Lamb
 from .classes.muon import MuonWithAdam
 from .classes.one_bit import ONE_BIT
-from .kernel import Kernel, ParameterStep, Scalars, SlotArray, WholeStep, fp32_arrays, kernel_for
+from .kernel import (
+    ELEMENT_WISE,
+    Averaging,
+    Kernel,
+    ParameterStep,
+    Scalars,
+    SlotArray,
+    WholeStep,
+    fp32_arrays,
+    kernel_for,
+)
 from .one_bit.kernel import OneBitKernel
 from .one_bit.rules import rule_for
 
@@ -30,10 +40,22 @@ def needs_whole_tensors(kind: type[torch.optim.Optimizer]) -> bool:
     return kind in (*_KINDS, *ONE_BIT)
 
 
-def kernels_for(kind: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]) -> list[Kernel]:
-    """Return the kernel of each group; parameters may be on the meta device. Raises what `kernel_for` raises."""
+def kernels_for(
+    kind: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]], ema: float | None = None
+) -> list[Kernel]:
+    """Return the kernel of each group, with an average of masters of decay `ema`; parameters may be on the meta device.
+
+    Raises what `kernel_for` raises, and UsageError for an average beside an optimizer that steps whole tensors.
+    """
     if not needs_whole_tensors(kind):
-        return [kernel_for(kind, group) for group in groups]
+        kernels = [kernel_for(kind, group) for group in groups]
+        return [*kernels] if ema is None else [Averaging(kernel, ema) for kernel in kernels]
+    if ema is not None:
+        names = ", ".join(each.__name__ for each in ELEMENT_WISE)
+        raise UsageError(
+            f'"ema": {ema}: masters are averaged as tiles of them are updated, and {kind.__name__} steps whole tensors: leave '
+            f"the key out, or use one of {names}"
+        )
     if kind in ONE_BIT:
         return [OneBitKernel(rule_for(kind.__name__)) for _ in groups]
     found: list[Kernel] = []

@@ -162,9 +162,11 @@ def test_options_that_contradict_the_config(tmp_path: Path) -> None:
     assert make_job(options(tmp_path, open_sizes, micro_batch=3)).micro_batch == 3
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion", "Lamb", "Adafactor", "Muon"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion", "Lamb", "Adafactor", "Muon", "AdamW with ema"])
 def test_the_state_is_that_of_the_configs_optimizer(tmp_path: Path, kind: str) -> None:
-    job = make_job(options(tmp_path, BASE | {"optimizer": {"type": kind, "params": {"lr": 1e-3}}}))
+    own = {"zstore": {"ema": 0.999}} if kind.endswith("ema") else {}
+    config = BASE | own | {"optimizer": {"type": kind.partition(" ")[0], "params": {"lr": 1e-3}}}
+    job = make_job(options(tmp_path, config))
     held = {name: one.total for name, one in weigh_given(job).plan.held.items()}
     shapes = {one.name: one.shape for one in job.model.shapes}
     whole = 4 * sum(map(math.prod, shapes.values()))
@@ -172,6 +174,7 @@ def test_the_state_is_that_of_the_configs_optimizer(tmp_path: Path, kind: str) -
     hidden = 4 * sum(math.prod(shape) for name, shape in matrices.items() if ".h." in name)
     expected = {
         "AdamW": {"exp_avg": whole, "exp_avg_sq": whole},
+        "AdamW with ema": {"exp_avg": whole, "exp_avg_sq": whole, "ema": whole},
         "SGD": {},
         "Lion": {"exp_avg": whole},
         "Lamb": {"exp_avg": whole, "exp_avg_sq": whole},
@@ -185,7 +188,7 @@ def test_the_state_is_that_of_the_configs_optimizer(tmp_path: Path, kind: str) -
     assert {
         name: held[name] for name in held if name not in ("parameters", "gradients", "master", "buffers")
     } == expected
-    assert f" {kind}, " in headline(job)
+    assert f" {kind.partition(' ')[0]}, " in headline(job)
 
 
 def test_activations_rest_where_the_config_says(tmp_path: Path) -> None:

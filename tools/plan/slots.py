@@ -16,10 +16,13 @@ ADAM = OptimizerConfig(kind="AdamW", arguments={})
 """What is planned where a config leaves the optimizer to the script."""
 
 
-def slots_of(model: ModelShape, optimizer: OptimizerConfig | None) -> Mapping[str, Slots]:
-    """Return the slots of each parameter by its name. Raises ConfigError for arguments that the optimizer does not take."""
+def slots_of(model: ModelShape, optimizer: OptimizerConfig | None, ema: float | None = None) -> Mapping[str, Slots]:
+    """Return the slots of each parameter by its name, with an average of decay `ema`.
+
+    Raises ConfigError for arguments that the optimizer does not take.
+    """
     made = optimizer_from_config(optimizer or ADAM, None, model.module)
-    kernels = kernels_for(type(made), made.param_groups)
+    kernels = kernels_for(type(made), made.param_groups, ema)
     of = {
         parameter: kernel
         for group, kernel in zip(made.param_groups, kernels, strict=True)

@@ -129,6 +129,10 @@ def model_array(name: str) -> str:
     return f"model/{name}"
 
 
+AVERAGES = "optimizer/ema"
+"""Where the averages of parameters over the steps are."""
+
+
 def optimizer_array(slot: str, name: str) -> str:
     """Return the array of what the optimizer keeps of a parameter, such as slot "exp_avg"."""
     return f"optimizer/{slot}/{name}"

@@ -60,17 +60,18 @@ def load_state_dict(
     dtype: Dtype = None,
     names: str | Sequence[str] | None = None,
     overflow: Overflow = "error",
+    ema: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     """Return a checkpoint's parameters and buffers as a state dict, for `model.load_state_dict`; see `open_checkpoint`.
 
     `dtype` is what floating weights become (None: their best stored precision), `names` a name or a pattern with `*`,
-    `?`, `[...]`, or several. Tied parameters are there under each of their names, as one tensor. Raises
-    CheckpointMismatchError for a pattern that matches nothing, CheckpointError where a value does not fit the type
-    (unless `overflow` is "inf" or "clamp").
+    `?`, `[...]`, or several. Tied parameters are there under each of their names, as one tensor. With `ema`
+    they are the averages over the steps. Raises CheckpointMismatchError for a pattern that matches nothing, and where there
+    are no averages, CheckpointError where a value does not fit the type (unless `overflow` is "inf" or "clamp").
     """
     with open_checkpoint(location, tag, storage_options=storage_options) as checkpoint:
-        return checkpoint.consolidated(dtype, overflow=overflow).load(names)
+        return checkpoint.consolidated(dtype, overflow=overflow, ema=ema).load(names)
 
 
 class Checkpoint(Mapping[str, LazyArray], Closing):
@@ -149,9 +150,12 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
         if self._closed:
             raise UsageError(f"the checkpoint {self.location} was closed: read its arrays before, or open it again")
 
-    def consolidated(self, dtype: Dtype = None, *, overflow: Overflow = "error") -> Weights:
-        """Return the parameters, as tensors of `dtype`, and the buffers by their names in the state dict, read one by one."""
-        return Weights(self, _zarr_name(dtype), overflow)
+    def consolidated(self, dtype: Dtype = None, *, overflow: Overflow = "error", ema: bool = False) -> Weights:
+        """Return the parameters, as tensors of `dtype`, and the buffers by their names in the state dict, read one by one.
+
+        With `ema` parameters that were trained are their averages over the steps.
+        """
+        return Weights(self, _zarr_name(dtype), overflow, ema=ema)
 
     def verify(self) -> list[Fault]:
         """Check every byte, and return what is not as it was committed; an empty list means a whole checkpoint."""
@@ -203,14 +207,15 @@ class Weights(Mapping[str, "Tensor"]):
     without torch. Tied parameters have each of their names.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str | None, overflow: Overflow) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: str | None, overflow: Overflow, *, ema: bool = False) -> None:
         self._checkpoint = checkpoint
         self._overflow: Overflow = overflow
         source = checkpoint.source
-        found = sorted(list_weights(source, dtype), key=lambda weight: natural_key(weight.name))
+        found = sorted(list_weights(source, dtype, ema=ema), key=lambda weight: natural_key(weight.name))
         self._weights = {weight.name: weight for weight in found}
         for weight in found:
-            for alias in source.arrays[weight.array].spec.aliases:
+            named = f"model/{weight.name}"  # an average has no other names
+            for alias in source.arrays[named if named in source.arrays else weight.array].spec.aliases:
                 self._weights.setdefault(alias, weight)
 
     def __getitem__(self, name: str) -> Tensor:

@@ -32,6 +32,12 @@ def check_budget(nbytes: Any) -> None:
         )
 
 
+def check_ema(ema: Any) -> None:
+    """Raise UsageError for what is no decay of an average."""
+    if ema is not None and not (isinstance(ema, float | int) and 0 <= ema < 1):
+        raise UsageError(f"ema: expected the decay of an average, from 0 to below 1, or None for none, got {ema!r}")
+
+
 def check_settings(device: str, path: Any, overlap: str, max_grad_norm: float | None) -> None:
     """Raise UsageError for settings that cannot be, alone or together."""
     if device not in ("nvme", "cpu"):

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from zstore.engine.optim.kernel import FusedAdam, Scalars, SlotArray, TorchKernel
+from zstore.engine.optim.kernel import AVERAGED, EMA, Averaging, FusedAdam, Scalars, SlotArray, TorchKernel
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.plan.plan import Placement
 from zstore.errors import BudgetError, UsageError
@@ -28,7 +28,7 @@ MASTER = "master"
 """Name of a 16-bit parameter's fp32 master among its state."""
 _MASTER_SLOT = SlotArray(MASTER)
 Tier = Literal["host", "disk"]
-OffloadedKernel = FusedAdam | TorchKernel | BlockKernel
+OffloadedKernel = FusedAdam | TorchKernel | BlockKernel | Averaging
 Settle = Callable[[Iterable[LocalRecord]], None]
 
 
@@ -226,10 +226,12 @@ class LocalState:
         kernel, slots = self._kernels[record.group or 0], self.arrays.slots_of(record)
         # bitsandbytes puts what FSDP cannot gather into a dict of its own.
         entry = dict(entry) | {k: v for value in entry.values() if isinstance(value, Mapping) for k, v in value.items()}
-        if not entry or any(entry.get(slot.entry) is None for slot in slots):
+        averages = entry.get(EMA) is not None  # else they begin with the next step
+        loaded = [slot for slot in slots if slot.name != EMA or averages]
+        if not entry or any(entry.get(slot.entry) is None for slot in loaded):
             self.reset(record)
             return
-        for slot in slots:
+        for slot in loaded:
             self._put(record, slot, entry[slot.entry])
         self.arrays.scalars[record] = _scalars(kernel, entry)
         if not self.arrays.is_master(record):
@@ -312,6 +314,9 @@ def _rows_of(record: LocalRecord, what: str, whole: torch.Tensor) -> torch.Tenso
 
 
 def _scalars(kernel: OffloadedKernel, entry: Mapping[str, Any]) -> Scalars:
+    if isinstance(kernel, Averaging):
+        averaged = float(entry.get(AVERAGED, 0.0)) if entry.get(EMA) is not None else 0.0
+        return {**_scalars(kernel.kernel, entry), AVERAGED: averaged}
     names = list(kernel.present(kernel.initial()))
     missing = [name for name in names if name not in entry]
     if missing:

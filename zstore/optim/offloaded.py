@@ -6,8 +6,8 @@ import copy
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -26,14 +26,14 @@ from zstore.io.files import Files
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.statistics import StoreStatistics
 
-from .arguments import check_budget, check_kind, check_settings, groups_of, steps_folder_of
+from .arguments import check_budget, check_ema, check_kind, check_settings, groups_of, steps_folder_of
 from .block_kernel import BlockKernel
 from .forward_hooks import ForwardHooks
 from .gradients import Gradients, laid_out
 from .journal import OptimizerJournal
 from .local_state import LocalState, OffloadedKernel, StateView
 from .norm import clip_factor, global_norm
-from .registry import OptimizerClass, make_kernel, settings_of
+from .registry import OptimizerClass, averaging, make_kernel, settings_of
 from .snapshots import LoopState, Resumed, Snapshots
 from .stepping import InBackward, Rows, Stepping
 
@@ -82,6 +82,9 @@ class Offloaded(torch.optim.Optimizer):
     fp32 parameters are updated in place, with the bits of torch's class. Of bf16 and fp16 parameters an fp32 master is
     kept with the state, and the parameter is the master, rounded.
 
+    `ema`, as 0.999, keeps an exponential moving average of the weights with this decay beside the state, in fp32: see
+    `averaged_weights`.
+
     `max_grad_norm` clips as `torch.nn.utils.clip_grad_norm_` does, over all ranks. `free_grads` takes gradients into host
     memory as the backward makes them, so that `.grad` is None when it ends. `overlap` says when an update runs: see
     docs/offloaded-optimizer.md. Each rank holds the state of what it has of each parameter; no rank waits for another.
@@ -107,6 +110,7 @@ class Offloaded(torch.optim.Optimizer):
         path: str | os.PathLike[str] | None = None,
         host_budget_bytes: int | None = None,
         max_grad_norm: float | None = None,
+        ema: float | None = None,
         overlap: Overlap = "none",
         free_grads: bool = False,
         durability: Durability = "none",
@@ -118,11 +122,14 @@ class Offloaded(torch.optim.Optimizer):
     ) -> None:
         check_kind(kind)
         check_settings(device, path, overlap, max_grad_norm)
+        check_ema(ema)
         check_budget(host_budget_bytes)
         steps_folder = steps_folder_of(durability, durability_path, path)
         self.kind = kind
         """The class whose update is carried out."""
         self._settings = settings
+        self._ema = ema
+        self._shows_averages = False
         self.max_grad_norm = max_grad_norm
         self.overlap = overlap
         self.free_grads = free_grads
@@ -195,7 +202,7 @@ class Offloaded(torch.optim.Optimizer):
         kernel = make_kernel(self.kind, self._settings | group)
         if isinstance(kernel, BlockKernel):
             kernel.keep(group)
-        return kernel
+        return kernel if self._ema is None else averaging(self.kind, kernel, self._ema)
 
     def _add_records(self, number: int, parameters: Iterable[torch.Tensor]) -> None:
         group = self.param_groups[number]
@@ -272,6 +279,31 @@ class Offloaded(torch.optim.Optimizer):
             return 1.0 / scale
         self.grad_norm = global_norm(laid_out(rows)) / scale
         return clip_factor(self.grad_norm, self.max_grad_norm) / scale
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Let parameters have their averages over the steps in a `with` block, to evaluate with; they are exchanged in place.
+
+        In the block there is no step, and no state to read or load. Raises UsageError without `ema`.
+        """
+        self._require_open()
+        if self._ema is None:
+            raise UsageError("averaged_weights(): there are no averages: make the optimizer with ema=0.999")
+        self._parts.stepping.require_whole()
+        self.wait()
+        self._exchange_averages()
+        try:
+            yield
+        finally:
+            self._exchange_averages()
+
+    def _exchange_averages(self) -> None:
+        state = self._parts.state
+        state.before_change()
+        state.watch_memory(state.records.values())
+        state.arrays.exchange_averages()
+        state.note_update(state.records.values())
+        self._shows_averages = not self._shows_averages
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See torch.optim.Optimizer."""
@@ -376,6 +408,10 @@ class Offloaded(torch.optim.Optimizer):
         self._end()
 
     def _require_open(self) -> None:
+        if self._shows_averages:
+            raise UsageError(
+                "the parameters are their averages: end the block of `with optimizer.averaged_weights()` first"
+            )
         if self._parts.closed:
             raise UsageError(
                 "the optimizer is closed, and its state is gone: make another one, and load a state_dict()"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zstore.engine.optim.kernel import ELEMENT_WISE, FusedAdam, Scalars, TorchKernel, kernel_for
+from zstore.engine.optim.kernel import ELEMENT_WISE, Averaging, FusedAdam, Scalars, TorchKernel, kernel_for
 from zstore.errors import UsageError
 
 from .block_kernel import BlockKernel, Blocks
@@ -103,13 +103,20 @@ def make_kernel(kind: OptimizerClass, group: Mapping[str, Any]) -> FusedAdam | T
         if settings.get(name):
             raise UsageError(f"{kind.__name__}({name}=True) cannot be offloaded: leave it out")
     if known in _ADAMS and settings.get("fused") is not False and not settings.get("foreach"):
-        kernel = kernel_for(known, settings)
-        if isinstance(kernel, FusedAdam | TorchKernel):
-            return kernel
+        return kernel_for(known, settings)
     kernel = TorchKernel(known, settings)
     if known not in ELEMENT_WISE:
         _check_element_wise(known, kernel, settings)
     return kernel
+
+
+def averaging(kind: OptimizerClass, kernel: FusedAdam | TorchKernel | BlockKernel, ema: float) -> Averaging:
+    """Return a kernel that averages masters besides. Raises UsageError where the state is in blocks."""
+    if isinstance(kernel, BlockKernel):
+        raise UsageError(
+            f"ema={ema}: {kind.__name__} keeps its state in blocks, beside which nothing is averaged: leave it out"
+        )
+    return Averaging(kernel, ema)
 
 
 def _known(kind: OptimizerClass) -> OptimizerClass:
