@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from zstore.errors import UsageError
+from zstore.io.buffers import map_large_blocks
 from zstore.io.files import Files
 from zstore.ranks.groups import Groups, make_groups
 from zstore.ranks.world import World
@@ -49,7 +50,6 @@ from .params.units import Unit, find_units
 from .plan.needs import spill_pool_bytes
 from .plan.plan import Plan, Slots
 from .plan.run import budget_of_rank, check_drives, plan_run
-from .runtime.allocator import map_large_blocks
 from .training import Accumulation, PendingUpdate, Training
 from .zero.gradients import GradientRules, Gradients, WholeGradients, agree_any
 from .zero.hooks import UnitHooks

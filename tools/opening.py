@@ -16,6 +16,7 @@ from zstore.checkpoint.catalog import tags_text
 from zstore.checkpoint.reader import tags
 from zstore.checkpoint.source import NUM_THREADS, ArraySource, ReadStatistics
 from zstore.errors import BudgetError, CheckpointNotFoundError
+from zstore.io.buffers import map_large_blocks
 from zstore.io.shards import IoResources, open_resources
 from zstore.open.sources import open_source, split_location
 from zstore.ranks.team import ALONE, Team
@@ -110,6 +111,8 @@ def open_location(
     place, tag = split_location(location, tag)
     # Requests over a network take tens of milliseconds each, so more are under way.
     num_threads = _REMOTE_THREADS if is_url(place) else NUM_THREADS
+    if is_url(place):
+        map_large_blocks()  # an answer's bytes, which each thread would keep
     with (
         open_resources(pool_bytes=common.pool_bytes, num_threads=num_threads) as resources,
         _open(place, tag, resources, common) as source,

@@ -41,23 +41,6 @@ def return_free_memory() -> None:
         trim(0)
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGE_BLOCK_BYTES = 1024 * 1024
-
-
-@cache
-def map_large_blocks() -> None:
-    """Let the C library give each block of a MiB or more back to the system when it is freed, once for the process.
-
-    By itself glibc keeps blocks up to 32 MiB for later as soon as one was freed. Gradients, which one thread makes and
-    another frees, then take half as much memory again as is ever in use.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _LARGE_BLOCK_BYTES)
-
-
 @cache
 def _malloc_trim() -> Any:
     """Return the C library's malloc_trim; None where it has none."""

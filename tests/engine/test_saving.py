@@ -129,8 +129,8 @@ def test_a_process_grows_by_what_the_budget_leaves_and_not_by_copies(
         pytest.skip("the kernel does not begin the peak of a process anew")
     # What is made once comes on top: records, metadata, modules that are imported, huge pages that are used in part.
     assert found.pool <= budget_mib * MIB // 2
-    assert 0 < found.save <= found.pool + 12 * MIB, found
-    assert 0 < found.load <= found.unused + 8 * MIB, found
+    assert found.save <= found.pool + 12 * MIB, found
+    assert found.load <= found.unused + 8 * MIB, found
     assert found.state > 3 * found.largest > 72 * MIB
 
 

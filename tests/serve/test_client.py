@@ -341,8 +341,8 @@ def test_a_server_that_falls_silent_or_cuts_the_answer_is_asked_again(base: str)
     whole = ServiceConnection(base, token=TOKEN).request("GET", place.file("zarr.json")).data
     with socket.create_server(("127.0.0.1", 0)) as listening:
         answers = [
-            b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n",
-            b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort",
+            b"HTTP/1.1 503 Busy\r\nConnection: close\r\nContent-Length: 0\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 9\r\n\r\nshort",
         ]
         answers.append(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(whole) + whole)
 

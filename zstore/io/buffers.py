@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from types import TracebackType
 from typing import Self
 
@@ -226,3 +228,20 @@ def _merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((start, size))
     return merged
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGE_BLOCK_BYTES = 1024 * 1024
+
+
+@cache
+def map_large_blocks() -> None:
+    """Let the C library give each block of a MiB or more back to the system when it is freed, once for the process.
+
+    By itself glibc keeps blocks up to 32 MiB for later as soon as one was freed, for each thread. What one thread makes and
+    another frees, as gradients are, then takes half as much memory again as is ever in use.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _LARGE_BLOCK_BYTES)

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from zstore.closing import closing_with
 from zstore.engine.device import Streams, Transfers, streams_for
 from zstore.engine.optim.state import OptimizerState
-from zstore.engine.runtime.allocator import map_large_blocks
 from zstore.errors import UsageError
+from zstore.io.buffers import map_large_blocks
 from zstore.io.files import Files
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.statistics import StoreStatistics
