@@ -10,7 +10,7 @@ ZstoreError
         RunFolderError                            a run folder is missing, locked by another run or not writable
     CorruptionError         (ValueError)          stored bytes are not what was written
     CheckpointError         (RuntimeError)        a checkpoint could not be saved or loaded
-        CheckpointNotFoundError (FileNotFoundError)
+        CheckpointNotFoundError (FileNotFoundError, ValueError)
         CheckpointExistsError   (FileExistsError)
         CheckpointMismatchError (ValueError)      the checkpoint is whole, but of another model or layout
     RankError               (RuntimeError)        another rank failed; carries the ranks and their tracebacks
@@ -82,8 +82,8 @@ class CheckpointError(ZstoreError, RuntimeError):
     """A checkpoint could not be saved or loaded."""
 
 
-class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no committed checkpoint of that name."""
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError, ValueError):
+    """There is no committed checkpoint of that name. Trainer raises ValueError for one."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):

@@ -17,6 +17,7 @@ loss goes to host memory behind the computation, and the journal's thread waits 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -115,6 +116,26 @@ class RunJournal:
         before, self._place, self._is_certain = self._place, place, certain
         if before is not None and before != place and self._sink is not None:
             self._move(self._sink)
+
+    def follow(self, folder: Path | None) -> None:
+        """Have the journal in `folder` from now on and in no other, unless the config names one: what there is of it moves
+        along. None: what comes waits until there is a folder."""
+        if not self.enabled or isinstance(self._training.config.own.journal, Path):
+            return
+        former = self._sink
+        self._place, self._is_certain = None if folder is None else JournalPlace(folder), True
+        if former is None or former.path.parent == folder:
+            return
+        self._close_file()
+        if self._place is None:
+            return
+        try:
+            os.replace(former.path, self._place.folder / former.path.name)
+        except OSError as error:
+            self._say_failure(f"{type(error).__name__}: {error}")
+        self._sink = self._opened(self._place)
+        if self._sink is not None:
+            self.writer.open(self._sink)
 
     def look_beside(self, look: Callable[[], None]) -> None:
         """Have `look` called twice a second, in the journal's thread, while the journal is open; it must not raise."""

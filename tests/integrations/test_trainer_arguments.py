@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.utils import filter_repo_objects
+from torch import nn
 from transformers import Trainer
 
 import zstore.hf
@@ -39,7 +40,6 @@ def _make(folder: Path, wanted: Any, **changes: Any) -> Any:
     ("changes", "way_out"),
     [
         ({"fsdp": "full_shard"}, "zero_optimization.stage"),
-        ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
         ({"save_on_each_node": True}, "shared"),
         (
             {
@@ -72,8 +72,6 @@ def test_a_config_that_contradicts_the_arguments_is_refused(tmp_path: Path, monk
         _make(tmp_path, wanted)
     for key in ("gradient_clipping is 0.5, but max_grad_norm is 1.0", "optimizer.params.lr is 0.0003", "bf16.enabled"):
         assert key in str(refused.value)
-    with pytest.raises(ConfigError, match="ZSTORE_CONFIG"):
-        _make(tmp_path, None)
     with pytest.raises(ConfigError, match="stage"):
         _make(tmp_path, {"zero_optimization": {"stage": 7}})
     alone = arguments(tmp_path)
@@ -100,6 +98,25 @@ def test_a_config_comes_from_the_variable_and_the_rest_from_the_arguments(
     assert history(ours, "loss", "grad_norm") == pytest.approx(history(plain, "loss", "grad_norm"), rel=1e-5)
     assert [group["weight_decay"] for group in ours.optimizer.param_groups] == [0.1, 0.0]
     torch.testing.assert_close(ours.engine.module_state_dict(), dict(plain.model.state_dict()), rtol=1e-4, atol=1e-6)
+    ours.close()
+
+
+@pytest.mark.parametrize("zstore_config", [None, {}])
+def test_a_trainer_without_a_config_trains_in_memory_and_says_what_offload_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, zstore_config: Any
+) -> None:
+    monkeypatch.delenv("ZSTORE_CONFIG", raising=False)
+    run = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    with caplog.at_level(logging.INFO, logger="zstore"):
+        ours = _make(tmp_path / "ours", zstore_config, **run)
+    (line,) = [record.message for record in caplog.records if "nothing is configured" in record.message]
+    assert "offload_param" in line
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    ours.train()
+    assert ours.engine.zero_optimization_stage() == 0
+    plain = Trainer(llama(**TINY), arguments(tmp_path / "plain", **run), train_dataset=Texts(4))
+    plain.train()
+    assert history(ours, "loss", "grad_norm") == pytest.approx(history(plain, "loss", "grad_norm"), rel=1e-5)
     ours.close()
 
 
@@ -155,6 +172,48 @@ def test_evaluation_alone_is_in_16_bits_where_that_is_asked_for(
     alone.close()
 
 
+class _Full(nn.Linear):
+    """Has no memory for so many samples: in its forward, or in its backward."""
+
+    fails_in = "forward"
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        if len(values) >= 8 and self.training:
+            if self.fails_in == "forward":
+                raise RuntimeError("CUDA out of memory.")
+            values.register_hook(self._fail)
+        return super().forward(values)
+
+    @staticmethod
+    def _fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("CUDA out of memory.")
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
+def test_a_batch_size_is_found_as_trainer_alone_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_in: str, device: str
+) -> None:
+    (tmp_path / "nvme").mkdir()
+    monkeypatch.setattr(_Full, "fails_in", fails_in)
+    run = {"max_steps": 3, "per_device_train_batch_size": 8, "auto_find_batch_size": True}
+    run |= {"save_strategy": "steps", "save_steps": 2}
+    trainers = []
+    for kind, extra in ((Trainer, {}), (zstore.hf.Trainer, {"zstore_config": config(tmp_path / "nvme", device)})):
+        for resume in (None, True):
+            model = llama(**TINY)
+            model.lm_head.__class__ = _Full
+            trainer = kind(model, arguments(tmp_path / kind.__module__, **run), train_dataset=Texts(24), **extra)
+            trainer.train(resume_from_checkpoint=resume)
+            trainers.append(trainer)
+            if extra:
+                assert trainer.engine.train_micro_batch_size_per_gpu() == 7
+                trainer.close()
+    assert [trainer._train_batch_size for trainer in trainers] == [7] * 4
+    plain, ours = ([history(one, "loss", "grad_norm") for one in pair] for pair in (trainers[:2], trainers[2:]))
+    assert ours == [pytest.approx(each, rel=1e-5) for each in plain]
+
+
 def test_units_are_compiled_as_the_arguments_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND", raising=False)
     found = []
@@ -172,11 +231,13 @@ def test_a_resume_without_a_whole_checkpoint_names_the_newest_that_is(tmp_path: 
     wanted = config(tmp_path, device="cpu")
     run = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     trainer = _make(tmp_path / "out", wanted, **run)
-    with pytest.raises(CheckpointNotFoundError, match="no folder checkpoint-N"):
+    with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
         trainer.train(resume_from_checkpoint=True)
     trainer.train()
     shutil.rmtree(tmp_path / "out" / "checkpoint-2" / "step-2")  # as of a save that was killed
-    with pytest.raises(CheckpointNotFoundError, match=r"the newest that is whole is .*checkpoint-1"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"Can't find a valid checkpoint at .*the newest that is whole is .*checkpoint-1"
+    ):
         trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     trainer.train(resume_from_checkpoint=True)  # takes that one
     assert trainer.state.global_step == 2
@@ -219,8 +280,8 @@ def test_what_goes_to_the_hub_is_whole_when_it_goes_and_has_no_journal(
         and any(name.startswith(f"step-{number}/") for name in files)
         for number, files in enumerate(checkpoints, 1)
     ] == [True, True]
-    (journal,) = journals(tmp_path)
-    (tmp_path / request_file(str(run_of(journal)))).write_text("{}")
+    (journal,) = journals(tmp_path / "checkpoint-2")
+    (tmp_path / "checkpoint-2" / request_file(str(run_of(journal)))).write_text("{}")
     monkeypatch.setattr(trainer, "create_model_card", lambda **_: None)  # it would ask the hub
     trainer.push_to_hub(commit_message="the end", blocking=False)
     message, files = api.sent[-1]

@@ -19,6 +19,7 @@ from tests.integrations.tokens import tokenizer
 from tests.integrations.trainers import QUIET, Texts, arguments, config, history, llama
 from tests.tools.commands import run
 from zstore.hf.checkpoints import committed
+from zstore.journal import read
 from zstore.testing.ranks import run_ranks
 
 RUN = {
@@ -137,3 +138,59 @@ def test_folders_evaluation_and_generation_are_those_of_trainer_alone(tmp_path: 
     listed = json.loads(run("ls", os.fspath(tmp_path / "ours"), "--json").stdout)
     assert "checkpoint-3/step-3" in {one["tag"] for one in listed["checkpoints"]}
     assert [one["tag"] for one in listed["checkpoints"] if one["newest"]] == ["checkpoint-3/step-3"]
+
+
+def _steps(journal: Path) -> list[int]:
+    return [one["step"] for one in read(journal.parent) if one["kind"] == "step"]
+
+
+def _kept(out: Path) -> set[str]:
+    return set(os.listdir(out)) if out.exists() else set()
+
+
+@pytest.mark.parametrize(
+    "saves",
+    [
+        {"save_strategy": "no"},
+        {"save_strategy": "steps", "save_steps": 1},
+        {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1},
+        {**{name: value for name, value in RUN.items() if name != "learning_rate"}, "save_total_limit": 1},
+        {"save_strategy": "steps", "save_steps": 1, "save_only_model": True, "save_total_limit": 2},
+    ],
+    ids=["no", "steps", "newest", "best", "weights"],
+)
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.filterwarnings("default")
+def test_output_dir_has_what_trainer_alone_leaves_there(tmp_path: Path, saves: dict[str, Any], looks: bool) -> None:
+    settings = {**saves, "num_train_epochs": 1}
+    watch = [_Watch()] if looks and not saves.get("save_only_model") else []
+    for kind, name, extra in (
+        (Trainer, "plain", {}),
+        (zstore.hf.Trainer, "ours", {"zstore_config": {}, "callbacks": watch}),
+    ):
+        data = {"train_dataset": Texts(8), "eval_dataset": Texts(2, seed=3)}
+        trainer = kind(llama(), arguments(tmp_path / name, **settings), **data, **extra)
+        trainer.train()
+        if extra:
+            trainer.close()
+    assert _kept(tmp_path / "ours") == _kept(tmp_path / "plain")
+    found = list((tmp_path / "ours").rglob("journal-*.jsonl"))
+    if saves["save_strategy"] == "no" or saves.get("save_only_model"):
+        assert not found
+    else:
+        (journal,) = found
+        assert _steps(journal) == [1, 2, 3, 4]
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_journal_of_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4}
+    first = zstore.hf.Trainer(llama(), arguments(tmp_path, **settings), train_dataset=Texts(8), zstore_config={})
+    first.train()
+    first.close()
+    second = zstore.hf.Trainer(llama(), arguments(tmp_path, **settings), train_dataset=Texts(8), zstore_config={})
+    second.train(resume_from_checkpoint=os.fspath(tmp_path / "checkpoint-2"))
+    second.close()
+    (journal,) = tmp_path.rglob("journal-*.jsonl")
+    assert journal.parent.name == "checkpoint-4"
+    assert _steps(journal) == [1, 2, 3, 4, 3, 4]

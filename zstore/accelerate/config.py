@@ -18,14 +18,17 @@ _LAUNCHERS = {
 """Variables that `accelerate launch` sets, and what each asks for."""
 
 
-def read_source(given: Any, argument: str) -> tuple[dict[str, Any], str]:
+def read_source(given: Any, argument: str, *, default: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], str]:
     """Return the config as a dict of its own, and where it was read from, for messages.
 
-    `given` is a dict, a path or JSON text; None: the variable ZSTORE_CONFIG. Raises ConfigError where there is none.
+    `given` is a dict, a path or JSON text; None: the variable ZSTORE_CONFIG, and without it the `default`. Raises ConfigError
+    where there is none.
     """
     source = os.environ.get(CONFIG_VARIABLE) if given is None else given
     name = argument if given is not None else f"the variable {CONFIG_VARIABLE}"
     if source is None or source == "":
+        if default is not None:
+            return dict(default), "the default config"
         raise ConfigError(
             f"there is no config: pass {argument}=dict or path of a DeepSpeed JSON, or set {CONFIG_VARIABLE}"
         )

@@ -6,13 +6,16 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
 from zstore.accelerate.config import ask_for_precision, mismatch_text, section, written
-from zstore.engine.config.config import load_config
+from zstore.engine.config.config import CONFIG_VARIABLE, load_config
+from zstore.engine.engine import Engine
+from zstore.engine.runtime.messages import show_messages
 from zstore.errors import ConfigError, UsageError
 
 _log = logging.getLogger("zstore")
@@ -34,6 +37,7 @@ _NAMES = {
     "bf16.enabled": "bf16",
 }
 """Keys of a config that must say what an argument says, or "auto"."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def answers_of(args: Any, max_steps: int | None = None) -> dict[str, Any]:
@@ -50,13 +54,26 @@ def answers_of(args: Any, max_steps: int | None = None) -> dict[str, Any]:
         "optimizer.params.weight_decay": args.weight_decay,
         "scheduler.params.warmup_min_lr": 0.0,
         "scheduler.params.warmup_max_lr": float(args.learning_rate),
-        "fp16.enabled": bool(args.fp16),
-        "bf16.enabled": bool(args.bf16),
+        **precision_answers(args),
     }
     if max_steps is not None:
         answers["scheduler.params.total_num_steps"] = max_steps
         answers["scheduler.params.warmup_num_steps"] = max(1, args.get_warmup_steps(max_steps))
     return answers
+
+
+def precision_answers(args: Any, precision: str | None = None) -> dict[str, bool]:
+    """Return the answers that say in which type an engine computes: `precision`, or that of training."""
+    precision = precision or ("fp16" if args.fp16 else "bf16" if args.bf16 else None)
+    return {f"{kind}.enabled": kind == precision for kind in ("fp16", "bf16")}
+
+
+def count_micro_batches(engine: Engine, samples: int) -> None:
+    """Have the engine count micro-batches of so many samples, which `auto_find_batch_size` found."""
+    training = engine.training_state
+    batch = training.accumulation.batch
+    total = samples * batch.accumulation_steps * training.world.world_size
+    training.resize(replace(batch, micro_batch_size=samples, train_batch_size=total))
 
 
 def evaluation_precision(args: Any) -> str | None:
@@ -65,14 +82,31 @@ def evaluation_precision(args: Any) -> str | None:
 
 
 @contextmanager
-def uncast(args: Any) -> Iterator[None]:
-    """Keep Trainer from casting the model itself for `fp16_full_eval` and `bf16_full_eval` in the block."""
+def evaluating(args: Any, engine: Engine | None, precision: str | None) -> Iterator[None]:
+    """Evaluate in a type in the block: under autocast where the engine computes in fp32. Trainer, which casts the model itself
+    and leaves the parameters that are trained in 16 bits, does not see that it was asked to."""
     asked = args.fp16_full_eval, args.bf16_full_eval
     args.fp16_full_eval = args.bf16_full_eval = False
+    casts = precision is not None and engine is not None and engine.training_state.config.precision == "fp32"
     try:
-        yield
+        # Without autocast's cache, which would keep a whole model in 16 bits.
+        with torch.autocast(args.device.type, DTYPES[precision or "bf16"], enabled=casts, cache_enabled=False):
+            yield
     finally:
         args.fp16_full_eval, args.bf16_full_eval = asked
+
+
+def default_config(args: Any) -> dict[str, Any]:
+    """Return the config of a Trainer that was given an empty one or none: all that is the Trainer's, in memory."""
+    if args.process_index == 0:
+        show_messages()
+        _log.info(
+            'nothing is configured: stage 0, in memory. To offload, pass the Trainer zstore_config={"zero_optimization": '
+            '{"stage": 3, "offload_optimizer": %s, "offload_param": %s}} or a JSON file\'s path, also in the variable %s',
+            *(['{"device": "nvme", "nvme_path": FOLDER}'] * 2),
+            CONFIG_VARIABLE,
+        )
+    return {"gradient_clipping": "auto"}
 
 
 def complete_config(raw: dict[str, Any], args: Any) -> None:
@@ -151,8 +185,6 @@ def _problems(args: Any) -> Iterator[str]:
         yield "TrainingArguments(save_on_each_node=True): all machines write into one shared output_dir; leave it out"
     if args.save_only_model and args.load_best_model_at_end:
         yield "TrainingArguments: load_best_model_at_end needs whole checkpoints; set save_only_model=False"
-    if args.auto_find_batch_size:
-        yield "TrainingArguments(auto_find_batch_size=True): the engine keeps its batch size; set per_device_train_batch_size"
     if is_torch_xla_available() or is_sagemaker_mp_enabled():
         yield "zstore trains on GPUs and CPUs, not on TPUs or with SageMaker's model parallelism"
     if args.world_size == 1 < int(os.environ.get("WORLD_SIZE", "1")):

@@ -8,9 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers.trainer_utils import rotate_checkpoints
+
 from zstore.accelerate.weights import move_weights, weight_files
 from zstore.checkpoint.catalog import TagInfo, list_tags, resolve
+from zstore.engine.engine import Engine
 from zstore.errors import CheckpointError, CheckpointNotFoundError, CorruptionError
+from zstore.journal.names import journal_file
 
 STATE_KEY = "trainer"
 """Where the client state of a checkpoint has what this package keeps."""
@@ -59,8 +63,8 @@ def require_committed(folder: str) -> Mapping[str, Any]:
     if newest is not None:
         advice = f"the newest that is whole is {newest}"
     raise CheckpointNotFoundError(
-        f"{folder} has no committed checkpoint of zstore{_refusals(folder)}: it was made without zstore or with "
-        f"save_only_model, or its save did not end; {advice}"
+        f"Can't find a valid checkpoint at {folder}: it has none of zstore that is committed{_refusals(folder)}. It was made "
+        f"without zstore or with save_only_model, or its save did not end; {advice}"
     )
 
 
@@ -76,3 +80,37 @@ def link_weights(folder: Path, tag: str) -> None:
     files = weight_files(folder / tag)
     if files:
         move_weights(files, folder, link=True)
+
+
+def bring_journal(engine: Engine, folder: Path) -> None:
+    """Have the run's journal in the folder of a checkpoint, with what there is of it in the folder of another one (rank 0)."""
+    if engine.journal.open_at is None and engine.journal.enabled:  # a run that was resumed, or its first save
+        name = journal_file(engine.training_state.run_id)
+        found = folder.parent.glob(f"checkpoint-*/{name}")
+        before = max(found, key=lambda path: path.stat().st_mtime, default=None)
+        if before is not None and before.parent != folder:
+            os.replace(before, folder / name)
+    engine.journal.follow(folder)
+
+
+def move_journal(engine: Engine | None, folder: Path) -> None:
+    """Have the run's journal in a folder, where there is one."""
+    if engine is not None and engine.journal.open_at is not None:
+        engine.journal.follow(folder)
+
+
+def rotate(trainer: Any, folder: str) -> None:
+    """Delete the oldest checkpoints in a folder, as `save_total_limit` has it, and no journal with them (rank 0)."""
+    limit = trainer.args.save_total_limit
+    if not limit:
+        return
+    move_journal(trainer.engine, Path(folder))
+    rotate_checkpoints(
+        output_dir=folder,
+        save_total_limit=limit,
+        best_model_checkpoint=trainer.state.best_model_checkpoint,
+        use_mtime=True,
+    )
+    newest = newest_folder(folder)
+    if newest is not None:
+        move_journal(trainer.engine, Path(newest))

@@ -1,7 +1,7 @@
 """What a Trainer sends to the Hugging Face hub: not its run's journal.
 
-The journal is in `output_dir`, which `push_to_hub` uploads, and has the name of the machine and all of the config. Trainer
-takes no patterns of files to leave out, so its module has another uploader while it is asked to push.
+The journal is in a folder `checkpoint-N`, which `push_to_hub` uploads, and has the name of the machine and all of the
+config. Trainer takes no patterns of files to leave out, so its module has another uploader while it is asked to push.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 import transformers.trainer
 
-PRIVATE = ("journal-*.jsonl", "request-*.json", ".request-*")
+_FILES = ("journal-*.jsonl", "request-*.json", ".request-*")
+PRIVATE = (*_FILES, *(f"*/{name}" for name in _FILES))
 """Files of a run, beside its checkpoints, that stay where they are."""
 _NAMES = ("hf_api", "upload_folder")
 """Of what the module uploads with, by the version of transformers: a function that returns the hub, or the upload itself."""

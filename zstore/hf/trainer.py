@@ -31,7 +31,6 @@ from accelerate.utils.deepspeed import DummyOptim
 from torch import nn
 from transformers import TrainerCallback
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import logging as transformers_logging
 
 from zstore.accelerate.accelerator import Accelerator
@@ -44,18 +43,31 @@ from zstore.engine.engine import Engine
 from zstore.errors import CheckpointNotFoundError, UsageError
 
 from .arguments import (
+    DTYPES,
     answers_of,
     check_arguments,
     check_matches,
     check_optim,
     complete_config,
+    count_micro_batches,
+    default_config,
+    evaluating,
     evaluation_precision,
     keeps_global_batch,
-    uncast,
+    precision_answers,
     writes_weights,
 )
 from .callback import RunCallback
-from .checkpoints import STATE_KEY, link_weights, newest_folder, require_committed, tag_of
+from .checkpoints import (
+    STATE_KEY,
+    bring_journal,
+    link_weights,
+    move_journal,
+    newest_folder,
+    require_committed,
+    rotate,
+    tag_of,
+)
 from .hub import journals_stay
 
 _log = logging.getLogger("zstore")
@@ -80,13 +92,7 @@ class TrainerAccelerator(Accelerator):
         """Do nothing: the Trainer cuts the batches, and its arguments were checked."""
 
     def _precision_answers(self) -> dict[str, Any]:
-        found = answers_of(self._arguments)
-        return {
-            f"{kind}.enabled": found[f"{kind}.enabled"]
-            if self.frozen_precision is None
-            else kind == self.frozen_precision
-            for kind in ("fp16", "bf16")
-        }
+        return precision_answers(self._arguments, self.frozen_precision)
 
     def _answers(self, optimizer: Any, args: Any) -> dict[str, Any]:
         return answers_of(self._arguments, self.max_steps)
@@ -98,9 +104,6 @@ class TrainerAccelerator(Accelerator):
     def engine_for(self, model: nn.Module) -> Engine | None:
         """Return the engine that holds a model, trained or frozen; None where there is none."""
         return self._engine_of(model)
-
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
@@ -138,7 +141,9 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """Make Trainer's accelerator, then put ours in its place."""
         check_arguments(self.args)
-        raw, source = read_source(self._zstore_config, "zstore_config")
+        raw, source = read_source(self._zstore_config, "zstore_config", default={})
+        if not raw:
+            raw = default_config(self.args)
         complete_config(raw, self.args)
         check_matches(raw, source, self.args)
         check_optim(raw, source, self.args)
@@ -185,10 +190,9 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         self._begin_journal()
 
     def _begin_journal(self) -> None:
-        """Let the run's journal be in `output_dir`, from the first step on."""
-        engine = self.engine
-        if engine is not None:
-            engine.checkpoints.note_folder(self.args.output_dir)
+        """Let the run's journal be in the newest `checkpoint-N`: people count what is in `output_dir`."""
+        if (engine := self.engine) is not None:
+            engine.journal.follow(None)
             self.remove_callback(RunCallback)
             self.add_callback(RunCallback(engine))
 
@@ -196,6 +200,8 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         """Have the engine before Trainer prepares anything."""
         self._open_engine(max_steps)
         if (engine := self.engine) is not None:
+            if self.args.auto_find_batch_size:
+                count_micro_batches(engine, self._train_batch_size)
             engine.journal.note(loop="trainer", total_steps=max_steps)
         return super()._prepare_for_training(max_steps, *args, **kwargs)
 
@@ -225,15 +231,14 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         data = super()._prepare_input(data)
         engine = self.engine
         if engine is not None and isinstance(data, torch.Tensor) and data.is_floating_point():
-            return data.to(_DTYPES[engine.training_state.config.precision])
+            return data.to(DTYPES[engine.training_state.config.precision])
         return data
 
     # -- evaluating -------------------------------------------------------------------------------------------------
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate with the engine; before `train()` one is made: where there is a train_dataset that of the training, else
-        one without an optimizer (all ranks). `fp16_full_eval` and `bf16_full_eval` are autocast, where the engine computes
-        in fp32: Trainer would leave the parameters that are trained in 16 bits."""
+        one without an optimizer (all ranks)."""
         precision = None if self.is_in_train else evaluation_precision(self.args)
         if self.engine is None:
             if self.train_dataset is None:
@@ -242,13 +247,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
                 self.accelerator.frozen_precision = None
             else:
                 self._open_engine(self._known_max_steps())
-        engine = self.engine
-        casts = precision is not None and engine is not None and engine.training_state.config.precision == "fp32"
-        # Without autocast's cache, which would keep a whole model in 16 bits.
-        with (
-            uncast(self.args),
-            torch.autocast(self.args.device.type, _DTYPES[precision or "bf16"], enabled=casts, cache_enabled=False),
-        ):
+        with evaluating(self.args, self.engine, precision):
             return super().evaluation_loop(*args, **kwargs)
 
     def _known_max_steps(self) -> int | None:
@@ -267,8 +266,9 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
                 broadcast_object_list(found)
             if found[0] is None:
                 raise CheckpointNotFoundError(
-                    f"{self.args.output_dir} has no folder checkpoint-N with a committed checkpoint: check output_dir, or "
-                    "leave resume_from_checkpoint out to train from the start"
+                    f"No valid checkpoint found in output directory ({self.args.output_dir}): expected a folder checkpoint-N "
+                    "with a committed checkpoint of zstore. Check output_dir, or leave resume_from_checkpoint out to train "
+                    "from the start"
                 )
             resume_from_checkpoint = found[0]
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -393,11 +393,15 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save `checkpoint-N`; see [Note: saves in the background] (all ranks)."""
         self._complete_save()
-        limit, self._in_checkpoint = self.args.save_total_limit, True
+        # Not before this one is committed.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        self._in_checkpoint = True
         try:
             super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit, self._in_checkpoint = limit, False
+        if self._unfinished is None and self.args.should_save:
+            rotate(self, self._get_output_dir(trial))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save everything that is the engine's, and the schedule (all ranks)."""
@@ -412,6 +416,8 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
             "world_size": args.world_size,
         }
         tag = tag_of(self.state.global_step)
+        if args.should_save:
+            bring_journal(engine, Path(output_dir))
         engine.save_checkpoint(
             output_dir,
             tag,
@@ -423,16 +429,14 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         )
         self._unfinished = output_dir, tag
         if self._saves_at_once():
-            self._complete_save(rotate=False)
-        else:
-            args.save_total_limit = None  # not before this one is committed: see `_save_checkpoint`
+            self._complete_save(rotates=False)
 
     def _saves_at_once(self) -> bool:
         """Return whether somebody looks at the folder as soon as it is saved."""
         hooked = any(type(one).on_save is not TrainerCallback.on_save for one in self.callback_handler.callbacks)
         return hooked or self.args.push_to_hub or self.args.enable_jit_checkpoint
 
-    def _complete_save(self, *, rotate: bool = True) -> None:
+    def _complete_save(self, *, rotates: bool = True) -> None:
         """Complete a save in the background, and what waits for it (all ranks)."""
         if self._unfinished is None or self.accelerator.engine is None:
             return
@@ -442,13 +446,8 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         with engine.world.agreeing():
             if self.args.should_save:
                 link_weights(Path(folder), tag)
-                if rotate:
-                    rotate_checkpoints(
-                        output_dir=os.path.dirname(folder),
-                        save_total_limit=self.args.save_total_limit,
-                        best_model_checkpoint=self.state.best_model_checkpoint,
-                        use_mtime=True,
-                    )
+                if rotates:
+                    rotate(self, os.path.dirname(folder))
 
     def close(self) -> None:
         """Complete a save under way and close the engine, which gives memory and nvme_path to another run in this process (all
@@ -457,8 +456,10 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         self.accelerator.close_engines()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Complete the last save, then end as Trainer does."""
+        """Complete the last save, then end as Trainer does, which may keep the best checkpoint alone."""
         self._complete_save()
+        if self.args.save_total_limit == 1 and self.state.best_model_checkpoint is not None:
+            move_journal(self.engine, Path(self.state.best_model_checkpoint))
         return super()._finalize_training(*args, **kwargs)
 
 
