@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zstore.checkpoint.catalog import LOOPS_FOLDER
 from zstore.io.links import LinkStatistics
 from zstore.journal.names import journal_file
 from zstore.journal.requests import request
@@ -143,8 +144,12 @@ class RunJournal:
 
     @property
     def open_at(self) -> tuple[Path, str] | None:
-        """The local folder that the journal is written in, and the id of its run; None where it is not open."""
-        return None if self._sink is None else (self._sink.path.parent, self._run_id)
+        """The local folder of the run, and its id; None where the journal is not open. The journal is in that folder, or in
+        that of a checkpoint in it that a loop made."""
+        if self._sink is None:
+            return None
+        folder = self._sink.path.parent
+        return folder.parent if LOOPS_FOLDER.fullmatch(folder.name) else folder, self._run_id
 
     # -- what the engine says ---------------------------------------------------------------------------------------
 

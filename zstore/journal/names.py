@@ -21,8 +21,8 @@ def request_file(run_id: str) -> str:
 
 
 def run_of(file: str) -> str | None:
-    """Return the id of the run whose journal a file is, by its name; None for any other file."""
-    found = _JOURNAL.fullmatch(file)
+    """Return the id of the run whose journal a file is, by its name or path; None for any other file."""
+    found = _JOURNAL.fullmatch(file.rpartition("/")[2])
     return None if found is None else found.group(1)
 
 

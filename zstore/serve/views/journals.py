@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ...checkpoint.catalog import LOOPS_FOLDER
 from ...checkpoint.folder import Folder
 from ...errors import ZstoreError
 from ...journal.lines import decode
@@ -32,14 +34,19 @@ def journals_in(folder: Folder) -> dict[str, JournalFile]:
         return {}
 
 
-def _journals_here(folder: Folder) -> dict[str, JournalFile]:
+def _journals_here(folder: Folder, nested: str = "") -> dict[str, JournalFile]:
+    """Return also those in the folders of checkpoints that a loop makes, by their paths."""
     found: dict[str, JournalFile] = {}
-    with os.scandir(folder.path) as entries:
+    with os.scandir(os.path.join(folder.path, nested)) as entries:
         for entry in entries:
             if run_of(entry.name) is not None and entry.is_file(follow_symlinks=False):
                 status = entry.stat(follow_symlinks=False)
                 identity = (status.st_dev, status.st_ino)
-                found[entry.name] = JournalFile(nbytes=status.st_size, written_ns=status.st_mtime_ns, identity=identity)
+                file = JournalFile(nbytes=status.st_size, written_ns=status.st_mtime_ns, identity=identity)
+                found[nested + entry.name] = file
+            elif not nested and LOOPS_FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(OSError):  # it may be removed meanwhile
+                    found |= _journals_here(folder, f"{entry.name}/")
     return found
 
 
