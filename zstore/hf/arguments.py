@@ -163,6 +163,26 @@ def keeps_global_batch(raw: Mapping[str, Any]) -> bool:
     return all(written(raw, key) in (None, "auto") for key in ("gradient_accumulation_steps", "train_batch_size"))
 
 
+def keep_global_batch(args: Any, kept: Mapping[str, Any], *, may_accumulate: bool) -> None:
+    """Accumulate so many micro-batches that a step has as many samples as before, at another world size."""
+    before, micro = int(kept["train_batch_size"]), args.per_device_train_batch_size * args.world_size
+    now = micro * args.gradient_accumulation_steps
+    if before == now:
+        return
+    fits = before % micro == 0 and kept["world_size"] != args.world_size
+    if fits and may_accumulate:
+        args.gradient_accumulation_steps = before // micro
+        text = (
+            "gradient_accumulation_steps is %d from here on, so that a step has %d samples as before, at world size %d"
+        )
+        if args.process_index == 0:
+            _log.warning(text, args.gradient_accumulation_steps, before, args.world_size)
+        return
+    text = "a step had %d samples in the checkpoint, and has %d now: data and schedule go on from another place"
+    if args.process_index == 0:
+        _log.warning(text, before, now)
+
+
 def writes_weights(raw: dict[str, Any]) -> bool:
     """Return whether each checkpoint is to have the weights for other software: yes, unless the config says no."""
     return section(raw, "zero_optimization").get("stage3_gather_16bit_weights_on_model_save", True) is not False

@@ -104,13 +104,9 @@ def rotate(trainer: Any, folder: str) -> None:
     limit = trainer.args.save_total_limit
     if not limit:
         return
-    move_journal(trainer.engine, Path(folder))
-    rotate_checkpoints(
-        output_dir=folder,
-        save_total_limit=limit,
-        best_model_checkpoint=trainer.state.best_model_checkpoint,
-        use_mtime=True,
-    )
-    newest = newest_folder(folder)
-    if newest is not None:
+    best = trainer.state.best_model_checkpoint
+    if best is not None:  # which may be kept in place of the newest
+        move_journal(trainer.engine, Path(folder))
+    rotate_checkpoints(output_dir=folder, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+    if best is not None and (newest := newest_folder(folder)) is not None:
         move_journal(trainer.engine, Path(newest))

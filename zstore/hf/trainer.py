@@ -20,7 +20,7 @@ import functools
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ from .arguments import (
     default_config,
     evaluating,
     evaluation_precision,
+    keep_global_batch,
     keeps_global_batch,
     precision_answers,
     writes_weights,
@@ -277,25 +278,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         """Look at the checkpoint, before the engine is there that loads it: see `_load_optimizer_and_scheduler`."""
         kept = require_committed(resume_from_checkpoint)
         if kept:
-            self._keep_global_batch(kept)
-
-    def _keep_global_batch(self, kept: Mapping[str, Any]) -> None:
-        """Accumulate so many micro-batches that a step has as many samples as before, at another world size."""
-        args = self.args
-        before, micro = int(kept["train_batch_size"]), args.per_device_train_batch_size * args.world_size
-        now = micro * args.gradient_accumulation_steps
-        if before == now:
-            return
-        fits = before % micro == 0 and kept["world_size"] != args.world_size
-        if fits and self._keeps_global_batch:
-            args.gradient_accumulation_steps = before // micro
-            text = "gradient_accumulation_steps is %d from here on, so that a step has %d samples as before, at world size %d"
-            if args.process_index == 0:
-                _log.warning(text, args.gradient_accumulation_steps, before, args.world_size)
-            return
-        text = "a step had %d samples in the checkpoint, and has %d now: data and schedule go on from another place"
-        if args.process_index == 0:
-            _log.warning(text, before, now)
+            keep_global_batch(self.args, kept, may_accumulate=self._keeps_global_batch)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load everything, at any world size (all ranks)."""
