@@ -26,7 +26,7 @@ from .access.access import Access
 from .access.export import ExportOptions, save_weights
 from .access.gather import gather
 from .access.generation import in_step
-from .access.guard import ParameterGuard
+from .access.guard import ParameterGuard, ValueSample
 from .access.module_state import CustomLoad, hand_back, load_module_state, module_state_dict, without_prefix
 from .access.optimizer_state import StateByParameter
 from .activations.checkpointing import activation_statistics
@@ -149,6 +149,9 @@ class Engine(nn.Module):
             self._modules, training.model, training.state.records, functools.partial(_take_over, training, self.access)
         )
         self.access.before_reading = self.parameter_guard.check_values
+        # Updates in the backward are under way when a step begins.
+        apart = [] if training.pending.in_backward is not None else self.access.apart(training.state.records)
+        self.value_sample = ValueSample(apart, self.access.first_of_master)
         self.signals = StopSignals(training.world)
         self.requests = Requests(training.world, self.report.journal)
         pause = CollectorPause() if settings.disable_python_gc else None
@@ -227,7 +230,9 @@ class Engine(nn.Module):
                 if self.requests.finder is not None and self.requests.finder.found is not None:
                     self.requests.tell()
                 with self._timed("optimizer_s"):
+                    self.value_sample.check()
                     training.step()
+                    self.value_sample.note()
         finally:
             training.counters.micro_steps += 1
             accumulation.end_micro_batch(boundary=boundary)

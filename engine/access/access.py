@@ -412,16 +412,28 @@ class Access:
             error = UsageError(f"{call} within `with engine.averaged_weights()`: end the block first")
             self.world.raise_together(error)
 
+    def apart(self, records: Iterable[ParameterRecord]) -> list[ParameterRecord]:
+        """Return those that are resident, and whose master of this rank's rows is other memory."""
+        state = self.state
+        return [
+            record
+            for record in records
+            if record.group is not None and record.owned_numel and record.residency is Residency.RESIDENT
+            if not (state.is_master(record) or state.is_split(record))
+        ]
+
+    def first_of_master(self, record: ParameterRecord, numel: int) -> torch.Tensor:
+        """Return the first values of this rank's rows of a parameter's master, 1-D."""
+        return self.master(record).begin(0, numel)()
+
     def take_over(self, records: Sequence[ParameterRecord]) -> None:
         """Let the masters of resident parameters follow what a script changed in place: an element whose bits differ from
         its master's becomes the master, others keep the digits that the parameter does not have.
 
         Each rank does so for its own rows. See [Note: changed in place] in `guard`.
         """
-        state = self.state
-        trained = [record for record in records if record.group is not None and record.owned_numel]
-        apart = [record for record in trained if not (state.is_master(record) or state.is_split(record))]
-        with state.passing([[model_array(record.name)] for record in apart], "update") as tiles:
+        apart = self.apart(records)
+        with self.state.passing([[model_array(record.name)] for record in apart], "update") as tiles:
             for tile in tiles:
                 record = apart[tile.group]
                 master, own = as_torch(tile.views[0]), record.owned()[tile.first : tile.stop]

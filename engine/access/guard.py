@@ -15,8 +15,10 @@ parameter given other memory, the updates would go on in the old one and the mod
 A script may write to parameters between steps (`clamp_`, `nn.init`, `copy_` under `no_grad`). Their version counters tell,
 at the next forward, step, save or call that reads the state. A resident parameter has the values that were written; its
 master, where that is another array, takes them over. A sharded one has them in memory that is gone by then, or in the
-view of one NaN: that is refused. What is written through `.data` counts in no version; so the memory of a parameter that is
-its own master keeps it, and elsewhere the next update overwrites it.
+view of one NaN: that is refused. What is written through `.data` counts in no version. The memory of a parameter that is its
+own master keeps it; elsewhere the next update would overwrite it. So each step notes the first values of one parameter, in
+turn, and the next one refuses to begin where they are others, and not what the master says. It is for the step to find,
+since a script may swap weights through `.data` for an evaluation, and back.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, cycle
 from operator import is_
 from types import MethodType
 from typing import Any
@@ -42,6 +44,7 @@ _log = logging.getLogger("zstore")
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 _MOST_PROBE_DIMS = 5
+_SAMPLE_NUMEL = 1024
 _NAMED = 5
 """Parameters that an error names."""
 
@@ -197,6 +200,41 @@ class ParameterGuard:
             )
             self._later |= added
         self._note_structure()
+
+
+class ValueSample:
+    """The first values of one of `records`, which have masters apart from them. See [Note: changed in place]. `master` returns
+    so many of this rank's values of a parameter's master."""
+
+    def __init__(
+        self, records: Sequence[ParameterRecord], master: Callable[[ParameterRecord, int], torch.Tensor]
+    ) -> None:
+        self._turns = cycle(records)
+        self._master = master
+        self._noted: tuple[ParameterRecord, torch.Tensor] | None = None
+
+    def note(self) -> None:
+        """Note the values of the next parameter (after a step)."""
+        record = next(self._turns, None)
+        if record is not None:
+            self._noted = record, record.owned()[:_SAMPLE_NUMEL].clone()
+
+    def check(self) -> None:
+        """Raise UsageError where the values that were noted changed and the master did not (before a step)."""
+        noted, self._noted = self._noted, None
+        if noted is None or _same_bits(now := noted[0].owned()[:_SAMPLE_NUMEL], noted[1]):
+            return
+        record = noted[0]
+        if not _same_bits(now, self._master(record, now.numel()).to(now.device, now.dtype)):
+            raise UsageError(
+                f"parameter {record.name!r} was changed through .data, which its fp32 master does not follow: this step would "
+                "undo it. Write `with torch.no_grad(): parameter.clamp_(...)` without .data, or call "
+                "engine.set_full_parameter(name, values)"
+            )
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 _ADVICE = (

@@ -177,17 +177,39 @@ def test_averages_of_weights_are_those_of_a_plain_loop(tmp_path: Path) -> None:
             assert torch.equal(one, other)
 
 
-def test_other_memory_is_refused_and_what_torch_counts_no_version_of_is_overwritten(tmp_path: Path) -> None:
-    for zero, stays in (({"stage": 0}, True), (APART[0], False)):
-        with _engine(zero, tmp_path) as engine:
-            weight = engine.module[0].weight
-            before = engine.get_full_parameter("0.weight")
-            weight.data.fill_(7.0)
-            assert engine.get_full_parameter("0.weight")[0, 0] == (7.0 if stays else before[0, 0])
-            vector = nn.utils.parameters_to_vector(engine.module.parameters())
-            nn.utils.vector_to_parameters(vector * 2, engine.module.parameters())
-            with pytest.raises(UsageError, match="got other memory"):
-                engine(_batch(0, 0))
+def test_other_memory_is_refused(tmp_path: Path) -> None:
+    with _engine({"stage": 0}, tmp_path) as engine:
+        vector = nn.utils.parameters_to_vector(engine.module.parameters())
+        nn.utils.vector_to_parameters(vector * 2, engine.module.parameters())
+        with pytest.raises(UsageError, match="got other memory"):
+            engine(_batch(0, 0))
+
+
+@pytest.mark.parametrize("zero", APART)
+def test_writes_through_data_are_told_at_the_step(zero: dict[str, Any], tmp_path: Path) -> None:
+    def step(engine: Engine) -> None:
+        engine.backward(engine(_batch(0, 0)).square().mean())
+        engine.step()
+
+    def swapped(model: nn.Sequential, number: int) -> None:
+        """Evaluate with other weights, as with those of an average."""
+        kept = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+        with torch.no_grad():
+            model(_batch(0, 0))
+        for parameter, values in zip(model.parameters(), kept, strict=True):
+            parameter.data.copy_(values)
+
+    assert _ours(swapped, _engine(zero, tmp_path))[0] == _plain(swapped)[0]
+    with _engine(zero, tmp_path) as engine:
+        step(engine)
+        engine.set_full_parameter("0.weight", torch.zeros(64, 4))
+        step(engine)
+        for parameter in engine.module.parameters():
+            parameter.data.clamp_(-0.01, 0.01)
+        with pytest.raises(UsageError, match=r"was changed through \.data"):
+            step(engine)
 
 
 def _copies(rank: int) -> None:
