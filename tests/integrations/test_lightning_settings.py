@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import pickle
+import threading
 import warnings
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -274,6 +276,33 @@ def _reads_a_checkpoint(trainer: Any, module: Net, folder: Path) -> None:
     for wrong, error in (("absent.ckpt", FileNotFoundError), ("plain.ckpt", CheckpointMismatchError)):
         with pytest.raises(error):
             load_checkpoint(folder.parent / wrong)
+
+
+def _threads(rank: int, folder: str) -> None:
+    """Fit and drop Trainers, and keep their modules."""
+    before = {thread for thread in threading.enumerate() if thread.name.startswith("zstore")}
+    kept = []
+    for stage in ("zstore_stage_1", "zstore_stage_2"):
+        plain, module = make_net(), make_net()
+        trainer = make_trainer(stage, max_epochs=1)
+        fit(trainer, module, 0)
+        fit(make_trainer("ddp", max_epochs=1), plain, 0)
+        with quiet():
+            trainer.test(module, Batches(0, 2, seed=1), verbose=False)
+        assert module.trainer.global_step == trainer.global_step
+        kept.append((plain, module))
+    during = {thread for thread in threading.enumerate() if thread.name.startswith("zstore")}
+    assert len(during) > len(before)
+    del trainer
+    gc.collect()
+    assert {thread for thread in threading.enumerate() if thread.name.startswith("zstore")} <= before
+    for plain, module in kept:
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_trainer_that_is_dropped_leaves_no_threads_and_a_whole_module(tmp_path: Path) -> None:
+    run_ranks(_threads, 1, str(tmp_path))
 
 
 def _evaluation(rank: int, folder: str) -> None:

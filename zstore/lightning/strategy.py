@@ -13,8 +13,10 @@ is that of the last step: gradients since are not in it.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -253,7 +255,18 @@ class EngineStrategy:
         """Do nothing: the engine moves the model."""
 
     def teardown(self) -> None:
-        """End what Lightning began; the engine stays for a save, a test or another fit, until `close`."""
+        """End what Lightning began; the engine stays for a save, a test or another fit, until `close` or the Trainer's end.
+
+        Whole weights are the module's own then. Sharded ones are the engine's: it stays as long as the module.
+        """
+        module, engine = self.lightning_module, self._engine
+        if module is not None and engine is not None and engine.training_state.hooks is None:
+            # What closes the engine has the module, which must not keep the Trainer that has the engine.
+            trainer = weakref.proxy(module.trainer)
+            for each in module.modules():
+                if getattr(each, "_trainer", None) is not None:
+                    each._trainer = trainer
+        gc.unfreeze()  # so that the collector finds a Trainer that is dropped
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
