@@ -1,0 +1,45 @@
+"""transformers' own tests of its Trainer, with zstore's in its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.peers.suites import SOURCES, allowed_failures, passed
+
+FETCH = """transformers' tests are not there:
+git clone --depth 1 --filter blob:none --sparse https://github.com/huggingface/transformers tests/peers/sources/transformers
+git -C tests/peers/sources/transformers sparse-checkout set tests/trainer tests/fixtures"""
+
+
+def _config(stage: str, folder: Path) -> str:
+    if stage == "nothing":
+        return "{}"
+    offload = {"device": "nvme", "nvme_path": str(folder)}
+    return json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": offload, "offload_param": offload}})
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(14400)
+@pytest.mark.parametrize("stage", ["nothing", "disk"])
+def test_what_passes_with_transformers_passes_on_zstore(tmp_path: Path, stage: str) -> None:
+    folder = SOURCES / "transformers"
+    if not (folder / "tests" / "trainer").is_dir():
+        pytest.skip(FETCH)
+    (tmp_path / "nvme").mkdir()
+    wanted = passed(folder, "tests/trainer", tmp_path / "plain.xml")
+    assert wanted
+    found = passed(
+        folder,
+        "tests/trainer",
+        tmp_path / "ours.xml",
+        plugin="replacing",
+        config=_config(stage, tmp_path / "nvme"),
+    )
+    allowed = allowed_failures("transformers")
+    lost = {name for name in wanted - found if not any(name.endswith(end) for end in allowed)}
+    assert not lost, "\n".join(sorted(lost))
+    stale = {end for end in allowed if any(name.endswith(end) for name in found)}
+    assert not stale, f"allowed to fail, but pass: {sorted(stale)}"
