@@ -1,9 +1,13 @@
 """Saves through torch.distributed.checkpoint: zstore's writer beside torch's own, in one process.
 
     python -m bench.dcp [--path FOLDER] [--mib 512]
+    python -m bench.dcp --pairs [--path FOLDER] [--sizes 1 11 64 264 1024] [--ranks 1 2 4] [--rounds 10]
 
 Prints the bytes that a second save writes anew where 1 of 10 tensors changed, and how long asynchronous saves hold the
 caller up, by a thread and by a process.
+
+With `--pairs`: how long saves of 50 tensors of so many MB in all take at so many ranks, as a share of what torch's writer
+takes with its own fsync. The two run in turn, each save to a new folder; the ratio is the median of those of the pairs.
 """
 
 from __future__ import annotations
@@ -20,13 +24,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import multiprocessing as mp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import zstore.dcp
 
 _ROUNDS = 5
+_NUM_TENSORS = 50
+_COLUMNS = 512
 
 
 def new_bytes(folder: Path) -> int:
@@ -70,13 +79,66 @@ def stalls(
     return statistics.median(held[1:]), statistics.median(done[1:])
 
 
+def measure_pairs(folder: Path, megabytes: int, world_size: int, rounds: int) -> None:
+    """Print what saves of both writers take in turn, at `world_size` ranks, each a process."""
+    given = (world_size, folder, megabytes, rounds)
+    if world_size == 1:
+        _save_in_turn(0, *given)
+    else:
+        mp.spawn(_save_in_turn, given, nprocs=world_size)  # type: ignore[attr-defined, no-untyped-call]
+
+
+def _save_in_turn(rank: int, world_size: int, folder: Path, megabytes: int, rounds: int) -> None:
+    meeting = folder / f"ranks-{megabytes}-{world_size}"
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
+    mesh = init_device_mesh("cpu", (world_size,))
+    rows = max(1, megabytes * 10**6 // (4 * _COLUMNS * _NUM_TENSORS))
+    whole = (torch.randn(rows, _COLUMNS) for _ in range(_NUM_TENSORS))
+    state = {"model": {f"w{i}": distribute_tensor(each, mesh, [Shard(0)]) for i, each in enumerate(whole)}}
+    seconds: list[tuple[float, float]] = []
+    for number in range(rounds + 1):
+        path = folder / f"{megabytes}-{number}"
+        ours = _timed_save(state, zstore.dcp.Writer(path / "step-1"))
+        theirs = _timed_save(state, FileSystemWriter(path / "torch", sync_files=True))
+        seconds.append((ours, theirs))
+        if rank == 0:
+            shutil.rmtree(path)
+    dist.destroy_process_group()
+    if rank == 0:
+        ratios = [ours / theirs for ours, theirs in seconds[1:]]
+        ours, theirs = (1000 * statistics.median(times) for times in zip(*seconds[1:], strict=True))
+        print(
+            f"{megabytes} MB, {world_size} ranks: zstore {ours:.0f} ms, torch {theirs:.0f} ms, "
+            f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            flush=True,
+        )
+
+
+def _timed_save(state: dict[str, Any], writer: Any) -> float:
+    """Return the seconds until all ranks have saved."""
+    dist.barrier()
+    started = time.perf_counter()
+    save(state, storage_writer=writer)
+    dist.barrier()
+    return time.perf_counter() - started
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to measure")
     parser.add_argument("--mib", type=int, default=512)
+    parser.add_argument("--pairs", action="store_true", help="compare with torch's writer, in turn")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 11, 64, 264, 1024], help="MB of the pairs' saves")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=10, help="pairs that count, after one that does not")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
-        measure(Path(folder), options.mib)
+        if not options.pairs:
+            measure(Path(folder), options.mib)
+            return
+        for megabytes in options.sizes:
+            for world_size in options.ranks:
+                measure_pairs(Path(folder), megabytes, world_size, options.rounds)
 
 
 def measure(folder: Path, mib: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -442,3 +443,10 @@ def test_benchmark_of_commands_on_ranks_plans_and_measures(tmp_path: Path, monke
     assert all(1 <= row["over_mean"] < 1.5 for row in figures["planned"])
     assert {row["command"] for row in figures["measured"]} == {"reshard"}
     assert [path.name for path in tmp_path.iterdir()] == ["ranks.json"]
+
+
+def test_benchmark_of_dcp_saves_through_both_writers_in_turn(tmp_path: Path) -> None:
+    options = ["--pairs", "--path", str(tmp_path), "--sizes", "1", "--ranks", "1", "--rounds", "2"]
+    done = warm.run([sys.executable, "-m", "bench.dcp", *options], capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"1 MB, 1 ranks: zstore \d+ ms, torch \d+ ms, ratio [\d.]+ \([\d.]+ to [\d.]+\)\n", done.stdout)
+    assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import CheckpointError, RankError
 from ..io.files import Files
-from ..io.pool import Workers
+from ..io.pool import Workers, helpful_threads
 from ..io.shards import ShardSummary
 from .format import COMPLETE, Manifest, Record, read_json, sha256
 from .metadata import encode_documents
@@ -76,9 +76,16 @@ class CheckpointBuilder:
             self._made.add(folder)
 
     def write_manifest(
-        self, rank: int, outcome: str, summaries: Sequence[ShardSummary], rank_state: Mapping[str, Any]
+        self,
+        rank: int,
+        outcome: str,
+        summaries: Sequence[ShardSummary],
+        rank_state: Mapping[str, Any],
+        *,
+        sync: bool = True,
     ) -> None:
-        """Write a rank's manifest, durably: the last thing that it does, once its shard files are durable.
+        """Write a rank's manifest: the last thing that it does, once its shard files are durable. Without `sync` it is made
+        durable by `finish`.
 
         Raises CheckpointError where the outcome is to be "complete" and a shard of the rank is not in `summaries`.
         """
@@ -96,7 +103,7 @@ class CheckpointBuilder:
         # Whole or not there: rank 0 reads it as soon as it has its name.
         path = self.folder / manifest_file(rank)
         part = path.with_suffix(".part")
-        self._files.write_small(part, manifest.encode())
+        self._files.write_small(part, manifest.encode(), sync=sync)
         os.chmod(part, READ_ONLY)
         self._files.rename(part, path)
 
@@ -189,10 +196,12 @@ class CheckpointBuilder:
         return (partial(self._files.sync_folder, self.folder / folder) for folder in self._texts if folder)
 
     def sync_folders(self, workers: Workers, *, arrays: bool = True) -> None:
-        """Make all names in the folder durable; without `arrays` those of `folder_syncs` are."""
-        own: list[Callable[[], None]]
-        own = [partial(self._files.sync_folder, folder) for folder in (self.folder, self.folder / MANIFEST_FOLDER)]
-        workers.run(chain(own, self.folder_syncs()) if arrays else own)
+        """Make all names below the folder durable; without `arrays` those of `folder_syncs` are."""
+        workers.run(chain(self._own_syncs(), self.folder_syncs()) if arrays else self._own_syncs(), here=True)
+
+    def _own_syncs(self) -> Iterator[Callable[[], None]]:
+        # Those in the folder itself are made durable with the record.
+        yield partial(self._files.sync_folder, self.folder / MANIFEST_FOLDER)
 
     def record(self, state: Mapping[str, Any], *, training_world_size: int | None = None) -> Record:
         """Return the commit record, once all manifests are there."""
@@ -211,10 +220,14 @@ class CheckpointBuilder:
 
     def finish(self, state: Mapping[str, Any], *, training_world_size: int | None = None) -> Record:
         """Complete a checkpoint whose shard files and manifests are all there, and return its commit record."""
-        with Workers(4, "zstore-build") as workers:
-            workers.run(self.metadata_tasks())
-            workers.run(self.metadata_syncs())
+        manifests = [self.folder / manifest_file(rank) for rank in self._ranks]
+        with Workers(min(4, helpful_threads(0, 2 * len(self._texts))), "zstore-build") as workers:
+            workers.run(self.metadata_tasks(), here=True)
             self.collect()
             self.check_complete()
-            self.sync_folders(workers)
+            # One wave: drives coalesce concurrent flushes.
+            own = (partial(self._files.sync_file, path) for path in manifests)
+            syncs: Iterator[Callable[[], None]]
+            syncs = chain(own, self._own_syncs(), self.metadata_syncs(), self.folder_syncs())
+            workers.run(syncs, here=True)
         return self.record(state, training_world_size=training_world_size)

@@ -7,7 +7,7 @@
     4  zstore.json          in it, durable
     5  <tag> -> <tag>.old-<id>          only where a committed one is replaced
     6  <tag>.tmp-<id> -> <tag>          the commit
-    7  the folder above made durable; `latest` replaced; the one set aside and older ones removed; the lock removed
+    7  `latest` replaced; the folder above made durable; the one set aside and older ones removed; the lock removed
 
 Lost before 6: nothing has the tag's name, or the former checkpoint has it. Lost between 5 and 6: a scan takes the one
 set aside for the tag, and the next save gives it its name back. Lost after 6: the checkpoint is whole, `latest` is old
@@ -116,18 +116,15 @@ class Committer:
             if replaces:
                 self._files.rename(self._aside, self.target)
             raise
-        self._files.sync_folder(self.folder)
-        return self._tidy(replaces, moves_latest=record.is_latest)
-
-    def _tidy(self, replaces: bool, *, moves_latest: bool) -> list[str]:
-        """Do what may fail without harm to the checkpoint."""
+        # What may fail without harm to the checkpoint is noted.
         messages: list[str] = []
         with noting(messages, NOT_LATEST):
-            if moves_latest:
+            if record.is_latest:
                 hint = self.folder / own_name(LATEST_FILE, TEMPORARY, self.save_id)
                 self._files.write_small(hint, f"{self._tag}\n".encode())
                 self._files.rename(hint, self.folder / LATEST_FILE)
-                self._files.sync_folder(self.folder)
+        # Both new names at once.
+        self._files.sync_folder(self.folder)
         with noting(messages, NOT_REMOVED):
             if replaces:
                 discard(self._files, self._aside)

@@ -146,7 +146,7 @@ class Save:
         self._destination.remove_pieces()
         builder = CheckpointBuilder(plan, self._destination.folder, self._files)
         for rank, summaries in enumerate(self._summaries(plan, entries)):
-            builder.write_manifest(rank, COMPLETE, summaries, {})
+            builder.write_manifest(rank, COMPLETE, summaries, {}, sync=False)
         self._destination.commit(builder.finish(state))
 
     def _plan(self, opaque: Sequence[ArraySpec] = ()) -> CheckpointPlan:

@@ -7,7 +7,7 @@ import errno
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from zstore.format.partition import Grid, plan_reads
 from zstore.format.shardfile import layout_of
 from zstore.io.files import Files, OpenFile
 from zstore.io.queue import Priority
-from zstore.io.shards import Fill, IoResources, ShardReader, ShardWriter, make_shard_file
+from zstore.io.shards import Fill, IoResources, ShardReader, ShardWriter, make_shard_file, write_shard
 from zstore.ranks.rendezvous import Rendezvous
 from zstore.store.tiers import PinnedShard
 
@@ -73,6 +73,8 @@ class RankWriter:
     resources: IoResources
     _buffered: Files = field(default_factory=lambda: Files(direct=False))
     _previous: Previous | None = None
+    _written: list[Path] = field(default_factory=list)
+    """Shard files that are not durable yet."""
 
     def __post_init__(self) -> None:
         if self.share.previous:
@@ -95,7 +97,7 @@ class RankWriter:
     # -- chunks that this rank holds whole ---------------------------------------------------------------------------
 
     def write_box(self, spec: ArraySpec, grid: Grid, box: Box, data: Bytes) -> list[Wrote]:
-        """Write the chunks of which `box` is made; `data` are its elements' bytes, durable when this returns."""
+        """Write the chunks of which `box` is made; `data` are its elements' bytes. They are durable after `syncs`."""
         wrote: list[Wrote] = []
         for run in box.overlap(0, spec.numel):
             moved = run.in_box - run.at
@@ -108,14 +110,20 @@ class RankWriter:
                 # Of a shard that several ranks write, none knows whether all of it is as it was.
                 is_whole = part.stop - part.first == grid.shard_valid_numel(part.shard)
                 linked = self._link(spec, grid, part.shard, fill) if is_whole else None
-                wrote.append(linked or self._write_chunks(spec, grid, part.shard, chunks, fill))
+                write = self._write_whole if is_whole else self._write_chunks
+                wrote.append(linked or write(spec, grid, part.shard, chunks, fill))
         for shard in {each.shard for each in wrote if not each.linked}:
             self.deliver(self.shard_path(spec, shard))
         return wrote
 
     def deliver(self, path: Path) -> None:
-        """Make a shard file that this rank wrote its part of durable."""
-        self.resources.files.sync_file(path)
+        """Take a shard file that this rank wrote its part of."""
+        self._written.append(path)
+
+    def syncs(self) -> list[Callable[[], None]]:
+        """Return a task for each shard file that makes it durable: many at once, for drives coalesce concurrent flushes."""
+        written, self._written = self._written, []
+        return [partial(self.resources.files.sync_file, path) for path in written]
 
     def _link(self, spec: ArraySpec, grid: Grid, shard: int, fill: Fill) -> Wrote | None:
         """Link the shard's file of the checkpoint before, where that holds the same; else None."""
@@ -174,6 +182,13 @@ class RankWriter:
         """Return where a shard's file is made."""
         return self.folder / array_path(spec.name) / shard_file(len(spec.stored_shape), shard)
 
+    def _write_whole(self, spec: ArraySpec, grid: Grid, shard: int, chunks: tuple[int, int], fill: Fill) -> Wrote:
+        """Write a shard that no other rank has a part of."""
+        path = self.shard_path(spec, shard)
+        self.resources.files.make_folder(path.parent)
+        summary = write_shard(replace(self.resources, sync=False), path, spec, grid, shard, fill)
+        return Wrote(array=spec.name, shard=shard, first_chunk=0, crcs=summary.crcs)
+
     def _write_chunks(self, spec: ArraySpec, grid: Grid, shard: int, chunks: tuple[int, int], fill: Fill) -> Wrote:
         path = self.shard_path(spec, shard)
         self._make(path, grid, shard, spec.dtype)
@@ -229,7 +244,7 @@ class RankWriter:
 
             if (linked := self._link(spec, grid, shard, fill)) is not None:
                 return [linked]
-            wrote = self._write_chunks(spec, grid, shard, (0, grid.present_chunks(shard)), fill)
+            wrote = self._write_whole(spec, grid, shard, (0, grid.present_chunks(shard)), fill)
         self.deliver(self.shard_path(spec, shard))
         return [wrote]
 

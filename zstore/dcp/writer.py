@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +37,7 @@ from zstore.format.partition import make_grid
 from zstore.interop.dcp_names import step_of
 from zstore.interop.dcp_values import BYTES, PICKLE, NotPlainError, encode_value
 from zstore.io.files import Files
-from zstore.io.pool import Workers
+from zstore.io.pool import Workers, helpful_threads
 from zstore.io.shards import IoResources, open_resources
 from zstore.remote.url import is_url
 from zstore.tensors import bytes_of, dtype_name
@@ -120,11 +121,14 @@ class Writer(StorageWriter):
         if not isinstance(share, Share):
             raise UsageError("zstore.dcp.Writer was given a plan that it has not prepared")
         future: Future[list[WriteResult]] = Future()
-        opened = open_resources(num_threads=self._num_threads, files=self._files)
+        num_threads = self._num_threads
+        if not share.url:
+            num_threads = min(num_threads, helpful_threads(_num_bytes(plan), len(plan.items)))
+        opened = open_resources(num_threads=max(1, num_threads), files=self._files)
         with opened as resources, self._rank_writer(share, resources) as writer:
             try:
                 writer.check_folder()
-                with Workers(self._num_threads, f"zstore-dcp-{share.rank}") as workers:
+                with Workers(num_threads, f"zstore-dcp-{share.rank}") as workers:
                     future.set_result(_write(writer, plan, planner, workers))
             except BaseException as error:
                 writer.give_up(error)
@@ -182,10 +186,16 @@ def _write(writer: RankWriter, plan: SavePlan, planner: SavePlanner, workers: Wo
     # Pieces first: other ranks wait for them. Each batch holds what a tensor needs on the CPU, a few at a time.
     writer.require_room(_written(writer, plan, planner))
     items = sorted(plan.items, key=lambda item: not _passes(writer, item))
-    results = workers.run([partial(_write_item, writer, item, planner) for item in items])
-    for wrote in workers.run([partial(writer.assemble_shard, layout) for layout in writer.owned()]):
+    results = workers.run([partial(_write_item, writer, item, planner) for item in items], here=True)
+    for wrote in workers.run([partial(writer.assemble_shard, layout) for layout in writer.owned()], here=True):
         results.append(WriteResult(MetadataIndex(wrote[0].array), 0, Stored(wrote=tuple(wrote))))
+    workers.run(writer.syncs(), here=True)
     return results
+
+
+def _num_bytes(plan: SavePlan) -> int:
+    items = (item.tensor_data for item in plan.items if item.tensor_data is not None)
+    return sum(math.prod(each.chunk.sizes) * each.properties.dtype.itemsize for each in items)
 
 
 # A DTensor gives its local part as it is where gradients are not followed.

@@ -17,15 +17,26 @@ from .queue import Ticket, promise
 
 T = TypeVar("T")
 
+_BYTES_A_THREAD = 2 * 1024 * 1024
+_FILES_A_THREAD = 8
+
 
 def num_cores() -> int:
     """Return how many cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def helpful_threads(nbytes: int, num_files: int) -> int:
+    """Return how many threads, beside the caller's, a write of so many files with so many bytes in all is worth.
+
+    To start one takes as long as to write a small file, and each call to the system hands the interpreter's lock over.
+    """
+    return max(nbytes // _BYTES_A_THREAD, num_files // _FILES_A_THREAD)
+
+
 class Workers(Closing):
-    """`num_threads` threads, started at once; at the end of the interpreter, when none can be started, callers carry out
-    what they hand over. See [Note: endings].
+    """`num_threads` threads, started at once; with none, as at the end of the interpreter, when none can be started, callers
+    carry out what they hand over. See [Note: endings].
 
     Unlike the I/O threads, these may wait for tickets and buffers. Close it, or use it in a `with` block.
     """
@@ -34,18 +45,19 @@ class Workers(Closing):
         self._tasks: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._threads = start_threads(max(1, num_threads), self._serve, name)
+        self._threads = start_threads(num_threads, self._serve, name)
 
-    def run(self, tasks: Iterable[Callable[[], T]]) -> list[T]:
+    def run(self, tasks: Iterable[Callable[[], T]], *, here: bool = False) -> list[T]:
         """Carry out all tasks, each asked for as a thread comes to it, and return their results in order; must not be called
-        from a task.
+        from a task. With `here` the caller carries out some of them.
 
         The first error stops those that have not begun, and is raised when the others ended.
         """
         batch = iter(tasks)
         results: list[T | None] = []
         errors: list[BaseException] = []
-        left = max(1, min(len(self._threads), length_hint(tasks, len(self._threads))))
+        here |= not self._threads
+        left = min(len(self._threads), length_hint(tasks, len(self._threads))) + here
 
         def take() -> Callable[[], None] | None:
             with self._changed:
@@ -71,10 +83,10 @@ class Workers(Closing):
                     self._changed.notify_all()
 
         with self._changed:
-            self._tasks.extend([serve] * left)
+            self._tasks.extend([serve] * (left - here))
             self._changed.notify_all()
-        if not self._threads:
-            self._carry_out_queued()
+        if here:
+            serve()
         with self._changed:
             try:
                 self._changed.wait_for(lambda: left == 0)
