@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from tests.checkpoint.checkpoints import leavings, save_arrays, values
+from tests.checkpoint.checkpoints import leavings, open_world, save_arrays, values
 
 pytestmark = pytest.mark.endings
 
@@ -112,6 +113,25 @@ def test_what_becomes_of_a_save(name: str, ended: dict[str, tuple[Path, int, str
         # Whatever is left looks like no checkpoint, and the next save removes it.
         save_arrays(folder, {"model/w": np.ones(3, np.float32)}, step=2)
     assert leavings(folder) == []
+
+
+def _begin_in_child(folder: str) -> None:
+    opened = open_world({"model/w": np.ones(300000, np.float32)})
+    _kept.append(opened)
+    opened.__enter__().begin_save(Path(folder))
+
+
+_kept: list[object] = []
+
+
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_child_of_multiprocessing_completes_its_save(method: str, tmp_path: Path) -> None:
+    child = multiprocessing.get_context(method).Process(target=_begin_in_child, args=(str(tmp_path / "ckpt"),))  # type: ignore[attr-defined]
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert values(tmp_path / "ckpt")["model/w"] == b"\0\0\x80\x3f" * 300000
 
 
 def test_an_error_that_somebody_caught_is_no_exit_code(tmp_path: Path) -> None:
