@@ -20,7 +20,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench gpu oldest soak clean FORCE
+.PHONY: help demo test lint format bench gpu oldest newest pythons soak clean FORCE
 
 help: ## list what there is to make
 	@grep -E '^[a-z]+:.* ## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.* ## (.*)/make \1\t\2/' | expand -t 14
@@ -36,9 +36,17 @@ test: $(VENV)/stamp-test ## run the tests; PYTEST_ARGS="tests/tools/test_cli.py 
 oldest: ## run the tests of Trainer, Accelerate, Lightning, ... with the oldest versions that are supported
 	@$(MAKE) --no-print-directory test VENV=.venv-oldest PINS=constraints-oldest.txt PYTEST_ARGS="tests/integrations -q"
 
-soak: $(VENV)/stamp-test ## run the long tests: hours
+newest: ## run the tests with the newest torch that is known to serve (constraints-newest.txt)
+	@$(MAKE) --no-print-directory test VENV=.venv-newest PINS=constraints-newest.txt TORCH="$$(grep '^torch==' constraints-newest.txt)"
+
+pythons: ## run the tests on every Python from 3.11 on that is found
+	@.ci/pythons all
+
+soak: $(VENV)/stamp-test ## run the long tests, and those of the oldest and newest versions: hours
 	$(PY) -m pytest --new-processes
 	$(PY) -m pytest -m soak --timeout 14400
+	@$(MAKE) --no-print-directory oldest
+	@$(MAKE) --no-print-directory newest
 
 lint: $(VENV)/stamp-dev ## run ruff, mypy and the import contract
 	$(PY) -m ruff format --check .
@@ -65,7 +73,7 @@ gpu: ## run all that needs a CUDA device, in order of worth: 40 minutes
 	@$(PY) -m bench.gpu $(GPU_ARGS)
 
 clean: ## remove the environment and all that was made
-	rm -rf $(VENV) .venv-oldest demo-run build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* demo-run build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and alone, so that its own index serves nothing else; the constraint then names the very build that is there,
