@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -229,3 +230,26 @@ def test_the_journal_of_a_resumed_run_goes_on(tmp_path: Path) -> None:
     (journal,) = tmp_path.rglob("journal-*.jsonl")
     assert journal.parent.name == "checkpoint-4"
     assert _steps(journal) == [1, 2, 3, 4, 3, 4]
+
+
+def _resumes(kind: type, folder: Path, **extra: Any) -> None:
+    args = arguments(folder, max_steps=4)
+    kind(llama(), args, train_dataset=Texts(12), **extra).train(
+        resume_from_checkpoint=os.fspath(folder / "checkpoint-2")
+    )
+
+
+def test_a_plain_trainer_refuses_a_checkpoint_whose_optimizer_it_cannot_read(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"zstore_config": {}}
+    saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    folders = {"plain": tmp_path / "plain", "ours": tmp_path / "ours"}
+    Trainer(llama(), arguments(folders["plain"], **saving), train_dataset=Texts(12)).train()
+    trainer = zstore.hf.Trainer(llama(), arguments(folders["ours"], **saving), train_dataset=Texts(12), **given)
+    trainer.train()
+    trainer.close()
+    names = {name: set(os.listdir(folder / "checkpoint-2")) for name, folder in folders.items()}
+    assert names["plain"] <= names["ours"]
+    _resumes(Trainer, folders["plain"])
+    with pytest.raises(pickle.UnpicklingError, match=r"zstore: the state.*Resume with zstore\.hf\.Trainer"):
+        _resumes(Trainer, folders["ours"])
+    _resumes(zstore.hf.Trainer, folders["ours"], **given)

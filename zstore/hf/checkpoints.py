@@ -20,6 +20,14 @@ STATE_KEY = "trainer"
 """Where the client state of a checkpoint has what this package keeps."""
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _CLIENT = "client_state"
+_STAND_INS = ("optimizer.pt", "scheduler.pt")
+"""Files that make a Trainer without zstore resume the optimizer: if they are missing, it begins with a fresh one, and says
+nothing."""
+_STAND_IN = """czstore: the state of optimizer and schedule is in step-N in this folder, which a plain Trainer cannot read
+Resume with zstore.hf.Trainer, or begin anew from the weights with from_pretrained()
+.
+"""
+"""Text that `torch.load` refuses with these words: to a pickle it is the name of a class ("c") that does not exist."""
 
 
 def tag_of(step: int) -> str:
@@ -80,6 +88,13 @@ def link_weights(folder: Path, tag: str) -> None:
     files = weight_files(folder / tag)
     if files:
         move_weights(files, folder, link=True)
+
+
+def begin_folder(engine: Engine, folder: Path) -> None:
+    """Put the run's journal into the folder of a checkpoint, and files that other Trainers refuse (rank 0)."""
+    for name in _STAND_INS:
+        (folder / name).write_text(_STAND_IN, encoding="utf-8")
+    bring_journal(engine, folder)
 
 
 def bring_journal(engine: Engine, folder: Path) -> None:

@@ -61,7 +61,7 @@ from .arguments import (
 from .callback import RunCallback
 from .checkpoints import (
     STATE_KEY,
-    bring_journal,
+    begin_folder,
     link_weights,
     move_journal,
     newest_folder,
@@ -400,7 +400,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         }
         tag = tag_of(self.state.global_step)
         if args.should_save:
-            bring_journal(engine, Path(output_dir))
+            begin_folder(engine, Path(output_dir))
         engine.save_checkpoint(
             output_dir,
             tag,
