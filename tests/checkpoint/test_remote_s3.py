@@ -193,6 +193,7 @@ save_to_url(world.request(folder, 0, new_save_id()), UploadOptions(folder=open_f
 """
 
 
+@pytest.mark.endings
 def test_a_program_that_ends_completes_its_upload(bucket: Bucket) -> None:
     # By its name: looking it up takes a thread of an executor, which the end of the interpreter stops early.
     address = bucket.options["client_kwargs"]["endpoint_url"].replace("127.0.0.1", "localhost")

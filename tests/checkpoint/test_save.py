@@ -459,6 +459,7 @@ def test_a_lock_lives_as_long_as_its_process(tmp_path: Path) -> None:
         assert dead
 
 
+@pytest.mark.endings
 def test_ctrl_c_in_a_save_harms_nothing(folder: Path) -> None:
     code = (
         "import os, pathlib, signal, sys, numpy as np\n"

@@ -226,6 +226,7 @@ if end == "killed":
 """
 
 
+@pytest.mark.endings
 def test_how_a_process_ended(tmp_path: Path) -> None:
     def process(end: str) -> Any:
         arguments = [sys.executable, "-c", SCRIPT, str(tmp_path / end), end]
