@@ -18,6 +18,7 @@ Only public interfaces of Python are used. docs/durability.md has a table of all
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import sys
@@ -79,6 +80,8 @@ def _started(thread: threading.Thread) -> bool:
     return True
 
 
+_EXIT_CODE = 120
+"""Python's own for what fails while it ends."""
 _numbers = itertools.count()
 _open: dict[int, weakref.finalize[..., Any]] = {}
 """What the end of the program closes, in the order in which it was opened."""
@@ -132,12 +135,15 @@ class Completions:
         self._under_way: dict[object, tuple[str, Callable[[], object]]] = {}
         self._failed: dict[object, str] = {}
         self._lock = threading.Lock()
+        self._child: int | None = None
+        """The process whose end by multiprocessing is seen."""
         _in_forked_child(self._forget)
 
     def begin(self, title: str, wait: Callable[[], object]) -> object:
         """Note that `title` is under way, and that `wait` returns when it ended, well or badly; return what it is known by."""
         key = object()
         _at_exit(self._complete)
+        self._join_multiprocessing()
         with self._lock:
             self._under_way[key] = title, wait
         return key
@@ -155,7 +161,18 @@ class Completions:
             with self._lock:
                 self._failed.pop(key, None)
 
-    def _complete(self) -> None:
+    def _join_multiprocessing(self) -> None:
+        """Be called by multiprocessing, too, at the end of a child: it ends those that it forked by `os._exit`."""
+        process = sys.modules.get("multiprocessing.process")
+        if process is None or process.parent_process() is None or self._child == os.getpid():
+            return
+        from multiprocessing.util import Finalize
+
+        self._child = os.getpid()
+        Finalize(None, self._complete_child, exitpriority=-100)  # last
+
+    def _wait(self) -> str:
+        """Wait for all that is under way; return what failed."""
         with self._lock:
             under_way = list(self._under_way.items())
         for key, (_, wait) in under_way:
@@ -163,8 +180,24 @@ class Completions:
                 wait()
             except KeyboardInterrupt:
                 self.end(key, InterruptedError("the program was interrupted once more while it ended"))
-        if self._failed:
-            sys.stdout = _FailingOutput(sys.stdout, "; ".join(self._failed.values()))
+        return "; ".join(self._failed.values())
+
+    def _complete(self) -> None:
+        if text := self._wait():
+            sys.stdout = _FailingOutput(sys.stdout, text)
+
+    def _complete_child(self) -> None:
+        if text := self._wait():
+            sys.stderr.write(f"{text}\n")
+            self._failed.clear()
+            if sys.exc_info()[0] is None:  # else its exit code tells already
+                for thread in threading.enumerate():
+                    if not thread.daemon and thread is not threading.current_thread():
+                        thread.join()
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(AttributeError, OSError, ValueError):
+                        stream.flush()
+                os._exit(_EXIT_CODE)
 
     def _forget(self) -> None:
         self._lock = threading.Lock()

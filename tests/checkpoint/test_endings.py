@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.checkpoints import leavings, open_world, save_arrays, values
+from zstore.testing.faults import CallingFiles
 
 pytestmark = pytest.mark.endings
 
@@ -115,8 +116,12 @@ def test_what_becomes_of_a_save(name: str, ended: dict[str, tuple[Path, int, str
     assert leavings(folder) == []
 
 
-def _begin_in_child(folder: str) -> None:
-    opened = open_world({"model/w": np.ones(300000, np.float32)})
+def _begin_in_child(folder: str, fails: bool) -> None:
+    def hold(kind: str, path: Path) -> None:
+        if fails:
+            raise OSError(28, "no room")
+
+    opened = open_world({"model/w": np.ones(300000, np.float32)}, files=[CallingFiles(hold)])
     _kept.append(opened)
     opened.__enter__().begin_save(Path(folder))
 
@@ -124,14 +129,21 @@ def _begin_in_child(folder: str) -> None:
 _kept: list[object] = []
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_child_of_multiprocessing_completes_its_save(method: str, tmp_path: Path) -> None:
-    child = multiprocessing.get_context(method).Process(target=_begin_in_child, args=(str(tmp_path / "ckpt"),))  # type: ignore[attr-defined]
+def test_a_child_of_multiprocessing_completes_its_save(
+    method: str, fails: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "ckpt"
+    child = multiprocessing.get_context(method).Process(target=_begin_in_child, args=(str(folder), fails))  # type: ignore[attr-defined]
     child.start()
     child.join(60)
-    assert child.exitcode == 0
-    assert values(tmp_path / "ckpt")["model/w"] == b"\0\0\x80\x3f" * 300000
+    assert child.exitcode == (120 if fails else 0)
+    if fails and method != "forkserver":  # whose stderr is that of its server
+        assert "step-00000001 failed: OSError: [Errno 28] no room" in capfd.readouterr().err
+    elif not fails:
+        assert values(folder)["model/w"] == b"\0\0\x80\x3f" * 300000
 
 
 def test_an_error_that_somebody_caught_is_no_exit_code(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from accelerate.utils import DataLoaderConfiguration
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch.utils.data import DataLoader
@@ -203,3 +204,42 @@ def test_arguments_that_zstore_does_not_serve_are_refused(monkeypatch: pytest.Mo
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UsageError, match="FSDP"):
         make(zstore_config=wanted)
+
+
+def _images(accelerator: Any) -> tuple[list[float], set[torch.dtype]]:
+    """Train a small convolutional network on images in fp32, as accelerate's example of computer vision does."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 5)
+    )
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    losses, types = [], set()
+    for number in range(6):
+        images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(number % 2))
+        outputs = model(images)
+        types.add(outputs.dtype)
+        loss = torch.nn.functional.cross_entropy(outputs, torch.tensor([0, 1, 2, 3]))
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    model.eval()
+    with torch.no_grad():
+        types.add(model(images).dtype)
+    return losses, types
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_float_inputs_are_cast_and_outputs_are_fp32_in_mixed_precision(stage: int) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plain, types = _images(accelerate.Accelerator(cpu=True, mixed_precision="bf16"))
+    assert types == {torch.float32}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    ours = zstore.accelerate.Accelerator(
+        cpu=True, mixed_precision="bf16", zstore_config={"zero_optimization": {"stage": stage}}
+    )
+    losses, types = _images(ours)
+    ours.end_training()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert types == {torch.float32}
+    assert losses == pytest.approx(plain, rel=0.05)

@@ -13,7 +13,7 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.utils import TorchDynamoPlugin
+from accelerate.utils import TorchDynamoPlugin, convert_to_fp32
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import nn
 
@@ -21,6 +21,7 @@ from zstore.engine.access.generation import in_step
 from zstore.engine.config.config import load_config
 from zstore.engine.engine import Engine
 from zstore.engine.initialize import initialize
+from zstore.engine.params.tensors import PRECISIONS, cast_floating
 from zstore.errors import ConfigError, UsageError
 
 from .arguments import batch_size, compiling, is_schedule, owns, refuse, refuse_placed
@@ -269,6 +270,10 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Return the engine, noted as a prepared model."""
         engine._is_accelerate_prepared = True  # type: ignore[assignment]
         self._models.append(engine)
+        if engine.training_state.config.precision != "fp32":
+            # As accelerate's models do under autocast: loops pass fp32, and compute losses in it.
+            engine.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+            engine.register_forward_hook(lambda engine, args, output: convert_to_fp32(output))
         generate = getattr(engine.module, "generate", None)
         if generate is not None and self.num_processes > 1 and engine.training_state.hooks is not None:
             # Loops generate with the model itself, too, and the ranks gather its parameters together.
@@ -313,3 +318,8 @@ def _carry_out(engine: weakref.ref[Engine], action: str) -> str | None:
     """See `Engine.take_requests`."""
     found = engine()
     return None if found is None else found.carry_out(action, save_latest=False)
+
+
+def _cast_inputs(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    dtype = PRECISIONS[engine.training_state.config.precision]
+    return cast_floating(args, dtype), cast_floating(kwargs, dtype)
