@@ -59,16 +59,16 @@ def _run(rank: int, precision: str) -> dict[str, Any]:
     model = _Product(torch.bfloat16 if precision == "bf16" else torch.float32)
     with zstore.initialize(model=model, config=config)[0] as engine:
         world = engine.world
+        before = world.sent_bytes
         engine.backward(
             engine({name: values.to(model.factors[name].dtype) for name, values in _draw(rank, dtype).items()})
         )
         means = {name: safe_get_full_grad(model.factors[name]) for name in SIZES}
-        before, calls = world.sent_bytes, world.links.statistics()["all_reduce"].operations
         engine.step()
         return {
             "bits": {name: digest(mean) for name, mean in means.items() if mean is not None},
             "sent": (world.sent_bytes - before)["all_reduce"],
-            "calls": world.links.statistics()["all_reduce"].operations - calls,
+            "calls": world.links.statistics()["all_reduce"].operations,
             "planned": engine.training_state.plan.sent["gradients"].within,
         }
 

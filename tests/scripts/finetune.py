@@ -122,8 +122,6 @@ def main() -> None:
             inputs = {name: tensor.to(engine.device) for name, tensor in batch.items()}
             loss, _ = engine(**inputs)
             engine.backward(loss)
-            if args.leftovers:
-                torch.nn.utils.clip_grad_norm_(engine.parameters(), 1e-3)
             engine.step()
             if args.leftovers:
                 optimizer.step()

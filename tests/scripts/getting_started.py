@@ -102,8 +102,6 @@ def main() -> None:
             break
         loss = model_engine(batch.to(model_engine.device))
         model_engine.backward(loss)
-        if args.leftovers:
-            torch.nn.utils.clip_grad_norm_(model_engine.parameters(), 1e-3)
         model_engine.step()
         if args.leftovers:
             optimizer.step()
