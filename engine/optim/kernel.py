@@ -230,11 +230,9 @@ class TorchKernel:
     _PROBE_NUMEL = 16
 
     def __init__(self, kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> None:
-        # The step below needs values, which a model that is only planned has not.
-        device = group["params"][0].device
-        self._proxy = torch.nn.Parameter(
-            torch.zeros(self._PROBE_NUMEL, device="cpu" if device.type == "meta" else device)
-        )
+        # The step below needs values, which a model that is only planned has not, and neither has a group of none.
+        devices = [parameter.device for parameter in group["params"][:1] if parameter.device.type != "meta"]
+        self._proxy = torch.nn.Parameter(torch.zeros(self._PROBE_NUMEL, device=devices[0] if devices else "cpu"))
         accepted = inspect.signature(kind.__init__).parameters
         self._settings = tuple(name for name in group if name in accepted and name != "params")
         self._optimizer = kind([self._proxy], **{name: group[name] for name in self._settings})
