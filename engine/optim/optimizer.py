@@ -37,6 +37,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(client.param_groups, client.defaults)
         self.kind = type(client)
         """Class whose update is carried out."""
+        for name in ("train", "eval"):  # of schedule-free optimizers, which exchange the weights
+            if callable(change := getattr(client, name, None)):
+                setattr(self, name, change)
         self.param_groups = client.param_groups
         self.client = client
         """The object that was given, or made from the config."""

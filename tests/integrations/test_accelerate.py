@@ -243,3 +243,53 @@ def test_float_inputs_are_cast_and_outputs_are_fp32_in_mixed_precision(stage: in
     AcceleratorState._reset_state(reset_partial_state=True)
     assert types == {torch.float32}
     assert losses == pytest.approx(plain, rel=0.05)
+
+
+class _Exchanging(torch.optim.SGD):
+    """Evaluates with other weights than it trains, as schedule-free optimizers do."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self._averages: list[torch.Tensor] | None = None
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        parameters = self.param_groups[0]["params"]
+        self._averages = [p.clone() for p in parameters]
+        for p in parameters:
+            p.mul_(0.5)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        for p, value in zip(self.param_groups[0]["params"], self._averages or [], strict=False):
+            p.copy_(value)
+
+
+def _schedule_free(accelerator: Any) -> list[float]:
+    torch.manual_seed(0)
+    net = torch.nn.Linear(6, 3)
+    model, optimizer = accelerator.prepare(net, _Exchanging(net.parameters(), lr=0.1))
+    found = []
+    for _ in range(2):
+        optimizer.train()
+        for number in range(3):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+            loss = model(x).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        optimizer.eval()
+        with torch.no_grad():
+            found.append(model(x).square().mean().item())
+    return found
+
+
+def test_an_optimizer_that_exchanges_weights_is_told_of_training_and_evaluation() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plain = _schedule_free(accelerate.Accelerator(cpu=True))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    ours = zstore.accelerate.Accelerator(cpu=True, zstore_config={})
+    assert _schedule_free(ours) == plain
+    ours.end_training()
+    AcceleratorState._reset_state(reset_partial_state=True)
