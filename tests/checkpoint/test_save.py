@@ -348,6 +348,22 @@ def test_a_cancelled_save_leaves_nothing(folder: Path) -> None:
     assert not folder.exists()
 
 
+def test_a_rank_that_is_cancelled_while_rank_0_commits_harms_nothing(folder: Path) -> None:
+    arrays = make_arrays()
+    with open_world(arrays, world_size=2) as world:
+        save_id = new_save_id()
+        rank_1 = save_checkpoint(world.request(folder, 1, save_id))
+
+        def cancel_rank_1(_: CheckpointReader) -> list[str]:
+            rank_1.cancel()
+            with pytest.raises(CheckpointError, match="cancelled"):
+                rank_1.wait(30)
+            return []
+
+        save_checkpoint(world.request(folder, 0, save_id, before_commit=cancel_rank_1)).wait(30)
+    assert values(folder) == as_bytes(arrays)
+
+
 def test_waiting_twice_says_the_same_and_a_limit_is_a_timeout(folder: Path) -> None:
     hold = threading.Event()
     files = CallingFiles(lambda kind, path: hold.wait(30) and None)

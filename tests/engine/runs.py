@@ -83,7 +83,8 @@ def whole(folder: Path) -> list[str]:
     found = [info.tag for info in tags(folder)]
     for tag in found:
         with open_checkpoint(folder, tag) as opened:
-            assert verify_checkpoint(opened) == []
+            faults = verify_checkpoint(opened)
+            assert not faults, faults
     return found
 
 

@@ -96,6 +96,8 @@ class _Save:
         self._pieces = Pieces(request, self._folder)
         self._messages: list[str] = []
         self._spare: Spare | None = None
+        self._is_complete = False
+        """Whether this rank's part is there, and its manifest says so."""
         self._started = time.monotonic()
         # Here, by the thread that saves: see [Note: endings].
         self.workers = Workers(request.num_threads, f"zstore-save-{request.rank}")
@@ -147,6 +149,7 @@ class _Save:
                 if request.rank == 0 and request.pieces:
                     summaries += self._assemble(workers)
                 self._builder.write_manifest(request.rank, COMPLETE, summaries, self._rank_state)
+                self._is_complete = True
                 if request.leads:
                     self._commit(workers)
                 else:
@@ -347,6 +350,7 @@ class _Save:
             if self._request.parts is not None:
                 with contextlib.suppress(RuntimeError):  # nobody is there to be told
                     self._request.parts.give_up(reason)
-        elif (self._folder / MANIFEST_FOLDER).is_dir():
+        elif not self._is_complete and (self._folder / MANIFEST_FOLDER).is_dir():
+            # A complete part's manifest stays as it is: rank 0 may be committing it.
             with contextlib.suppress(OSError):
                 self._builder.write_manifest(self._request.rank, f"failed: {reason}", [], self._rank_state)
