@@ -93,7 +93,7 @@ def free_port() -> int:
 
 
 def test_a_run_goes_on_with_one_rank_and_with_two_again(tmp_path: Path) -> None:
-    whole, run = prepare(tmp_path / "whole", STEPS), prepare(tmp_path / "run", 4)
+    whole, run = prepare(tmp_path / "whole", STEPS), prepare(tmp_path / "run", 0)
     alone = warm.run([sys.executable, str(SCRIPT), str(whole), str(STEPS)], check=False, env=ENVIRONMENT, timeout=100)
     assert alone.returncode == 0
     port = free_port()
@@ -106,6 +106,9 @@ def test_a_run_goes_on_with_one_rank_and_with_two_again(tmp_path: Path) -> None:
         first = starts()
         wait_for(lambda: is_there(port), "the first agent does not listen")
         second = starts()
+        # The first may have begun alone, if the second took long.
+        wait_for(lambda: any(run.glob("steps-2-*")), "no run of two ranks began")
+        (run / "gate").write_text("4")
         wait_for(lambda: worlds(3) == {2}, "the run did not begin with two ranks")
         wait_for((run / "saved" / "step-00000004").is_dir, "its step was not saved")
         # An agent's end is a machine's: its rank goes with it.
