@@ -68,17 +68,22 @@ _NEEDED_BY = {"forward": ("lp_params",)}
 """What a call needs of what `offload_states` moves, where that is not all."""
 
 
-def _phase(name: str) -> Callable[[Callable[Concatenate[Engine, P], R]], Callable[Concatenate[Engine, P], R]]:
-    """Mark a call as a phase of the run: what it raises on one rank alone fails the run on every rank."""
+def _phase(
+    name: str, *, meets: bool = False
+) -> Callable[[Callable[Concatenate[Engine, P], R]], Callable[Concatenate[Engine, P], R]]:
+    """Mark a call as a phase of the run: what it raises on one rank alone fails the run on every rank. With `meets` it begins
+    once all ranks have called it."""
 
     def mark(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
+        meeting = f"engine.{method.__name__}()" if meets else None
+
         @functools.wraps(method)
         def call(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> R:
             if self._loss_backward.task is not None:
                 self._loss_backward.settle()
             if self.training_state.away:
                 self.training_state.require_here(f"engine.{method.__name__}()", *_NEEDED_BY.get(method.__name__, ()))
-            with self.training_state.world.calling(name):
+            with self.training_state.world.calling(name, meeting=meeting):
                 return method(self, *args, **kwargs)
 
         return call
@@ -434,7 +439,7 @@ class Engine(nn.Module):
         """
         return self.access.averaged_weights(self.training_state.gather_resident)
 
-    @_phase("access")
+    @_phase("access", meets=True)
     def save_16bit_model(
         self,
         save_dir: str | Path,
@@ -469,7 +474,7 @@ class Engine(nn.Module):
         """Do as `save_16bit_model`, whose older name it is."""
         return self.save_16bit_model(save_dir, save_filename)
 
-    @_phase("access")
+    @_phase("access", meets=True)
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the model's state dict (all ranks); without parameters that are not trained if `exclude_frozen_parameters`.
 
@@ -478,7 +483,7 @@ class Engine(nn.Module):
         """
         return module_state_dict(self.access, exclude_frozen=exclude_frozen_parameters)
 
-    @_phase("access")
+    @_phase("access", meets=True)
     def load_module_state_dict(
         self,
         state_dict: Mapping[str, Any],
@@ -496,7 +501,7 @@ class Engine(nn.Module):
         self.access.require_no_block("engine.load_module_state_dict()")
         load_module_state(self.access, without_prefix(state_dict), strict=strict, custom=custom_load_fn)
 
-    @_phase("access")
+    @_phase("access", meets=True)
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict as `load_module_state_dict` does, and return its missing and unexpected keys (all ranks).
 
@@ -539,7 +544,7 @@ class Engine(nn.Module):
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    @_phase("save")
+    @_phase("save", meets=True)
     def save_checkpoint(  # noqa: PLR0913 - DeepSpeed's signature, and ours behind it
         self,
         save_dir: str,
@@ -613,7 +618,7 @@ class Engine(nn.Module):
         self.training_state.require_here("engine.load_checkpoint()")
         self._batches = None  # the next `train_batch` begins where the loader is by then
         self.access.require_no_block("engine.load_checkpoint()")
-        with self.world.calling("load"):
+        with self.world.calling("load", meeting="engine.load_checkpoint()"):
             return self.checkpoints.load(*self.steps.choose(load_dir, tag, chosen), chosen)
 
     @property

@@ -73,6 +73,31 @@ class Accelerator(PreparingAccelerator):
             raise UsageError("join_uneven_inputs(): ranks need as many batches as each other: keep even_batches=True")
         yield
 
+    # -- the loop's own collectives, which fail on every rank as the engine's do ------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """See accelerate's (all ranks)."""
+        with self._collective("gather"):
+            return super().gather(tensor)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """See accelerate's (all ranks)."""
+        with self._collective("reduce"):
+            return super().reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """See accelerate's (all ranks)."""
+        with self._collective("pad_across_processes"):
+            return super().pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def wait_for_everyone(self) -> None:
+        """See accelerate's (all ranks)."""
+        with self._collective("wait_for_everyone"):
+            super().wait_for_everyone()
+
+    def _collective(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.engine is None else self.engine.world.around(name)
+
     # -- the model --------------------------------------------------------------------------------------------------
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -89,7 +114,8 @@ class Accelerator(PreparingAccelerator):
         if engine is None:
             state: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
             return state
-        return engine.module_state_dict()
+        with engine.world.calling("access", meeting="accelerator.get_state_dict()"):
+            return engine.module_state_dict()
 
     def save_model(
         self,
@@ -108,7 +134,8 @@ class Accelerator(PreparingAccelerator):
             return
         if not safe_serialization:
             raise UsageError("save_model(safe_serialization=False): weights are written as safetensors alone")
-        replace_weights(engine, Path(save_directory), _bytes(max_shard_size))
+        with engine.world.calling("save", meeting="accelerator.save_model()"):
+            replace_weights(engine, Path(save_directory), _bytes(max_shard_size))
 
     # -- saving and loading -----------------------------------------------------------------------------------------
 
@@ -123,7 +150,8 @@ class Accelerator(PreparingAccelerator):
             self._trained().checkpoints.note_folder(_above_numbered(folder))
             self._trained().save_checkpoint(folder, **{"tag": _TAG, "overwrite": True, **kwargs})
 
-        with self._hidden(), _last(self._save_model_state_pre_hook, save):
+        together = self.engine.world.calling("save", meeting="accelerator.save_state()")
+        with together, self._hidden(), _last(self._save_model_state_pre_hook, save):
             return str(super().save_state(output_dir, safe_serialization))
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
@@ -143,7 +171,8 @@ class Accelerator(PreparingAccelerator):
             engine.set_gradient_accumulation_boundary(True)  # this loop's batch sizes are its own
             engine.load_checkpoint(folder, **kwargs)
 
-        with self._hidden(), _last(self._load_model_state_pre_hook, load):
+        together = self.engine.world.calling("load", meeting="accelerator.load_state()")
+        with together, self._hidden(), _last(self._load_model_state_pre_hook, load):
             super().load_state(input_dir, load_kwargs)
 
     @contextlib.contextmanager

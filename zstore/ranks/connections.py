@@ -38,6 +38,10 @@ class Connections:
     def __len__(self) -> int:
         return len(self._known)
 
+    def there(self) -> set[Ends]:
+        """Return those of them that are open: where a process ends, its connections do."""
+        return {ends for _, ends in _open_connections() if ends in self._known}
+
     def cut(self) -> None:
         """Shut them down, whoever waits on them."""
         for connection, ends in _open_connections():

@@ -16,13 +16,15 @@ group's own timeout.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as torch_dist
 
@@ -31,6 +33,8 @@ from .incident import ABSENT_S, SAME_S, Activity, Outcome, Report, explain, judg
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+_log = logging.getLogger("zstore")
 
 _LOOK_S = 0.5
 _PAUSE_S = 0.05
@@ -60,12 +64,14 @@ class Watch:
         clone = getattr(store, "clone", None)  # not in every version of torch that is served
         own: Store = store if clone is None else clone()
         self._pause_s = _PAUSE_S * max(1.0, world_size / 64)
-        number = own.add(f"zstore/watches/{rank}", 1)
-        self._store: Store = torch_dist.PrefixStore(f"zstore/watch/{number}", own)  # type: ignore[attr-defined]
+        self._prefix = f"zstore/watch/{own.add(f'zstore/watches/{rank}', 1)}"
+        self._shared = store
+        self._store = self._prefixed(own)
         self._sign_s = None if silent_s is None else silent_s / _MOST_SIGNS_MISSED
         self._signs, self._next_sign = 0, 0.0
         self._seen: tuple[int, bytes] = (-1, b"")
         self._missed = 0
+        self._last_at = self._told_at = ""
         self._incident = 0
         self._reports: dict[int, Report] = {}
         self._mine: Report | None = None
@@ -160,6 +166,19 @@ class Watch:
         """Whether the run is over."""
         return self._broken is not None
 
+    def shared_store(self) -> Store:
+        """Return the store with the watch's keys, for the main thread."""
+        return self._prefixed(self._shared)
+
+    def entered(self) -> tuple[int, int]:
+        """Return how many collectives this rank has entered: the engine's own, and those of anybody in the process group of
+        all ranks as far as that counts them."""
+        return self._activity.entered, _entered_by_anybody()
+
+    def _prefixed(self, store: Store) -> Store:
+        prefixed: Store = torch_dist.PrefixStore(self._prefix, store)  # type: ignore[attr-defined]
+        return prefixed
+
     def _raise_alarm(self, report: Report) -> None:
         with self._changed:
             self._mine = report
@@ -180,6 +199,7 @@ class Watch:
                     self._store.set(f"left/{self._rank}", str(self._activity.entered))
                     return
                 self._give_and_look_for_signs()
+                self._say_where()
                 if self._mine is not None or self._store.check([f"alarm/{self._incident}"]):
                     self._resolve()
         except RuntimeError:
@@ -211,6 +231,17 @@ class Watch:
             found = self._present(lost=f"rank {neighbour} gave no sign of life for {silent_s:.0f} s")
             with self._changed:
                 self._mine = self._mine or found
+
+    def _say_where(self) -> None:
+        """Leave word of where this rank is, once for each place that it stays at; see `meeting`."""
+        where, foreign = str(self._activity), None
+        if not self._activity.collective and (foreign := collective_of(self._trainer)) is not None:
+            where = f"{where}, collective {foreign}"
+        at = json.dumps([where, foreign is not None, *self.entered()])
+        if at == self._last_at != self._told_at:
+            self._store.set(f"at/{self._rank}", at)
+            self._told_at = at
+        self._last_at = at
 
     def _present(self, lost: str | None = None) -> Report:
         """Return where this rank is now."""
@@ -272,6 +303,9 @@ class Watch:
             reports[self._rank] = self._mine
         at = reports[self._rank].at if self._rank in reports else str(self._activity)
         broken = self._broken = explain(reports, self._world_size, self._rank, at, _GONE)
+        if self._mine is None and not self._activity.phase:
+            # Perhaps in a collective of the loop's own, whose error does not say it.
+            _log.error("%s", str(broken).splitlines()[0])
         self._cut()
         return broken
 
@@ -290,6 +324,26 @@ def store_port(store: Store) -> int | None:
         store = store.underlying_store
     port: int | None = store.port if isinstance(store, torch_dist.TCPStore) else None  # type: ignore[attr-defined]
     return port
+
+
+def collective_of(thread: int) -> str | None:
+    """Return the collective of torch.distributed that a thread is in; None where it is in none."""
+    frame, found = sys._current_frames().get(thread), None
+    while frame is not None:
+        if frame.f_globals.get("__name__") == torch_dist.distributed_c10d.__name__:
+            found = f"torch.distributed.{frame.f_code.co_name}"
+        elif found is not None:
+            break
+        frame = frame.f_back
+    return found
+
+
+def _entered_by_anybody() -> int:
+    """Return how many collectives the process group of all ranks has begun on this rank; 0 where it does not count them."""
+    with suppress(RuntimeError, ValueError):
+        group: Any = torch_dist.distributed_c10d._get_default_group()
+        return int(group._get_sequence_number_for_group())
+    return 0
 
 
 def _in_rank_0(store: Store) -> bool:

@@ -32,6 +32,7 @@ from ..errors import RankError
 from ..io.links import LinkCounters
 from .connections import Connections, listed
 from .incident import Activity
+from .meeting import Meetings
 from .watch import Watch, store_port
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ class World:
     """Where this rank is; a second world shares it."""
     watch: Watch | None = None
     """Fails all ranks where one fails; None alone, and until `begin_watch`."""
+    meetings: Meetings | None = None
+    """Where ranks meet before a call that all of them make; None where they are not watched."""
     connections: Connections = field(default_factory=Connections)
     """To the other ranks, of all groups; a second world shares them."""
     requested: int = 0
@@ -196,6 +199,7 @@ class World:
         self.watch = Watch(
             self.rank, self.world_size, activity=self.activity, store=_store(), cut=self._cut, silent_s=silent_s
         )
+        self.meetings = Meetings(self.watch, self.rank, self.world_size, self.connections)
 
     def end_watch(self) -> None:
         """Stop to answer for this rank; a second call does nothing."""
@@ -203,14 +207,19 @@ class World:
             self.watch.close()
 
     @contextmanager
-    def calling(self, phase: str) -> Iterator[None]:
-        """Say what is asked of this rank in the block; an error that escapes from it on one rank fails all."""
+    def calling(self, phase: str, *, meeting: str | None = None) -> Iterator[None]:
+        """Say what is asked of this rank in the block; an error that escapes from it on one rank fails all.
+
+        `meeting` names a call that scripts may make on one rank alone, by mistake: it begins once all ranks are in it.
+        """
         if self.activity.phase or self.watch is None:
             yield
             return
         self.watch.begin_call()
         self.activity.phase, self.activity.unit = phase, ""
         try:
+            if meeting is not None and self.meetings is not None:
+                self.meetings.meet(meeting)
             yield
         except BaseException as error:
             self.watch.escaped(error)
@@ -271,6 +280,12 @@ class World:
             raise self.watch.lost(error) from error
         finally:
             self.activity.collective = ""
+
+    @contextmanager
+    def around(self, collective: str) -> Iterator[None]:
+        """Let a collective of somebody else's fail as this world's do (all ranks)."""
+        with self.calling("the training loop"), self._within(collective):
+            yield
 
     def know_connections(self) -> None:
         """Note the connections to the other ranks anew, where they are watched: a process group was made (all ranks)."""

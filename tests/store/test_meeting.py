@@ -1,0 +1,117 @@
+"""Calls that all ranks make together: a rank that is alone in one hears so, and one that is late is waited for."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+
+from zstore.errors import RankError, UsageError
+from zstore.ranks import incident
+from zstore.ranks.world import World
+from zstore.testing.ranks import run_ranks
+
+SOON_S = 15.0
+
+
+@contextmanager
+def _watched() -> Iterator[World]:
+    world = World.current()
+    world.begin_watch()
+    try:
+        yield world
+    finally:
+        world.end_watch()
+
+
+def _until(ready: Callable[[], bool]) -> None:
+    while not ready():
+        time.sleep(0.01)
+
+
+def _save(world: World, call: str = "save()") -> list[int]:
+    with world.calling("save", meeting=call):
+        found: list[int] = world.all_gather_object(world.rank)
+        return found
+
+
+def _late(rank: int) -> None:
+    with _watched() as world:
+        assert world.meetings is not None
+        assert world.watch is not None
+        store = world.watch.shared_store()
+        for number in (1, 2):
+            if rank == number % 2:
+                # It has said where it is, in a collective that the other has left, and the other is waiting.
+                torch_dist.barrier()
+                _until(lambda: store.check([f"at/{rank}"]) and store.check([f"meeting/{number}/ranks"]))  # noqa: B023
+            else:
+                torch_dist.barrier()
+            assert _save(world) == [0, 1]
+
+
+def test_ranks_wait_for_one_that_is_late() -> None:
+    run_ranks(_late, 2)
+
+
+def _alone(rank: int, what: str) -> None:
+    with _watched() as world:
+        if rank == 1 and what == "left":
+            world.end_watch()
+            return
+        started = time.monotonic()
+        if rank == 0:
+            with pytest.raises(UsageError, match=r"^save\(\) was called on rank 0 while rank 1 .* together") as raised:
+                _save(world)
+            assert {"own": "is in step, collective control", "foreign": "torch.distributed.all_reduce"}.get(
+                what, "closed its engine"
+            ) in str(raised.value)
+        elif what == "own":
+            with (
+                pytest.raises(RankError, match=r"rank 0 in save: .*UsageError: save\(\) was called"),
+                world.calling("step"),
+            ):
+                world.all_gather_object(None)
+        else:
+            with pytest.raises(RuntimeError):
+                torch_dist.all_reduce(torch.ones(3))
+            watch = world.watch
+            assert watch is not None
+            _until(lambda: watch.broken)
+            with pytest.raises(RankError, match=r"rank 0 in save: .*UsageError: save\(\) was called"):
+                watch.require_sound()
+        assert time.monotonic() - started < SOON_S
+
+
+@pytest.mark.parametrize("what", ["own", "foreign", "left"])
+def test_a_rank_that_is_alone_in_a_call_ends_all(what: str) -> None:
+    run_ranks(_alone, 2, what)
+
+
+def _apart(rank: int) -> None:
+    with _watched() as world:
+        call = ("save()", "load()")[rank]
+        with pytest.raises((UsageError, RankError), match=r"save\(\).*load\(\)|load\(\).*save\(\)"):
+            _save(world, call)
+
+
+def test_two_calls_do_not_meet() -> None:
+    run_ranks(_apart, 2)
+
+
+def _dying(rank: int) -> None:
+    incident.ABSENT_S = 1.0
+    with _watched() as world:
+        if rank == 1:
+            os._exit(1)
+        with pytest.raises(RankError, match="rank 1"):
+            _save(world)
+
+
+def test_nobody_waits_in_a_call_for_a_rank_that_died() -> None:
+    run_ranks(_dying, 2, may_die=[1])
