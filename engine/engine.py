@@ -115,6 +115,7 @@ class Engine(nn.Module):
         """The client state that it named."""
         self._batches: Iterator[Any] | None = None
         """Of the engine's own loader, over and over."""
+        self._open_no_syncs = 0
         self._wait_for_device: Callable[[], object] | None = None
         """At both ends of each phase, at the price of what goes on beside the device."""
         if settings.wall_clock_breakdown and training.world.device.type == "cuda":
@@ -228,6 +229,12 @@ class Engine(nn.Module):
                 "engine.step() without engine.backward(loss): call both for every micro-batch. loss.backward() serves too, "
                 "where the loss was made of what engine(...) returned"
             )
+        if boundary and self._open_no_syncs and self.world_size > 1:
+            raise UsageError(
+                "engine.step() within no_sync(): each rank would step by its own gradients, as accelerate's LocalSGD does, and "
+                "zstore trains one model on all ranks: end the block before the step (LocalSGD(..., enabled=False)); a larger "
+                "gradient_accumulation_steps exchanges gradients less often"
+            )
         self.require_parameters()
         training.was_applied = False
         try:
@@ -307,8 +314,13 @@ class Engine(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do nothing: the engine exchanges gradients when the accumulation asks for it."""
-        yield
+        """Do nothing: the engine exchanges gradients when the accumulation asks for it. The step that ends one comes after the
+        block."""
+        self._open_no_syncs += 1
+        try:
+            yield
+        finally:
+            self._open_no_syncs -= 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Change nothing: the engine clears gradients after each step."""

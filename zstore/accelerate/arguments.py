@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate.utils import TorchDynamoPlugin
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, TorchDynamoPlugin
 from accelerate.utils.deepspeed import DummyOptim
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -40,6 +40,26 @@ def compiling(named: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     backend = plugin.backend.value.lower()
     how = {name: getattr(plugin, name) for name in ("mode", "fullgraph", "dynamic", "options")}
     return None if backend == "no" else (backend, {key: value for key, value in how.items() if value not in _DEFAULTS})
+
+
+def communication_type(named: Mapping[str, Any]) -> str | None:
+    """Return the type that a communication hook of DistributedDataParallel sends gradients in; None without a hook.
+
+    Raises UsageError for hooks that do more.
+    """
+    kinds = DDPCommunicationHookType
+    types = {kinds.FP16: "fp16", kinds.BF16: "bf16"}
+    for one in named.get("kwargs_handlers") or ():
+        if not isinstance(one, DistributedDataParallelKwargs) or (hook := kinds(one.comm_hook)) == kinds.NO:
+            continue
+        wrapper = kinds(one.comm_wrapper)
+        if hook not in types or wrapper not in (kinds.NO, hook):
+            raise UsageError(
+                f"DistributedDataParallelKwargs(comm_hook={hook.value!r}, comm_wrapper={wrapper.value!r}): of hooks, fp16 and "
+                'bf16 alone are served; "zero_quantized_gradients" of the config sends less than these'
+            )
+        return types[hook]
+    return None
 
 
 def refuse_placed(model: nn.Module) -> None:

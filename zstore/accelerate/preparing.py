@@ -24,7 +24,7 @@ from zstore.engine.initialize import initialize
 from zstore.engine.params.tensors import PRECISIONS, cast_floating
 from zstore.errors import ConfigError, UsageError
 
-from .arguments import batch_size, compiling, is_schedule, owns, refuse, refuse_placed
+from .arguments import batch_size, communication_type, compiling, is_schedule, owns, refuse, refuse_placed
 from .config import ask_for_precision, mismatch_text, read_source, refuse_launchers, written
 from .optimizer import EngineOptimizer, EngineScheduler
 
@@ -53,6 +53,7 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self._asked_precision not in {"no", "fp16", "bf16"}:
             raise UsageError(f'Accelerator(mixed_precision="{asked}"): expected "no", "fp16" or "bf16"')
         self._compiling = compiling(named)
+        self._communication = communication_type(named)
         self.config, self.config_source = self._read_config(zstore_config)
         load_config(self.config, name=self.config_source)
         self.engine: Engine | None = None
@@ -69,6 +70,7 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         raw, source = read_source(given, "zstore_config")
         ask_for_precision(raw)
         raw.setdefault("steps_per_print", 0)  # a loop prints its own lines
+        self._ask_for_communication(raw, source)
         if self._asked_precision != "no":
             differing = [
                 f"{kind}.enabled is {found}, mixed_precision is {self._asked_precision!r}"
@@ -79,6 +81,13 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             if differing:
                 raise ConfigError(mismatch_text(source, differing))
         return raw, source
+
+    def _ask_for_communication(self, raw: dict[str, Any], source: str) -> None:
+        """Let the config say what a communication hook asks for. Raises ConfigError where it says another type."""
+        key, wanted = "communication_data_type", self._communication
+        if wanted is not None and raw.setdefault(key, wanted) != wanted:
+            hook = f"DistributedDataParallelKwargs(comm_hook={wanted!r})"
+            raise ConfigError(mismatch_text(source, [f"{key} is {raw[key]!r}, {hook} asks for {wanted!r}"]))
 
     def _check_accumulation(self) -> None:
         """Raise ConfigError where the config says another accumulation than this loop."""
