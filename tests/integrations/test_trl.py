@@ -18,6 +18,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 import zstore.hf
 from tests.integrations.tokens import preferences, texts, tokenizer
 from tests.integrations.trainers import CHECKPOINTING, QUIET, config, history, llama
+from zstore.errors import ConfigError
 from zstore.testing.ranks import run_ranks
 
 RUN = {
@@ -113,3 +114,16 @@ def _check_adapters(place: Path) -> None:
 def test_sft_lora_dpo_and_grpo_have_the_losses_of_trl_alone(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     run_ranks(_all_beside, 2, os.fspath(tmp_path), timeout_s=120)
+
+
+def test_activation_offloading_is_the_engines(tmp_path: Path) -> None:
+    def run(kind: type, name: str, **extra: Any) -> Any:
+        offloading = bool(extra)
+        args = SFTConfig(os.fspath(tmp_path / name), **RUN, save_strategy="no", activation_offloading=offloading)
+        return _trained(kind(llama(), args, train_dataset=texts(8), processing_class=tokenizer(), **extra))
+
+    found = run(zstore.hf.SFTTrainer, "ours", zstore_config={})
+    _same(run(SFTTrainer, "plain"), found)
+    assert found.engine.training_state.config.activations == "host"
+    with pytest.raises(ConfigError, match="zstore.activations is 'device'"):
+        run(zstore.hf.SFTTrainer, "refused", zstore_config={"zstore": {"activations": "device"}})

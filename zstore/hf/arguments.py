@@ -109,9 +109,10 @@ def default_config(args: Any) -> dict[str, Any]:
     return {"gradient_clipping": "auto"}
 
 
-def complete_config(raw: dict[str, Any], args: Any) -> None:
+def complete_config(raw: dict[str, Any], source: str, args: Any) -> None:
     """Leave to the Trainer what the config does not say."""
     ask_for_precision(raw)
+    _take_activation_offloading(raw, source, args)
     raw.setdefault("steps_per_print", 0)  # the Trainer prints its own lines
     if "gradient_clipping" not in raw:
         raw["gradient_clipping"] = "auto"
@@ -121,6 +122,19 @@ def complete_config(raw: dict[str, Any], args: Any) -> None:
                 "for that set max_grad_norm=0",
                 args.max_grad_norm,
             )
+
+
+def _take_activation_offloading(raw: dict[str, Any], source: str, args: Any) -> None:
+    """Have the engine do what trl's `activation_offloading` asks for. Raises ConfigError where the config says otherwise."""
+    if not getattr(args, "activation_offloading", False):
+        return
+    where = section(raw, "zstore").setdefault("activations", "host")
+    if where == "device":
+        raise ConfigError(mismatch_text(source, ["zstore.activations is 'device', but activation_offloading is True"]))
+    # trl's own copies parameters too, behind a stream, which stage 3 frees meanwhile; without a GPU it fails.
+    args.activation_offloading = False
+    if args.process_index == 0:
+        _log.info('activation_offloading: the engine does it, by "zstore": {"activations": "%s"}', where)
 
 
 def check_matches(raw: Mapping[str, Any], source: str, args: Any) -> None:

@@ -145,7 +145,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         raw, source = read_source(self._zstore_config, "zstore_config", default={})
         if not raw:
             raw = default_config(self.args)
-        complete_config(raw, self.args)
+        complete_config(raw, source, self.args)
         check_matches(raw, source, self.args)
         check_optim(raw, source, self.args)
         super().create_accelerator_and_postprocess()
