@@ -125,5 +125,5 @@ def test_activation_offloading_is_the_engines(tmp_path: Path) -> None:
     found = run(zstore.hf.SFTTrainer, "ours", zstore_config={})
     _same(run(SFTTrainer, "plain"), found)
     assert found.engine.training_state.config.activations == "host"
-    with pytest.raises(ConfigError, match="zstore.activations is 'device'"):
+    with pytest.raises(ConfigError, match=r"zstore\.activations is 'device'"):
         run(zstore.hf.SFTTrainer, "refused", zstore_config={"zstore": {"activations": "device"}})
