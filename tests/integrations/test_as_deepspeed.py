@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests import warm
+from tests.integrations.tokens import texts, tokenizer
+from tests.integrations.trainers import llama
 from zstore.as_deepspeed import install
 from zstore.as_deepspeed.config import cleaned, raw_config
 from zstore.as_deepspeed.names import (
@@ -53,7 +55,9 @@ CONFIG = {
 }
 
 
-def run(*words: object, world_size: int = 1, code: int = 0, **variables: str) -> tuple[list[str], str]:
+def run(
+    *words: object, world_size: int = 1, code: int = 0, anew: bool = False, cwd: Path | None = None, **variables: str
+) -> tuple[list[str], str]:
     """Run Python with these words; return the lines that it printed, and what it wrote to stderr."""
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
@@ -66,6 +70,8 @@ def run(*words: object, world_size: int = 1, code: int = 0, **variables: str) ->
             text=True,
             timeout=120,
             env=environment,
+            cwd=cwd,
+            anew=anew,
         )
         printed = [done.stdout, *(path.read_text() for path in Path(logs).rglob("stdout.log"))]
     assert done.returncode == code, "".join(printed) + done.stderr
@@ -157,12 +163,15 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert (tmp_path / "global_step20").is_dir()
 
 
-def test_names_that_are_there_and_names_that_are_not() -> None:
-    lines, errors = run(*AS_DEEPSPEED, SCRIPTS / "deepspeed" / "names.py")
+def test_names_that_are_there_and_names_that_are_not(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.own = 'own'\n")
+    lines, errors = run(*AS_DEEPSPEED, SCRIPTS / "deepspeed" / "names.py", PYTHONPATH=str(tmp_path))
     told = dict(line.split(" ", 1) for line in lines if not line.startswith("missing"))
     assert re.fullmatch(r"0\.19\.8\+zstore\.\S+", told["version"])
     assert told["spawned"] == told["version"]
-    assert told["outside"] == "ModuleNotFoundError: No module named 'deepspeed'"
+    # The environment's own sitecustomize is not lost.
+    assert re.fullmatch(r"ModuleSpec\(name='deepspeed'.*zstore\.as_deepspeed.*\) own", told["started"])
+    assert told["elsewhere"] == "None None"
     lacking = [line for line in lines if line.startswith("missing")]
     assert len(lacking) == 7
     assert all("zstore answers `import deepspeed` in this run (--as-deepspeed)" in line for line in lacking)
@@ -171,6 +180,70 @@ def test_names_that_are_there_and_names_that_are_not() -> None:
     assert "deepspeed.init_inference is not there" in lacking[2]
     assert "zstore consolidate" in lacking[2]
     assert "installed here" not in errors
+
+
+NOTEBOOK = """
+import sys
+for name in ("accelerate.utils", "transformers.integrations.deepspeed", "transformers.trainer"):
+    sys.modules.pop(name, None)  # where a process has them from its start
+import zstore.as_deepspeed
+zstore.as_deepspeed.install()
+import deepspeed, torch
+deepspeed.init_distributed()
+print(torch.distributed.get_world_size(), torch.distributed.get_rank())
+net = torch.nn.Linear(4, 2)
+sections = {"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=sections)
+engine.backward(engine(torch.ones(2, 4)).sum())
+engine.step()
+print(engine.global_steps)
+"""
+
+
+def test_a_notebook_is_one_rank() -> None:
+    assert run("-c", NOTEBOOK)[0] == ["1 0", "1"]
+
+
+@pytest.mark.soak
+def test_programs_that_start_python_pass_it_on(tmp_path: Path) -> None:
+    """trl's and accelerate's launchers, each with a subprocess; the losses are those of the programs without DeepSpeed."""
+    llama().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    texts(8).to_json(tmp_path / "data" / "train.jsonl")
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({**dict.fromkeys(sizes, "auto"), "zero_optimization": {"stage": 2}}))
+    words = [
+        "--model_name_or_path",
+        "model",
+        "--dataset_name",
+        "data",
+        "--max_steps",
+        3,
+        "--use_cpu",
+        "--report_to",
+        "none",
+    ]
+    words += ["--per_device_train_batch_size", 2, "--bf16", "False", "--max_length", 16, "--logging_steps", 1]
+    sft = ["sft", *words, "--save_strategy", "no", "--seed", 3]
+    told = []
+    bin_folder = Path(sys.executable).parent
+    path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
+    for how in ([bin_folder / "trl", *sft], [*AS_DEEPSPEED, "trl", *sft, "--deepspeed", config]):
+        lines, _ = run(*how, "--output_dir", tmp_path / "out", anew=True, cwd=tmp_path, PATH=path)
+        told.append([float(one) for one in re.findall(r"'loss': '([\d.]+)'", "\n".join(lines))])
+    assert len(told[0]) == 3
+    assert told[1] == pytest.approx(told[0], rel=1e-3)
+    config.write_text(
+        json.dumps({**json.loads(config.read_text()), "gradient_clipping": 0.0})
+    )  # "auto" is 1.0 to accelerate
+    launch = ["-m", "accelerate.commands.launch", "--num_processes", 1]
+    script = SCRIPTS / "deepspeed" / "launched.py"
+    plain, _ = run(*launch, "--cpu", script, anew=True)
+    ours, _ = run(*AS_DEEPSPEED, *launch, "--use_deepspeed", "--deepspeed_config_file", config, script, anew=True)
+    assert [one.split()[0] for one in (plain[-1], ours[-1])] == ["NO", "DEEPSPEED"]
+    assert float(ours[-1].split()[1]) == pytest.approx(float(plain[-1].split()[1]), rel=1e-4)
 
 
 def test_a_deepspeed_that_is_installed_is_not_used_and_one_line_says_so(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import runpy
+import shutil
 import sys
 import types
 from collections.abc import Sequence
@@ -15,23 +16,13 @@ from .installing import put_in_place
 USAGE = """usage: python -m zstore.as_deepspeed [--local_rank | --no_local_rank] SCRIPT [ARGUMENTS]
        python -m zstore.as_deepspeed [--local_rank | --no_local_rank] -m MODULE [ARGUMENTS]
 
-Runs a script in which `import deepspeed` gives zstore, in this process alone. It stands where
-DeepSpeed's launcher starts Python: by itself it is one rank, and `zstore run --as-deepspeed`
+Runs a script in which `import deepspeed` gives zstore, in this process and those that it starts.
+It stands where DeepSpeed's launcher starts Python: by itself it is one rank, and `zstore run --as-deepspeed`
 or torchrun start several.
 
   --local_rank, --no_local_rank   give the script `--local_rank=N`, as DeepSpeed's launcher does, or
                                   do not; by default a script gets it whose text mentions it
 """
-
-_ALONE = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",
-}
-"""What a launcher sets for one rank; port 0 is any that is free."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -49,8 +40,6 @@ def main(words: Sequence[str]) -> int:
     if words[0] in ("-h", "--help") and not is_module:
         sys.stdout.write(USAGE)
         return 0
-    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(os.environ):
-        os.environ.update(_ALONE)
     put_in_place()
     target, *arguments = words
     if is_module:
@@ -61,7 +50,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def _run_script(path: str, arguments: list[str], wants_rank: bool | None) -> int:
-    """Run a file as Python does: as `__main__`, with its folder first on the path."""
+    """Run a file, or a program on PATH that is a script, as Python does: as `__main__`, with its folder first on the path."""
+    if not os.path.exists(path):
+        path = shutil.which(path) or path
     try:
         with io.open_code(os.path.abspath(path)) as file:
             source = file.read()

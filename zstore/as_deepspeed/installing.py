@@ -1,15 +1,12 @@
-"""Puts the finder into a process, and into those that multiprocessing starts from it."""
+"""Puts the finder into a process, and into those that it starts."""
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import logging
-import multiprocessing
-import multiprocessing.spawn
 import os
 import sys
-from typing import Any
+from pathlib import Path
 
 from zstore.errors import UsageError
 
@@ -19,14 +16,24 @@ _log = logging.getLogger("zstore")
 
 _LOOKED_ALREADY = ("accelerate.utils", "transformers.integrations.deepspeed", "transformers.trainer")
 """Modules that look for DeepSpeed once, when they are imported."""
+_STARTUP = str(Path(__file__).with_name("startup"))
+_ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+"""What a launcher sets for one rank; port 0 is any that is free."""
 
 
 def install() -> None:
-    """Let `import deepspeed` in this process, and in those that multiprocessing starts from it, give zstore.
+    """Let `import deepspeed` in this process, and in those that it starts, give zstore. It is one rank where no launcher
+    started it.
 
-    Twice is once. A DeepSpeed that is installed is not used then, and one line says so. Other processes that the program
-    starts, as by subprocess, are not concerned. Raises UsageError where DeepSpeed was imported already, and where
-    transformers or accelerate were, which look for it only once.
+    Twice is once. A DeepSpeed that is installed is not used then, and one line says so. Raises UsageError where DeepSpeed was
+    imported already, and where transformers or accelerate were, which look for it only once.
     """
     if installed_finder() is not None:
         return
@@ -46,12 +53,14 @@ def install() -> None:
 
 def put_in_place() -> None:
     """Do as `install`, in a process that has just begun."""
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(os.environ):
+        os.environ.update(_ALONE)
     if installed_finder() is not None:
         return
     other = _other_version()
     sys.meta_path.insert(0, AnswerFinder())
     _tell_children()
-    if other is not None and os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
+    if other is not None and os.environ.get("RANK", "0") == "0":
         _log.warning("DeepSpeed %s is installed here; in this run `import deepspeed` gives zstore (%s)", other, VERSION)
 
 
@@ -63,20 +72,8 @@ def _other_version() -> str | None:
         return None
 
 
-class _Install:
-    """What installs when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return put_in_place, ()
-
-
 def _tell_children() -> None:
-    """Let a process that multiprocessing spawns install before it imports the program: what it unpickles first, the
-    preparation data, has an item that does."""
-    prepare = multiprocessing.spawn.get_preparation_data
-
-    @functools.wraps(prepare)
-    def with_install(name: str) -> dict[str, Any]:
-        return {**prepare(name), "zstore_as_deepspeed": _Install()}
-
-    multiprocessing.spawn.get_preparation_data = with_install
+    """Let each Python that this process starts install at its own start, where it imports `sitecustomize`."""
+    before = os.environ.get("PYTHONPATH")
+    if _STARTUP not in (before or "").split(os.pathsep):
+        os.environ["PYTHONPATH"] = _STARTUP if before is None else f"{_STARTUP}{os.pathsep}{before}"

@@ -118,6 +118,8 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed.elasticity": {"elasticity": _ELASTICITY},
     "deepspeed.elasticity.elasticity": {"elasticity": _ELASTICITY},
     "deepspeed.git_version_info": {"root": ("version",)},
+    "deepspeed.launcher": {},
+    "deepspeed.launcher.runner": {"root": ("DEEPSPEED_ENVIRONMENT_NAME",)},
     "deepspeed.ops": {},
     "deepspeed.ops.adagrad": {"optimizers": ("DeepSpeedCPUAdagrad",)},
     "deepspeed.ops.adam": {"optimizers": _OPTIMIZERS},

@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import multiprocessing
+import os
 import subprocess
 import sys
 
@@ -56,10 +57,13 @@ def main():
     child.start()
     print("spawned", results.get())
     child.join()
-    outside = subprocess.run(
-        [sys.executable, "-B", "-c", "import deepspeed"], capture_output=True, text=True, check=False
-    )
-    print("outside", outside.stderr.splitlines()[-1])
+    # With an option, so that it is a new Python wherever this script runs.
+    code = "import importlib.util as u, sys; print(u.find_spec('deepspeed'), getattr(sys, 'own', None))"
+    there = {"env": dict(os.environ)}
+    elsewhere = {"env": {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}}
+    for name, how in (("started", there), ("elsewhere", elsewhere)):
+        done = subprocess.run([sys.executable, "-B", "-c", code], capture_output=True, text=True, check=True, **how)
+        print(name, done.stdout.strip())
 
 
 if __name__ == "__main__":
