@@ -122,7 +122,9 @@ def test_a_gpt_script_trains_as_the_plain_loop_and_goes_on_at_another_world_size
     first, errors = run(*AS_DEEPSPEED, script, "--steps", 4, *save, *disk, world_size=2)
     expected = plain_losses(8)
     assert losses(first) == pytest.approx(expected[:8], rel=1e-5)
-    assert re.match(r"rank 0 saved \['global_step4', 'journal-\w+.jsonl', 'latest'\] sum ", first[-1])
+    assert re.match(
+        r"rank 0 saved \['global_step4', 'journal-\w+.jsonl', 'latest', 'zero_to_fp32.py'\] sum ", first[-1]
+    )
     assert errors.count("started together") == 1
     again, _ = run(*AS_DEEPSPEED, script, "--load", tmp_path / "ckpt")
     assert losses(again) == pytest.approx(expected[8:], rel=1e-5)
@@ -383,7 +385,13 @@ def test_the_engine_has_what_scripts_call(tmp_path: Path) -> None:
         for _ in range(2):
             engine.save_checkpoint(str(tmp_path))
         named = sorted(path.name for path in tmp_path.iterdir() if run_of(path.name) is None)
-        assert named == [f"global_step{len(overflows)}", "latest"]
+        assert named == [f"global_step{len(overflows)}", "latest", "zero_to_fp32.py"]
+        run(tmp_path / "zero_to_fp32.py", ".", "weights", "--safe_serialization", cwd=tmp_path)
+        saved = load_file(tmp_path / "weights" / "model.safetensors")["weight"]
+        assert saved.dtype is torch.float32
+        assert torch.equal(saved, engine.get_full_parameter("weight"))
+        _, errors = run(tmp_path / "zero_to_fp32.py", ".", "weights", cwd=tmp_path, code=1)
+        assert "zero_to_fp32.py: " in errors.splitlines()[-1]
         path, _ = engine.load_checkpoint(str(tmp_path), None, True, True, True)
         assert path is not None
         with pytest.raises(UsageError, match="custom_load_fn"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as torch_dist
@@ -14,11 +15,24 @@ from zstore.engine.params.record import Residency
 from zstore.engine.report.monitors import Monitors
 from zstore.engine.training import Training
 from zstore.errors import UsageError
+from zstore.remote.url import is_url
 
 from . import comm
 from .names import missing_of_engine
 from .zero import mark
 from .zero_types import ZeroParamStatus
+
+
+_TO_FP32 = "zero_to_fp32.py"
+_TO_FP32_TEXT = """#!/usr/bin/env python3
+\"\"\"Writes the fp32 weights of a checkpoint as safetensors: `python zero_to_fp32.py . OUT`.\"\"\"
+import sys
+
+from zstore.as_deepspeed.zero_to_fp32 import main
+
+sys.exit(main())
+"""
+"""The script that DeepSpeed leaves beside its checkpoints, and libraries tell people to run."""
 
 
 class _NoParameters:
@@ -87,10 +101,10 @@ class DeepSpeedEngine(Engine):
     ) -> Any:
         """See `zstore.engine.Engine.save_checkpoint`; the tag is by default DeepSpeed's, `global_step` and the step.
 
-        A checkpoint of that name is replaced, as in DeepSpeed.
+        A checkpoint of that name is replaced, as in DeepSpeed, and beside it is a `zero_to_fp32.py`, which writes its weights.
         """
         options.setdefault("overwrite", True)
-        return super().save_checkpoint(
+        handle = super().save_checkpoint(
             save_dir,
             f"global_step{self.global_steps}" if tag is None else tag,
             client_state,
@@ -98,6 +112,10 @@ class DeepSpeedEngine(Engine):
             exclude_frozen_parameters,
             **options,
         )
+        if self.global_rank == 0 and not is_url(save_dir) and not (script := Path(save_dir, _TO_FP32)).exists():
+            script.write_text(_TO_FP32_TEXT)
+            script.chmod(0o755)
+        return handle
 
     def load_checkpoint(
         self,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from zstore.errors import ZstoreError
 from zstore.open.checkpoint import open_checkpoint
 from zstore.tools.consolidate import Which, consolidate_command
 from zstore.tools.options import Dtype, parse_size
@@ -57,3 +60,31 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     size = _ONE_FILE_BYTES if max_shard_size is None else parse_size(max_shard_size)
     which = Which(tag=tag, exclude_frozen=exclude_frozen_parameters)
     consolidate_command(checkpoint_dir, Path(output_dir), Dtype.FP32, size, which=which)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run DeepSpeed's command `zero_to_fp32.py CHECKPOINT OUT`, with its options; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="zero_to_fp32.py",
+        description="Write the fp32 weights of a checkpoint, of zstore or DeepSpeed, as safetensors.",
+    )
+    parser.add_argument("checkpoint_dir", help="the folder with `latest`, or a tag's own")
+    parser.add_argument("output_dir", help="the folder to make")
+    parser.add_argument("--max_shard_size", default="5GB", help="size of the largest file")
+    parser.add_argument("--safe_serialization", action="store_true", help="no effect: safetensors it is")
+    parser.add_argument("-t", "--tag", help="the checkpoint, by default the newest")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
+    parser.add_argument("-d", "--debug", action="store_true", help="no effect")
+    given = parser.parse_args(words)
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(
+            given.checkpoint_dir,
+            given.output_dir,
+            given.max_shard_size,
+            safe_serialization=given.safe_serialization,
+            tag=given.tag,
+            exclude_frozen_parameters=given.exclude_frozen_parameters,
+        )
+    except (ZstoreError, OSError) as error:
+        parser.exit(1, f"zero_to_fp32.py: {error}\n")
+    return 0
