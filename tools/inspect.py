@@ -255,7 +255,7 @@ def _inside(array: StoredArray) -> str:
     """Return the array's name inside its group, with the names that are tied to it."""
     spec = array.spec
     tied = f" = {', '.join(spec.aliases)}" if spec.aliases else ""
-    return spec.name[len(_group(spec.name)) + 1 :] + tied
+    return (spec.name[len(_group(spec.name)) + 1 :] or spec.name) + tied
 
 
 def _layer(array: StoredArray) -> str:

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
     from .errors import ZstoreError
     from .open.checkpoint import load_state_dict, open_checkpoint
+    from .open.store import Store, open_store
     from .store import TensorStore
 
 __all__ = [
     "Init",
+    "Store",
     "TensorStore",
     "ZstoreError",
     "__version__",
@@ -33,12 +35,14 @@ __all__ = [
     "initialize",
     "load_state_dict",
     "open_checkpoint",
+    "open_store",
     "profiling",
     "zero",
 ]
 
 _HOMES = {
     "Init": "zstore.engine",
+    "Store": "zstore.open.store",
     "TensorStore": "zstore.store",
     "ZstoreError": "zstore.errors",
     "add_config_arguments": "zstore.engine",
@@ -50,6 +54,7 @@ _HOMES = {
     "initialize": "zstore.engine",
     "load_state_dict": "zstore.open.checkpoint",
     "open_checkpoint": "zstore.open.checkpoint",
+    "open_store": "zstore.open.store",
     "profiling": "zstore.profiling",
     "zero": "zstore.zero",
 }

@@ -249,7 +249,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "slash": lambda document: document["chunk_key_encoding"]["configuration"].update(separator="/"),
     "no codecs": lambda document: document.update(codecs=[]),
     "no name": lambda document: _own(document).pop("name"),
-    "bad name": lambda document: _own(document).update(name="nameless"),
+    "bad name": lambda document: _own(document).update(name="/nameless"),
     "aliases": lambda document: _own(document).update(aliases=[1]),
 }
 

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import zstore
 from tests.checkpoint.checkpoints import save_arrays
 from tests.checkpoint.printed_reader import FORMAT, Array, printed_reader
 from zstore.checkpoint.names import METADATA_FILE, encode_name
@@ -46,6 +47,20 @@ def test_the_printed_reader_reads_every_array(
     for name, expected in arrays.items():
         found = read_array(path, name)
         assert (found.shape, found.dtype, found.tobytes()) == (expected.shape, expected.dtype, expected.tobytes())
+
+
+def test_the_printed_reader_reads_arrays_that_keep_their_shape(
+    read_array: Callable[[Path, str], Array], arrays: dict[str, Array], tmp_path: Path
+) -> None:
+    with zstore.open_store() as store:
+        for name, value in arrays.items():
+            store.put(name, value)
+        store.put("model/rows of two", np.arange(3 * 5 * 70_000, dtype=np.float32).reshape(3, 5, 70_000))
+        path = store.checkpoint(tmp_path / "one").wait().path
+        for name in store.names():
+            expected = np.asarray(store.get(name).wait())
+            found = read_array(path, name)
+            assert (found.shape, found.dtype, found.tobytes()) == (expected.shape, expected.dtype, expected.tobytes())
 
 
 @pytest.mark.parametrize("codec", ["zstd", "blosc"])

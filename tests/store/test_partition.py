@@ -116,9 +116,6 @@ def test_the_grid_depends_on_shape_and_world_size_alone(shape: Shape, world_size
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="world size must be at least 1, got 0"):
         make_grid((3,), 0)
-    for shape in ((), (1, 2, 3)):
-        with pytest.raises(ValueError, match="one or two extents"):
-            make_grid(shape, 1)
 
 
 # -- plans ----------------------------------------------------------------------------------------------------------

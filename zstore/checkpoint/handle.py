@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 from ..closing import Completions
 from ..io.pool import run_in_thread
+from ..io.queue import Ticket
 from .request import SaveSummary
 
 _completions = Completions()
@@ -47,12 +49,16 @@ class SaveHandle:
         finally:
             _completions.end(self._completion, None if self._cancelled else failed)
 
+    @property
+    def ticket(self) -> Ticket[SaveSummary]:
+        """The save as a ticket, that is awaited or waited for."""
+        return Ticket(self._ticket.future, partial(_completions.heard, self._completion))
+
     def wait(self, timeout_s: float | None = None) -> SaveSummary:
         """Return once the checkpoint is committed; raises what went wrong, on every rank, or TimeoutError."""
         if not self.wait_for_end(timeout_s):
             raise TimeoutError(f"{self._job.title} is not done after {timeout_s} s")
-        _completions.heard(self._completion)
-        return self._ticket.wait()
+        return self.ticket.wait()
 
     def wait_for_end(self, timeout_s: float | None = None) -> bool:
         """Wait until the save ended, well or badly; return whether it did."""

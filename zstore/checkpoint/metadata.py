@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from ..errors import CheckpointMismatchError, CorruptionError, UsageError
 from ..format.arrays import FLOATING, ArraySpec, numpy_dtype
 from ..format.codecs import Codec, parse_codec
-from ..format.partition import ALIGN_NUMEL, Grid
+from ..format.partition import ALIGN_NUMEL, Grid, extents_of_cols
 from .format import brief, dump_metadata
 from .names import METADATA_FILE, array_path
 
@@ -40,29 +41,30 @@ _PLAIN_CODECS = [_BYTES, _CRC32C]
 
 def array_document(spec: ArraySpec, grid: Grid, codec: Codec | None = None) -> dict[str, Any]:
     """Return the `zarr.json` of an array that is cut as `grid` says, its chunks compressed with `codec`."""
-    two = len(spec.stored_shape) == 2
-    width = [max(grid.row_numel, 1)] if two else []
+    width = list(spec.row_extents) if spec.row_numel else [1] * len(spec.row_extents)
+    some = bool(spec.stored_shape)
     attributes: dict[str, Any] = {"name": spec.name, "shape": list(spec.shape)}
     if spec.aliases:
         attributes["aliases"] = list(spec.aliases)
     sharding = {
-        "chunk_shape": [grid.chunk_rows, *([grid.chunk_cols] if two else [])],
+        "chunk_shape": [grid.chunk_rows, *extents_of_cols(spec.row_extents, grid.chunk_cols)] if some else [],
         "codecs": _PLAIN_CODECS if codec is None else [_BYTES, codec.document(spec.itemsize), _CRC32C],
         "index_codecs": _PLAIN_CODECS,
         "index_location": "start",
     }
-    return {
+    document = {
         "zarr_format": 3,
         "node_type": "array",
         "shape": list(spec.stored_shape),
         "data_type": spec.dtype,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [grid.shard_rows, *width]}},
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [grid.shard_rows, *width] if some else []}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         # A lost file must never read as zeros, where the type has another value for it.
         "fill_value": "NaN" if spec.dtype in FLOATING else False if spec.dtype == "bool" else 0,
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
         "attributes": {"zstore": attributes},
     }
+    return document | ({"dimension_names": list(spec.dims)} if spec.dims else {})
 
 
 def encode_documents(
@@ -154,18 +156,17 @@ def _check_groups(groups: set[str], folders: set[str], inner: Mapping[str, Any],
 
 def parse_array(document: Mapping[str, Any], where: str) -> tuple[ArraySpec, Grid, Codec | None]:
     """Return spec, grid and codec of an array's document; `where` names it in errors (see `parse_root`)."""
-    spec = _parse_spec(document, where)
     stored = tuple(_extents(document.get("shape"), f"{where}: shape"))
+    spec = _parse_spec(document, stored, where)
     if stored != spec.stored_shape:
         raise CorruptionError(f"{where}: shape {stored} does not belong to a tensor of shape {spec.shape}")
     shard_shape, chunk_shape = _parse_cuts(document, where)
     if len(shard_shape) != len(stored) or len(chunk_shape) != len(stored):
         raise CorruptionError(f"{where}: shards {shard_shape} and chunks {chunk_shape} do not fit shape {stored}")
-    row_numel = spec.row_numel
-    cols = chunk_shape[1] if len(stored) == 2 else 1
-    width = shard_shape[1] if len(stored) == 2 else 1
-    grid = Grid(spec.rows, row_numel, shard_shape[0], chunk_shape[0], cols)
-    _check_grid(spec, grid, width, where)
+    rows, *width = shard_shape or [1]
+    chunk_rows, *chunk_extents = chunk_shape or [1]
+    grid = Grid(spec.rows, spec.row_numel, rows, chunk_rows, math.prod(chunk_extents))
+    _check_grid(spec, grid, math.prod(width), where)
     codec = _parse_codec(document, spec, where)
     if document != array_document(spec, grid, codec):
         raise CheckpointMismatchError(
@@ -188,7 +189,7 @@ def _parse_codec(document: Mapping[str, Any], spec: ArraySpec, where: str) -> Co
         ) from error
 
 
-def _parse_spec(document: Mapping[str, Any], where: str) -> ArraySpec:
+def _parse_spec(document: Mapping[str, Any], stored: tuple[int, ...], where: str) -> ArraySpec:
     attributes = document.get("attributes")
     own = attributes.get("zstore") if isinstance(attributes, dict) else None
     if document.get("node_type") != "array" or not isinstance(own, dict):
@@ -198,10 +199,19 @@ def _parse_spec(document: Mapping[str, Any], where: str) -> ArraySpec:
         raise CorruptionError(f"{where}: expected a name and a data type as text, got {brief(name)} and {brief(dtype)}")
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
         raise CorruptionError(f"{where}: expected a list of names as aliases")
-    shape = tuple(_extents(own.get("shape"), f"{where}: true shape"))
+    shape, dims = tuple(_extents(own.get("shape"), f"{where}: true shape")), document.get("dimension_names", [])
+    if not isinstance(dims, list) or not all(isinstance(dim, str) for dim in dims):
+        raise CorruptionError(f"{where}: expected a list of names as dimension_names")
     try:
         numpy_dtype(dtype)
-        return ArraySpec(name=name, shape=shape, dtype=dtype, aliases=tuple(aliases))
+        spec = ArraySpec(
+            name=name,
+            shape=shape,
+            dtype=dtype,
+            aliases=tuple(aliases),
+            keeps_shape=stored == shape and len(shape) not in (1, 2),
+        )
+        return replace(spec, dims=tuple(dims))
     except ValueError as error:
         raise CheckpointMismatchError(f"{where}: {error}") from error
 

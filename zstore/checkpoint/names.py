@@ -102,8 +102,8 @@ def array_path(name: str) -> str:
 
 
 def shard_file(ndim: int, shard: int) -> str:
-    """Return the file name of shard number `shard` of an array stored with `ndim` extents: `c.0` or `c.0.0`."""
-    return f"c.{shard}" + ".0" * (ndim - 1)
+    """Return the file name of shard number `shard` of an array stored with `ndim` extents: `c`, `c.0` or `c.0.0`."""
+    return f"c.{shard}" + ".0" * (ndim - 1) if ndim else "c"
 
 
 def manifest_file(rank: int) -> str:

@@ -239,7 +239,7 @@ class CheckpointReader(ArraySource):
     def _numbers_in(self, group: str) -> dict[str, int]:
         with self._lock:
             if group not in self._numbers:
-                names = [name for name in self.arrays if name.startswith(f"{group}/")]
+                names = [name for name in self.arrays if name.partition("/")[0] == group]
                 self._numbers[group] = {name: number for number, name in enumerate(names)}
             return self._numbers[group]
 

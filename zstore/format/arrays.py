@@ -82,20 +82,29 @@ class ArraySpec(Shaped):
     """Data type by its Zarr name, as `float32` or `bfloat16`."""
     aliases: tuple[str, ...] = ()
     """Other fully qualified names of the same tensor (tied parameters), without the group."""
+    keeps_shape: bool = False
+    """Whether it is stored in its own shape, also where that has no extents or more than two."""
+    dims: tuple[str, ...] = ()
+    """Names of the extents; empty: they have none."""
 
     def __post_init__(self) -> None:
         numpy_dtype(self.dtype)
-        group, _, fqn = self.name.partition("/")
-        if not group or not fqn:
-            raise ValueError(f"array name {self.name!r:.200}: expected `group/name`, as `model/weight`")
+        group, slash, fqn = self.name.partition("/")
+        if not group or (slash and not fqn):
+            raise ValueError(f"array name {self.name!r:.200}: expected `group/name` or a name alone")
         if len(self.name) > MAX_NAME:
             raise ValueError(f"array name {self.name[:100]!r}... has {len(self.name)} characters, at most {MAX_NAME}")
         if any(n < 0 for n in self.shape):
             raise ValueError(f"array {self.name!r}: shape {self.shape} has a negative extent")
+        if self.dims and len(self.dims) != len(self.stored_shape):
+            raise ValueError(f"array {self.name!r}: {len(self.dims)} names for the extents {self.stored_shape}")
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape on disk: 0-d as `[1]`, 1-D and 2-D as they are, more dims collapsed to `[prod(d0..dn-2), d_last]`."""
+        """Shape on disk: its own with `keeps_shape`; else 0-d as `[1]`, 1-D and 2-D as they are, more dims collapsed to
+        `[prod(d0..dn-2), d_last]`."""
+        if self.keeps_shape:
+            return self.shape
         if not self.shape:
             return (1,)
         if len(self.shape) <= 2:
@@ -103,14 +112,19 @@ class ArraySpec(Shaped):
         return (math.prod(self.shape[:-1]), self.shape[-1])
 
     @property
+    def row_extents(self) -> tuple[int, ...]:
+        """Shape of a row, of which the stored shape has as many as its first extent."""
+        return self.stored_shape[1:]
+
+    @property
     def rows(self) -> int:
-        """Number of rows of the stored shape."""
-        return self.stored_shape[0]
+        """Number of rows of the stored shape; 1 for a scalar."""
+        return self.stored_shape[0] if self.stored_shape else 1
 
     @property
     def row_numel(self) -> int:
-        """Elements in a row: 1 for 1-D arrays; 0 where the last extent is 0."""
-        return self.stored_shape[1] if len(self.stored_shape) == 2 else 1
+        """Elements in a row: 1 for 1-D arrays; 0 where another extent is 0."""
+        return math.prod(self.row_extents)
 
 
 def empty_array(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:

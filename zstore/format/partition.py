@@ -16,6 +16,8 @@ a shard is cut into `chunks_per_shard` inner chunks of `chunk_rows x chunk_cols`
 - Among chunk sizes near that target, the one that pads the shard least, and then leaves least unused in 4-KiB blocks.
 - The grid depends on shape and world size alone, so all state of a parameter shares it, whatever its data type. An
   array of one bit an element is bytes in a row, of which a chunk has those of the elements' chunk (`Grid.packed`).
+- An array that keeps more than two extents has rows of several. A row that is cut is cut along one of them, into equal parts
+  of it with all of what is behind: the order of chunks is that of the elements then, as without.
 - In a checkpoint an array under 64 KiB is one shard, whatever the number of ranks (`grid_in_checkpoint`): a shard file takes
   8 KiB at least, so that cutting 512 bytes over 64 ranks would make half a megabyte in 32 files of it.
 - In a checkpoint of 512 ranks or more, shards under 64 KiB are stored together: those of 64 neighbouring ranks are the chunks
@@ -144,21 +146,24 @@ class ChunkRange:
 
 
 @functools.lru_cache(maxsize=8192)
-def make_grid(stored_shape: tuple[int, ...], world_size: int) -> Grid:
-    """Return the grid of an array of `stored_shape` (1-D or 2-D) over `world_size` ranks. See [Note: the grid]."""
+def make_grid(stored_shape: tuple[int, ...], world_size: int, align_numel: int = ALIGN_NUMEL) -> Grid:
+    """Return the grid of an array of `stored_shape` over `world_size` ranks, cut at multiples of `align_numel` elements.
+
+    See [Note: the grid]: less than 16 is for arrays that no optimizer's kernel works on shard by shard.
+    """
     if world_size < 1:
         raise ValueError(f"world size must be at least 1, got {world_size}")
-    if len(stored_shape) not in (1, 2):
-        raise ValueError(f"a stored shape has one or two extents, got {stored_shape}")
-    rows = stored_shape[0]
-    row_numel = stored_shape[1] if len(stored_shape) == 2 else 1
+    if not stored_shape:
+        return Grid(1, 1, 1, 1, 1)
+    rows, *extents = stored_shape
+    row_numel = math.prod(extents)
     if rows == 0 or row_numel == 0:
         return Grid(rows, row_numel, 1, 1, max(row_numel, 1))
-    cols = _chunk_cols(row_numel)
-    align = ALIGN_NUMEL // math.gcd(ALIGN_NUMEL, cols)
-    min_rows = round_up(-(-rows // world_size), align)
+    cols = _chunk_cols(row_numel) if len(extents) < 2 else _chunk_cols_within(tuple(extents))
     if cols < row_numel:
-        return Grid(rows, row_numel, min_rows, align, cols)
+        return Grid(rows, row_numel, -(-rows // world_size), 1, cols)
+    align = align_numel // math.gcd(align_numel, cols)
+    min_rows = round_up(-(-rows // world_size), align)
     shard_rows, chunk_rows = _chunk_rows(min_rows, row_numel, align, rows * row_numel)
     return Grid(rows, row_numel, shard_rows, chunk_rows, cols)
 
@@ -192,6 +197,30 @@ def _chunk_cols(row_numel: int) -> int:
         if row_numel % parts == 0 and (row_numel // parts) % ALIGN_NUMEL == 0:
             return row_numel // parts
     return row_numel
+
+
+def _chunk_cols_within(extents: tuple[int, ...]) -> int:
+    """Return what `_chunk_cols` does of a row of several extents: whole parts of one of them, with all that is behind it."""
+    if math.prod(extents) <= MAX_CHUNK_NUMEL:
+        return math.prod(extents)
+    found = [math.prod(extents)]
+    for i, extent in enumerate(extents):
+        behind = math.prod(extents[i + 1 :])
+        least = range(1, math.isqrt(extent) + 1)
+        found += [part * behind for d in least if extent % d == 0 for part in (d, extent // d)]
+    served = [cols for cols in found if MIN_CHUNK_NUMEL <= cols <= MAX_CHUNK_NUMEL]
+    aligned = [cols for cols in served if cols % ALIGN_NUMEL == 0]
+    return max(aligned or served) if served else min(cols for cols in found if cols >= MIN_CHUNK_NUMEL)
+
+
+def extents_of_cols(extents: tuple[int, ...], cols: int) -> tuple[int, ...]:
+    """Return the extents of `cols` elements of a row of `extents` that lie in a row in it."""
+    found: list[int] = []
+    for extent in reversed(extents):
+        part = min(cols, max(extent, 1))
+        found.append(part)
+        cols //= part
+    return tuple(reversed(found))
 
 
 def _chunk_rows(min_rows: int, row_numel: int, align: int, numel: int) -> tuple[int, int]:

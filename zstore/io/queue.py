@@ -19,6 +19,7 @@ from ..errors import UsageError
 from .links import LinkCounters, LinkStatistics, total
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Priority(IntEnum):
@@ -41,12 +42,45 @@ class Ticket(Generic[T]):
     memory until the ticket is done.
     """
 
-    def __init__(self, future: Future[T]) -> None:
+    def __init__(self, future: Future[T], heard: Callable[[], None] | None = None) -> None:
         self._future = future
+        self._heard = heard
+        """Called when somebody has the result or the error."""
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the result; raises the operation's error, or TimeoutError after `timeout_s`."""
-        return self._future.result(timeout_s)
+        if wait([self._future], timeout_s).not_done:
+            raise TimeoutError(f"the operation is not done after {timeout_s} s")
+        return self._result()
+
+    def _result(self) -> T:
+        if self._heard is not None:
+            self._heard()
+        return self._future.result()
+
+    def then(self, change: Callable[[T], U], heard: Callable[[], None] | None = None) -> Ticket[U]:
+        """Return a ticket for `change(result)`, which an I/O thread calls, so it must be short; its error is that ticket's.
+
+        `heard` is called when somebody has its result or error.
+        """
+        future: Future[U] = Future()
+
+        def ended(ended: Future[T]) -> None:
+            try:
+                result = change(ended.result())
+            except BaseException as error:  # the ticket carries it to whoever waits
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._future.add_done_callback(ended)
+
+        def both() -> None:
+            for call in (self._heard, heard):
+                if call is not None:
+                    call()
+
+        return Ticket(future, both)
 
     def done(self) -> bool:
         """Tell whether the operation ended, well or badly."""
@@ -82,7 +116,7 @@ class Ticket(Generic[T]):
 
             self._future.add_done_callback(wake)
             yield from ended.wait().__await__()
-        return self._future.result()
+        return self._result()
 
 
 def promise(operation: Callable[[], T]) -> tuple[Ticket[T], Callable[[], None]]:

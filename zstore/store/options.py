@@ -23,6 +23,10 @@ class StoreOptions:
     """Another store of this process may use the same folders: each has files of its own there. Else that is an error."""
     host_budget_bytes: int | None = None
     """Bytes of host memory for buffers and host-tier state of this rank; None: buffers of 64 MiB, state unlimited."""
+    buffer_count: int | None = None
+    """Transfer buffers; None: as many as `pool_bytes` has."""
+    buffer_size: int | None = None
+    """Bytes of each; None: of a request."""
     num_threads: int = 8
     """I/O threads."""
     queue_depth: int = 64
@@ -47,7 +51,9 @@ class StoreOptions:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of transfer buffers: half of a small budget, 64 MiB of a larger one."""
+        """Bytes of transfer buffers: `buffer_count` of `buffer_size`, else half of a small budget, 64 MiB of a larger one."""
+        if self.buffer_count is not None:
+            return self.buffer_count * (self.buffer_size or self.block_bytes)
         if self.host_budget_bytes is None:
             return DEFAULT_POOL_BYTES
         return min(DEFAULT_POOL_BYTES, self.host_budget_bytes // 2)

@@ -67,6 +67,12 @@ class ArrayOrder:
         for error in [self._failed.pop(name) for name in names if name in self._failed]:
             raise error
 
+    def hear(self, name: str, ticket: Ticket[Any]) -> None:
+        """Forget the error of an operation that ended, which its ticket has told somebody."""
+        with self._lock:
+            if self._failed.get(name) is ticket.error():
+                self._failed.pop(name, None)
+
     def forget(self, name: str) -> None:
         """Forget the error of an array that goes."""
         self._failed.pop(name, None)

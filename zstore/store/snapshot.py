@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from ..closing import Closing
 from .tiers import PinnedShard
 
 
-class Snapshot:
+class Snapshot(Closing):
     """A pinned version: what the shards held when it was taken, whatever happens to them since."""
 
     def __init__(self, version: int, pins: dict[str, PinnedShard]) -> None:
@@ -16,3 +17,7 @@ class Snapshot:
         """Allow changes in place again; a second call does nothing."""
         for pin in self.pins.values():
             pin.release()
+
+    def close(self) -> None:
+        """Do as `release`."""
+        self.release()

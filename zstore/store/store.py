@@ -396,6 +396,11 @@ class TensorStore(Closing):
         self._pools.append(pool)
         return pool
 
+    def drop_pool(self, pool: Pool) -> None:
+        """Count the memory of a pool of `make_pool`, of which nothing is lent out, as free."""
+        self._pools.remove(pool)
+        self.budget.release(pool.nbytes)
+
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the store is closed")

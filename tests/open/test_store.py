@@ -1,0 +1,383 @@
+"""The store by itself: what is put comes back, in any order of calls, for tasks and threads, and for other programs."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorstore
+import torch
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes
+
+import zstore
+from tests import warm
+from zstore.checkpoint.reader import tags
+from zstore.errors import BudgetError, CheckpointExistsError, DiskFullError, StorageError, UsageError
+from zstore.format import zarr_dtypes  # noqa: F401 - lets zarr read bfloat16
+from zstore.open.store import Store
+from zstore.store import StoreOptions, TensorStore
+from zstore.testing.faults import Fault, FaultyFiles
+
+LARGE = (300, 100, 2)
+"""240 kB in fp32: rests on disk."""
+
+
+def values(shape: tuple[int, ...], dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return np.asarray(rng.integers(0, 100, shape)).astype(dtype)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    with zstore.open_store(tmp_path / "run", host_budget_bytes=64e6) as opened:
+        yield opened
+
+
+# -- values ---------------------------------------------------------------------------------------------------------
+
+
+def test_torch_and_numpy_come_back_as_what_they_were(store: Store) -> None:
+    given = {
+        "a/torch": torch.randn(LARGE),
+        "a/bf16": torch.randn(300, 200).to(torch.bfloat16).t(),
+        "a/numpy": values(LARGE, np.int16),
+        "a/half": values((3,), ml_dtypes.bfloat16),
+        "a/bool": torch.tensor([True, False]),
+        "a/scalar": torch.tensor(3.5),
+        "a/number": 7,
+        "none": np.empty((0, 3), np.uint8),
+        "alone": values((1,), np.float64),
+    }
+    for name, value in given.items():
+        store.put(name, value)
+    assert store.names() == list(given)
+    for name, value in given.items():
+        found = store.get(name).wait()
+        assert type(found) is (torch.Tensor if isinstance(value, torch.Tensor) else np.ndarray)
+        assert tuple(found.shape) == np.shape(value)
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found, value)
+        else:
+            assert found.tobytes() == np.asarray(value).tobytes()
+    assert {store.tier_of(name).wait() for name in given} == {"disk", "host"}
+
+
+def test_rows_out_and_indices(store: Store) -> None:
+    whole = torch.randn(LARGE)
+    store.put("a/w", whole)
+    assert torch.equal(store.get("a/w", rows=slice(10, 20)).wait(), whole[10:20])
+    assert torch.equal(store.get("a/w", rows=slice(-5, None)).wait(), whole[-5:])
+    assert store.get("a/w", rows=slice(20, 10)).wait().shape == (0, 100, 2)
+    out = torch.zeros(3, 100, 2)
+    assert store.get("a/w", rows=slice(1, 4), out=out).wait() is out
+    assert torch.equal(out, whole[1:4])
+    into = np.empty(LARGE, np.float32)
+    assert store.get("a/w", out=into).wait() is into
+    assert (into == whole.numpy()).all()
+    assert (store["a/w"][5:100:7, ::-1, 1] == whole.numpy()[5:100:7, ::-1, 1]).all()
+    store.update("a/w", whole[:2] + 1, rows=slice(4, 6))
+    assert torch.equal(store.get("a/w", rows=slice(4, 6)).wait(), whole[:2] + 1)
+    assert torch.equal(store.get("a/w", device="cpu").wait()[6:], whole[6:])
+
+
+def test_what_cannot_be_is_refused_at_once(store: Store) -> None:
+    store.put("a/w", values(LARGE))
+    with pytest.raises(KeyError, match=r"no array 'a/x'; it has 1, for example \['a/w'\]"):
+        store.get("a/x")
+    with pytest.raises(UsageError, match="as a slice without a step"):
+        store.get("a/w", rows=slice(0, 10, 2))
+    with pytest.raises(UsageError, match="expected contiguous, writable float32 of shape"):
+        store.get("a/w", out=np.empty(LARGE, np.float64))
+    with pytest.raises(UsageError, match="expected float32 of shape"):
+        store.update("a/w", values((3,)))
+    with pytest.raises(UsageError, match="cannot be stored"):
+        store.put("a/c", np.zeros(3, np.complex64))
+    with pytest.raises(UsageError, match="expected `group/name`"):
+        store.put("/a", np.zeros(3))
+    with pytest.raises(UsageError, match="2 names for the extents"):
+        store.put("a/d", np.zeros(3), dims=("x", "y"))
+    with pytest.raises(UsageError, match="no disk tier"), zstore.open_store() as other:
+        other.put("a/w", values(LARGE), tier="disk").wait()
+    store.close()
+    with pytest.raises(UsageError, match="the store is closed"):
+        store.put("a/w", values(LARGE))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=9),
+    dtype=st.sampled_from([np.bool_, np.int8, np.uint32, np.int64, np.float16, ml_dtypes.bfloat16, np.float32]),
+    many=st.sampled_from([1, 1, 5, 400]),
+)
+def test_other_programs_see_shapes_and_names(
+    shape: tuple[int, ...], dtype: Any, many: int, tmp_path_factory: Any
+) -> None:
+    folder = tmp_path_factory.mktemp("kept")
+    shape = (shape[0], *shape[1:-1], shape[-1] * many) if len(shape) > 1 else shape
+    dims = [f"d{i}" for i in range(len(shape))]
+    value = values(shape, dtype)
+    with zstore.open_store() as store:
+        store.put("g/x", value, dims=dims)
+        store.checkpoint(folder / "one").wait()
+    read = zarr.open_group(folder / "one", mode="r")["g/x"]
+    assert isinstance(read, zarr.Array)
+    assert read.shape == shape
+    assert np.asarray(read[...]).tobytes() == value.tobytes()
+    assert list(read.metadata.to_dict().get("dimension_names") or ()) == dims
+    kvstore = {"driver": "file", "path": str(folder / "one" / "g" / "x")}
+    other = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True).result()
+    assert other.shape == shape
+    assert other.read().result().tobytes() == value.tobytes()
+    with zstore.open_checkpoint(folder / "one") as checkpoint:
+        assert checkpoint.verify() == []
+        assert checkpoint["g/x"].shape == shape
+        assert checkpoint["g/x"].numpy().tobytes() == value.tobytes()
+
+
+# -- passes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_a_stream_changes_values_in_place(prefetch: int, store: Store) -> None:
+    whole = {f"b.{i}/w": torch.randn(LARGE) * i for i in range(6)} | {"none/w": torch.empty(0)}
+    for name, value in whole.items():
+        store.put(name, value)
+    seen = []
+    for name, value in store.stream(prefetch=prefetch):
+        seen.append(name)
+        value.mul_(2)
+    assert seen == list(whole)
+    for name, value in store.stream(reversed(seen), prefetch=prefetch, mode="read"):
+        assert torch.equal(value, whole[name] * 2)
+        value.zero_()
+    left = iter(store.stream(seen[2:4]))
+    name, value = next(left)
+    value.zero_()
+    left.close()
+    assert not store.get(name).wait().any()
+    assert torch.equal(store.get("b.3/w").wait(), whole["b.3/w"] * 2)
+
+
+def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
+    with zstore.open_store(tmp_path, host_budget_bytes=4e6, buffer_count=4, buffer_size=2**18) as store:
+        assert store.statistics().pool_bytes == 2**20
+        for i in range(8):
+            store.put(f"b.{i}/w", values((1000, 500), seed=i)).wait()
+        with pytest.raises(BudgetError, match="host_budget_bytes"):
+            store.prefetch(store.names())
+        with pytest.raises(BudgetError):
+            store.put("large/w", values((2000, 1000)), tier="host").wait()
+        for _, value in store.stream(prefetch=9):
+            np.add(value, 1, out=value)
+            assert store._shards.budget.used_bytes <= 4e6
+        assert store.statistics().pool_bytes == 2**20
+        assert store._shards.budget.used_bytes == 2**20
+        assert (store.get("b.3/w").wait() == values((1000, 500), seed=3) + 1).all()
+
+
+def test_arrays_move_between_tiers(store: Store) -> None:
+    store.put("a/w", values(LARGE))
+    for tier in ("host", "device", "disk"):
+        store.move("a/w", tier=tier).wait()
+        assert store.tier_of("a/w").wait() == tier
+        assert (store.get("a/w").wait() == values(LARGE)).all()
+    store.put("a/w", values((7, 5)), tier="device")
+    assert store.get("a/w").wait().shape == (7, 5)
+    store.delete("a/w").wait()
+    assert "a/w" not in store
+    assert len(store) == 0
+
+
+# -- tasks and threads ----------------------------------------------------------------------------------------------
+
+
+def test_several_tasks_await_the_same_store(tmp_path: Path) -> None:
+    async def work(store: Store, number: int) -> None:
+        for turn in range(5):
+            store.put(f"t.{number}/w", torch.full(LARGE, float(turn)))
+            value = await store.get(f"t.{number}/w")
+            assert value.eq(turn).all()
+            async for _, found in store.stream([f"t.{number}/w"]):
+                found.add_(number)
+            assert (await store.get(f"t.{number}/w")).eq(turn + number).all()
+
+    async def main() -> None:
+        async with zstore.open_store(tmp_path / "run") as store:
+            await asyncio.gather(*(work(store, number) for number in range(6)))
+            await store.flush()
+            done = await store.checkpoint(tmp_path / "ckpt" / "one", extra={"loss": 1.0})
+            assert (done.num_files, done.num_linked) == (6, 6)
+            with pytest.raises(CheckpointExistsError):
+                await store.checkpoint(tmp_path / "ckpt" / "one")
+
+    asyncio.run(main())
+    with zstore.open_checkpoint(tmp_path / "ckpt") as checkpoint:
+        assert checkpoint.state["extra"] == {"loss": 1.0}
+        assert all((checkpoint[f"t.{number}/w"].numpy() == 4 + number).all() for number in range(6))
+
+
+def test_a_cancelled_task_leaves_the_store_sound(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with zstore.open_store(tmp_path) as store:
+            for i in range(4):
+                store.put(f"b.{i}/w", values((1000, 500), seed=i))
+
+            async def spin() -> None:
+                while True:
+                    async for _, value in store.stream(prefetch=2):
+                        np.invert(np.invert(value, out=value), out=value)
+                        await asyncio.sleep(0)
+
+            store.put("b.0/w", values((1000, 500), np.int32))
+            names = store.names()
+            for name in names:
+                await store.put(name, values((1000, 500), np.int32, seed=int(name[2])))
+            for delay in (0, 0.001, 0.01):
+                task = asyncio.create_task(spin())
+                await asyncio.sleep(delay)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                for name in names:
+                    assert (await store.get(name) == values((1000, 500), np.int32, seed=int(name[2]))).all()
+
+    asyncio.run(main())
+
+
+def test_threads_share_a_store(store: Store) -> None:
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(10):
+                store.put(f"t.{number}/w", np.full(LARGE, turn, np.float32))
+                assert (store.get(f"t.{number}/w").wait() == turn).all()
+                if turn % 3 == 0:
+                    store.delete(f"t.{number}/w")
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_links_what_is_on_disk_and_is_loaded(store: Store, tmp_path: Path) -> None:
+    whole = {"a/w": torch.randn(LARGE), "a/s": torch.tensor(2.0)}
+    for name, value in whole.items():
+        store.put(name, value, dims=("x", "y", "z")[: value.ndim])
+    saved = store.checkpoint(tmp_path / "ckpt" / "one", extra={"step": 3}, step=3)
+    store.update("a/w", torch.zeros(LARGE))  # behind: not in the checkpoint
+    assert saved.wait().num_linked == 1
+    pinned = store.pin()
+    store.put("a/w", torch.ones(LARGE))
+    store.checkpoint(tmp_path / "ckpt" / "two", of=pinned, keep=1).wait()
+    assert [info.tag for info in tags(tmp_path / "ckpt")] == ["two"]
+    with zstore.open_checkpoint(tmp_path / "ckpt") as checkpoint:
+        assert not checkpoint["a/w"].numpy().any()
+    store.checkpoint(tmp_path / "ckpt" / "two", names=["a/s"], overwrite=True).wait()
+    for turn in range(3):
+        store.checkpoint(tmp_path / "ckpt" / str(turn))
+        store.put("a/w", values((1000, 100 + turn)))  # of another shape, which waits for the checkpoint
+        store.put("a/s", turn)
+    store.flush().wait()
+    with store.pin(), pytest.raises(UsageError, match="exhaust that or close it"):
+        store.delete("a/w").wait()
+    with zstore.open_store(tmp_path / "run") as other:
+        assert other.load(tmp_path / "ckpt", "two").wait() == {}
+        assert other.names() == ["a/s"]
+        assert other.get("a/s").wait() == whole["a/s"]
+
+
+def test_an_error_comes_by_its_ticket_and_by_flush_once(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    tmp_path.joinpath("run").mkdir()
+    store = Store(TensorStore(StoreOptions(run_path=tmp_path / "run"), files=files))
+    with store:
+        store.put("a/w", values(LARGE)).wait()
+        store.put("b/w", values(LARGE)).wait()
+        files.inject(Fault(kind="write", error_number=errno.EIO))
+        ticket = store.update("a/w", values(LARGE, seed=1))
+        with pytest.raises(StorageError):
+            store.flush().wait()
+        with pytest.raises(StorageError):
+            ticket.wait()
+        store.flush().wait()
+        assert (store.get("b/w").wait() == values(LARGE)).all()
+        files.inject(Fault(kind="allocate", error_number=errno.ENOSPC))
+        with pytest.raises(DiskFullError):
+            store.put("c/w", values(LARGE)).wait()
+        with pytest.raises(KeyError, match="no array 'c/w'"):
+            store.get("c/w")
+        store.put("c/w", values(LARGE))
+        store.put("a/w", values(LARGE, seed=2))
+        store.flush().wait()
+        assert (store.get("a/w").wait() == values(LARGE, seed=2)).all()
+
+
+ENDLESS = """
+import sys
+import numpy as np
+import zstore
+folder = sys.argv[1]
+with zstore.open_store(folder + "/run") as store:
+    for turn in range(10**6):
+        for i in range(3):
+            store.put(f"b.{i}/w", np.full((300, 100), turn, np.float32))
+        store.checkpoint(f"{folder}/ckpt/{turn:06d}", keep=2)
+        print(turn, flush=True)
+"""
+
+
+def test_a_killed_program_leaves_whole_checkpoints(tmp_path: Path) -> None:
+    with warm.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while int(process.stdout.readline()) < 10:
+            pass
+        process.kill()
+    found = tags(tmp_path / "ckpt")
+    assert found
+    for info in found:
+        with zstore.open_checkpoint(tmp_path / "ckpt", info.tag) as checkpoint:
+            assert checkpoint.verify() == []
+            assert all((checkpoint[f"b.{i}/w"].numpy() == int(info.tag)).all() for i in range(3))
+    with zstore.open_store(tmp_path / "run"):  # sweeps what the dead one left
+        pass
+    assert not list(tmp_path.rglob("*.shard"))
+
+
+LEFT = """
+import sys
+import numpy as np
+import zstore
+folder = sys.argv[1]
+store = zstore.open_store(folder + "/run")
+store.put("a/w", np.ones((300, 100), np.float32))
+store.checkpoint(folder + "/ckpt/last")
+raise SystemExit(3)
+"""
+
+
+def test_a_program_that_ends_completes_its_checkpoint(tmp_path: Path) -> None:
+    done = warm.run([sys.executable, "-c", LEFT, str(tmp_path)], check=False, timeout=60)
+    assert done.returncode == 3
+    with zstore.open_checkpoint(tmp_path / "ckpt") as checkpoint:
+        assert (checkpoint["a/w"].numpy() == 1).all()
+    assert not list(tmp_path.rglob("*.shard"))

@@ -1,0 +1,133 @@
+"""A pass over whole arrays of a store, read ahead and stored behind, by `for` or `async for`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncGenerator, Generator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ..format.arrays import ArraySpec, numpy_dtype
+from ..format.partition import round_up
+from ..io.buffers import PAGE_BYTES, Buffer, Pool
+from ..io.queue import Ticket
+from ..store import TensorStore
+from .values import shaped
+
+if TYPE_CHECKING:
+    from .store import Store
+
+Mode = Literal["update", "read"]
+
+
+class Values:
+    """A pass over whole arrays: an iterator of (name, value), with `for` or `async for`. Made by `Store.stream`.
+
+    Leave it by the end of the loop, or close it.
+    """
+
+    def __init__(
+        self, store: Store, shards: TensorStore, specs: Sequence[ArraySpec], prefetch: int, mode: Mode
+    ) -> None:
+        self._store, self._shards, self._mode = store, shards, mode
+        self._coming = list(reversed(specs))
+        self._prefetch = prefetch
+        self._pool: Pool | None = None
+        self._ahead: list[tuple[ArraySpec, Buffer | None, Ticket[Any]]] = []
+        self._behind: list[Ticket[None]] = []
+        self._current: tuple[ArraySpec, Buffer | None, Any] | None = None
+        self._lock = threading.Lock()
+        """Held by who advances: a task that was cancelled may have left its advance under way."""
+
+    def __iter__(self) -> Generator[tuple[str, Any], None, None]:
+        try:
+            while (found := self._advance()) is not None:
+                yield found
+        finally:
+            self.close()
+
+    async def __aiter__(self) -> AsyncGenerator[tuple[str, Any], None]:
+        workers = self._store._workers
+        try:
+            while (found := await workers.submit(self._advance)) is not None:
+                yield found
+        finally:
+            await workers.submit(self.close)
+
+    def _advance(self) -> tuple[str, Any] | None:
+        """Store what the loop is done with, read ahead, and return what comes next; None at the end."""
+        with self._lock:
+            self._retire()
+            self._read_ahead()
+            if not self._ahead:
+                return None
+            spec, buffer, ticket = self._ahead.pop(0)
+            try:
+                value = ticket.wait()
+            except BaseException:
+                if buffer is not None:
+                    buffer.release()
+                raise
+            self._current = spec, buffer, value
+            return spec.name, value
+
+    def _retire(self) -> None:
+        if self._current is None:
+            return
+        (spec, buffer, value), self._current = self._current, None
+        if self._mode == "read":
+            if buffer is not None:
+                buffer.release()
+            return
+        ticket = self._store.update(spec.name, value)
+        if buffer is not None:
+            ticket.when_done(buffer.release)
+        self._behind = [one for one in self._behind if not one.done() or one.error() is not None] + [ticket]
+
+    def _read_ahead(self) -> None:
+        while self._coming and len(self._ahead) <= self._prefetch:
+            spec, buffer = self._coming[-1], None
+            if spec.nbytes:
+                pool = self._pool = self._pool or self._make_pool()
+                buffer = pool.try_acquire(spec.nbytes) if self._ahead else pool.acquire(spec.nbytes)
+                if buffer is None:
+                    return
+            self._coming.pop()
+            self._ahead.append((spec, buffer, self._read(spec, buffer)))
+
+    def _read(self, spec: ArraySpec, buffer: Buffer | None) -> Ticket[Any]:
+        memory = np.empty(0, np.uint8) if buffer is None else buffer.bytes
+        flat = memory.view(numpy_dtype(spec.dtype))
+        is_torch = self._store._entry(spec.name).is_torch
+        value = shaped(flat, spec.shape, is_torch, None)
+        return self._store.get(spec.name, out=value)
+
+    def _make_pool(self) -> Pool:
+        """Return memory for the arrays at hand, read ahead, and on their way back, as far as the budget has it."""
+        sizes = sorted((round_up(spec.nbytes, PAGE_BYTES) for spec in self._coming), reverse=True)
+        wanted, free = sum(sizes[: self._prefetch + 2]), self._shards.budget.free_bytes
+        return self._shards.make_pool(
+            wanted if free is None else max(sizes[0], min(wanted, free // PAGE_BYTES * PAGE_BYTES))
+        )
+
+    def close(self) -> None:
+        """End the pass: store the value at hand, and wait for what is under way; a second call does nothing.
+
+        Raises the error of a change that failed.
+        """
+        with self._lock:
+            self._coming.clear()
+            self._retire()
+            for _, buffer, ticket in self._ahead:
+                ticket.error()
+                if buffer is not None:
+                    buffer.release()
+            self._ahead.clear()
+            errors = [error for ticket in self._behind if (error := ticket.error()) is not None]
+            self._behind.clear()
+            if self._pool is not None:
+                self._shards.drop_pool(self._pool)
+                self._pool = None
+            if errors:
+                raise errors[0]
