@@ -22,7 +22,6 @@ from .names import missing_of_engine
 from .zero import mark
 from .zero_types import ZeroParamStatus
 
-
 _TO_FP32 = "zero_to_fp32.py"
 _TO_FP32_TEXT = """#!/usr/bin/env python3
 \"\"\"Writes the fp32 weights of a checkpoint as safetensors: `python zero_to_fp32.py . OUT`.\"\"\"
