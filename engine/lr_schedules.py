@@ -3,8 +3,8 @@
 Source of the values: deepspeed/runtime/lr_schedules.py (0.19). The first step of training has what a schedule starts
 with; step s + 2 has what the schedule says for iteration s, where s is `last_batch_iteration`.
 
-The engine advances a schedule itself. A `step()` from the training loop, as plain torch loops have it, changes
-nothing and is answered once with what to remove.
+An engine advances the schedule that it has itself. A `step()` from the training loop, as plain torch loops have it, then
+changes nothing and is answered once with what to remove. A schedule of no engine is stepped by its loop.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class NamedSchedule(LRScheduler):
     formula before it calls this `__init__`, which gives the groups the settings of the first step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.is_engines = False
+        """Whether an engine advances it."""
         self._warned = False
         fresh = [group for group in optimizer.param_groups if "initial_lr" not in group]
         super().__init__(optimizer)
@@ -65,9 +67,12 @@ class NamedSchedule(LRScheduler):
         self.last_epoch += 1
         self.apply()
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Change nothing: `engine.step()` advances the schedule."""
-        if not self._warned:
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go on by one step, or to the iteration that is given; change nothing if `engine.step()` advances the schedule."""
+        if not self.is_engines:
+            self.last_epoch = (self.last_epoch if last_batch_iteration is None else last_batch_iteration) + 1
+            self.apply()
+        elif not self._warned:
             self._warned = True
             warn_once("engine.step() advances the learning rate schedule; remove scheduler.step() from the loop")
 
@@ -335,6 +340,8 @@ class LRSchedule:
                 "out of initialize() and step it in the training loop (it may be made from the returned optimizer)"
             )
         self.scheduler = scheduler
+        if isinstance(scheduler, NamedSchedule):
+            scheduler.is_engines = True
         self._seen: object = self._position()
         self._warned = False
 

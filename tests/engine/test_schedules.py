@@ -15,7 +15,7 @@ from torch import nn
 from tests.engine.schedule_cases import KNOWN, OWN_LR, adam, made
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
-from zstore.engine.lr_schedules import NamedSchedule, named_schedule
+from zstore.engine.lr_schedules import LRSchedule, NamedSchedule, named_schedule
 from zstore.errors import ConfigError
 
 
@@ -183,8 +183,9 @@ def test_a_resumed_schedule_goes_on_as_the_first_would_have(
         assert before + after == setting_at_each_step(made(name, params), at + 6)
 
 
-def test_a_loops_own_step_of_our_schedule_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loops_own_step_of_an_engines_schedule_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     schedule = made("WarmupLR", {"warmup_num_steps": 4})
+    LRSchedule(schedule)
     schedule.advance()
     before = schedule.state_dict(), schedule.get_last_lr()
     schedule.step()

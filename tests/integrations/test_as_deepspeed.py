@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from tests import warm
 from tests.integrations.tokens import texts, tokenizer
 from tests.integrations.trainers import llama
+from tests.engine.schedule_cases import KNOWN, OWN_LR, adam
 from zstore.as_deepspeed import install
 from zstore.as_deepspeed.config import cleaned, raw_config
 from zstore.as_deepspeed.names import (
@@ -34,7 +35,7 @@ from zstore.as_deepspeed.names import (
     missing,
     missing_of_engine,
 )
-from zstore.errors import UsageError
+from zstore.errors import ConfigError, UsageError
 from zstore.journal.names import run_of
 
 ROOT = Path(__file__).parents[2]
@@ -331,6 +332,37 @@ def test_what_deepspeed_has_and_zstore_has_not_is_refused_where_it_is_asked_for(
     assert made.weight.is_meta
     assert made.weight.dtype is torch.bfloat16
     assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.parametrize(("name", "params", "expected"), KNOWN)
+def test_a_schedule_made_in_a_script_has_deepspeeds_rates(
+    name: str, params: dict[str, Any], expected: list[float]
+) -> None:
+    from zstore.as_deepspeed import lr_schedules
+
+    optimizer = adam()
+    kind = getattr(lr_schedules, name)
+    schedule = kind(optimizer, **params)
+    assert isinstance(schedule, kind)
+    for rate in expected:
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate, rel=1e-9)
+        schedule.step()
+    schedule.step(1)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(expected[2], rel=1e-9)
+
+
+def test_schedules_take_deepspeeds_order_of_arguments_and_a_first_step() -> None:
+    from zstore.as_deepspeed import lr_schedules
+
+    optimizer = adam()
+    schedule: Any = lr_schedules.WarmupLR(optimizer, 0.1, 1.1, 4, "log", 1)
+    assert optimizer.param_groups[0]["lr"] == OWN_LR
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.892481250361)
+    with pytest.raises(ConfigError, match=r"warmup_num_steps.*at least 1"):
+        lr_schedules.WarmupLR(optimizer, warmup_num_steps=0)
+    with pytest.raises(UsageError, match="at most once"):
+        lr_schedules.WarmupLR(optimizer, 0.1, warmup_min_lr=0.1)
 
 
 def test_the_engine_has_what_scripts_call(tmp_path: Path) -> None:
