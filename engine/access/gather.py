@@ -23,7 +23,7 @@ from zstore.format.arrays import model_array
 from zstore.ranks.world import World
 from zstore.tensors import as_torch
 
-from ..build.builder import Builder, Built, find_built
+from ..build.builder import Builder, Built, find_built, is_built
 from ..params.record import ParameterRecord, Residency
 from ..zero.gradients import agree_any
 from .access import Access, live, rows_source
@@ -47,11 +47,15 @@ def gather(params: Parameters, modifier_rank: int | None = None) -> Iterator[Non
     Raises UsageError for changes within a forward or backward, and where the ranks gather different parameters.
     """
     listed = _listed(params)
-    blocks: list[_RunBlock | _BuiltBlock] = [
-        _RunBlock(access, records, modifier_rank) for access, records in _by_run(listed)
-    ]
-    blocks += [_BuiltBlock(builder, built, modifier_rank) for builder, built in _by_builder(listed)]
-    opened: list[_RunBlock | _BuiltBlock] = []
+    runs, built = _by_run(listed), _by_builder(listed)
+    blocks: list[_Block] = [_RunBlock(access, records, modifier_rank) for access, records in runs]
+    blocks += [_BuiltBlock(builder, ones, modifier_rank) for builder, ones in built]
+    held = {id(record.parameter) for _, records in runs for record in records}
+    held |= {id(one.ref()) for _, ones in built for one in ones}
+    plain = [p for p in listed if id(p) not in held and is_built(p)]
+    if plain and modifier_rank is not None:
+        blocks.append(_PlainBlock(plain, modifier_rank))
+    opened: list[_Block] = []
     error: BaseException | None = None
     try:
         for block in blocks:
@@ -268,6 +272,39 @@ class _BuiltBlock:
             for built, parameter in zip(self._built, self._parameters, strict=True):
                 self.world.broadcast(parameter.data, self._modifier_rank)
                 self._builder.release(built, parameter)
+
+
+class _PlainBlock:
+    """The part of a block that belongs to parameters of `zstore.Init` which are whole on every rank, and not trained yet."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], modifier_rank: int) -> None:
+        self.world = World.current()
+        self._modifier_rank = modifier_rank
+        self._parameters = parameters
+        self._before: list[torch.Tensor] = []
+
+    def open(self) -> None:
+        """Keep what an error in the block goes back to."""
+        _check_rank(self._modifier_rank, self.world)
+        self._before = [parameter.detach().clone() for parameter in self._parameters]
+
+    def close(self, error: BaseException | None) -> None:
+        """Give every rank the values of the one, or of before the block if `error` ended it (all ranks)."""
+        kept = False
+        try:
+            if error is None or isinstance(error, Exception):
+                self.world.raise_together(error)
+                kept = True
+        finally:
+            for parameter, before in zip(self._parameters if not kept else (), self._before, strict=False):
+                parameter.data = before
+        for parameter in self._parameters if kept else ():
+            values = parameter.data.to(self.world.device, copy=True).contiguous()
+            self.world.broadcast(values, self._modifier_rank)
+            parameter.data.copy_(values)
+
+
+_Block = _RunBlock | _BuiltBlock | _PlainBlock
 
 
 def _check_rank(rank: int | None, world: World) -> None:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 import torch
 from crc32c import crc32c
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zstore.closing import closing_with
 from zstore.errors import RankError, UsageError
@@ -395,6 +396,20 @@ class Builder:
         """Close the store, unless it was handed over; values that rest in it are gone. A second call does nothing."""
         self.is_closed = self.is_closed or self._finalizer.alive
         self._finalizer()
+
+
+_with_init: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameters that a block of `zstore.Init` saw, of which every rank has the same values."""
+
+
+def note_built(parameter: nn.Parameter) -> None:
+    """Take note of a parameter that is built within `zstore.Init`, in shards or not."""
+    _with_init[parameter] = None
+
+
+def is_built(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter was built within `zstore.Init`."""
+    return parameter in _with_init
 
 
 def gone() -> UsageError:

@@ -35,7 +35,7 @@ from ..config.config import Config, load_config
 from ..runtime.distributed import init_distributed
 from ..runtime.garbage import CollectorPause
 from ..runtime.messages import show_messages
-from .builder import DEFAULT_LIVE_BYTES, Builder, BuildStatistics, Built
+from .builder import DEFAULT_LIVE_BYTES, Builder, BuildStatistics, Built, note_built
 from .destination import builder_for
 
 
@@ -111,7 +111,9 @@ class Init(AbstractContextManager["Init"]):
             if self._dtype is not None:
                 stack.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(self._dtype)
-            if self._builder is not None:
+            if self._builder is None:
+                stack.callback(register_module_parameter_registration_hook(_note).remove)
+            else:
                 self._watch(self._builder, stack)
             self._ends = stack.pop_all()
         return self
@@ -218,6 +220,7 @@ class Init(AbstractContextManager["Init"]):
                     self._enter(builder, module, name, parameter)
 
     def _enter(self, builder: Builder, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        note_built(parameter)
         if parameter.is_meta:
             self._meta.append((weakref.ref(module), name))
         elif parameter.numel() >= builder.threshold_numel and _can_rest(parameter):
@@ -277,6 +280,12 @@ class _Watch(TorchFunctionMode):
         if func not in _valueless():
             self._before(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+def _note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    """Take note of a parameter in a block that shards nothing."""
+    if parameter is not None:
+        note_built(parameter)
 
 
 def _check_remote_device(device: str | None, config: Config | None) -> None:

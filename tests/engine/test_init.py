@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -408,6 +409,42 @@ def _gather_on_ranks(rank: int, folder: str) -> list[bool]:
 
 def test_gather_takes_one_ranks_values(tmp_path: Path) -> None:
     assert run_ranks(_gather_on_ranks, 2, str(tmp_path)) == [[True, True]] * 2
+
+
+def _changed_by_rank_1(rank: int, stage: int) -> list[list[float]]:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+            with zstore.gather(self.linear.weight, modifier_rank=1), torch.no_grad():
+                self.linear.weight.fill_(rank + 3.0)
+
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
+    }
+    with zstore.Init(config=config):
+        torch.manual_seed(0)
+        model = nn.ModuleList([Small(), nn.Linear(4, 4)])
+    with zstore.gather(model, modifier_rank=1), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(rank + 1.0)
+    with suppress(ZeroDivisionError), zstore.gather(model[1].bias, modifier_rank=1):
+        with torch.no_grad():
+            model[1].bias.fill_(9.0)
+        raise ZeroDivisionError
+    plain = model[1].bias.flatten().tolist()
+    with zstore.initialize(model=model, config=config)[0], zstore.gather(model):
+        return [plain, *(value.flatten().tolist() for value in model.parameters())]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gather_takes_one_ranks_values_of_small_parameters(stage: int) -> None:
+    torch.manual_seed(0)
+    small, large = nn.Linear(3, 2), nn.Linear(4, 4)
+    wanted = [[6.0] * 6, *((p + 2.0).flatten().tolist() for p in (small.bias, large.weight, large.bias))]
+    assert run_ranks(_changed_by_rank_1, 2, stage) == [[wanted[-1], *wanted]] * 2
 
 
 def test_a_model_that_is_gone_leaves_no_files(tmp_path: Path) -> None:
