@@ -115,6 +115,12 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             _log.warning("%s: %s", resolved.source, line)
         if rates is not None:
             _say_precision(loaded, resolved, rates)
+        if "gradient_clipping" not in loaded.settings.model_fields_set and not resolved.frozen and not resolved.one_bit:
+            _log.info(
+                "%s: gradient_clipping is not set: gradients are clipped to a norm of %g, DeepSpeed's default; 0 turns it off",
+                resolved.source,
+                resolved.gradient_clipping,
+            )
     if resolved.settings.sparse_attention is not None:
         apply_sparse_attention(model, resolved.settings.sparse_attention.pattern())
     world.log = open_comms_log(resolved.settings.comms_logger, world)

@@ -105,13 +105,17 @@ class Config:
             if passed and getattr(self.settings, key) is not None:
                 notices = [notice for notice in notices if not notice.key.startswith(f"{key}.")]
                 notices.append(Notice(key, f"no effect: the {key} passed to initialize() is used"))
+        named = settings.optimizer is not None and settings.optimizer.type in WHOLE_TENSORS
+        kind = context.optimizer_name if settings.optimizer is None else settings.optimizer.type
+        signs = kind in ONE_BIT
+        clips = "gradient_clipping" in self.settings.model_fields_set and "gradient_clipping" not in defaults
+        if signs and not clips:  # the default is of optimizers that can be clipped
+            settings = settings.model_copy(update={"gradient_clipping": 0.0})
+            defaults |= {"gradient_clipping": 0.0} if "gradient_clipping" in defaults else {}
         if defaults:
             notices.append(_defaults_notice(defaults))
         if context.world_size == 1:
             notices += _alone(settings.zero_optimization, {notice.key for notice in notices})
-        named = settings.optimizer is not None and settings.optimizer.type in WHOLE_TENSORS
-        kind = context.optimizer_name if settings.optimizer is None else settings.optimizer.type
-        signs = kind in ONE_BIT
         if signs and (found := list(one_bit_problems(settings, kind))):
             raise ConfigError(problem_text(self.source, [problem.message for problem in found]))
         whole = named or signs or context.whole_tensors

@@ -231,8 +231,8 @@ class LionParams(OptimizerParams):
 
     lr: Real | Auto = built(1e-3)
     """Learning rate; the default is DeepSpeed's. Lion wants a rate of a tenth to a third of AdamW's."""
-    betas: Betas | Auto = built((0.9, 0.99))
-    """Weight of the moment in the update, and its decay."""
+    betas: Betas | Auto = built((0.9, 0.999))
+    """Weight of the moment in the update, and its decay; the default is DeepSpeed's, the paper has 0.99 for the second."""
     weight_decay: Real | Auto = built(0.0)
     """Decoupled decay of the weights per step, times lr."""
     maximize: Bool = built(False)

@@ -176,8 +176,9 @@ class Settings(Section):
     scheduler: SchedulerSection | None = None
     fp16: Fp16Section = Fp16Section()
     bf16: Bf16Section = Bf16Section()
-    gradient_clipping: Real | Auto = built(0.0)
-    """Largest global norm of the gradients; larger ones are scaled down to it. 0: off, as in DeepSpeed's code."""
+    gradient_clipping: Real | Auto = built(1.0)
+    """Largest global norm of the gradients; larger ones are scaled down to it. 0: off. The default is DeepSpeed's since 0.19;
+    optimizers that send signs do not clip, and the Trainers of other libraries have defaults of their own."""
     zero_optimization: ZeroSection = ZeroSection()
     aio: AioSection = AioSection()
     zstore: ZstoreSection = ZstoreSection()

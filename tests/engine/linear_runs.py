@@ -14,6 +14,7 @@ from zstore.engine import Engine
 def settings(**changes: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "steps_per_print": 0,
     } | changes

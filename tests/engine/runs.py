@@ -35,6 +35,7 @@ def make_config(stage: int = 1, tier: str = "none", nvme: str | Path = "", **key
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}},
         "bf16": {"enabled": True},
         "zero_optimization": zero,
+        "gradient_clipping": 0.0,
         "steps_per_print": 0,
     } | keys
 

@@ -75,7 +75,12 @@ MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def make_config(**keys: Any) -> dict[str, Any]:
-    return {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 0}, "steps_per_print": 0} | keys
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 0},
+        "steps_per_print": 0,
+        "gradient_clipping": 0.0,
+    } | keys
 
 
 class Masters(nn.Module):

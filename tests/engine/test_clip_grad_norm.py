@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
 from typing import Any
 
@@ -67,3 +69,27 @@ def test_calls_out_of_place_are_refused() -> None:
             engine.clip_grad_norm_(1.0)
         assert engine.clip_grad_norm_(math.inf) > 0
         engine.step()
+
+
+def test_a_config_that_says_nothing_clips_to_1_as_deepspeed_does(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    with caplog.at_level(logging.INFO, "zstore"):
+        engine, *_ = zstore.initialize(model=model, config=config)
+    assert (
+        caplog.text.count("gradient_clipping is not set: gradients are clipped to a norm of 1, DeepSpeed's default")
+        == 1
+    )
+    with engine:
+        for value in (4.0, 5.0):
+            _backward(engine, value)
+            engine.step()
+            plain(torch.full((1, 4), value)).square().mean().backward()
+            assert torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0) > 1.0
+            optimizer.step()
+            optimizer.zero_grad()
+        for ours, theirs in zip(engine.module_state_dict().values(), plain.state_dict().values(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)

@@ -51,6 +51,7 @@ def _config(folder: Path, device: str, stage: int = 3, **own: Any) -> dict[str, 
         zero["offload_optimizer"] = tier
     return {
         "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}},
         "zero_optimization": zero,
         "zstore": {"ema": DECAY, **own},

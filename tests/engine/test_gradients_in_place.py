@@ -81,6 +81,7 @@ def _config(zero: dict[str, Any], folder: str, **more: Any) -> dict[str, Any]:
     }
     return {
         "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": 0.0,
         "steps_per_print": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.01}},
         "zero_optimization": named,

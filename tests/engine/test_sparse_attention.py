@@ -195,6 +195,7 @@ def _losses(model: nn.Module, tokens: torch.Tensor, steps: int = 3) -> list[floa
 def _engine_losses(model: nn.Module, tokens: torch.Tensor, steps: int = 3) -> list[float]:
     config = {
         "train_batch_size": 2,
+        "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
         "sparse_attention": SECTION,
         "zstore": {"journal": False},

@@ -71,6 +71,7 @@ def _engine(zero: dict[str, Any], folder: Path | str, **more: Any) -> Engine:
     }
     config = {
         "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": 0.0,
         "steps_per_print": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.01}},
         "zero_optimization": named,

@@ -88,8 +88,8 @@ def test_what_cannot_be_kept_or_read_is_named() -> None:
     [
         ({}, "bf16-mixed", 2, 0.5, {"bf16": {"enabled": True}, "gradient_clipping": 0.5}),
         ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, "16-mixed", 1, None,
-         {"bf16": {"enabled": False}, "fp16": {"enabled": True}}),
-        ({"bf16": {"enabled": True}}, "32-true", 1, None, {"bf16": {"enabled": True}}),
+         {"bf16": {"enabled": False}, "fp16": {"enabled": True}, "gradient_clipping": 0.0}),
+        ({"bf16": {"enabled": True}}, "32-true", 1, None, {"bf16": {"enabled": True}, "gradient_clipping": 0.0}),
         ({"gradient_clipping": 1.0, "gradient_accumulation_steps": 4}, "32-true", 4, None, {"gradient_clipping": 1.0}),
         ({"gradient_clipping": "auto"}, "32-true", 4, None, {"gradient_clipping": 0.0}),
         ({"fp16": {"enabled": True}}, "bf16-mixed", 1, None, r'fp16.enabled is true, and Trainer\(precision="bf16-mixed"\)'),

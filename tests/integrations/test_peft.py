@@ -102,6 +102,7 @@ def test_a_method_is_saved_and_loaded(method: str, tmp_path: Path) -> None:
     plain.save_pretrained(tmp_path / "plain")
     settings = {
         "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "steps_per_print": 0,

@@ -69,6 +69,7 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Return the config as it was read, completed by what it leaves to this loop, and its source."""
         raw, source = read_source(given, "zstore_config")
         ask_for_precision(raw)
+        raw.setdefault("gradient_clipping", "auto")
         raw.setdefault("steps_per_print", 0)  # a loop prints its own lines
         self._ask_for_communication(raw, source)
         if self._asked_precision != "no":

@@ -79,7 +79,7 @@ class DeepSpeedCPULion:
         cls,
         model_params: Any,
         lr: float = 1e-3,
-        betas: Betas = (0.9, 0.99),
+        betas: Betas = (0.9, 0.999),
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> torch.optim.Optimizer:
@@ -94,7 +94,7 @@ class FusedLion:
         cls,
         params: Any,
         lr: float = 1e-3,
-        betas: Betas = (0.9, 0.99),
+        betas: Betas = (0.9, 0.999),
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
     ) -> torch.optim.Optimizer:

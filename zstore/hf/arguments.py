@@ -116,11 +116,11 @@ def complete_config(raw: dict[str, Any], source: str, args: Any) -> None:
     raw.setdefault("steps_per_print", 0)  # the Trainer prints its own lines
     if "gradient_clipping" not in raw:
         raw["gradient_clipping"] = "auto"
-        if args.max_grad_norm and args.process_index == 0:
+        if args.max_grad_norm != 1.0 and args.process_index == 0:
             _log.warning(
-                "the config has no gradient_clipping, so gradients are clipped to max_grad_norm=%g; DeepSpeed would not clip: "
-                "for that set max_grad_norm=0",
-                args.max_grad_norm,
+                "the config has no gradient_clipping, so max_grad_norm=%g is used (0: none); DeepSpeed would clip to 1, its "
+                "default: for that set max_grad_norm=1",
+                args.max_grad_norm or 0.0,
             )
 
 

@@ -102,7 +102,7 @@ def for_trainer(source: Source, trainer: TrainerValues) -> dict[str, Any]:
     if clip is not None:
         _agree(source, "gradient_clipping", settings, clip, "gradient_clip_val")
         raw["gradient_clipping"] = clip
-    elif settings.gradient_clipping == "auto":
+    elif settings.gradient_clipping == "auto" or "gradient_clipping" not in settings.model_fields_set:
         raw["gradient_clipping"] = 0.0
     return raw
 

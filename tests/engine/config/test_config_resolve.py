@@ -119,7 +119,7 @@ def test_what_nobody_answers_is_the_default_and_one_line_tells_it() -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"gradient_clipping": "auto"}, "gradient_clipping = 0.0"),
+        ({"gradient_clipping": "auto"}, "gradient_clipping = 1.0"),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}, "reduce_bucket_size = 500000000"),
         (
             {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "weight_decay": "auto"}}},
