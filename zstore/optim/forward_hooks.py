@@ -1,7 +1,9 @@
 """Modules that wait for the update of their parameters before they run, for an update behind `step()`.
 
 A hook on all modules of the process, since an optimizer is given parameters and no model. A module waits for its own
-parameters; one that FSDP2 gathers for, for all those that it gathers. A module whose state is asked for waits too.
+parameters; one that FSDP2 gathers for, for all those that it gathers; a graph of torch.export, torch.fx or torch.jit, for all
+below it. A module whose state is asked for waits too. What torch.compile made before there was this hook knows nothing of it,
+and is compiled anew.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class ForwardHooks:
             if hooks is not None:
                 hooks._before(module)
 
-        disable: Any = torch.compiler.disable
-        self._handles: list[Any] = [register_module_forward_pre_hook(disable(before))]
+        torch.compiler.reset()
+        self._handles: list[Any] = [register_module_forward_pre_hook(_not_compiled(before))]
 
     def _before(self, module: nn.Module) -> None:
         read = self._read_by(module)
@@ -53,6 +55,8 @@ class ForwardHooks:
                 known = self._gathers[module] = self._gathered_by(module)
                 self._watch(module)
             return known
+        if isinstance(module, _GRAPHS):
+            return [self._records[p] for p in module.parameters() if p in self._records]
         own = [self._records[p] for p in module._parameters.values() if p is not None and p in self._records]
         if own:
             self._watch(module)
@@ -89,6 +93,20 @@ class ForwardHooks:
         """Take the hooks away."""
         for handle in self._handles:
             handle.remove()
+
+
+_GRAPHS = (torch.fx.GraphModule, torch.jit.ScriptModule)
+"""Modules that read parameters of those below them without calling these."""
+
+
+def _not_compiled(before: Any) -> Any:
+    """Return a hook that ends a graph of torch.compile, so that it runs each time, before what comes after it."""
+    disable: Any = torch.compiler.disable
+    why = "zstore waits here for the updates behind step(): compile without fullgraph=True, or choose another overlap"
+    try:
+        return disable(before, reason=why)
+    except TypeError:  # older versions of torch take no reason
+        return disable(before)
 
 
 def _gathers_ahead(module: FSDPModule) -> bool:
