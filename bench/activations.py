@@ -85,6 +85,7 @@ def _train(rank: int, own: dict[str, Any], shape: tuple[int, ...], folder: str) 
     torch.manual_seed(0)
     model = Gpt(GptConfig(hidden=hidden, num_layers=layers, num_heads=hidden // 64, max_positions=tokens))
     config = {
+        "gradient_clipping": 0.0,
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "bf16": {"enabled": True},

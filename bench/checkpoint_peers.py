@@ -204,6 +204,7 @@ def _deepspeed(spec: Spec, tell: Tell) -> None:
     deepspeed.init_distributed(dist_backend="nccl" if spec["device"] == "cuda" else "gloo", verbose=False)
     model = build_model(spec["model"])
     config = {
+        "gradient_clipping": 0.0,
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         # torch's own optimizer: DeepSpeed's is compiled at its first use, which takes minutes.

@@ -117,6 +117,7 @@ def _own_seconds(engine: Engine, ids: torch.Tensor, steps: int) -> tuple[float, 
 def _engine(options: argparse.Namespace, folder: Path, *, journal: bool) -> Engine:
     torch.manual_seed(0)
     config = {
+        "gradient_clipping": 0.0,
         "train_micro_batch_size_per_gpu": options.batch,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": 0},

@@ -87,6 +87,7 @@ def compare(name: str, options: argparse.Namespace) -> Figures:
     with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as folder:
         disk = {"device": "nvme", "nvme_path": folder}
         config = {
+            "gradient_clipping": 0.0,
             "train_micro_batch_size_per_gpu": options.batch,
             "optimizer": {"type": name, "params": params},
             "zero_optimization": {"stage": 3, "offload_optimizer": disk, "offload_param": disk},

@@ -66,6 +66,7 @@ def start_engine(spec: Spec, tier: str, folder: str) -> Engine:
     """Return an engine for such a model, with optimizer state in memory ("none") or on disk ("nvme")."""
     offload = {"offload_optimizer": {"device": tier, "nvme_path": folder}} if tier != "none" else {}
     config = {
+        "gradient_clipping": 0.0,
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW"},
         "bf16": {"enabled": True},
@@ -202,7 +203,12 @@ def _plan(spec: Spec, tell: Tell) -> None:
         module = build_model(spec["shape"])
     offload = {"device": "nvme", "nvme_path": spec["folder"]}
     zero = {"stage": 3, "offload_optimizer": offload, "offload_param": offload}
-    written = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    written = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+    }
     config = load_config({**written, "optimizer": {"type": "AdamW"}}).resolve(ResolveContext(world_size=1))
     optimizer = optimizer_from_config(OptimizerConfig(kind="AdamW", arguments={}), None, module)
     (kernel,) = kernels_for(type(optimizer), optimizer.param_groups)
