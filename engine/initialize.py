@@ -30,6 +30,7 @@ from .loader import Collate, TrainingLoader
 from .lr_schedules import LRSchedule, named_schedule
 from .optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from .optim.tensor_kernel import needs_whole_tensors
+from .params.units import mark_leaves, of_classes
 from .plan.rates import MatmulRates, find_rates, tell_choice, warn_of_slow
 from .report.comms import open_comms_log
 from .report.monitors import open_monitors
@@ -124,6 +125,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     if resolved.settings.sparse_attention is not None:
         apply_sparse_attention(model, resolved.settings.sparse_attention.pattern())
     world.log = open_comms_log(resolved.settings.comms_logger, world)
+    if resolved.stage == 3:
+        _mark_leaves(model, resolved, world)
     with _watched(world, resolved.own.silent_rank_s or None):
         require_shared_folder(resolved, world)
         facade = _optimizer(resolved, optimizer, model_parameters, model)
@@ -141,6 +144,19 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             monitors.close()
             raise
         return engine, engine.optimizer, loader, schedule.scheduler
+
+
+def _mark_leaves(model: nn.Module, config: Config, world: World) -> None:
+    """Mark the modules that `leaf_module` names, and warn of names that none has."""
+    section = config.zero.leaf_module
+    by_class = {name: of_classes(model, [name]) for name in section.classes}
+    by_name = {name: [one for path, one in model.named_modules() if path == name] for name in section.names}
+    by_end = {end: [one for path, one in model.named_modules() if path.endswith(end)] for end in section.name_suffixes}
+    mark_leaves(one for found in (by_class, by_name, by_end) for modules in found.values() for one in modules)
+    asked = {**(by_class if "classes" in section.model_fields_set else {}), **by_name, **by_end}
+    missing = [name for name, modules in asked.items() if not modules]
+    if missing and world.rank == 0:
+        _log.warning("%s: zero_optimization.leaf_module: the model has no module %s", config.source, ", ".join(missing))
 
 
 def _say_precision(loaded: Config, resolved: Config, rates: MatmulRates) -> None:

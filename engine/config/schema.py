@@ -183,7 +183,8 @@ class Settings(Section):
     aio: AioSection = AioSection()
     zstore: ZstoreSection = ZstoreSection()
     seed: Count = built(1234)
-    """Seed of data order and dropout. Fixed, so that two runs that say nothing about it agree."""
+    """Seed of the order of training_data, and of random numbers after a resume at another world size. Fixed, so that two runs
+    that say nothing about it agree. Initial values and dropout follow torch.manual_seed, which is the script's to call."""
     steps_per_print: Count = built(10)
     """Steps between lines of progress; 0: none. They go to the logger "zstore" at INFO; without a logging
     configuration, to stderr."""

@@ -172,6 +172,11 @@ def _keep(value: object) -> Keep:
         raise ValueError(str(error)) from error
 
 
+def _names(value: object) -> object:
+    """Take one name for a list of one."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
 def _is_off(value: object) -> bool:
     if isinstance(value, Mapping):
         return not value["enabled"] if "enabled" in value else all(map(_is_off, value.values()))
@@ -197,6 +202,7 @@ Fraction = Annotated[Real, Field(le=1)]
 BelowOne = Annotated[Real, Field(lt=1)]
 Folder = Annotated[Path, BeforeValidator(_absolute)]
 Folders = Annotated[tuple[Folder, ...], BeforeValidator(_folders), Words("an absolute path, or a list of them")]
+Names = Annotated[tuple[StrictStr, ...], BeforeValidator(_names), Words("a name, or a list of names")]
 Options = Annotated[
     dict[str, Any],
     BeforeValidator(_options),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from .keys import Section, built, no_effect, not_built, refused
-from .values import Auto, Bool, Count, Folders, Fraction, OneOf, Position, Positive, Unread
+from .values import Auto, Bool, Count, Folders, Fraction, Names, OneOf, Position, Positive, Unread
 
 Stage = Annotated[Literal[0, 1, 2, 3], OneOf()]
 Device = Annotated[Literal["none", "cpu", "nvme"], OneOf()]
@@ -82,6 +82,24 @@ class LocoSection(Section):
     """Weight of the former errors in the average, 0 to 1; 0 is plain error feedback."""
     reset_T: Positive = built(1024)  # noqa: N815 - DeepSpeed's name
     """Backwards after which errors are forgotten, so that old ones do not pile up."""
+
+
+class LeafModuleSection(Section):
+    """Modules that are gathered as a whole at stage 3, with all below them, so that a rank may call other ones of their modules
+    than another does: mixtures of experts. A block of an outermost ModuleList is gathered as a whole too, as long as
+    `stage3_max_live_parameters` has room for it; a leaf always."""
+
+    classes: Names = built(
+        tuple(
+            f"transformers.models.{name}.modeling_{name}.{kind}SparseMoeBlock"
+            for name, kind in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
+        )
+    )
+    """Classes of such modules, by their names, short or with their Python module's; by default DeepSpeed's."""
+    names: Names = built(())
+    """Such modules, as `model.named_modules()` calls them."""
+    name_suffixes: Names = built(())
+    """How the names of such modules end."""
 
 
 class ZeroSection(Section):
@@ -216,12 +234,7 @@ class ZeroSection(Section):
     """An older stage 1."""
     save_muon_momentum_buffer_in_memory: Bool = no_effect(False, "it rests where all state does: see offload_optimizer")
     """Keep Muon's momentum off the drive."""
-    leaf_module: Unread = not_built(
-        None,
-        "modules cannot be named; a block of the outermost ModuleList is gathered as a whole, experts and all, and within "
-        "it ranks may call different ones, as long as stage3_max_live_parameters has room for the block",
-    )
-    """Modules that are gathered as a whole."""
+    leaf_module: LeafModuleSection = LeafModuleSection()
     cpu_offload_use_pin_memory: Bool = no_effect(
         False, "without cpu_offload there is nothing to pin; with an offload section, write pin_memory there"
     )

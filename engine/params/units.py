@@ -3,6 +3,8 @@
 [Note: how a model falls into units]
 - A child of an outermost ModuleList that holds parameters is a unit with all of its subtree: a transformer block. One
   that has more elements than may be gathered at a time falls into its own parameters and its children, and so on.
+- A leaf, a module that was marked by `mark_leaves`, is a unit with all of its subtree wherever it is, and never falls into
+  others: ranks may call different ones of its modules, as the experts that their tokens go to.
 - Every other module with parameters of its own is a unit: an embedding, a final norm, an output head.
 - Containers without a forward (ModuleList, ModuleDict, ParameterList) are never called, so they are no units: their
   modules are, and their own parameters go with the module that holds them. nn.MultiheadAttention reads its output
@@ -15,7 +17,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -78,7 +81,7 @@ def _unit_modules(
 ) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
     """Yield (name, modules) of each unit in the subtree; `in_list` where the parent is a ModuleList, or was split."""
     callable_ = _has_forward(module)
-    whole = isinstance(module, nn.MultiheadAttention)
+    whole = isinstance(module, nn.MultiheadAttention) or module in _leaves
     split = (
         in_list and not whole and live_numel is not None and sum(p.numel() for p in module.parameters()) > live_numel
     )
@@ -92,6 +95,32 @@ def _unit_modules(
         # A ModuleDict in a ModuleList is not called either: its children are the blocks.
         below = isinstance(module, nn.ModuleList) or split or (in_list and not callable_)
         yield from _unit_modules(child, path, below, live_numel)
+
+
+_leaves: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def mark_leaves(modules: Iterable[nn.Module], *, marked: bool = True) -> None:
+    """Let each of these modules be a unit in engines that are made from now on, or no longer."""
+    (_leaves.update if marked else _leaves.difference_update)(modules)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Return whether a module was marked."""
+    return module in _leaves
+
+
+def of_classes(model: nn.Module, classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
+    """Return the modules of `model` of these classes, given as types, whose subclasses count, or as names, short or with their
+    module's."""
+    kinds = tuple(kind for kind in classes if isinstance(kind, type))
+    names = {kind for kind in classes if isinstance(kind, str)}
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, kinds)
+        or names & {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"}
+    ]
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -310,3 +310,14 @@ def test_running_statistics_are_those_of_autocast(stage: int) -> None:
         engine.backward(loss.float().square().sum())
         engine.step()
         assert net[0].weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_dropout_follows_torchs_seed_and_not_the_configs(seed: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout())
+    plain = copy.deepcopy(model)
+    with start(model, seed=seed) as engine:
+        torch.manual_seed(7)
+        found = engine(torch.ones(2, 4))
+    torch.manual_seed(7)
+    assert torch.equal(found, plain(torch.ones(2, 4)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -482,3 +483,19 @@ def test_a_stored_tensor_reads_and_writes_the_store(tmp_path: Path) -> None:
         assert torch.equal(average.to(torch.bfloat16), values.bfloat16())
         assert average.tolist() == values.tolist()
         assert "StoredTensor" in repr(average)
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_an_assigned_state_begins_anew_as_in_torch(overlap: Any, tmp_path: Path) -> None:
+    ours, theirs = make_model(), make_model()
+    with Offloaded(AdamW, ours.parameters(), lr=1e-2, path=tmp_path, overlap=overlap) as optimizer:
+        plain = AdamW(theirs.parameters(), lr=1e-2, fused=True)
+        for model, one in ((ours, optimizer), (theirs, plain)):
+            train(model, one)
+            kept = {p: {k: torch.as_tensor(v).clone() for k, v in one.state[p].items()} for p in [model[0].weight]}
+            one.state = defaultdict(dict)
+            train(model, one, range(4, 6))
+            one.state = defaultdict(dict, kept)
+            train(model, one, range(6, 8))
+        optimizer.wait()
+        assert same(ours, theirs)

@@ -29,6 +29,7 @@ _MODELS = {
     "zero_optimization": "runtime.zero.config:DeepSpeedZeroConfig",
     "zero_optimization.offload_optimizer": "runtime.zero.offload_config:DeepSpeedZeroOffloadOptimizerConfig",
     "zero_optimization.offload_param": "runtime.zero.offload_config:DeepSpeedZeroOffloadParamConfig",
+    "zero_optimization.leaf_module": "runtime.zero.leaf_module_config:DeepSpeedZeroLeafModuleConfig",
     "fp16": "runtime.precision_config:DeepSpeedFP16Config",
     "bf16": "runtime.precision_config:DeepSpeedBF16Config",
     "tensorboard": "monitor.config:TensorBoardConfig",

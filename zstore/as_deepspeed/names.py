@@ -13,7 +13,15 @@ _SAFE = tuple(
     for verb, whats in (("get", ("fp32_param", "grad", "optimizer_state")), ("set", ("fp32_param", "optimizer_state")))
     for what in whats
 )
-_LEAVES = ("set_z3_leaf_modules", "unset_z3_leaf_modules", "get_z3_leaf_modules", "z3_leaf_module")
+_LEAVES = (
+    "get_z3_leaf_modules",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+)
 _TO_FP32 = (
     "convert_zero_checkpoint_to_fp32_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",

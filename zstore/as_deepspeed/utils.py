@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Self, TypeVar
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import nn
 
+from zstore.engine.params.units import is_leaf, mark_leaves, of_classes
 from zstore.engine.runtime.messages import show_messages
 from zstore.errors import UsageError
 
@@ -82,42 +82,69 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 
 # -- leaf modules -----------------------------------------------------------------------------------------------------
-# A block of the outermost ModuleList is gathered as a whole, and within it ranks may call different modules. So nothing
-# follows from a mark; it is kept for scripts that ask for it.
-
-_leaves: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Return whether a module was marked as a leaf."""
-    return model in _leaves
+    """Return whether a module was marked as a leaf, which `initialize` lets be gathered as a whole at stage 3."""
+    return is_leaf(model)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of `model` that were marked as leaves."""
-    return [module for module in model.modules() if module in _leaves]
+    return [module for module in model.modules() if is_leaf(module)]
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Mark the modules of these classes, given as types or names, as leaves, and return them; a mark has no effect.
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark one module, or take its mark away."""
+    mark_leaves([model], marked=flag)
 
-    Raises UsageError where there is none.
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark the modules of these classes, given as types, whose subclasses count, or as names, before `initialize`; return them.
+
+    Raises UsageError if there is none.
     """
-    found = _of_classes(model, leaf_module_classes)
-    _leaves.update(found)
-    return found
+    return _marked(model, leaf_module_classes, True, raise_if_not_found)
 
 
-def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Take the mark off the modules of these classes, and return them. Raises UsageError where there is none."""
-    found = _of_classes(model, leaf_module_classes)
-    _leaves.difference_update(found)
-    return found
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Take the mark off the modules of these classes, and return them. Raises UsageError if there is none."""
+    return _marked(model, leaf_module_classes, False, raise_if_not_found)
 
 
-def _of_classes(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    found = [module for module in model.modules() if type(module) in classes or type(module).__name__ in classes]
-    if not found:
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules that `named_modules()` calls so; return them, and the names that none has, which are an error else."""
+    found = {name: [one for path, one in model.named_modules() if path == name] for name in module_names}
+    return _marked_by(found, flag, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules whose names end so; return them, and the endings that none has, which are an error else."""
+    found = {end: [one for path, one in model.named_modules() if path.endswith(end)] for end in module_name_suffixes}
+    return _marked_by(found, flag, raise_if_not_found)
+
+
+def _marked_by(found: Mapping[str, Sequence[nn.Module]], flag: bool, raises: bool) -> tuple[list[nn.Module], list[str]]:
+    missing = [name for name, modules in found.items() if not modules]
+    modules = list(dict.fromkeys(module for modules in found.values() for module in modules))
+    mark_leaves(modules, marked=flag)
+    if missing and raises:
+        raise UsageError(f"the model has no module {', '.join(missing)}")
+    return modules, missing
+
+
+def _marked(model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool, raises: bool) -> list[nn.Module]:
+    found = of_classes(model, classes)
+    if not found and raises:
         named = ", ".join(kind if isinstance(kind, str) else kind.__name__ for kind in classes)
         raise UsageError(f"the model has no module of the classes {named}")
+    mark_leaves(found, marked=flag)
     return found

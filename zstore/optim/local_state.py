@@ -364,5 +364,11 @@ class StateView(MutableMapping[torch.Tensor, Any]):
         for record in self._state.records.values():
             self._state.reset(record)
 
+    def replace(self, entries: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Let the state be `entries`, as an assignment to a plain optimizer's state; that of all others begins anew."""
+        self.clear()
+        for parameter, entry in entries.items():
+            self[parameter] = entry
+
     def __repr__(self) -> str:
         return f"<state of {len(self)} parameters>"

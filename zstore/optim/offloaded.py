@@ -157,6 +157,7 @@ class Offloaded(torch.optim.Optimizer):
                 stepping=stepping, state=state, gradients=gradients, in_backward=in_backward, hooks=hooks
             )
             self._end = closing_with(self, self._parts.close)
+            self._view = StateView(state)
             template = kind([torch.nn.Parameter(torch.zeros(1))], **settings_of(kind, settings))
             super().__init__(params, template.defaults)
             if steps_folder is not None:
@@ -168,7 +169,16 @@ class Offloaded(torch.optim.Optimizer):
         except BaseException:
             store.close()
             raise
-        self.state: Any = StateView(state)
+
+    @property
+    def state(self) -> Any:
+        """Each parameter's state, read from the store as it is asked for. What is assigned replaces all of it."""
+        return self._view
+
+    @state.setter
+    def state(self, entries: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        if entries is not self._view:
+            self._view.replace(entries)
 
     @property
     def journal(self) -> OptimizerJournal | None:

@@ -35,7 +35,6 @@ def test_no_effect_is_said_only_where_nothing_is_lost() -> None:
     ("config", "instead"),
     [
         ({"comet": {"enabled": True}}, "use tensorboard, wandb or csv_monitor"),
-        ({"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["Moe"]}}}, "stage3_max_live_parameters"),
         ({"sparse_gradients": True}, "sparse=False"),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "zstore.split_master"),
         ({"nebula": {"enabled": True}}, "save_checkpoint()"),
