@@ -193,3 +193,51 @@ def test_few_gradients_are_there_in_the_parameters_type_at_a_time() -> None:
         step(engine)
     assert max(seen) == 1
     assert len(seen) > 20
+
+
+# -- order of sums over ranks and micro-batches -----------------------------------------------------------------------
+
+
+def _gradient(rank: int, micro: int) -> torch.Tensor:
+    """Values whose sums depend on the order."""
+    return torch.randn(1000, generator=torch.Generator().manual_seed(10 * rank + micro)) / 3
+
+
+class _Given(nn.Module):
+    """Has the gradient that it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1000))
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return (self.weight * gradient).sum()
+
+
+def _descended(rank: int, stage: int, count: int) -> list[float]:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": count,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    with zstore.initialize(model=_Given(), config=config)[0] as engine:
+        for micro in range(count):
+            engine.backward(engine(_gradient(rank, micro)))
+            engine.step()
+        with zstore.gather(engine.module):
+            return [-value for value in engine.module.weight.tolist()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ranks_are_averaged_in_each_micro_batch_or_once_by_stage(stage: int) -> None:
+    given = [[_gradient(rank, micro) / 4 for micro in range(4)] for rank in range(2)]
+    if stage < 2:
+        one, other = (grads[0] + grads[1] + grads[2] + grads[3] for grads in given)
+        wanted = (one + other) / 2
+    else:
+        means = [(one + other) / 2 for one, other in zip(*given, strict=True)]
+        wanted = means[0] + means[1] + means[2] + means[3]
+    for found in run_ranks(_descended, 2, stage, 4):
+        assert found == wanted.tolist()
