@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests import warm
+from tests.engine.schedule_cases import KNOWN, OWN_LR, adam
 from tests.integrations.tokens import texts, tokenizer
 from tests.integrations.trainers import llama
-from tests.engine.schedule_cases import KNOWN, OWN_LR, adam
 from zstore.as_deepspeed import install
 from zstore.as_deepspeed.config import cleaned, raw_config
 from zstore.as_deepspeed.names import (
