@@ -415,7 +415,8 @@ class Training:
         norm that this step's have before (all ranks)."""
         norm, self.clip_norm = self.measure() / self.scaler.scale, max_norm
         factor, former = scale_factor(norm, max_norm, 1.0), self._clip_factor
-        if math.isfinite(norm) and (former is None or factor < former):
+        acts = math.isfinite(norm) or self.scaler.non_finite == "apply"
+        if acts and (former is None or not factor >= former):
             self._clip_factor = factor
             self.gradients.clip(factor if former is None else factor / former)
         return norm
@@ -451,11 +452,10 @@ class Training:
             )
 
     def step(self) -> None:
-        """Take one optimizer step with the gradients accumulated, or skip it where they are not finite in fp16, and in
-        bf16 with `check_grad_overflow`.
+        """Take one optimizer step with the gradients accumulated, or skip it where they are not finite and the config says so.
 
-        Else such gradients raise NonFiniteError on every rank, and where the config asks for it parameters without a
-        gradient UsageError, before any state is changed; the gradients are dropped.
+        By default such gradients raise NonFiniteError on every rank, but in fp16, and where the config asks for it parameters
+        without a gradient UsageError, before any state is changed; the gradients are dropped.
         """
         if self.hooks is not None:
             self.hooks.units.values_change(by_step=True)  # what a forward without a backward left is old now
@@ -463,11 +463,12 @@ class Training:
             self.gradients.adopt()
             norm = self.measure(begin=True)
             self.norm = norm / self.scaler.scale
-            overflow = not math.isfinite(norm)
-            if overflow and not self.scaler.skips:
+            overflow = not math.isfinite(norm) and self.scaler.non_finite != "apply"
+            if overflow and self.scaler.non_finite == "error":
                 raise NonFiniteError(
                     f"step {self.counters.global_steps + 1}: the norm of the gradients is {norm}; {self._what_changed()}. "
-                    "Look for a loss that is NaN or infinite, or lower the learning rate"
+                    "Look for a loss that is NaN or infinite, or lower the learning rate; "
+                    '"zstore": {"non_finite_gradients": "skip"} goes on without such steps'
                 )
             self.before_change()
             if (in_backward := self.pending.in_backward) is not None and in_backward.under_way:

@@ -147,7 +147,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             hooks=hooks,
             optimizer=optimizer,
             schedule=schedule,
-            scaler=LossScaler(settings=config.loss_scaling, skips=config.skips_overflow),
+            scaler=LossScaler(settings=config.loss_scaling, non_finite=config.non_finite_gradients),
             loader=loader,
             run_id=world.broadcast_object(uuid.uuid4().hex),
             client_step=client_step,

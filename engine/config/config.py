@@ -122,8 +122,16 @@ class Config:
         resolved = replace(
             self, settings=settings, reported=tuple(notices), resolved=True, whole_tensors=whole, one_bit=signs
         )
-        overlap = resolved._overlap_notice(context.world_size)
-        return resolved if overlap is None else replace(resolved, reported=(*notices, overlap))
+        more = resolved._overlap_notice(context.world_size), resolved._non_finite_notice()
+        return replace(resolved, reported=(*notices, *(notice for notice in more if notice is not None)))
+
+    def _non_finite_notice(self) -> Notice | None:
+        """Say where another key decides on gradients that are not finite."""
+        asked, acts = self.own.non_finite_gradients, self.non_finite_gradients
+        by = "fp16.enabled" if self.precision == "fp16" else "bf16.check_grad_overflow"
+        if asked == acts or "non_finite_gradients" not in self.own.model_fields_set:
+            return None
+        return Notice("zstore.non_finite_gradients", f'acts as "{acts}", because of {by}')
 
     def _overlap_notice(self, world_size: int) -> Notice | None:
         """Say what a step mode that was asked for comes to, where that is another one."""
@@ -141,9 +149,7 @@ class Config:
                 "updated behind step()"
             )
         elif asked == "backward" and self.step_overlap == "forward":
-            message = (
-                'acts as "forward": clipping, loss scaling and overflow checks need all gradients before any update'
-            )
+            message = 'acts as "forward": clipping, loss scaling and gradients that are not finite need all gradients before any update'
         elif asked == "backward" and self.stage < 2 and world_size > 1:
             message = 'acts as "none": at stages 0 and 1 gradients are reduced once a step, after the backward'
         return None if message is None else Notice("zstore.step_overlap", message)
@@ -186,10 +192,10 @@ class Config:
         return self.settings.fp16 if self.precision == "fp16" and not self.frozen else None
 
     @property
-    def skips_overflow(self) -> bool:
-        """Whether a step whose gradients are not finite is skipped; else it is an error."""
+    def non_finite_gradients(self) -> Literal["error", "skip", "apply"]:
+        """What becomes of a step whose gradients are not finite."""
         checked = self.precision == "bf16" and self.settings.bf16.check_grad_overflow
-        return self.precision == "fp16" or checked
+        return "skip" if self.precision == "fp16" or checked else self.own.non_finite_gradients
 
     @property
     def casts_inputs(self) -> bool:
@@ -273,7 +279,7 @@ class Config:
         if chosen == "auto":
             offloads = any(each.device != "none" for each in (self.offload_optimizer, self.offload_param))
             chosen = "forward" if offloads else "none"
-        if chosen == "backward" and (self.gradient_clipping > 0 or self.skips_overflow):
+        if chosen == "backward" and (self.gradient_clipping > 0 or self.non_finite_gradients != "error"):
             chosen = "forward"
         return chosen
 

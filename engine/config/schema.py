@@ -100,6 +100,11 @@ class ZstoreSection(Section):
     with clipping or loss scaling it acts as "forward". "auto": "forward" where state or parameters are offloaded, else
     "none". What is not gathered before its use (stages 0 to 2; a rank alone without offload_param; parameters that persist)
     is always updated in step(); and at stages 0 and 1 of several ranks "backward" acts as "none"."""
+    non_finite_gradients: Annotated[Literal["error", "skip", "apply"], OneOf()] = built("error")
+    """What becomes of a step whose gradients, in fp32 or bf16, are not finite (NaN or infinite). "error": NonFiniteError on
+    every rank, and nothing is changed. "skip": nothing is changed, and training goes on. "apply": the optimizer takes them, as
+    in a plain loop, where with clipping every weight becomes NaN. In fp16, and with bf16.check_grad_overflow, such steps are
+    skipped."""
     quantized_gradient_bits: Annotated[Literal[4, 8], OneOf()] = built(4)
     """Bits of an element of a gradient that `zero_optimization.zero_quantized_gradients` sends: 4, as in DeepSpeed, or 8, which
     sends twice as much and is about 18 times as exact."""

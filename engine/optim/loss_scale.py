@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from zstore.errors import NonFiniteError
 
@@ -23,8 +23,8 @@ class LossScaler:
     """
 
     settings: Fp16Section | None
-    skips: bool
-    """Whether a step whose gradients are not finite is skipped; else it is an error."""
+    non_finite: Literal["error", "skip", "apply"]
+    """What becomes of a step whose gradients are not finite."""
     scale: float = 1.0
     hysteresis_left: int = 1
     """Overflows until the scale halves, that one included."""

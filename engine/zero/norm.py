@@ -174,8 +174,8 @@ def scale_factor(norm: float, clip: float, loss_scale: float) -> float:
     """Return what the gradients are multiplied with, once, in fp32: 1 / loss scale, and down to norm `clip` if it is
     set.
 
-    `norm` is that of the unscaled gradients.
+    `norm` is that of the unscaled gradients. Where it is not finite the factor is 0 or NaN, as in torch's clip_grad_norm_.
     """
-    if clip > 0 and norm > clip:
+    if clip > 0 and not norm <= clip:
         return clip / (norm + 1e-6) / loss_scale
     return 1.0 / loss_scale

@@ -15,9 +15,11 @@ from torch import nn
 
 import zstore
 from tests.engine.bits import engine_digests
-from tests.engine.models import batch
-from tests.engine.runs import make_config, start, state_of
+from tests.engine.models import batch, make_net
+from tests.engine.runs import ADAM, make_config, start, state_of
 from zstore.engine import Engine
+from zstore.engine.config.config import load_config
+from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.config.sections import Fp16Section
 from zstore.engine.optim.loss_scale import LossScaler
 from zstore.errors import NonFiniteError
@@ -72,7 +74,7 @@ def scales(scaler: LossScaler, trace: str) -> list[str]:
 
 @pytest.mark.parametrize(("changes", "trace", "expected"), TRACES)
 def test_the_scale_follows_overflows_as_deepspeeds_does(changes: dict[str, Any], trace: str, expected: str) -> None:
-    assert scales(LossScaler(settings=rules(**changes), skips=True), trace) == expected.split()
+    assert scales(LossScaler(settings=rules(**changes), non_finite="skip"), trace) == expected.split()
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.booleans(), st.text("X.", max_size=40), st.integers(0, 40))
@@ -86,16 +88,16 @@ def test_a_resumed_scale_goes_on_as_the_first_would_have(
         consecutive_hysteresis=consecutive,
         raise_error_at_min_scale=False,
     )
-    one, whole = LossScaler(settings=chosen, skips=True), LossScaler(settings=chosen, skips=True)
+    one, whole = LossScaler(settings=chosen, non_finite="skip"), LossScaler(settings=chosen, non_finite="skip")
     first = scales(one, trace[:at])
-    other = LossScaler(settings=chosen, skips=True)
+    other = LossScaler(settings=chosen, non_finite="skip")
     other.load(one.state())
     assert first + scales(other, trace[at:]) == scales(whole, trace)
 
 
 def test_a_fixed_scale_and_none_never_change() -> None:
     for chosen, scale in ((rules(loss_scale=8.0), 8.0), (None, 1.0)):
-        scaler = LossScaler(settings=chosen, skips=True)
+        scaler = LossScaler(settings=chosen, non_finite="skip")
         assert scales(scaler, "X.XX..") == [f"{scale:g}"] * 6
 
 
@@ -267,3 +269,62 @@ def test_inputs_are_left_alone_otherwise(keys: dict[str, Any]) -> None:
 def test_without_auto_cast_a_float_input_is_the_models_error() -> None:
     with reader(fp16={"enabled": True}) as engine, pytest.raises(RuntimeError, match="dtype"):
         engine(torch.ones(2, 4))
+
+
+# -- without a loss scale ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("clip", "value"), [(0.0, torch.inf), (1.0, torch.nan), (1.0, torch.inf)])
+@pytest.mark.parametrize(("stage", "tier", "mode"), [(0, "none", "none"), (3, "nvme", "forward")])
+def test_gradients_that_are_not_finite_are_applied_as_torch_does(
+    stage: int, tier: str, mode: str, clip: float, value: float, tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {"bf16": {"enabled": False}, "gradient_accumulation_steps": 1, "gradient_clipping": clip}
+    keys |= {"scheduler": None, "zstore": {"non_finite_gradients": "apply", "step_overlap": mode}}
+    plain, whole = make_net(), make_net()
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAM["params"], fused=True)
+    for model in (plain, whole):
+        model.norm.bias.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([1]), bad[0]))
+    bad = [0.0]
+    with start(make_config(stage, tier, tmp_path, **keys), whole) as engine:
+        for number in range(4):
+            bad[0] = value if number == 3 else 0.0
+            engine.backward(engine(*batch(number, 0, 0)))
+            plain(*batch(number, 0, 0)).backward()
+            if clip:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.step()
+            assert engine.was_step_applied()
+        assert (engine.global_steps, engine.skipped_steps) == (4, 0)
+        trained = [parameter for parameter in plain.parameters() if parameter in optimizer.state]
+        num_nan = 0
+        for name, parameter in plain.named_parameters():
+            found = engine.get_full_parameter(name)
+            assert found is not None
+            num_nan += int(found.isnan().sum())
+            # The two norms differ in their last bits.
+            close = {"rtol": 1e-3, "atol": 1e-6} if clip else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(found, parameter.detach(), equal_nan=True, **close)
+        assert num_nan == (sum(p.numel() for p in trained) if value is torch.nan else 1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_that_are_not_finite_are_skipped_where_asked(precision: str) -> None:
+    keys: dict[str, Any] = {"bf16": {"enabled": precision == "bf16"}, "gradient_accumulation_steps": 1}
+    with start(make_config(zstore={"non_finite_gradients": "skip"}, **keys)) as engine:
+        train(engine, 0)
+        before = everything(engine)
+        train(engine, 1, bad=True)
+        assert (engine.global_steps, engine.skipped_steps) == (2, 1)
+        assert everything(engine) == before
+        train(engine, 2)
+        assert everything(engine) != before
+
+
+def test_the_setting_is_said_where_another_key_decides() -> None:
+    keys: dict[str, Any] = {"bf16": {"enabled": False}, "fp16": {"enabled": True}}
+    config = load_config(make_config(zstore={"non_finite_gradients": "apply"}, **keys))
+    notices = [str(notice) for notice in config.resolve(ResolveContext(world_size=1)).notices()]
+    assert 'zstore.non_finite_gradients: acts as "skip", because of fp16.enabled' in notices
