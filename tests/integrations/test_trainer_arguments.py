@@ -17,6 +17,7 @@ import transformers
 from huggingface_hub.utils import filter_repo_objects
 from torch import nn
 from transformers import Trainer
+from transformers.optimization import Adafactor, AdafactorSchedule
 
 import zstore.hf
 from tests.integrations.trainers import Texts, arguments, config, history, llama
@@ -51,8 +52,14 @@ def _make(folder: Path, wanted: Any, **changes: Any) -> Any:
             },
             "save_only_model=False",
         ),
-        ({"optim": "adafactor"}, "adamw_torch"),
-        ({"optim": "galore_adamw"}, "adamw_torch"),
+        ({"optim": "adafactor"}, "whole tensors, which the engine offloads: use it at stage 0 without offload"),
+        ({"optim": "schedule_free_adamw"}, "whole tensors, which the engine offloads"),
+        (
+            {"optim": "galore_adamw"},
+            "does not know what a checkpoint has to keep of its state; or choose one of adamw_torch",
+        ),
+        ({"optim": "lomo"}, "in a backward of its own"),
+        ({"optim": "grokadamw"}, "keeps its state in its parameter groups"),
     ],
 )
 def test_arguments_that_zstore_does_not_serve_are_refused(
@@ -63,6 +70,33 @@ def test_arguments_that_zstore_does_not_serve_are_refused(
         del wanted["optimizer"]
     with pytest.raises(UsageError, match=way_out):
         _make(tmp_path, wanted, **changes)
+
+
+@pytest.mark.parametrize("optim", ["lomo", "adalomo", "grokadamw"])
+def test_what_no_checkpoint_can_hold_is_refused_where_nothing_is_sharded_too(optim: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"backward of its own|keeps its state in its parameter groups"):
+        _make(tmp_path, {}, optim=optim)
+
+
+def test_whole_tensors_are_served_where_nothing_is_sharded(tmp_path: Path) -> None:
+    for optim in ("adafactor", "schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam"):
+        _make(tmp_path, {}, optim=optim)
+
+
+def test_the_rates_that_adafactor_chooses_are_shown(tmp_path: Path) -> None:
+    def rates(kind: Any) -> list[float]:
+        torch.manual_seed(0)
+        model = llama(**TINY)
+        optimizer = Adafactor(model.parameters(), relative_step=True, warmup_init=True, lr=None)
+        args = arguments(tmp_path / kind.__module__, max_steps=4, save_strategy="no", eval_strategy="no")
+        optimizers = optimizer, AdafactorSchedule(optimizer)
+        trainer = kind(model, args, train_dataset=Texts(8), optimizers=optimizers)
+        trainer.train()
+        return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+
+    plain = rates(Trainer)
+    assert plain[-1] > plain[1] > 0
+    assert rates(zstore.hf.Trainer) == plain
 
 
 def test_a_config_that_contradicts_the_arguments_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

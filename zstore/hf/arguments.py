@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers.optimization import AdafactorSchedule
 from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
 from zstore.accelerate.config import ask_for_precision, mismatch_text, section, written
@@ -21,8 +22,14 @@ from zstore.errors import ConfigError, UsageError
 _log = logging.getLogger("zstore")
 
 _ELEMENT_WISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-_WHOLE = ("adafactor", "adamw_anyprecision", "grokadamw", "stable_adamw")
+_SCHEDULE_FREE = ("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd")
+_WHOLE = ("adafactor", "adamw_anyprecision", "stable_adamw", *_SCHEDULE_FREE)
 """Values of `optim`: what steps each element by itself, and what needs whole tensors."""
+_NEVER = {
+    "grokadamw": "it keeps its state in its parameter groups, by parameter, where a checkpoint cannot keep it",
+    **dict.fromkeys(("lomo", "adalomo"), "it changes parameters in a backward of its own, in place of the engine's"),
+}
+"""Values of `optim` that are not served at any stage, and why."""
 _NAMES = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -150,19 +157,39 @@ def check_matches(raw: Mapping[str, Any], source: str, args: Any) -> None:
 
 
 def check_optim(raw: Mapping[str, Any], source: str, args: Any) -> None:
-    """Raise UsageError where `optim` names an optimizer that cannot step what the config shards or offloads."""
+    """Raise UsageError where `optim` names an optimizer that cannot step what the config shards or offloads, or whose state
+    cannot be stored."""
     optim = str(getattr(args.optim, "value", args.optim))
     if optim in _ELEMENT_WISE or written(raw, "optimizer") is not None:
         return
     config = load_config(raw, name=source)
     offloads = any(each.device != "none" for each in (config.offload_optimizer, config.offload_param))
-    if optim not in _WHOLE or config.stage > 0 or offloads:
-        where = " at stage 0 without offload" if optim in _WHOLE else ""
-        raise UsageError(
-            f'TrainingArguments(optim="{optim}"): the engine steps shards, tile by tile; choose one of '
-            f'{", ".join(_ELEMENT_WISE)}, name one in the config\'s "optimizer" section (Adafactor, Lion, Lamb and Muon too)'
-            + (f", or use it{where}" if where else "")
-        )
+    if optim in _WHOLE and config.stage == 0 and not offloads:
+        return
+    if optim in _WHOLE:
+        place = "offloads" if offloads else f"shards at stage {config.stage}"
+        reason = f"it needs whole tensors, which the engine {place}: use it at stage 0 without offload"
+    else:
+        reason = _NEVER.get(optim, "the engine does not know what a checkpoint has to keep of its state")
+    raise UsageError(
+        f'TrainingArguments(optim="{optim}"): {reason}; or choose one of {", ".join(_ELEMENT_WISE)}, or name one in the '
+        'config\'s "optimizer" section (Adafactor, Lion, Lamb and Muon too)'
+    )
+
+
+def show_own_rates(schedule: Any) -> None:
+    """Let transformers' schedule of the rates that Adafactor chooses show those of the step before: by itself it does so only
+    while there are gradients, which are gone when the engine's step is over."""
+    if not isinstance(schedule, AdafactorSchedule):
+        return
+    optimizer = schedule.optimizer
+
+    def rates() -> list[Any]:
+        firsts = [(group, optimizer.state.get(group["params"][0])) for group in optimizer.param_groups]
+        found = [optimizer._get_lr(group, state) for group, state in firsts if state]
+        return found or schedule.base_lrs
+
+    schedule.get_lr = rates
 
 
 def _equal(one: Any, other: Any) -> bool:

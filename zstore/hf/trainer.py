@@ -56,6 +56,7 @@ from .arguments import (
     keep_global_batch,
     keeps_global_batch,
     precision_answers,
+    show_own_rates,
     writes_weights,
 )
 from .callback import RunCallback
@@ -185,6 +186,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         accelerator.config.setdefault("zero_optimization", {})[_WEIGHTS_KEY] = background
         if self.lr_scheduler is not None:
             accelerator.leave_schedule_to_loop()
+            show_own_rates(self.lr_scheduler)
         accelerator.max_steps = max_steps
         self.create_optimizer()
         self.model_wrapped, self.optimizer = accelerator.prepare(self.model, self.optimizer)
