@@ -149,7 +149,7 @@ class Config:
                 "updated behind step()"
             )
         elif asked == "backward" and self.step_overlap == "forward":
-            message = 'acts as "forward": clipping, loss scaling and gradients that are not finite need all gradients before any update'
+            message = 'acts as "forward": clipping, and what is not finite, need all gradients before any update'
         elif asked == "backward" and self.stage < 2 and world_size > 1:
             message = 'acts as "none": at stages 0 and 1 gradients are reduced once a step, after the backward'
         return None if message is None else Notice("zstore.step_overlap", message)
