@@ -55,8 +55,9 @@ def plan_run(
     *,
     device_is_host: bool,
     memory: HostMemory | None = None,
+    tells: bool = True,
 ) -> Plan:
-    """Return where everything will rest (all ranks). Nothing is changed.
+    """Return where everything will rest (all ranks). Nothing is changed; `tells` says whether a log line has it.
 
     `slots` has what the optimizer keeps of each parameter that it updates. Raises BudgetError, on every rank, where it
     cannot fit into the host budget, the device or the host's memory (`memory`; this system's, by default).
@@ -87,7 +88,7 @@ def plan_run(
         check_device(plan, torch.cuda.mem_get_info(world.device)[1] if world.device.type == "cuda" else None)
     _check_host(plan, world, memory or read_host_memory())
     offloads = plan.held_total.device < plan.held_total.total - plan.held["buffers"].total
-    if world.rank == 0 and (offloads or plan.tells_sent):
+    if tells and world.rank == 0 and (offloads or plan.tells_sent):
         sizes = {"world_size": world.world_size, "local_ranks": world.local_world_size}
         _log.info("%s", describe(plan, **sizes, notes=config.settings.dump_state, trains=not config.frozen))
     return plan

@@ -15,10 +15,15 @@ from typing import Any
 
 import pytest
 
+import zstore
 from tests import warm
 from tests.engine.runs import whole
+from zstore.engine.plan import run as run_plan
+from zstore.errors import DiskFullError
 from zstore.journal.names import run_of
 from zstore.tools import cli
+from zstore.tools.sample import models
+from zstore.tools.sample.models import build_model
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -261,6 +266,35 @@ def test_ctrl_c_in_a_save_of_the_train_command_resumes(nproc: int, train: Any, t
     code, err = train("--steps", last + 1, "--save", save, "--resume", "auto")
     assert code == 0, err
     assert f"step {last + 1}: save stall" in err
+
+
+def test_a_drive_without_room_is_named_before_the_model_is_built(
+    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    offload = {"device": "nvme", "nvme_path": str(nvme)}
+    path = write_config(
+        tmp_path, zero_optimization={"stage": 3, "offload_optimizer": offload, "offload_param": offload}
+    )
+    free = shutil.disk_usage(nvme)._replace(free=10_000_000)
+    monkeypatch.setattr(run_plan.shutil, "disk_usage", lambda _: free)
+    with pytest.raises(DiskFullError) as caught:
+        zstore.initialize(model=build_model("gpt-tiny", 32), config=str(path))
+    built: list[object] = []
+    monkeypatch.setattr(models, "load_or_build", lambda *given: built.append(given))
+    code, err = train("--steps", 1)
+    assert code == 1
+    assert str(caught.value) in err
+    assert built == []
+    # What a dead run left there goes when its folder is opened, but not what a checkpoint has too.
+    left = nvme / "zstore-run" / "rank-00000" / "left.shard"
+    os.truncate(left.touch() or left, 50_000_000)
+    os.link(left, tmp_path / "linked")
+    assert str(caught.value) in train("--steps", 1)[1]
+    (tmp_path / "linked").unlink()
+    assert "nvme_path" not in train("--steps", 1)[1]
+    assert len(built) == 1
 
 
 # -- a full disk ----------------------------------------------------------------------------------------------------

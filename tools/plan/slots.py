@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import nn
+
 from zstore.engine.config.config import OptimizerConfig
 from zstore.engine.optim.optimizer import optimizer_from_config
 from zstore.engine.optim.tensor_kernel import kernels_for, planned_slots
 from zstore.engine.params.record import named_parameters
 from zstore.engine.plan.plan import Slots
 
-from .model import ModelShape
-
 ADAM = OptimizerConfig(kind="AdamW", arguments={})
 """What is planned where a config leaves the optimizer to the script."""
 
 
-def slots_of(model: ModelShape, optimizer: OptimizerConfig | None, ema: float | None = None) -> Mapping[str, Slots]:
-    """Return the slots of each parameter by its name, with an average of decay `ema`.
+def slots_of(module: nn.Module, optimizer: OptimizerConfig | None, ema: float | None = None) -> Mapping[str, Slots]:
+    """Return the slots of each parameter of a model on the meta device, by its name, with an average of decay `ema`.
 
     Raises ConfigError for arguments that the optimizer does not take.
     """
-    made = optimizer_from_config(optimizer or ADAM, None, model.module)
+    made = optimizer_from_config(optimizer or ADAM, None, module)
     kernels = kernels_for(type(made), made.param_groups, ema)
     of = {
         parameter: kernel
         for group, kernel in zip(made.param_groups, kernels, strict=True)
         for parameter in group["params"]
     }
-    return {
-        name: planned_slots(of[parameter], parameter.shape) for name, _, parameter in named_parameters(model.module)
-    }
+    return {name: planned_slots(of[parameter], parameter.shape) for name, _, parameter in named_parameters(module)}
