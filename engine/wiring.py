@@ -49,7 +49,7 @@ from .params.tensors import PRECISIONS
 from .params.units import Unit, find_units
 from .plan.needs import spill_pool_bytes
 from .plan.plan import Plan, Slots
-from .plan.run import budget_of_rank, check_drives, plan_run
+from .plan.run import budget_of_rank, check_drives, plan_run, tell_plan
 from .training import Accumulation, PendingUpdate, Training
 from .zero.gradients import GradientRules, Gradients, WholeGradients, agree_any
 from .zero.hooks import UnitHooks
@@ -192,6 +192,7 @@ def _open(
     former = built.store_of(key)
     budget_bytes = budget_of_rank(config, world) if former is None else former.options.host_budget_bytes
     plan = plan_run(model, config, world, slots, budget_bytes, device_is_host=streams.device_is_host)
+    tell_plan(plan, config, world)
     store = built.take_over(key)
     pins, runtime = not streams.device_is_host, streams.cuda_runtime
     return plan, store or open_store(config, world, budget_bytes, pins=pins, files=files, cuda=runtime)

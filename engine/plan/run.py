@@ -55,9 +55,8 @@ def plan_run(
     *,
     device_is_host: bool,
     memory: HostMemory | None = None,
-    tells: bool = True,
 ) -> Plan:
-    """Return where everything will rest (all ranks). Nothing is changed; `tells` says whether a log line has it.
+    """Return where everything will rest (all ranks). Nothing is changed.
 
     `slots` has what the optimizer keeps of each parameter that it updates. Raises BudgetError, on every rank, where it
     cannot fit into the host budget, the device or the host's memory (`memory`; this system's, by default).
@@ -87,11 +86,15 @@ def plan_run(
         )
         check_device(plan, torch.cuda.mem_get_info(world.device)[1] if world.device.type == "cuda" else None)
     _check_host(plan, world, memory or read_host_memory())
+    return plan
+
+
+def tell_plan(plan: Plan, config: Config, world: World) -> None:
+    """Say on rank 0 where everything will rest, if something is offloaded or ranks send much."""
     offloads = plan.held_total.device < plan.held_total.total - plan.held["buffers"].total
-    if tells and world.rank == 0 and (offloads or plan.tells_sent):
+    if world.rank == 0 and (offloads or plan.tells_sent):
         sizes = {"world_size": world.world_size, "local_ranks": world.local_world_size}
         _log.info("%s", describe(plan, **sizes, notes=config.settings.dump_state, trains=not config.frozen))
-    return plan
 
 
 def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:

@@ -45,7 +45,6 @@ def require_room(model: str, seq_len: int, config: Config, answers: Mapping[str,
         slots_of(module, resolved.optimizer, resolved.own.ema),
         budget_of_rank(resolved, world),
         device_is_host=world.device.type == "cpu",
-        tells=False,
     )
     there = [path for path in paths if Path(path).is_dir()]
     if len(there) == len(paths):
