@@ -3,8 +3,10 @@ next step would replace."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,6 +15,12 @@ from torch.utils.hooks import RemovableHandle
 from zstore.errors import UsageError
 
 from ..params.record import ParameterRecord, Residency
+
+_log = logging.getLogger("zstore")
+_INSTEAD = (
+    "call engine.module_state_dict(), engine.save_16bit_model(folder) or engine.save_checkpoint(folder) on all ranks, or "
+    "`with zstore.gather(model):` around it"
+)
 
 
 class StateDictGuard:
@@ -30,7 +38,7 @@ class StateDictGuard:
     ) -> None:
         self._record_of = record_of
         self._loses = loses
-        self._is_suspended = False
+        self._is_suspended = self._told = False
         self.lets_state_dicts_pass = False
         """Whether sharded parameters may be in a state dict, as NaN."""
         self._handles: list[RemovableHandle] = []
@@ -39,6 +47,14 @@ class StateDictGuard:
                 module.register_state_dict_pre_hook(self._before),  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(self._before_load),  # type: ignore[no-untyped-call]
             ]
+
+    def give_empties(self, model: nn.Module) -> None:
+        """Let sharded parameters be empty tensors in a state dict, and a line say so once."""
+        self.lets_state_dicts_pass = True
+        for module in model.modules():
+            # An object of its own, on which torch leaves a mark.
+            hook = partial(self._after)
+            self._handles.append(module.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
 
     def _records(self, module: nn.Module) -> Iterator[ParameterRecord]:
         for _, parameter in module.named_parameters(recurse=False):
@@ -51,10 +67,23 @@ class StateDictGuard:
 
     def _before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not self.lets_state_dicts_pass and self._released(module):
-            raise UsageError(
-                "state_dict() of a model whose parameters are sharded: call engine.module_state_dict(), "
-                "engine.save_16bit_model(folder) or engine.save_checkpoint(folder) on all ranks, or "
-                "`with zstore.gather(model):` around it"
+            raise UsageError(f"state_dict() of a model whose parameters are sharded: {_INSTEAD}")
+
+    def _after(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        released = {
+            name: record.parameter
+            for name, parameter in module.named_parameters(prefix.removesuffix("."), recurse=False)
+            if not self._is_suspended
+            and (record := self._record_of(parameter)) is not None
+            and record.residency is Residency.RELEASED
+        }
+        for name, parameter in released.items():
+            if name in state:
+                state[name] = parameter.new_empty(0)
+        if released and not self._told:
+            self._told = True
+            _log.warning(
+                "state_dict() has sharded parameters as empty tensors, as in DeepSpeed; for whole ones %s", _INSTEAD
             )
 
     def _before_load(self, module: nn.Module, *others: Any) -> None:

@@ -365,7 +365,7 @@ def test_schedules_take_deepspeeds_order_of_arguments_and_a_first_step() -> None
         lr_schedules.WarmupLR(optimizer, 0.1, warmup_min_lr=0.1)
 
 
-def test_the_engine_has_what_scripts_call(tmp_path: Path) -> None:
+def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from zstore.as_deepspeed import engine as engines
     from zstore.as_deepspeed import groups, initialize, lr_schedules, runtime, utils, zero, zero_to_fp32
     from zstore.as_deepspeed.zero_types import ZeroParamStatus
@@ -431,8 +431,9 @@ def test_the_engine_has_what_scripts_call(tmp_path: Path) -> None:
         whole = engine._zero3_consolidated_16bit_state_dict()
         assert whole is not None
         assert whole["weight"].dtype is torch.float16
-        with pytest.raises(UsageError, match="sharded"):
-            model.state_dict()
+        shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        assert shapes == {"weight": (0,), "bias": tuple(bias.shape)}
+        assert "sharded parameters as empty tensors, as in DeepSpeed" in caplog.text
         weights = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
         assert torch.equal(weights["weight"], engine.get_full_parameter("weight"))
         zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(tmp_path / "out"))

@@ -58,6 +58,17 @@ class ParameterOffload:
         """Do nothing: the engine's hooks stayed."""
 
 
+class ThroughputTimer:
+    """What scripts tell of the end of an epoch; `engine.statistics()` has the times."""
+
+    def __init__(self) -> None:
+        self.epoch_count = 0
+
+    def update_epoch_count(self) -> None:
+        """Count an epoch."""
+        self.epoch_count += 1
+
+
 class DeepSpeedEngine(Engine):
     """zstore's engine under DeepSpeed's name. `config` is the dict that it was made from."""
 
@@ -66,14 +77,17 @@ class DeepSpeedEngine(Engine):
     def __init__(self, training: Training, monitors: Monitors) -> None:
         super().__init__(training, monitors)
         self.config = {}
+        self.tput_timer = ThroughputTimer()
         comm.know(self.world)
         optimizer = self.optimizer
         if optimizer is not None:
             optimizer.overflow = False  # whether the last step was skipped
             optimizer.optimizer = optimizer.client
             optimizer.parameter_offload = ParameterOffload()
-        # Scripts save what rank 0 has, and ask on every rank. There it stays an error: it would save NaN.
-        self.access.guard.lets_state_dicts_pass = self.global_rank != 0
+        # Scripts ask on every rank, and save what rank 0 has: what DeepSpeed gives there, which nothing takes for weights.
+        self.access.guard.lets_state_dicts_pass = True
+        if self.global_rank == 0:
+            self.access.guard.give_empties(self.module)
         if training.config.stage == 3:
             for record in training.state.records:
                 whole = record.residency is Residency.RESIDENT

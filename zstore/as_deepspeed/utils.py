@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -79,6 +80,31 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     if isinstance(item, list | tuple):
         return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
     return item
+
+
+def recursive_getattr(model: nn.Module, module_name: str) -> Any:
+    """Return what a dotted name leads to."""
+    return functools.reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
+    """Replace what a dotted name leads to."""
+    above, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, above) if above else model, name, module)
+
+
+def is_moe_param(param: torch.Tensor) -> bool:
+    """Return False: no parameter belongs to some ranks alone, since there is no expert parallelism."""
+    del param
+    return False
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: Mapping[str, Any] | Sequence[Mapping[str, Any]], max_group_size: int | None = None
+) -> list[Mapping[str, Any]]:
+    """Return the groups as they are, in a list: there are no experts to split off."""
+    del max_group_size
+    return [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
 
 
 # -- leaf modules -----------------------------------------------------------------------------------------------------
