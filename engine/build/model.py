@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from zstore.errors import UsageError
+from zstore.io.files import Files
 from zstore.ranks.world import World
+from zstore.weights.companions import is_companion
 
 from ..build.compiled import Compiler
 
@@ -23,8 +26,7 @@ from ..build.compiled import Compiler
 def check_model(model: nn.Module, world: World, *, gathers: bool) -> None:
     """Raise UsageError for a model that cannot be trained, where its parameters are gathered (`gathers`) or anywhere,
     and where the ranks have different models (all ranks)."""
-    error = _fault(model, gathers)
-    world.raise_together(error)
+    world.raise_together(_fault(model, gathers))
     mine = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
     digests = world.all_gather_object(hashlib.sha256(json.dumps(mine).encode()).hexdigest())
     if len(set(digests)) == 1:
@@ -36,6 +38,16 @@ def check_model(model: nn.Module, world: World, *, gathers: bool) -> None:
         f"ranks {ranks} have a different model from rank 0; parameters differ, on rank {world.rank} first: "
         f"{'none' if mine == theirs else odd}. Build the same model on every rank"
     )
+
+
+def require_shapes(model: nn.Module) -> None:
+    """Raise UsageError for a parameter that has no shape yet."""
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise UsageError(
+                f"parameter {name!r} has no shape before the first batch, as those of nn.LazyLinear: call the model with one, "
+                "on every rank, before initialize()"
+            )
 
 
 def _fault(model: nn.Module, gathers: bool) -> UsageError | None:
@@ -135,6 +147,34 @@ def save_config(model: nn.Module, folder: Path) -> None:
                 config = copy.deepcopy(config)
                 config.architectures = [type(model).__name__]
             config.save_pretrained(folder)
+
+
+def has_config(model: nn.Module) -> bool:
+    """Return whether `save_config` writes anything."""
+    return callable(getattr(getattr(model, "config", None), "save_pretrained", None))
+
+
+def save_companions(model: nn.Module, folder: Path) -> list[str]:
+    """Write the model's config, and copy the tokenizer from the folder that the model was loaded from, durably; return what
+    the user should know of what could not be written."""
+    before = set(folder.iterdir())
+    messages: list[str] = []
+    try:
+        save_config(model, folder)
+    except Exception as error:  # its values are the user's, and no reason to lose a checkpoint
+        messages.append(f"the checkpoint has no config of the model, which could not be written: {error}")
+    loaded_from = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "-"))
+    try:
+        for path in loaded_from.iterdir() if loaded_from.is_dir() else ():
+            if is_companion(path.name) and path.is_file() and not (folder / path.name).exists():
+                (folder / path.name).write_bytes(path.read_bytes())
+    except OSError as error:
+        messages.append(f"the checkpoint has not all files of the tokenizer in {loaded_from}: {error}")
+    files = Files()
+    for path in set(folder.iterdir()) - before:
+        if path.is_file():
+            files.sync_file(path)
+    return messages
 
 
 def stored_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from zstore.store.tiers import PinnedShard
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 from zstore.weights.layout import MAX_FILE_BYTES, plan_files
 
-from ..build.model import save_config, stored_buffers
+from ..build.model import has_config, save_companions, stored_buffers
 from ..optim.client_step import STATE_KEY
 from ..params.record import ParameterRecord
 from ..report.journal import JournalPlace, RunJournal
@@ -220,9 +220,7 @@ class Checkpoints:
                 parts=parts,
                 keep=training.config.own.keep,
                 overwrite=options.overwrite,
-                before_commit=self._write_weights
-                if training.config.zero.stage3_gather_16bit_weights_on_model_save
-                else None,
+                before_commit=self._write_beside(weights=parts is None),
                 reserve_bytes=reserve_bytes,
                 told=notes,
             )
@@ -294,12 +292,22 @@ class Checkpoints:
             Snapshot(0, pins).release()
             raise
 
+    def _write_beside(self, *, weights: bool) -> Callable[[CheckpointReader], list[str]] | None:
+        """Return what writes the model's config, and `weights` if they are asked for, beside the arrays of a checkpoint; None
+        if there is neither."""
+        gathers = self._training.config.zero.stage3_gather_16bit_weights_on_model_save
+        if not weights or not (gathers or has_config(self._training.model)):
+            return None
+        return lambda reader: [
+            *(self._write_weights(reader) if gathers else ()),
+            *save_companions(self._training.model, reader.path),
+        ]
+
     def _write_weights(self, reader: CheckpointReader) -> list[str]:
         """Write the weights, as the model computes with them, beside the arrays of a checkpoint (rank 0)."""
         precision = self._training.config.precision
         layouts = plan_files(list_weights(reader, DTYPES[precision]), MAX_FILE_BYTES)
         lost = write_weights(reader, layouts, reader.path, overflow="inf", advance=lambda _: None)
-        save_config(self._training.model, reader.path)
         return [f"{each.name}: {each.count} values do not fit {precision}: infinite in the weights" for each in lost]
 
     def wait(self) -> None:

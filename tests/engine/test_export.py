@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import zstore
-from tests.engine.runs import make_config, start, step
+from tests.engine.models import make_net
+from tests.engine.runs import make_config, start, step, whole
+from tests.integrations.tokens import tokenizer
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
@@ -81,6 +83,45 @@ def test_transformers_loads_what_is_written(tmp_path: Path) -> None:
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name))
+
+
+def test_a_consolidated_checkpoint_loads_in_transformers_with_its_tokenizer(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    own, words = tmp_path / "own", tokenizer()
+    words.save_pretrained(own)
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=len(words), n_positions=16)
+    made = transformers.GPT2LMHeadModel(config)
+    made.generation_config.max_new_tokens = 7
+    made.save_pretrained(own)
+    model = transformers.GPT2LMHeadModel.from_pretrained(own)
+    with start(make_config(3, gradient_accumulation_steps=1), model) as engine:
+        engine.backward(engine(torch.zeros(2, 8, dtype=torch.int64)).logits.float().square().mean())
+        engine.step()
+        engine.save_checkpoint(str(tmp_path / "ckpt"))
+        expected = engine.module_state_dict()
+    consolidate_command(tmp_path / "ckpt", tmp_path / "out", "bf16", LARGE, "error")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert type(loaded) is type(model)
+    assert loaded.generation_config.max_new_tokens == 7
+    assert all(torch.equal(p, expected[name]) for name, p in loaded.named_parameters())
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert found("the cat")["input_ids"] == words("the cat")["input_ids"]
+
+
+def test_a_config_that_cannot_be_written_does_not_fail_the_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing:
+        def save_pretrained(self, folder: Path) -> None:
+            raise ValueError("no such thing")
+
+    model = make_net()
+    model.config = Refusing()  # type: ignore[assignment]
+    with start(make_config(1), model) as engine:
+        engine.save_checkpoint(str(tmp_path))
+    assert whole(tmp_path) == ["step-00000000"]
+    assert "no config of the model, which could not be written: no such thing" in caplog.text
 
 
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
