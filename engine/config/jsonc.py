@@ -1,4 +1,9 @@
-"""JSON as people write it in configs: with comments (`//`, `#`, `/* */`), trailing commas and a byte order mark."""
+"""JSON as people write it in configs: with comments (`//`, `#`, `/* */`), trailing commas and a byte order mark.
+
+And Hjson, which DeepSpeed reads: keys without quotes, the end of a line for a comma, strings in single quotes or, to the end
+of the line, in none, and those of several lines in three quotes. A string without quotes that has a comma, quote or bracket
+in it is an error here: more likely one was forgotten.
+"""
 
 import json
 import re
@@ -10,6 +15,11 @@ from zstore.errors import ConfigError
 _SKIP = re.compile(r"(?:[ \t\r\n]+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?(?![0-9A-Za-z_.+-])")
+_SINGLE = re.compile(r"'(?:[^'\\\n]|\\.)*'")
+_LINES = re.compile(r"'''[ \t]*\r?\n?(.*?)'''", re.DOTALL)
+_KEY = re.compile(r"[^\s,:\[\]{}\"'#/]+(?=\s*:)")
+_REST = re.compile(r"[^\n\r,\[\]{}\"']+(?=\r?\n)")
+"""A string without quotes."""
 _WORD = re.compile(r"[A-Za-z_$][A-Za-z0-9_$]*")
 _PLACEHOLDER = re.compile(r'\[[^\[\]{},"\n|]+(?:\|[^\[\]{},"\n|]+)+\]')
 _WORDS = {"true": True, "false": False, "null": None}
@@ -43,11 +53,20 @@ class _Parser:
         return f"got {char!r}" if char else "got the end of the text"
 
     def string(self) -> str:
-        match = _STRING.match(self.text, self.at)
+        lines = _LINES.match(self.text, self.at)
+        if lines is not None:
+            column = self.at - self.text.rfind("\n", 0, self.at) - 1
+            self.at = lines.end()
+            return "\n".join(_outdented(line, column) for line in lines.group(1).splitlines()).rstrip("\n ")
+        quote = self.text[self.at]
+        match = (_SINGLE if quote == "'" else _STRING).match(self.text, self.at)
         if match is None:
-            self.fail('string without end: expected a closing " on the same line')
+            self.fail(f"string without end: expected a closing {quote} on the same line")
+        inner = match.group()[1:-1]
+        if quote == "'":
+            inner = inner.replace("\\'", "'").replace('"', '\\"')
         try:
-            value: str = json.loads(match.group())
+            value: str = json.loads(f'"{inner}"')
         except ValueError as error:
             self.fail(f"bad string {match.group()[:40]}: {error}")
         self.at = match.end()
@@ -67,8 +86,13 @@ class _Parser:
         self.at = match.end()
         return value
 
-    def word(self) -> bool | None:
-        match = _WORD.match(self.text, self.at)
+    def word(self) -> bool | str | None:
+        match, rest = _WORD.match(self.text, self.at), _REST.match(self.text, self.at)
+        if rest is not None and rest.group().strip().lower() not in _WORDS:
+            start = rest.group().split(None, 1)
+            if start[0] not in _WORDS or not start[1].startswith(("#", "//", "/*")):
+                self.at = rest.end()
+                return rest.group().strip()
         if match is None or match.group() not in _WORDS:
             found = match.group() if match else self.text[self.at]
             known = (
@@ -83,9 +107,10 @@ class _Parser:
         self.at += 1
         while self.peek() != closing:
             yield
+            end = self.at
             if self.peek() == ",":
                 self.at += 1
-            elif self.peek() != closing:
+            elif self.peek() != closing and (not self.peek() or "\n" not in self.text[end : self.at]):
                 self.fail(f'expected "," or "{closing}", {self.describe_next()}')
         self.at += 1
 
@@ -101,9 +126,11 @@ class _Parser:
         lines: dict[str, int] = {}
         for _ in self.items("}"):
             start, line = self.at, self.text.count("\n", 0, self.at) + 1
-            if self.peek() != '"':
+            bare = _KEY.match(self.text, self.at)
+            if bare is None and self.peek() not in ('"', "'"):
                 self.fail(f'expected a key in double quotes or "}}", {self.describe_next()}')
-            key = self.string()
+            key = self.string() if bare is None else bare.group()
+            self.at = self.at if bare is None else bare.end()
             if key in lines:
                 self.fail(f'key "{key}" is given twice, on line {lines[key]} and on line {line}; keep one', start)
             lines[key] = line
@@ -121,11 +148,16 @@ class _Parser:
             return self.object(depth + 1)
         if char == "[":
             return self.array(depth + 1)
-        if char == '"':
+        if char in ('"', "'"):
             return self.string()
         if not char:
             self.fail("expected a value, got the end of the text")
         return self.number() if char in "-0123456789." else self.word()
+
+
+def _outdented(line: str, column: int) -> str:
+    """Return a line without the white space that stands before `column`."""
+    return line[min(column, len(line) - len(line.lstrip())) :]
 
 
 def load_jsonc(text: str, source: str) -> dict[str, Any]:
