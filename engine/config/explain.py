@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .keys import Section, Status, about
+from .keys import Section, Status, about, stages_of
 from .notices import Notice, Problem
 from .parse import parse
 from .schema import Settings
@@ -46,7 +46,10 @@ class _Explained:
         self._notices = {notice.key: notice.message for notice in notices}
         self._settings = settings
 
-    def facts(self, section: type[Section], raw: Mapping[str, Any], prefix: str = "") -> Iterator[KeyFact]:
+    def facts(
+        self, section: type[Section], raw: Mapping[str, Any], prefix: str = "", idle: str | None = None
+    ) -> Iterator[KeyFact]:
+        """Yield a fact for each key of `raw`; `idle` says why the section as a whole does not act."""
         off = self._switch_that_is_off(section, raw, prefix)
         for written, value in raw.items():
             name = section.renames.get(str(written), str(written))
@@ -56,7 +59,10 @@ class _Explained:
                 told = self._notices.get(key)
                 if told is not None:
                     yield KeyFact(key=key, value="an object", status=_status(told), text=_reason(told))
-                yield from self.facts(inner, value, f"{key}.")
+                acts = told is None or _status(told) == Status.BUILT.value
+                yield from self.facts(inner, value, f"{key}.", None if acts or told is None else _reason(told))
+            elif idle is not None and key not in self._problems:
+                yield KeyFact(key=key, value=show(value), status=Status.NO_EFFECT.value, text=idle)
             else:
                 yield self._fact(section, name, key, value, off)
 
@@ -69,8 +75,9 @@ class _Explained:
         if key in self._problems:
             refused = "is not supported: " in self._problems[key]
             return (Status.REFUSED.value if refused else ERROR), self._problems[key]
-        if key in self._notices:
-            return _status(self._notices[key]), _reason(self._notices[key])
+        told = self._notices.get(key) or self._notices.get(key.removesuffix(key.rpartition(".")[2]) + name)
+        if told is not None:
+            return _status(told), _reason(told)
         field = section.model_fields.get(name)
         if value is None:
             return Status.NO_EFFECT.value, "null is the same as leaving the key out"
@@ -78,15 +85,12 @@ class _Explained:
             return Status.BUILT.value, "an older form, read as today's"
         if off is not None and name != section.switch:
             return Status.NO_EFFECT.value, f"{off} turns the section off"
-        status, _ = about(field)
-        return (
-            (Status.BUILT.value, field.description or "")
-            if status is Status.BUILT
-            else (
-                Status.NO_EFFECT.value,
-                _ANYWAY,
-            )
-        )
+        stage = None if self._settings is None else self._settings.zero_optimization.stage
+        if about(field)[0] is not Status.BUILT or (
+            stage is not None and stages_of(field) and stage not in stages_of(field)
+        ):
+            return Status.NO_EFFECT.value, _ANYWAY
+        return Status.BUILT.value, field.description or ""
 
     def _switch_that_is_off(self, section: type[Section], raw: Mapping[str, Any], prefix: str) -> str | None:
         """Return `KEY: VALUE` of the switch where it is off, None where the section is on or has no switch."""

@@ -25,9 +25,9 @@ class Status(Enum):
     """Training without it would not be what the config asks for: an error."""
 
 
-def built(default: Any) -> Any:
-    """A key that acts."""
-    return _key(default, Status.BUILT)
+def built(default: Any, *, stages: tuple[int, ...] = ()) -> Any:
+    """A key that acts, at these ZeRO stages alone if any are named."""
+    return _key(default, Status.BUILT, stages=stages)
 
 
 def not_built(default: Any, why: str) -> Any:
@@ -45,14 +45,21 @@ def refused(default: Any, why: str) -> Any:
     return _key(default, Status.REFUSED, why)
 
 
-def _key(default: Any, status: Status, why: str = "") -> Any:
-    return Field(default=default, json_schema_extra={"status": status.name, "why": why})
+def _key(default: Any, status: Status, why: str = "", stages: tuple[int, ...] = ()) -> Any:
+    return Field(default=default, json_schema_extra={"status": status.name, "why": why, "stages": [*stages]})
 
 
 def about(field: FieldInfo) -> tuple[Status, str]:
     """Return status and reason of a field made by the functions above."""
     extra = field.json_schema_extra
     return (Status[str(extra["status"])], str(extra["why"])) if isinstance(extra, dict) else (Status.BUILT, "")
+
+
+def stages_of(field: FieldInfo) -> list[int]:
+    """Return the ZeRO stages at which a key acts; none: at every one."""
+    extra = field.json_schema_extra
+    found = extra.get("stages") if isinstance(extra, dict) else None
+    return [one for one in found if isinstance(one, int)] if isinstance(found, list) else []
 
 
 def type_of(field: FieldInfo) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from .keys import type_of
+from .keys import Section, stages_of, type_of
 from .notices import Notice, Problem
 from .optimizers import ONE_BIT, AdamParams
 from .schema import BATCH_KEYS, Settings
@@ -12,11 +12,7 @@ from .values import expected
 def idle_keys(settings: Settings) -> Iterator[Notice]:
     """Yield the keys that act in general, but not with the other keys of this config."""
     zero, own, optimizer = settings.zero_optimization, settings.zstore, settings.optimizer
-    if zero.stage != 3 and "stage3_param_persistence_threshold" in zero.model_fields_set:
-        yield Notice(
-            "zero_optimization.stage3_param_persistence_threshold",
-            f"no effect: parameters are sharded at stage 3 only, and the stage is {zero.stage}",
-        )
+    yield from _of_other_stages(zero, zero.stage, "zero_optimization.")
     if zero.stage != 3 and zero.offload_param.device != "none":
         yield Notice(
             "zero_optimization.offload_param",
@@ -45,6 +41,23 @@ def idle_keys(settings: Settings) -> Iterator[Notice]:
         yield Notice(
             "autotuning", "acts in `zstore tune --config FILE` only; this run trains with the config as it is written"
         )
+
+
+def _of_other_stages(section: Section, stage: int, prefix: str) -> Iterator[Notice]:
+    """Yield the keys that act at other stages than this."""
+    for name, field in type(section).model_fields.items():
+        value, stages = getattr(section, name), stages_of(field)
+        if name not in section.model_fields_set:
+            continue
+        if isinstance(value, Section):
+            yield from _of_other_stages(value, stage, f"{prefix}{name}.")
+        elif stages and stage not in stages and value != field.default:
+            what = (
+                "parameters are sharded at stage 3 only"
+                if stages == [3]
+                else f"it acts at stages {' and '.join(', '.join(map(str, stages)).rsplit(', ', 1))}"
+            )
+            yield Notice(f"{prefix}{name}", f"no effect: {what}, and the stage is {stage}")
 
 
 def _idle_quantization(settings: Settings) -> Iterator[Notice]:
@@ -96,11 +109,19 @@ def contradictions(settings: Settings) -> Iterator[Problem]:
 
 def _offload(settings: Settings) -> Iterator[Problem]:
     zero = settings.zero_optimization
+    if zero.mics_shard_size > 0 and zero.stage == 0:
+        message = (
+            "it needs stage 1, 2 or 3, got stage 0, which shards nothing; set the stage, or leave mics_shard_size out"
+        )
+        yield Problem(("zero_optimization.mics_shard_size", "zero_optimization.stage"), message)
+    if zero.zero_hpz_partition_size > 1 and zero.stage < 3:
+        message = f"it needs stage 3, got stage {zero.stage}, where every rank has all parameters; set stage 3, or leave it out"
+        yield Problem(("zero_optimization.zero_hpz_partition_size", "zero_optimization.stage"), message)
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         key = f"zero_optimization.{name}"
         ignored = offload is zero.offload_param and zero.stage != 3
         if offload.device == "nvme" and offload.nvme_path is None and not ignored:
-            message = 'the device is "nvme"; give the absolute path of a folder on the drive'
+            message = 'the device is "nvme"; give the path of a folder on the drive'
             yield Problem((f"{key}.nvme_path", f"{key}.device"), message)
     if zero.offload_optimizer.device != "none" and zero.stage == 0:
         message = f'"{zero.offload_optimizer.device}" needs stage 1, 2 or 3; got stage 0'

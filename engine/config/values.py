@@ -135,6 +135,13 @@ def _absolute(value: object) -> Path:
     return path
 
 
+def _made_absolute(value: object) -> Path:
+    _filled_in(value)
+    if not isinstance(value, str | Path) or not str(value):
+        raise ValueError(f"expected a path, got {show(value)}")
+    return Path(value).expanduser().absolute()
+
+
 def _folders(value: object) -> object:
     if not isinstance(value, list | tuple):
         value = [value]
@@ -202,6 +209,12 @@ Fraction = Annotated[Real, Field(le=1)]
 BelowOne = Annotated[Real, Field(lt=1)]
 Folder = Annotated[Path, BeforeValidator(_absolute)]
 Folders = Annotated[tuple[Folder, ...], BeforeValidator(_folders), Words("an absolute path, or a list of them")]
+Drives = Annotated[
+    tuple[Annotated[Path, BeforeValidator(_made_absolute)], ...],
+    BeforeValidator(_folders),
+    Words("a path, or a list of them"),
+]
+"""Folders that are made if they are missing; relative ones are in the working folder at the start."""
 Names = Annotated[tuple[StrictStr, ...], BeforeValidator(_names), Words("a name, or a list of names")]
 Options = Annotated[
     dict[str, Any],

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from .keys import Section, built, no_effect, not_built, refused
-from .values import Auto, Bool, Count, Folders, Fraction, Names, OneOf, Position, Positive, Unread
+from .values import Auto, Bool, Count, Drives, Fraction, Names, OneOf, Position, Positive, Unread
 
 Stage = Annotated[Literal[0, 1, 2, 3], OneOf()]
 Device = Annotated[Literal["none", "cpu", "nvme"], OneOf()]
@@ -20,9 +20,9 @@ class OffloadOptimizerSection(Section):
 
     device: Device
     """Tier of the state: "none" (the device), "cpu" (host memory) or "nvme" (files in `nvme_path`). Stages 1 to 3."""
-    nvme_path: Folders | None = built(None)
-    """Folder on the drive for the state's files; needed with "nvme". A list spreads them over several drives. Each run locks
-    its folders; processes of two runs cannot share one."""
+    nvme_path: Drives | None = built(None)
+    """Folder on the drive for the state's files, made if it is missing; needed with "nvme". A list spreads them over several
+    drives. Each run locks its folders; processes of two runs cannot share one."""
     pin_memory: Bool = built(False)
     """Register state in host memory with CUDA, for copies that run beside the computation; transfer buffers always are.
     Where that fails: pageable memory, and one warning."""
@@ -59,7 +59,7 @@ class OffloadParamSection(Section):
 
     device: Device
     """Tier of the parameters: "none" (the device), "cpu" (host memory) or "nvme" (files in `nvme_path`)."""
-    nvme_path: Folders | None = built(None)
+    nvme_path: Drives | None = built(None)
     """Folder on the drive, or a list of folders on several; needed with "nvme". It may be that of the optimizer state."""
     pin_memory: Bool = built(False)
     """The same as offload_optimizer.pin_memory: one of the two is enough."""
@@ -78,9 +78,9 @@ class LocoSection(Section):
     """Error feedback for `zero_quantized_gradients` (LoCo): a rank adds to what it sends an average of what was lost before.
     It takes memory for whole gradients in their own type on each device, and starts from zero after a load."""
 
-    err_beta: Fraction = built(0.8)
+    err_beta: Fraction = built(0.8, stages=(2, 3))
     """Weight of the former errors in the average, 0 to 1; 0 is plain error feedback."""
-    reset_T: Positive = built(1024)  # noqa: N815 - DeepSpeed's name
+    reset_T: Positive = built(1024, stages=(2, 3))  # noqa: N815 - DeepSpeed's name
     """Backwards after which errors are forgotten, so that old ones do not pile up."""
 
 
@@ -93,12 +93,13 @@ class LeafModuleSection(Section):
         tuple(
             f"transformers.models.{name}.modeling_{name}.{kind}SparseMoeBlock"
             for name, kind in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
-        )
+        ),
+        stages=(3,),
     )
     """Classes of such modules, by their names, short or with their Python module's; by default DeepSpeed's."""
-    names: Names = built(())
+    names: Names = built((), stages=(3,))
     """Such modules, as `model.named_modules()` calls them."""
-    name_suffixes: Names = built(())
+    name_suffixes: Names = built((), stages=(3,))
     """How the names of such modules end."""
 
 
@@ -124,21 +125,21 @@ class ZeroSection(Section):
     reduce_bucket_size: Positive | Auto = built(500_000_000)
     """Elements of gradients reduced in one collective: more is faster, and takes that memory. On gloo at most 4 Mi:
     larger ones are no faster there. "auto": hidden size squared."""
-    allgather_bucket_size: Positive | Auto = built(500_000_000)
+    allgather_bucket_size: Positive | Auto = built(500_000_000, stages=(1, 2, 3))
     """Elements of parameters gathered in one collective: after the update (stages 1, 2; on gloo at most 4 Mi), and of a unit
     before its use (stage 3). "auto": hidden size squared."""
-    stage3_param_persistence_threshold: Count | Auto = built(100_000)
+    stage3_param_persistence_threshold: Count | Auto = built(100_000, stages=(3,))
     """Parameters with fewer elements keep their gathered copy (stage 3): they cost little memory and many small
     collectives. "auto": 10 times the hidden size."""
-    stage3_model_persistence_threshold: Count | None = built(None)
+    stage3_model_persistence_threshold: Count | None = built(None, stages=(3,))
     """Most elements of parameters that keep their gathered copy, taken in the order of the model. Unset: no limit."""
-    stage3_prefetch_bucket_size: Count | Auto = built(50_000_000)
+    stage3_prefetch_bucket_size: Count | Auto = built(50_000_000, stages=(3,))
     """Elements gathered ahead of use; where it is not 0, at least the next unit, a transformer block. 0: each unit is
     gathered when it is needed. "auto": 0.9 times the hidden size squared."""
-    stage3_max_live_parameters: Count = built(1_000_000_000)
+    stage3_max_live_parameters: Count = built(1_000_000_000, stages=(3,))
     """Most elements of parameters gathered at one time, with those gathered ahead. A block with more is gathered part by
     part; a single module's parameters are gathered whatever they are."""
-    stage3_max_reuse_distance: Count | None = built(None)
+    stage3_max_reuse_distance: Count | None = built(None, stages=(3,))
     """Keep a unit gathered that is used again before so many elements of other units are. Unset: 0, which keeps what is
     used twice in a row and costs no memory; DeepSpeed's default of 1e9 would keep 2 GB of a 16-bit model."""
     sub_group_size: Positive | None = no_effect(
@@ -152,7 +153,7 @@ class ZeroSection(Section):
         True, "gradients are always reduced from flat buckets, which are freed at once, so memory is not fragmented"
     )
     """Copy gradients into one buffer as they come, against fragmentation."""
-    reduce_scatter: Bool = built(True)
+    reduce_scatter: Bool = built(True, stages=(1, 2))
     """Reduce-scatter gradients; false: all-reduce them, which sends twice as much and gives the same bits (stages 1, 2; at
     stage 3 they are always reduce-scattered, as in DeepSpeed)."""
     allgather_partitions: Bool = no_effect(

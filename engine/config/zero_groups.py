@@ -23,16 +23,6 @@ def _problems(zero: ZeroSection, world_size: int) -> Iterator[str]:
             f"zero_optimization.mics_shard_size {mics} and zero_quantized_gradients: the gradients of copies are reduced in "
             "their own type; leave one of them out, or use zero_hpz_partition_size, which goes with both quantizations"
         )
-    if mics > 0 and zero.stage == 0:
-        yield (
-            f"zero_optimization.mics_shard_size {mics} needs stage 1, 2 or 3, got stage 0, which shards nothing; set the "
-            "stage, or leave mics_shard_size out"
-        )
-    if hpz > 1 and zero.stage < 3:
-        yield (
-            f"zero_optimization.zero_hpz_partition_size {hpz} needs stage 3, got stage {zero.stage}, where every rank has "
-            "all parameters; set stage 3, or leave it out"
-        )
     for key, size in (("mics_shard_size", mics), ("zero_hpz_partition_size", hpz)):
         if size > 1 and world_size % size:
             fits = [str(number) for number in range(2, world_size + 1) if world_size % number == 0]

@@ -271,13 +271,13 @@ def test_whole_tensors_models_in_shards_and_reductions_of_other_backends() -> No
             "mics_shard_size 3 does not divide the world size 8; take 2 or 4 or 8, or",
         ),
         ({"stage": 3, "zero_hpz_partition_size": 8}, 1, "8 does not divide the world size 1; leave it out"),
-        ({"stage": 0, "mics_shard_size": 2}, 2, "mics_shard_size 2 needs stage 1, 2 or 3, got stage 0"),
-        ({"stage": 2, "zero_hpz_partition_size": 2}, 2, "zero_hpz_partition_size 2 needs stage 3, got stage 2"),
+        ({"stage": 0, "mics_shard_size": 2}, 2, "mics_shard_size.* needs stage 1, 2 or 3, got stage 0"),
+        ({"stage": 2, "zero_hpz_partition_size": 2}, 2, "zero_hpz_partition_size.* needs stage 3, got stage 2"),
         ({"stage": 3, **MICS, **HPZ}, 4, "leave out zero_hpz_partition_size, or with less memory mics_shard_size"),
         ({"stage": 3, "mics_shard_size": 1}, 4, "a group of one rank shards nothing; take stage 0"),
     ],
 )
 def test_groups_that_cannot_be_are_refused(zero: dict[str, Any], world_size: int, message: str) -> None:
-    config = load_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     with pytest.raises(ConfigError, match=message):
-        config.resolve(ResolveContext(world_size=world_size))
+        load_config(config).resolve(ResolveContext(world_size=world_size))
