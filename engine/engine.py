@@ -184,10 +184,10 @@ class Engine(nn.Module):
 
     @_phase("backward")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Accumulate the gradients of `loss`, the mean over this rank's micro-batch; return the loss.
+        """Accumulate the gradients of `loss`, the mean over this rank's micro-batch; return its part of the step's loss.
 
-        The engine divides by the accumulation steps, scales in fp16, and averages over ranks. With `scale_wrt_gas=False` it
-        does not divide: the loss is divided already.
+        The engine divides by the accumulation steps, what it returns too, scales in fp16, and averages over ranks. With
+        `scale_wrt_gas=False` it does not divide: the loss is divided already.
         """
         self.training_state.require_optimizer("engine.backward()")
         if loss.numel() != 1:
@@ -199,6 +199,7 @@ class Engine(nn.Module):
                 "engine.backward() got a loss that needs no gradient: it was detached, or computed under no_grad"
             )
         self._loss_backward.require_no_block("engine.backward()")
+        steps = self.gradient_accumulation_steps()
         self.report.add_loss(loss, is_part=not scale_wrt_gas)
         self._loss_backward.is_engines = True
         try:
@@ -206,7 +207,7 @@ class Engine(nn.Module):
                 self.training_state.backward(loss, divide=scale_wrt_gas, retain_graph=retain_graph)
         finally:
             self._loss_backward.is_engines = False
-        return loss
+        return loss / steps if scale_wrt_gas and steps > 1 else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss as it is: `loss.backward()` scales it by itself."""

@@ -18,7 +18,7 @@ from zstore.io.files import Files
 from zstore.ranks.world import World
 
 from .build.init import require_no_init
-from .build.model import take_uncompiled
+from .build.model import require_shapes, take_uncompiled
 from .checkpoint.snapshots import require_shared_folder
 from .config.answers import read_answers
 from .config.config import Config, load_config
@@ -87,6 +87,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             "initialize(frozen=True) makes an engine that trains nothing: leave optimizer and lr_scheduler out"
         )
     require_no_init("initialize()")
+    require_shapes(model)
     model, compiler = take_uncompiled(model)
     show_messages()
     answers = read_answers(auto)

@@ -144,12 +144,17 @@ def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size:
     if total < 1:
         raise CorruptionError(f"the checkpoint's global batch size must be at least 1, got {total}")
     if total % (micro * world_size):
-        # A smaller micro-batch may fit, where the config leaves it open.
+        fitting = next((size for size in range(micro, 0, -1) if total % (size * world_size) == 0), None)
+        nearest = (
+            f'write "train_micro_batch_size_per_gpu": {fitting}, which keeps it, {total // (fitting * world_size)} to a step'
+            if fitting is not None
+            else f"no micro-batch does among {world_size} ranks; it divides among "
+            f"{', '.join(str(n) for n in range(1, min(total, _MOST_RANKS) + 1) if total % n == 0)}"
+        )
         good = [n for n in range(1, min(total // micro, _MOST_RANKS) + 1) if total % (micro * n) == 0]
         raise CheckpointMismatchError(
             f"the checkpoint's global batch of {total} samples cannot be kept at world size {world_size} with "
-            f"micro-batches of {micro}: world sizes that can are {', '.join(map(str, good)) or 'none'}; change the world "
-            "size or train_micro_batch_size_per_gpu"
+            f"micro-batches of {micro}: world sizes that can are {', '.join(map(str, good)) or 'none'}; {nearest}"
         )
     return replace(
         training.accumulation.batch, train_batch_size=total, accumulation_steps=total // (micro * world_size)

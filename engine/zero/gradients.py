@@ -256,7 +256,8 @@ class WholeGradients(Gradients):
         self._fired.clear()
         self._folded = {record for record in self._records if self._is_folded(record)}
         if self._folded and not self._handles:
-            self._handles = [watch_gradient(record, self._arrived) for record in self._records]
+            trained = [record for record in self._records if record.parameter.requires_grad]
+            self._handles = [watch_gradient(record, self._arrived) for record in trained]
         for record in self._records:
             record.parameter.grad = None if record in self._folded else self._held.get(record)
 

@@ -58,7 +58,6 @@ REFUSED: dict[str, tuple[Callable[[Net], dict[str, Any]], type[Exception], str]]
         ConfigError,
         r"fp16\.enabled and bf16\.enabled: both are true",
     ),
-    "relative nvme_path": (lambda m: {"config": make_config(1, "nvme", "nvme")}, ConfigError, r"absolute path"),
     "no config": (lambda m: {}, ConfigError, r"initialize\(\) got no config"),
     "two configs": (
         lambda m: {"config": make_config(), "config_params": make_config(seed=2)},
@@ -152,8 +151,9 @@ def test_initialize_without_a_usable_nvme_path_leaves_the_model_as_it_is(tmp_pat
     model = make_net()
     model(*batch(0, 0, 0)).backward()
     before = all_of(model)
+    (tmp_path / "file").touch()
     unusable: list[tuple[Path | str, type[Exception], str]] = [
-        (tmp_path / "missing", RunFolderError, r"expected an existing folder; make it .*missing"),
+        (tmp_path / "file" / "below", RunFolderError, r"expected a folder, or one that can be made.*below"),
         ("/proc", RunFolderError, r"cannot be written; give one that this user may write.*/proc"),
     ]
     with start(make_config(1, "nvme", nvme)) as first, start(make_config()) as alone:
@@ -257,7 +257,8 @@ def one_rank_errs(rank: int, folder: str) -> list[str]:
     os.makedirs(f"{folder}/nvme", exist_ok=True)
     own = UsageError if rank == 1 else RankError
     seen: list[str] = []
-    bad_path = f"{folder}/missing" if rank == 1 else f"{folder}/nvme"
+    Path(folder, "file").touch()
+    bad_path = f"{folder}/file/below" if rank == 1 else f"{folder}/nvme"
     with pytest.raises(RunFolderError if rank == 1 else RankError) as caught:
         start(make_config(3, "nvme", bad_path))
     seen.append(str(caught.value))

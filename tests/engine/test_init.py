@@ -599,8 +599,9 @@ def test_two_configs_are_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError), zstore.Init(config=config_of(tmp_path / "missing")):
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError), zstore.Init(config=config_of(tmp_path / "file/below")):
         pass
     with zstore.Init(config=config_of(tmp_path)):
         pass

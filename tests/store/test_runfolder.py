@@ -55,10 +55,16 @@ def test_a_relative_path_is_a_configuration_error(path: str) -> None:
         RunFolder(path, 0, Files())
 
 
-def test_a_missing_folder_and_a_file_are_errors_that_name_the_path(tmp_path: Path) -> None:
+def test_a_missing_folder_is_made(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "made" / "below", 0, Files())
+    assert (tmp_path / "made" / "below").is_dir()
+    folder.close()
+
+
+def test_a_file_in_place_of_the_folder_is_an_error_that_names_the_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    for path in (tmp_path / "missing", tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(RunFolderError, match="expected an existing folder") as info:
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(RunFolderError, match="expected a folder, or one that can be made") as info:
             RunFolder(path, 0, Files())
         assert info.value.path == str(path)
         assert isinstance(info.value, StorageError)

@@ -137,13 +137,13 @@ def test_two_processes_and_one_see_the_same_batches(tmp_path: Path, text: Path) 
 def test_a_failure_on_every_rank_is_told_once_and_once_more_by_the_launcher(tmp_path: Path, text: Path) -> None:
     config = config_file(
         tmp_path,
-        zero_optimization={"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "none")}},
+        zero_optimization={"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(text / "none")}},
     )
     done = zstore("train", "--config", config, "--data", text, "--model", "gpt-tiny", "--steps", 1, "--nproc", 2)
     assert done.returncode == 1
     assert done.stderr == (
-        "zstore: ranks 0, 1: nvme_path: expected an existing folder; make it on the drive to use "
-        f"(path={tmp_path / 'none'})\nzstore: training failed on ranks 0, 1; see the error above\n"
+        "zstore: ranks 0, 1: nvme_path: expected a folder, or one that can be made: Not a directory "
+        f"(path={text / 'none'})\nzstore: training failed on ranks 0, 1; see the error above\n"
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zstore.engine import Init as PlainInit
 from zstore.engine import gather
+from zstore.engine.config.config import load_config
 from zstore.errors import UsageError
 
 from .config import cleaned
@@ -48,9 +50,10 @@ def is_zero_param(parameter: object) -> bool:
 class Init(PlainInit):
     """`zstore.Init` with DeepSpeed's arguments: within the block models are built in shards (all ranks).
 
-    As in DeepSpeed, rank 0's values count where ranks build different ones, a block within a block does nothing of its own,
-    and a model of which values rest in shards gives its state dict, with NaN in their places. Raises UsageError for groups
-    of fewer than all ranks, and for quantization, which the config asks for.
+    As in DeepSpeed, parameters have the 16-bit type that the config turns on from the start (buffers keep theirs), rank 0's
+    values count if ranks build different ones, a block within a block does nothing of its own, and a model of which values
+    rest in shards gives its state dict, with NaN in their places. Raises UsageError for groups of fewer than all ranks, and
+    for quantization, which the config asks for.
     """
 
     _blocks = 0
@@ -91,9 +94,11 @@ class Init(PlainInit):
             )
         self._marking: RemovableHandle | None = None
         source = config if config is not None else config_dict_or_path
+        source = None if source is None else cleaned(source)
+        self._built_dtype = dtype or _dtype_of(source)
         super().__init__(
             module,
-            config=None if source is None else cleaned(source),
+            config=source,
             enabled=enabled,
             dtype=dtype,
             remote_device=remote_device,
@@ -111,7 +116,7 @@ class Init(PlainInit):
         entered = super().__enter__()
         if self._enabled:
             Init._blocks += 1
-            self._marking = register_module_parameter_registration_hook(_mark_built)
+            self._marking = register_module_parameter_registration_hook(partial(_mark_built, self._built_dtype))
         return entered
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
@@ -126,9 +131,20 @@ MiCS_Init = Init
 """DeepSpeed's name of `Init` for a config with `mics_shard_size`; its arguments are given by name."""
 
 
-def _mark_built(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    if parameter is not None:
-        mark(parameter, ZeroParamStatus.NOT_AVAILABLE)
+def _dtype_of(source: Any) -> torch.dtype | None:
+    """Return the 16-bit type that a config turns on; None for fp32, and without a config."""
+    settings = None if source is None else load_config(source).settings
+    if settings is None:
+        return None
+    return torch.bfloat16 if settings.bf16.enabled is True else torch.float16 if settings.fp16.enabled is True else None
+
+
+def _mark_built(dtype: torch.dtype | None, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    if parameter is None:
+        return
+    if dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype and not parameter.is_meta:
+        parameter.data = parameter.data.to(dtype)
+    mark(parameter, ZeroParamStatus.NOT_AVAILABLE)
 
 
 @contextmanager

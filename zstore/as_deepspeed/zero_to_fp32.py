@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import filecmp
 import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from zstore.errors import ZstoreError
+from zstore.engine import gather
+from zstore.engine.access.access import live
+from zstore.errors import CheckpointExistsError, ZstoreError
 from zstore.open.checkpoint import open_checkpoint
+from zstore.ranks.world import World
 from zstore.tools.consolidate import Which, consolidate_command
 from zstore.tools.options import Dtype, parse_size
 from zstore.weights.choose import frozen_weights
@@ -34,9 +39,15 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
-    """Load the fp32 weights of a checkpoint into `model`, moved to the CPU, and return it."""
+    """Load the fp32 weights of a checkpoint into `model` and return it: moved to the CPU, but for an engine's, which goes on
+    training with them (all ranks)."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    if any(access.record_of(parameter) is not None for access in live() for parameter in model.parameters()):
+        with gather(model, modifier_rank=0):
+            model.load_state_dict(state, strict=False)
+        return model
     model = model.cpu()
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    model.load_state_dict(state, strict=False)
     return model
 
 
@@ -50,8 +61,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write the weights of a checkpoint in fp32 into the new folder `output_dir`, as safetensors, in bounded memory.
 
-    Where `safe_serialization` asks for pickles, a line says that these are safetensors. Raises CheckpointExistsError where
-    the folder exists.
+    Where `safe_serialization` asks for pickles, a line says that these are safetensors. Any rank may call it, or all: each
+    writes, and the first one's folder stays. Raises CheckpointExistsError if the folder exists, with other content.
     """
     if not safe_serialization:
         _log.warning(
@@ -59,7 +70,25 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         )
     size = _ONE_FILE_BYTES if max_shard_size is None else parse_size(max_shard_size)
     which = Which(tag=tag, exclude_frozen=exclude_frozen_parameters)
-    consolidate_command(checkpoint_dir, Path(output_dir), Dtype.FP32, size, which=which)
+    world, target = World.current(), Path(output_dir)
+    own = target if world.world_size == 1 else target.with_name(f"{target.name}.rank-{world.rank}")
+    consolidate_command(checkpoint_dir, own, Dtype.FP32, size, which=which)
+    if own != target:
+        _publish(own, target)
+
+
+def _publish(own: Path, target: Path) -> None:
+    """Rename a folder; if another rank was first, compare and remove it."""
+    try:
+        own.rename(target)
+        return
+    except OSError:
+        names = sorted(path.name for path in own.iterdir())
+        same = target.is_dir() and names == sorted(path.name for path in target.iterdir())
+        same = same and not any(filecmp.cmpfiles(own, target, names, shallow=False)[1:])
+    shutil.rmtree(own)
+    if not same:
+        raise CheckpointExistsError(f"{target} exists and has other content: remove it, or choose another folder")
 
 
 def main(words: Sequence[str] | None = None) -> int:

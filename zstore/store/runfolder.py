@@ -39,15 +39,20 @@ class RunFolder:
     """Holds the folder `path` for this rank until `close()`.
 
     With `shares`, a folder that another store of this process holds is no error: `path` is one of its own beside it.
-    Raises ConfigError for a relative path, RunFolderError for one that is missing, not writable or held by another run.
+    A folder that is missing is made. Raises ConfigError for a relative path, RunFolderError for one that cannot be made, is
+    not writable or held by another run.
     """
 
     def __init__(self, nvme_path: str | Path, rank: int, files: Files, *, shares: bool = False) -> None:
         base = Path(nvme_path)
         if not base.is_absolute():
             raise ConfigError(f"nvme_path: expected an absolute path, got {str(base)!r}")
-        if not base.is_dir():
-            raise RunFolderError("nvme_path: expected an existing folder; make it on the drive to use", path=str(base))
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunFolderError(
+                f"nvme_path: expected a folder, or one that can be made: {error.strerror}", path=str(base)
+            ) from error
         self._files = files
         self._rank = rank
         first = base / RUN_FOLDER / f"rank-{rank:05d}"
