@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import signal
 import subprocess
@@ -13,6 +14,10 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.checkpoints import leavings, open_world, save_arrays, values
+from tests.checkpoint.s3_server import s3_server
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.remote.folder import open_folder
 from zstore.testing.faults import CallingFiles
 
 pytestmark = pytest.mark.endings
@@ -153,3 +158,36 @@ def test_an_error_that_somebody_caught_is_no_exit_code(tmp_path: Path) -> None:
     done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert "caught" in done.stdout
+
+
+_UPLOADS = """
+import json, sys, threading
+from contextlib import ExitStack
+from pathlib import Path
+import numpy as np
+from zstore.checkpoint.names import new_save_id
+from zstore.remote.save import UploadOptions, save_to_url
+from zstore.remote.folder import open_folder
+from tests.checkpoint.checkpoints import open_world
+
+del threading._register_atexit  # it is private to Python
+url, options, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
+stack = ExitStack()
+world = stack.enter_context(open_world({f"model/{i}": np.full(100, i, np.float32) for i in range(20)}))
+save_to_url(world.request(folder, 0, new_save_id()), UploadOptions(folder=open_folder(url, options)))
+"""
+
+
+def test_a_program_that_ends_completes_its_upload(tmp_path: Path) -> None:
+    pytest.importorskip("s3fs", reason="extra s3")
+    pytest.importorskip("moto", reason="extra test")
+    with s3_server() as options:
+        url, folder = "s3://bucket/run", open_folder("s3://bucket/run", options)
+        folder.fs.mkdir("bucket")
+        # By its name: looking it up takes a thread of an executor, which the end of the interpreter stops early.
+        address = options["client_kwargs"]["endpoint_url"].replace("127.0.0.1", "localhost")
+        named = {**options, "client_kwargs": {"endpoint_url": address}}
+        command = [sys.executable, "-c", _UPLOADS, url, json.dumps(named), str(tmp_path)]
+        subprocess.run(command, check=True, timeout=120)
+        with open_checkpoint(folder) as reader:
+            assert verify_checkpoint(reader) == []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,35 +171,6 @@ def test_an_engine_saves_to_s3_and_goes_on_from_it(bucket: Bucket, tmp_path: Pat
         assert engine.load_checkpoint(bucket.url)[0] == f"{bucket.url}/step-00000002"
         step(engine)
         assert state_of(engine) == expected
-
-
-_ENDS_AT_ONCE = """
-import json, sys, threading
-from contextlib import ExitStack
-from pathlib import Path
-import numpy as np
-from zstore.checkpoint.names import new_save_id
-from zstore.remote.save import UploadOptions, save_to_url
-from zstore.remote.folder import open_folder
-from tests.checkpoint.checkpoints import open_world
-
-del threading._register_atexit  # it is private to Python
-url, options, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
-stack = ExitStack()
-world = stack.enter_context(open_world({f"model/{i}": np.full(100, i, np.float32) for i in range(20)}))
-save_to_url(world.request(folder, 0, new_save_id()), UploadOptions(folder=open_folder(url, options)))
-"""
-
-
-@pytest.mark.endings
-def test_a_program_that_ends_completes_its_upload(bucket: Bucket) -> None:
-    # By its name: looking it up takes a thread of an executor, which the end of the interpreter stops early.
-    address = bucket.options["client_kwargs"]["endpoint_url"].replace("127.0.0.1", "localhost")
-    options = {**bucket.options, "client_kwargs": {"endpoint_url": address}}
-    command = [sys.executable, "-c", _ENDS_AT_ONCE, bucket.url, json.dumps(options), str(bucket.local)]
-    subprocess.run(command, check=True, timeout=120)
-    with open_checkpoint(bucket.folder) as reader:
-        assert verify_checkpoint(reader) == []
 
 
 def test_a_bucket_that_is_not_there_is_an_error_and_is_not_made(bucket: Bucket) -> None:
