@@ -152,7 +152,9 @@ def test_pythons_of_ci_are_forgiven_a_failed_download_alone(tmp_path: Path, fail
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == code, done.stderr
     first, main, broken, last = done.stdout.splitlines()
-    expected = {"ensurepip": "not run: not found", "nothing": "3 passed"}.get(fails, f"failed: ERROR: {fails} went wrong")
+    expected = {"ensurepip": "not run: not found", "nothing": "3 passed"}.get(
+        fails, f"failed: ERROR: {fails} went wrong"
+    )
     assert first.startswith(f"Python 3.11: {expected}")
     assert main == "Python 3.12: not run: the whole suite runs on it"
     assert broken.startswith("Python 3.13: not run: what the tests need could not be downloaded: ERROR: ")
