@@ -20,6 +20,8 @@ _LINES = re.compile(r"'''[ \t]*\r?\n?(.*?)'''", re.DOTALL)
 _KEY = re.compile(r"[^\s,:\[\]{}\"'#/]+(?=\s*:)")
 _REST = re.compile(r"[^\n\r,\[\]{}\"']+(?=\r?\n)")
 """A string without quotes."""
+_END = re.compile(r"[ \t]*(?:[,\]}\r\n#]|//|/\*|\Z)")
+"""What may follow true, false or null."""
 _WORD = re.compile(r"[A-Za-z_$][A-Za-z0-9_$]*")
 _PLACEHOLDER = re.compile(r'\[[^\[\]{},"\n|]+(?:\|[^\[\]{},"\n|]+)+\]')
 _WORDS = {"true": True, "false": False, "null": None}
@@ -88,11 +90,10 @@ class _Parser:
 
     def word(self) -> bool | str | None:
         match, rest = _WORD.match(self.text, self.at), _REST.match(self.text, self.at)
-        if rest is not None and rest.group().strip().lower() not in _WORDS:
-            start = rest.group().split(None, 1)
-            if start[0] not in _WORDS or not start[1].startswith(("#", "//", "/*")):
-                self.at = rest.end()
-                return rest.group().strip()
+        literal = match is not None and match.group().lower() in _WORDS and _END.match(self.text, match.end())
+        if rest is not None and not literal:
+            self.at = rest.end()
+            return rest.group().strip()
         if match is None or match.group() not in _WORDS:
             found = match.group() if match else self.text[self.at]
             known = (
