@@ -31,21 +31,22 @@ def compute_elastic_config(
     config: Mapping[str, Any] | str | os.PathLike[str] | Config, world_size: int | None = None
 ) -> ElasticConfig:
     """Return the batch and the world sizes of `config`, a dict or the path of a JSON file, by DeepSpeed's formula (see
-    [Note: the elastic batch] in `zstore.engine.config.elastic_batch`), and with `world_size` what a rank takes.
+    [Note: the elastic batch] in `zstore.engine.config.elastic_batch`), and with `world_size` what a rank takes: a world
+    size that is not valid is an error with version 0.1, and with 0.2 the only one that is valid for the batch returned.
 
-    Raises ConfigError where the config is wrong, `elasticity` is not enabled in it, or the world size is not valid.
+    Raises ConfigError if the config is wrong, `elasticity` is not enabled in it, or the world size cannot train.
     """
     loaded = load_config(config)
     section = loaded.settings.elasticity
     if not section.enabled:
         raise ConfigError(f'{loaded.source}: expected "elasticity": {{"enabled": true, ...}}, got none that is enabled')
-    found = section.batch()
     micro = accumulation = None
-    if world_size is not None:
-        try:
+    try:
+        found = section.batch(world_size)
+        if world_size is not None:
             _, micro, accumulation = section.sizes_at(world_size)
-        except ValueError as error:
-            raise ConfigError(f"{loaded.source}: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{loaded.source}: {error}") from None
     return ElasticConfig(
         train_batch_size=found.train_batch_size,
         valid_world_sizes=found.valid_world_sizes,

@@ -6,7 +6,8 @@ micro-batch size and the least common multiple of all. A base becomes the larges
 number, one with more divisors than any smaller, that is within the maximum. A world size is valid for a batch where some
 micro-batch size, times a whole number of accumulation steps, times the world size is the batch. Of these batches the one
 with the most valid world sizes is taken, of equals the larger (or the smaller). Version 0.2 counts in nodes of several
-ranks: the maximum is divided by the ranks of a node, and batch and world sizes are multiplied by them.
+ranks: the maximum is divided by the ranks of a node, and batch and world sizes are multiplied by them; a world size that
+is not valid for this batch gets one of its own, the largest multiple within the maximum.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def elastic_batch(
 ) -> ElasticBatch:
     """Return the batch that most world sizes from `min_world_size` to `max_world_size` (None: any) can train with.
 
-    See [Note: the elastic batch]. Where `ranks_per_node` is over 1, world sizes are multiples of it. Raises ValueError
-    where no world size is valid.
+    See [Note: the elastic batch]. If `ranks_per_node` is over 1, world sizes are multiples of it, and a maximum of less than
+    a node is none. There may be no valid world size. Raises ValueError if a micro-batch is larger than a step may be.
     """
     most = max_train_batch_size // ranks_per_node
     if max(micro_batch_sizes) > most:
@@ -79,38 +80,42 @@ def elastic_batch(
             + (f" on each of {ranks_per_node} ranks of a node" if ranks_per_node > 1 else "")
         )
     largest = most // min(micro_batch_sizes)
-    nodes = range(
-        max(1, min_world_size // ranks_per_node),
-        1 + (largest if max_world_size is None else min(largest, max_world_size // ranks_per_node)),
-    )
+    most_nodes = (max_world_size or 0) // ranks_per_node or largest
+    nodes = range(max(1, min_world_size // ranks_per_node), 1 + min(largest, most_nodes))
     bases = {base for base in (*micro_batch_sizes, math.lcm(*micro_batch_sizes)) if base <= most}
     candidates = {_scaled(base, most) for base in bases}
     found = [(batch, _valid(batch, micro_batch_sizes, nodes)) for batch in candidates]
     batch, valid = max(found, key=lambda one: (len(one[1]), one[0] if prefer_larger else -one[0]))
-    if not valid:
-        raise ValueError(
-            f"no world size from {min_world_size} to {max_world_size or 'any'} divides a batch of up to "
-            f"{max_train_batch_size} into micro-batches of {', '.join(map(str, micro_batch_sizes))}"
-        )
     return ElasticBatch(
         train_batch_size=batch * ranks_per_node, valid_world_sizes=tuple(count * ranks_per_node for count in valid)
     )
 
 
-def elastic_micro_batch(
-    train_batch_size: int, world_size: int, micro_batch_sizes: Sequence[int], *, prefer_larger: bool = True
-) -> int:
-    """Return the largest (or smallest) micro-batch of which every rank takes a whole number per step.
+def batch_of_its_own(
+    micro_batch_sizes: Sequence[int], max_train_batch_size: int, world_size: int, *, prefer_larger: bool = True
+) -> ElasticBatch:
+    """Return the batch of one world size: of the largest multiples of a micro-batch on every rank the largest, or smallest.
 
-    Raises ValueError where there is none.
+    Raises ValueError if it would be empty.
     """
-    share, rest = divmod(train_batch_size, world_size)
-    fitting = [size for size in micro_batch_sizes if not rest and share % size == 0]
-    if not fitting:
+    units = [size * world_size for size in micro_batch_sizes]
+    multiples = [max_train_batch_size // unit * unit for unit in units]
+    batch = max(multiples) if prefer_larger else min(multiples)
+    if not batch:
         raise ValueError(
-            f"no micro-batch of {', '.join(map(str, micro_batch_sizes))} divides {share} samples of a rank"
+            f"{max_train_batch_size} samples are less than a micro-batch of {max(micro_batch_sizes)} on each of "
+            f"{world_size} ranks"
         )
-    return max(fitting) if prefer_larger else min(fitting)
+    return ElasticBatch(train_batch_size=batch, valid_world_sizes=(world_size,))
+
+
+def elastic_micro_batch(train_batch_size: int, world_size: int, micro_batch_sizes: Sequence[int]) -> int:
+    """Return the largest micro-batch of which every rank takes a whole number per step.
+
+    `world_size` is valid for the batch, so that there is one.
+    """
+    share = train_batch_size // world_size
+    return max(size for size in micro_batch_sizes if share % size == 0)
 
 
 def _scaled(base: int, most: int) -> int:

@@ -223,6 +223,10 @@ def _elasticity(settings: Settings) -> Iterator[Problem]:
         )
         for key in beside:
             yield Problem((key,), message)
+    if section.max_gpus < section.min_gpus:
+        yield Problem(
+            ("elasticity.min_gpus", "elasticity.max_gpus"), "min_gpus is more than max_gpus; make them a range"
+        )
     if not missing:
         try:
             section.batch()

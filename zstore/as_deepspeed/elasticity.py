@@ -37,18 +37,18 @@ def compute_elastic_config(
     return_microbatch: bool = False,
 ) -> tuple[Any, ...]:
     """Return (train batch, valid world sizes), with a world size or `return_microbatch` followed by the micro-batch (None
-    without a world size).
-
-    A world size that is not valid is an error in every version of the section.
+    without a world size). Of `ds_config` only the section counts.
     """
+    section = {key: value for key, value in ds_config.items() if key == "elasticity"}
     try:
-        found = _computed(ds_config)
+        found = _computed(section)
+        sizes = found.train_batch_size, list(found.valid_world_sizes)
+        if world_size <= 0:
+            return (*sizes, None) if return_microbatch else sizes
     except ConfigError as error:
         raise ElasticityConfigError(str(error)) from None
-    sizes = found.train_batch_size, list(found.valid_world_sizes)
-    if world_size <= 0:
-        return (*sizes, None) if return_microbatch else sizes
     try:
-        return (*sizes, _computed(ds_config, world_size).micro_batch_size)
+        found = _computed(section, world_size)
     except ConfigError as error:
         raise ElasticityIncompatibleWorldSize(str(error)) from None
+    return found.train_batch_size, list(found.valid_world_sizes), found.micro_batch_size
