@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import logging as transformers_logging
 
 import zstore.hf
@@ -21,7 +24,7 @@ from tests.integrations.tokens import tokenizer
 from tests.integrations.trainers import QUIET, Texts, arguments, config, history, llama
 from tests.tools.commands import run
 from zstore.checkpoint.folder import folder_at
-from zstore.hf.checkpoints import committed
+from zstore.hf.checkpoints import committed, rotate, wait_for_removal
 from zstore.journal import read
 from zstore.journal.names import run_of
 from zstore.serve.views.history import History
@@ -253,3 +256,30 @@ def test_a_plain_trainer_refuses_a_checkpoint_whose_optimizer_it_cannot_read(tmp
     with pytest.raises(pickle.UnpicklingError, match=r"zstore: the state.*Resume with zstore\.hf\.Trainer"):
         _resumes(Trainer, folders["ours"])
     _resumes(zstore.hf.Trainer, folders["ours"], **given)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_checkpoints_that_transformers_would_delete_go(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    folders = {name: tmp_path / name for name in ("theirs", "ours")}
+    numbers = rng.sample(range(1, 30), rng.randrange(1, 7))
+    for folder in folders.values():
+        for place, number in enumerate(numbers):
+            made = folder / f"checkpoint-{number}"
+            made.mkdir(parents=True)
+            (made / "file").touch()
+            os.utime(made, (1000 + 10 * place,) * 2)
+    (folders["ours"] / ".checkpoint-99.removed").mkdir()  # of a process that was killed
+    limit = rng.randrange(1, 4)
+    best = rng.choice([None, *numbers])
+
+    def best_in(name: str) -> str | None:
+        return None if best is None else str(folders[name] / f"checkpoint-{best}")
+
+    theirs = str(folders["theirs"])
+    rotate_checkpoints(theirs, save_total_limit=limit, best_model_checkpoint=best_in("theirs"), use_mtime=True)
+    args = SimpleNamespace(save_total_limit=limit)
+    state = SimpleNamespace(best_model_checkpoint=best_in("ours"))
+    rotate(SimpleNamespace(args=args, state=state, engine=None), str(folders["ours"]))
+    wait_for_removal()
+    assert sorted(os.listdir(folders["ours"])) == sorted(os.listdir(folders["theirs"]))

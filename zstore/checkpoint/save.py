@@ -24,7 +24,7 @@ from functools import partial
 from itertools import chain, islice
 
 from ..errors import CheckpointError
-from ..io.pool import Workers, in_turn
+from ..io.pool import Workers, helpful_threads, in_turn
 from ..io.shards import ShardSummary
 from ..ranks.rendezvous import Rendezvous
 from .build import READ_ONLY, CheckpointBuilder
@@ -46,6 +46,8 @@ from .reuse import Spare, make_spare
 _SEE_FOLDER_S = 60.0
 """How long a rank looks for the temporary folder that rank 0 makes first."""
 _LOOK_AFTER_RANK_0_S = 2.0
+_FOR_SMALL_FILES = 3
+"""Threads beside the save's own that small files are worth: the caller waits until they have started."""
 
 
 def save_checkpoint(request: SaveRequest) -> SaveHandle:
@@ -100,7 +102,17 @@ class _Save:
         """Whether this rank's part is there, and its manifest says so."""
         self._started = time.monotonic()
         # Here, by the thread that saves: see [Note: endings].
-        self.workers = Workers(request.num_threads, f"zstore-save-{request.rank}")
+        self.workers = Workers(self._num_helpers(), f"zstore-save-{request.rank}")
+
+    def _num_helpers(self) -> int:
+        """Return how many threads beside its own the save is worth, which writes its shards and, on rank 0, documents."""
+        request = self._request
+        written = [name for name, pin in request.pins.items() if not pin.has_file]
+        nbytes = sum(request.specs[name].nbytes for name in [*written, *request.small]) // max(1, request.world_size)
+        num_files = len(request.pins) + request.leads * (2 * len(request.specs))
+        return min(
+            request.num_threads, max(helpful_threads(nbytes, 0), min(_FOR_SMALL_FILES, helpful_threads(0, num_files)))
+        )
 
     @property
     def title(self) -> str:
@@ -181,13 +193,13 @@ class _Save:
             first = list(islice(tasks, self._request.num_threads))
             tasks = chain(first, in_turn(tasks, builder.metadata_tasks()))
         try:
-            found = workers.run(tasks)
+            found = workers.run(tasks, here=True)
             syncs = publisher.syncs()
             if self._request.leads:
                 syncs = chain(syncs, builder.metadata_syncs())
             if self._request.num_here == 1:  # nobody else makes files
                 syncs = chain(syncs, builder.folder_syncs())
-            workers.run(syncs)
+            workers.run(syncs, here=True)
             return [summary for summary in found if summary is not None]
         except OSError:
             # Rank 0 may have given up and removed the folder meanwhile: then that is what went wrong.
@@ -211,8 +223,8 @@ class _Save:
             self._request.timeout_s,
             lambda: f"{pieces.missing_text()} within {self._request.timeout_s} s",
         )
-        found = workers.run(tasks)
-        workers.run(self._publisher.syncs())
+        found = workers.run(tasks, here=True)
+        workers.run(self._publisher.syncs(), here=True)
         return [summary for summaries in found for summary in summaries]
 
     def _assemble(self, workers: Workers) -> list[ShardSummary]:
@@ -221,8 +233,8 @@ class _Save:
         self._rendezvous.wait_until(
             lambda: builder.collect() or builder.missing_ranks() == [0], self._request.timeout_s, self._ranks_missing
         )
-        found = workers.run(self._pieces.assembly_tasks(self._publisher.store_joined))
-        workers.run(self._publisher.syncs())
+        found = workers.run(self._pieces.assembly_tasks(self._publisher.store_joined), here=True)
+        workers.run(self._publisher.syncs(), here=True)
         return [summary for summaries in found for summary in summaries]
 
     def _commit(self, workers: Workers) -> None:

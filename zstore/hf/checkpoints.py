@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_utils import rotate_checkpoints
+import transformers
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.trainer_utils import sort_checkpoints
 
 from zstore.accelerate.weights import move_weights, weight_files
 from zstore.checkpoint.catalog import TagInfo, list_tags, resolve
 from zstore.engine.engine import Engine
 from zstore.errors import CheckpointError, CheckpointNotFoundError, CorruptionError
+from zstore.io.pool import run_in_thread
+from zstore.io.queue import Ticket
 from zstore.journal.names import journal_file
 
 STATE_KEY = "trainer"
 """Where the client state of a checkpoint has what this package keeps."""
 _FOLDER = re.compile(r"checkpoint-(\d+)")
+_REMOVED = ".removed"
 _CLIENT = "client_state"
 _STAND_INS = ("optimizer.pt", "scheduler.pt")
 """Files that make a Trainer without zstore resume the optimizer: if they are missing, it begins with a fresh one, and says
@@ -28,6 +36,14 @@ Resume with zstore.hf.Trainer, or begin anew from the weights with from_pretrain
 .
 """
 """Text that `torch.load` refuses with these words: to a pickle it is the name of a class ("c") that does not exist."""
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Return whether transformers writes other tensors into files than the model has."""
+    if not isinstance(model, transformers.PreTrainedModel):
+        return False
+    found = getattr(model, "_weight_conversions", None)
+    return bool(get_model_conversion_mapping(model, add_legacy=False) if found is None else found)
 
 
 def tag_of(step: int) -> str:
@@ -114,6 +130,49 @@ def move_journal(engine: Engine | None, folder: Path) -> None:
         engine.journal.follow(folder)
 
 
+def _oldest(folder: str, limit: int, best: str | None) -> list[str]:
+    """Return the checkpoints that transformers' `rotate_checkpoints` would delete."""
+    found = sort_checkpoints(folder, use_mtime=True)
+    protected = {*found[-1:], *([] if best is None else [str(Path(best))])}
+    num_doomed = len(found) - max(limit, len(protected))
+    return [path for path in found if path not in protected][: max(num_doomed, 0)]
+
+
+def _set_aside(paths: list[str]) -> list[Path]:
+    """Rename folders, so that nobody takes what is left of them for checkpoints while they are removed."""
+    found = [(Path(path), Path(path).with_name(f".{os.path.basename(path)}{_REMOVED}")) for path in paths]
+    for path, aside in found:
+        os.replace(path, aside)
+    return [aside for _, aside in found]
+
+
+def _left(folder: str) -> list[Path]:
+    """Return what a process that was killed had set aside."""
+    return list(Path(folder).glob(f".checkpoint-*{_REMOVED}"))
+
+
+_removals: list[Ticket[None]] = []
+"""Under way: at most one."""
+
+
+def _remove(paths: list[Path]) -> None:
+    """Remove folders behind the caller: to unlink their files takes longer than the rest of a small save."""
+    wait_for_removal()
+    if paths:
+        _removals.append(run_in_thread(partial(_remove_all, paths), "zstore-rotate"))
+
+
+def _remove_all(paths: list[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def wait_for_removal() -> None:
+    """Return once no folder is being removed."""
+    while _removals:
+        _removals.pop().wait_for_end()
+
+
 def rotate(trainer: Any, folder: str) -> None:
     """Delete the oldest checkpoints in a folder, as `save_total_limit` has it, and no journal with them (rank 0)."""
     limit = trainer.args.save_total_limit
@@ -122,6 +181,6 @@ def rotate(trainer: Any, folder: str) -> None:
     best = trainer.state.best_model_checkpoint
     if best is not None:  # which may be kept in place of the newest
         move_journal(trainer.engine, Path(folder))
-    rotate_checkpoints(output_dir=folder, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+    _remove([*_left(folder), *_set_aside(_oldest(folder, limit, best))])
     if best is not None and (newest := newest_folder(folder)) is not None:
         move_journal(trainer.engine, Path(newest))

@@ -30,7 +30,6 @@ from accelerate.utils import TorchDynamoPlugin, broadcast_object_list
 from accelerate.utils.deepspeed import DummyOptim
 from torch import nn
 from transformers import TrainerCallback
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging as transformers_logging
 
 from zstore.accelerate.accelerator import Accelerator
@@ -63,12 +62,14 @@ from .callback import RunCallback
 from .checkpoints import (
     STATE_KEY,
     begin_folder,
+    is_converted,
     link_weights,
     move_journal,
     newest_folder,
     require_committed,
     rotate,
     tag_of,
+    wait_for_removal,
 )
 from .hub import journals_stay
 
@@ -308,7 +309,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
     def _saves_whole(self) -> bool:
         """Whether weights are gathered on rank 0 to be written, as transformers, peft or the Trainer's own class would have
         them: adapters, models whose files have other tensors than the model, and classes that save in a way of their own."""
-        return _is_peft(self.model) or _is_converted(self.model) or self._has_own_save
+        return _is_peft(self.model) or is_converted(self.model) or self._has_own_save
 
     @property
     def _has_own_save(self) -> bool:
@@ -445,6 +446,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         self._complete_save()
         if self.args.save_total_limit == 1 and self.state.best_model_checkpoint is not None:
             move_journal(self.engine, Path(self.state.best_model_checkpoint))
+        wait_for_removal()
         return super()._finalize_training(*args, **kwargs)
 
 
@@ -473,14 +475,6 @@ def _is_peft(model: nn.Module) -> bool:
     except ImportError:
         return False
     return isinstance(model, PeftModel | PeftMixedModel)
-
-
-def _is_converted(model: nn.Module) -> bool:
-    """Return whether transformers writes other tensors into files than the model has."""
-    if not isinstance(model, transformers.PreTrainedModel):
-        return False
-    found = getattr(model, "_weight_conversions", None)
-    return bool(get_model_conversion_mapping(model, add_legacy=False) if found is None else found)
 
 
 def wrap(trainer_class: Any) -> Any:
