@@ -1,6 +1,7 @@
 """Settings that all tests share."""
 
 import gc
+import importlib
 import os
 import signal
 
@@ -59,9 +60,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the tests that start Python processes, and start them as a user does, not by a fork of one with all loaded",
     )
+    parser.addoption(
+        "--sqrt-errs", action="store_true", help="let torch's square roots err by an ulp: tests/rounding.py"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--sqrt-errs"):
+        os.environ["ZSTORE_TEST_SQRT_ERRS"] = "1"
+        ranks.PRELOADED.append("tests.rounding")
+        importlib.import_module("tests.rounding")
     if config.getoption("--new-processes"):
         os.environ[warm.NEW_PROCESSES] = "1"
 

@@ -7,9 +7,12 @@ import random
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.engine.bits import STEPS, Case, compare_all
+from tests.rounding import erring_sqrt
 from zstore.testing.ranks import run_ranks
 
 TIERS = ("none", "cpu", "nvme")
@@ -88,3 +91,18 @@ def test_bits_equal_the_plain_loop_in_every_combination(world_size: int) -> None
         chunk = cases[first : first + CASES_A_PROCESS]
         for failed in run_ranks(compare_all, world_size, world_size, chunk, STEPS, timeout_s=900):
             assert failed == []
+
+
+def test_the_roots_that_soak_lets_err_do_so_by_one_ulp() -> None:
+    """Of `pytest --sqrt-errs`: wherever torch's sqrt is called from, and in ranks."""
+    values = np.random.default_rng(0).random(10_000, np.float32)
+    given, written = torch.from_numpy(values), torch.empty(0)
+    exact = given.sqrt()
+    with erring_sqrt():
+        found = [given.sqrt(), given.clone().sqrt_(), torch.sqrt(given, out=written), *torch._foreach_sqrt([given])]
+        assert torch.tensor([0.0, torch.inf, -1.0]).sqrt().isnan().tolist() == [False, False, True]
+    assert all(torch.equal(root, found[0]) for root in [*found, written])
+    ulps = found[0].view(torch.int32) - exact.view(torch.int32)
+    assert set(ulps.tolist()) == {0, 1}
+    assert 1500 < int(ulps.sum()) < 2500
+    assert torch.equal(given.sqrt(), exact)
