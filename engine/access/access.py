@@ -158,11 +158,16 @@ class Access:
 
     def optimizer_state(self, name: str, slot: str, *, rank0_only: bool) -> torch.Tensor | None:
         """Return what the optimizer keeps of a parameter under `slot`; a scalar as a tensor without extents."""
+        source = self.slot(name, slot)
+        if isinstance(source, float):
+            return torch.tensor(source) if self.world.rank == 0 or not rank0_only else None
+        return self._whole(source, rank0_only)
+
+    def slot(self, name: str, slot: str) -> Source | float:
+        """Return this rank's rows of what the optimizer keeps of a parameter under `slot`, or its scalar (all ranks)."""
         record = self.finished(f"get_optimizer_state({name!r}, {slot!r})", lambda: self._record_with(name, slot))
         scalars = self.state.scalars[record]
-        if slot in scalars:
-            return torch.tensor(scalars[slot]) if self.world.rank == 0 or not rank0_only else None
-        return self._whole(self._slot(record, slot), rank0_only)
+        return scalars[slot] if slot in scalars else self._slot(record, slot)
 
     def _record_with(self, name: str, slot: str) -> ParameterRecord:
         """Return the record of a parameter of which the optimizer keeps `slot`."""
@@ -270,6 +275,22 @@ class Access:
         return out.view(shape) if wanted else None
 
     # -- changing ---------------------------------------------------------------------------------------------------
+
+    def set_gradient(self, name: str, values: Any) -> None:
+        """Replace a parameter's averaged gradient, unscaled, by rank 0's `values` (all ranks)."""
+
+        def check() -> ParameterRecord:
+            record = self.record(name)
+            if record.group is None or not self._gradients.has(record):
+                raise UsageError(
+                    f"parameter {name!r} has no gradient to be replaced: set it between backward() and step()"
+                )
+            self._check_values(record, values)
+            return record
+
+        record = self.finished(f"safe_set_full_grad({name!r})", check)
+        full = self._from_rank0(record, values, torch.float32)
+        self._gradients.replace(record, full.mul_(self._scaler.scale))
 
     def set_parameter(self, name: str, values: Any) -> None:
         """Replace a parameter and its master by rank 0's `values`."""

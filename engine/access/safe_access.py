@@ -6,13 +6,16 @@ or that no open engine has, getters return None.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import nn
 
 from zstore.errors import UsageError
 
 from ..params.record import ParameterRecord
-from .access import Access, live
+from .access import Access, live, rows_source
+from .full_tensors import Source
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -43,6 +46,84 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     """Replace what the optimizer keeps of a parameter; rank 0's values count."""
     access, record = _required(param)
     access.set_optimizer_state(record.name, optim_state_key, value)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace a parameter's averaged, unscaled gradient, after the last backward of a step; rank 0's values count.
+
+    Raises UsageError where there is none, or where it waits on disk.
+    """
+    access, record = _required(param)
+    access.set_gradient(record.name, value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Replace the gradient of each parameter that has one by what `update_func(gradient, parameter)` returns."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+# -- this rank's rows: see `ParameterRecord.owned_range` ---------------------------------------------------------------
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """Return this rank's rows of the fp32 master of a parameter, 1-D, a copy."""
+    found = _find(param)
+    if found is None:
+        return None
+    access, record = found
+    return _rows(record, access.finished(f"get_full_parameter({record.name!r})", lambda: access.master(record)))
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """Return this rank's rows of what the optimizer keeps of a parameter, 1-D, a copy."""
+    found = _find(param)
+    if found is None:
+        return None
+    access, record = found
+    source = access.slot(record.name, optim_state_key)
+    return torch.tensor(source) if isinstance(source, float | int) else _rows(record, source)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return this rank's rows of a parameter's gradient as `safe_get_full_grad` has it, 1-D."""
+    gradient, found = safe_get_full_grad(param), _find(param)
+    return None if gradient is None or found is None else gradient.flatten()[slice(*found[1].owned_range)].clone()
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's rows of a parameter and its fp32 master."""
+    safe_set_full_fp32_param(param, _joined(param, value))
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replace this rank's rows of what the optimizer keeps of a parameter."""
+    safe_set_full_optimizer_state(param, _joined(param, value), optim_state_key)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's rows of a parameter's gradient, as `safe_set_full_grad` does."""
+    safe_set_full_grad(param, _joined(param, value))
+
+
+def _rows(record: ParameterRecord, source: Source) -> torch.Tensor:
+    return source.begin(0, record.owned_numel)().clone()
+
+
+def _joined(param: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
+    """Return a parameter whose rows each rank gives (all ranks). Raises UsageError on every rank if one gives other than
+    its own."""
+    access, record = _required(param)
+    with access.world.agreeing():
+        if rows.numel() != record.owned_numel:
+            raise UsageError(
+                f"parameter {record.name!r}: expected {record.owned_numel} values, this rank's, got {rows.numel()}"
+            )
+    return access.whole(rows_source(record, rows.detach().flatten(), torch.float32))
 
 
 def _find(param: nn.Parameter) -> tuple[Access, ParameterRecord] | None:

@@ -62,6 +62,11 @@ class GradientRules:
         return self.types.reduced(record.dtype)
 
 
+INCOMPLETE = (
+    "the gradient of parameter {!r} is set before the last backward of the step: set it after that one, before step()"
+)
+
+
 class Gradients(ABC):
     """The gradients of `records`; `others` are parameters that get gradients nobody asked for.
 
@@ -184,6 +189,13 @@ class Gradients(ABC):
     @abstractmethod
     def owned(self, record: ParameterRecord) -> torch.Tensor | None:
         """Return this rank's rows, 1-D, of the averaged gradient; None where there are none in memory."""
+
+    @abstractmethod
+    def replace(self, record: ParameterRecord, full: torch.Tensor) -> None:
+        """Use `full`, 1-D [numel], the same on every rank, as the averaged gradient of a parameter that has one (all ranks).
+
+        Raises UsageError where the gradient is not complete, or waits on disk.
+        """
 
     @abstractmethod
     def take(self, record: ParameterRecord) -> torch.Tensor | None:
@@ -376,6 +388,13 @@ class WholeGradients(Gradients):
             return None
         first, stop = record.owned_range
         return self._flat(record)[first:stop]
+
+    def replace(self, record: ParameterRecord, full: torch.Tensor) -> None:
+        """See Gradients."""
+        if not self._last:
+            raise UsageError(INCOMPLETE.format(record.name))
+        self.reduce()
+        self._flat(record).copy_(full)
 
     def take(self, record: ParameterRecord) -> torch.Tensor | None:
         """See Gradients."""

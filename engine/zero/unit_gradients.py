@@ -32,7 +32,7 @@ from ..params.gradient_types import add_in, is_narrower
 from ..params.record import ParameterRecord
 from ..params.units import Unit
 from .collectives import Reduce, Reducing, Reduction, Segment, bucket_limit, pack, plan_buckets, put_rows
-from .gradients import GradientRules, Gradients, agree_any, forget_gradients, take_gradient, watch_gradient
+from .gradients import INCOMPLETE, GradientRules, Gradients, agree_any, forget_gradients, take_gradient, watch_gradient
 from .norm import counted, sum_of_squares
 from .spill import GradientSpill
 
@@ -390,6 +390,19 @@ class UnitGradients(Gradients):
         if (spill := self._spill_of(record)) is not None:
             return spill.owned(record)
         return self._rows.get(record)
+
+    def replace(self, record: ParameterRecord, full: torch.Tensor) -> None:
+        """See Gradients."""
+        if not self._last:
+            raise UsageError(INCOMPLETE.format(record.name))
+        if self._spill_of(record) is not None:
+            raise UsageError(
+                f"the gradient of parameter {record.name!r} waits on disk and cannot be set: keep offload_optimizer in host "
+                'memory ("device": "cpu"), or change the loss'
+            )
+        self._rows[record].copy_(full[slice(*record.owned_range)])
+        if record in self._squares:
+            self._squares[record] = sum_of_squares(counted(record, self._rows[record]))
 
     def take(self, record: ParameterRecord) -> torch.Tensor | None:
         """See Gradients."""

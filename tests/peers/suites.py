@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,11 +15,13 @@ SOURCES = HERE / "sources"
 """Where whoever runs a suite puts it, a folder a project; nothing of it is committed."""
 
 
-def passed(folder: Path, what: str, report: Path, *, plugin: str | None = None, config: str = "{}") -> set[str]:
-    """Return the tests that pass of those in `what`, a path in a project's `folder`, with a plugin where one is named."""
-    command = [sys.executable, "-m", "pytest", what, "-q", f"--junitxml={report}", "-p", "no:cacheprovider"]
+def passed(
+    folder: Path, what: Sequence[str], report: Path, *, plugin: str | None = None, variables: Mapping[str, str]
+) -> set[str]:
+    """Return the tests that pass of those in `what`, paths in a project's `folder`, with a plugin where one is named."""
+    command = [sys.executable, "-m", "pytest", *what, "-q", f"--junitxml={report}", "-p", "no:cacheprovider"]
     command += ["-o", "junit_family=xunit1"] + ([] if plugin is None else ["-p", plugin])
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "ZSTORE_CONFIG": config, "PYTHONPATH": os.fspath(HERE)}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.fspath(HERE), **variables}
     subprocess.run(command, cwd=folder, env=environment, check=False, stdout=subprocess.DEVNULL)
     cases = ElementTree.parse(report).iter("testcase")
     return {

@@ -29,14 +29,14 @@ def test_what_passes_with_transformers_passes_on_zstore(tmp_path: Path, stage: s
     if not (folder / "tests" / "trainer").is_dir():
         pytest.skip(FETCH)
     (tmp_path / "nvme").mkdir()
-    wanted = passed(folder, "tests/trainer", tmp_path / "plain.xml")
+    wanted = passed(folder, ["tests/trainer"], tmp_path / "plain.xml", variables={})
     assert wanted
     found = passed(
         folder,
-        "tests/trainer",
+        ["tests/trainer"],
         tmp_path / "ours.xml",
         plugin="replacing",
-        config=_config(stage, tmp_path / "nvme"),
+        variables={"ZSTORE_CONFIG": _config(stage, tmp_path / "nvme")},
     )
     allowed = allowed_failures("transformers")
     lost = {name for name in wanted - found if not any(name.endswith(end) for end in allowed)}

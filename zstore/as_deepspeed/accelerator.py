@@ -41,7 +41,11 @@ class Accelerator:
 
     def device_count(self) -> int:
         """Return the devices of this machine; on the CPU the ranks there."""
-        return torch.cuda.device_count() if self._name == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return (
+            torch.cuda.device_count()
+            if self._name == "cuda"
+            else int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        )
 
     def set_device(self, device_index: int) -> None:
         """Make a device the current one; nothing on the CPU."""
@@ -134,8 +138,16 @@ _MEMORY: dict[str, Callable[..., Any]] = {
     "reset_max_memory_allocated": _nothing,
     "range_push": _nothing,
     "range_pop": _nothing,
+    "get_rng_state": torch.get_rng_state,
+    "set_rng_state": torch.set_rng_state,
+    "initial_seed": torch.initial_seed,
 }
-"""Of `torch.cuda`'s functions those that have nothing to do or to count on the CPU."""
+"""Of `torch.cuda`'s functions those that have nothing to do or to count on the CPU, and those that torch has for it."""
+
+
+def is_current_accelerator_supported() -> bool:
+    """Return True: there is CUDA, or the CPU."""
+    return True
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""A config as scripts and libraries hand it over to DeepSpeed, made one that zstore reads."""
+"""A config as scripts and libraries hand it over to DeepSpeed, made one that zstore reads; and DeepSpeed's classes of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from zstore.engine.config.config import read_config
+from pydantic import BaseModel
+
+from zstore.engine.config.config import load_config, read_config
+from zstore.engine.config.resolve import ResolveContext
+from zstore.engine.config.schema import Settings
+from zstore.engine.config.sections import Bf16Section, CsvMonitorSection, Fp16Section, TensorboardSection, WandbSection
+from zstore.engine.config.zero import Device, OffloadOptimizerSection, OffloadParamSection, ZeroSection
+from zstore.ranks.world import World
+
+GRADIENT_CLIPPING_DEFAULT: float = Settings.model_fields["gradient_clipping"].default
 
 
 def cleaned(source: Any) -> Any:
@@ -43,6 +52,80 @@ def raw_config(source: Any) -> Any:
     if isinstance(source, str | os.PathLike):
         return read_config(source)
     return source
+
+
+class DeepSpeedBF16Config(Bf16Section):
+    """The section `bf16`."""
+
+
+class DeepSpeedFP16Config(Fp16Section):
+    """The section `fp16`."""
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizerSection):
+    """The section `offload_optimizer`."""
+
+    device: Device = "none"
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether the update reads or writes ahead."""
+        return self.pipeline_read or self.pipeline_write
+
+
+class DeepSpeedZeroOffloadParamConfig(OffloadParamSection):
+    """The section `offload_param`."""
+
+    device: Device = "none"
+
+
+class DeepSpeedZeroConfig(ZeroSection):
+    """The section `zero_optimization`, with every key as an attribute, `stage3_...` also without that."""
+
+    offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None  # type: ignore[assignment]
+    offload_param: DeepSpeedZeroOffloadParamConfig | None = None  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        key = self.renames.get(name)
+        if key is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self)
+        return getattr(self, key)
+
+
+class DeepSpeedMonitorConfig(BaseModel):
+    """The sections of where metrics go."""
+
+    tensorboard: TensorboardSection = TensorboardSection()
+    csv_monitor: CsvMonitorSection = CsvMonitorSection()
+    wandb: WandbSection = WandbSection()
+
+
+class DeepSpeedConfig:
+    """A config that was read: its top-level keys, resolved for this world size, as attributes."""
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        self._param_dict: dict[str, Any] = raw_config(config)
+        loaded = load_config(cleaned(self._param_dict))
+        self.world_size = World.current().world_size
+        self._settings: Settings = loaded.resolve(ResolveContext(world_size=self.world_size)).settings
+        self.zero_config = DeepSpeedZeroConfig(**self._param_dict.get("zero_optimization") or {})
+        self.zero_optimization_stage = self.zero_config.stage
+        self.monitor_config = self._settings
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_settings":
+            raise AttributeError(name)
+        return getattr(self._settings, name)
+
+
+def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
+    """Return the section `bf16` of a config."""
+    return DeepSpeedBF16Config(**(param_dict.get("bf16") or param_dict.get("bfloat16") or {}))
+
+
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> Any:
+    """Return a config's `gradient_clipping`."""
+    return param_dict.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT)
 
 
 def _decoded(text: str) -> dict[str, Any] | None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as torch_dist
 from torch import nn
 
 from zstore.engine import Engine
 from zstore.engine.checkpoint.client_state import ClientValues
+from zstore.engine.optim.loss_scale import LossScaler
 from zstore.engine.params.record import Residency
 from zstore.engine.report.monitors import Monitors
 from zstore.engine.training import Training
@@ -18,6 +22,7 @@ from zstore.errors import UsageError
 from zstore.remote.url import is_url
 
 from . import comm
+from .absent import wrapper_names
 from .names import missing_of_engine
 from .zero import mark
 from .zero_types import ZeroParamStatus
@@ -58,15 +63,93 @@ class ParameterOffload:
         """Do nothing: the engine's hooks stayed."""
 
 
-class ThroughputTimer:
-    """What scripts tell of the end of an epoch; `engine.statistics()` has the times."""
+class LossScaleView:
+    """The loss scale under the names of DeepSpeed's scalers, to be read."""
 
-    def __init__(self) -> None:
+    def __init__(self, scaler: LossScaler) -> None:
+        self._scaler = scaler
+
+    @property
+    def cur_scale(self) -> float:
+        """Factor of the loss."""
+        return self._scaler.scale
+
+    loss_scale = cur_scale
+
+    @property
+    def cur_iter(self) -> int:
+        """Steps seen, skipped ones too."""
+        return self._scaler.iteration
+
+    @property
+    def cur_hysteresis(self) -> int:
+        """Overflows until the scale halves."""
+        return self._scaler.hysteresis_left
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """Iteration of the last overflow; -1: none."""
+        return self._scaler.last_overflow
+
+    @property
+    def scale_window(self) -> int:
+        """Steps without overflow after which the scale doubles."""
+        settings = self._scaler.settings
+        return 1 if settings is None else settings.loss_scale_window
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the scale changes."""
+        return self._scaler.settings is not None and not self._scaler.settings.loss_scale
+
+    dynamic = dynamic_loss_scale
+
+
+class ThroughputTimer:
+    """The engine's throughput under the names of DeepSpeed's timer, to be read, and a count of epochs."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.proxy(engine)
         self.epoch_count = 0
 
     def update_epoch_count(self) -> None:
         """Count an epoch."""
         self.epoch_count += 1
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of this rank in a step."""
+        return int(self._engine.train_micro_batch_size_per_gpu() * self._engine.gradient_accumulation_steps())
+
+    @property
+    def global_step_count(self) -> int:
+        """Steps taken."""
+        return int(self._engine.global_steps)
+
+    @property
+    def micro_step_count(self) -> int:
+        """Micro-batches of the step under way."""
+        return int(self._engine.micro_steps % self._engine.gradient_accumulation_steps())
+
+    @property
+    def total_elapsed_time(self) -> float:
+        """Seconds within the engine's calls."""
+        spent = self._engine.statistics()
+        return float(spent.forward_s + spent.backward_s + spent.optimizer_s)
+
+    def avg_samples_per_sec(self) -> float:
+        """Return the samples of this rank in a second within the engine's calls; 0 before a step."""
+        return self.global_step_count * self.batch_size / self.total_elapsed_time if self.total_elapsed_time else 0.0
+
+
+def get_state_devices(model: DeepSpeedEngine, state: Any) -> set[torch.device]:
+    """Return where an engine's state of a kind, an OffloadStateTypeEnum, is in memory, or was read from files into."""
+    kind, training = str(getattr(state, "value", state)), model.training_state
+    config = training.config
+    of_optimizer = kind in ("hp_params", "optim_states") and config.offload_optimizer.device != "none"
+    of_parameters = kind == "lp_params" and config.offload_param.device != "none"
+    on_host = kind in training.away or of_optimizer or of_parameters
+    return {torch.device("cpu") if on_host else training.world.device}
 
 
 class DeepSpeedEngine(Engine):
@@ -77,13 +160,17 @@ class DeepSpeedEngine(Engine):
     def __init__(self, training: Training, monitors: Monitors) -> None:
         super().__init__(training, monitors)
         self.config = {}
-        self.tput_timer = ThroughputTimer()
+        self.tput_timer = ThroughputTimer(self)
+        self._coalesces = self._has_coalesced = False  # within such a block; between one and its step
         comm.know(self.world)
         optimizer = self.optimizer
         if optimizer is not None:
             optimizer.overflow = False  # whether the last step was skipped
             optimizer.optimizer = optimizer.client
             optimizer.parameter_offload = ParameterOffload()
+            optimizer.wrappers = wrapper_names(training.config.stage, self.fp16_enabled() or self.bfloat16_enabled())
+            if optimizer.scaler is not None:
+                optimizer.loss_scaler = optimizer.loss_scale_config = LossScaleView(optimizer.scaler)
         # Scripts ask on every rank, and save what rank 0 has: what DeepSpeed gives there, which nothing takes for weights.
         self.access.guard.lets_state_dicts_pass = True
         if self.global_rank == 0:
@@ -91,15 +178,25 @@ class DeepSpeedEngine(Engine):
         if training.config.stage == 3:
             for record in training.state.records:
                 whole = record.residency is Residency.RESIDENT
-                mark(record.parameter, ZeroParamStatus.AVAILABLE if whole else ZeroParamStatus.NOT_AVAILABLE)
+                status = ZeroParamStatus.AVAILABLE if whole else ZeroParamStatus.NOT_AVAILABLE
+                in_files = record.rest is not None
+                rows = (
+                    torch.empty(record.owned_numel, dtype=record.dtype, device="meta") if in_files else record.owned()
+                )
+                mark(record.parameter, status, rows.detach())
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """See `zstore.engine.Engine.step`. Raises UsageError for `lr_kwargs`."""
         if lr_kwargs:
             raise UsageError("engine.step(lr_kwargs=...): schedules take no arguments; leave it out")
+        if self._coalesces:
+            raise UsageError("engine.step() within `with engine.coalesce_grad_reduction()`: call it after the block")
         skipped = self.skipped_steps
         super().step()
         self.optimizer.overflow = self.skipped_steps > skipped
+        if self._has_coalesced:
+            self._has_coalesced = False
+            self.set_gradient_accumulation_boundary(None)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -192,6 +289,29 @@ class DeepSpeedEngine(Engine):
     def basic_optimizer(self) -> Any:
         """Another name of `client_optimizer`."""
         return self.client_optimizer
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Let several backwards in the block be one step's: gradients are reduced with the last of them.
+
+        The `step()` after the block is the step's. Raises UsageError at stage 0, as DeepSpeed does, and within `no_sync()` or
+        another such block; and for a `step()` in it.
+        """
+        if not self.zero_optimization_stage() or self._coalesces or self._open_no_syncs:
+            raise UsageError(
+                "engine.coalesce_grad_reduction() needs ZeRO stage 1, 2 or 3, and no other such block or no_sync() around it"
+            )
+        self._coalesces = True
+        self.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self._coalesces, self._has_coalesced = False, True
+            self.set_gradient_accumulation_boundary(True)
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Return True: the engine counts the micro-batches of a step."""
+        return True
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Return whether the config wants whole weights where a model is saved at stage 3."""

@@ -1,6 +1,6 @@
 """Answers `import deepspeed` in this process: what `sys.meta_path` and `importlib.metadata` ask for by that name.
 
-Nothing is installed: the modules are made when they are imported, of the names that `names.MODULES` lists, and are gone
+Nothing is installed: the modules are made when they are imported, of the names that `names` lists, and are gone
 with the process.
 """
 
@@ -17,7 +17,8 @@ from typing import Any
 
 from zstore._version import __version__
 
-from .names import MODULES, missing
+from .absent import absent
+from .names import ABSENT, MODULES, WITH_CONSTANTS, missing
 
 ANSWERS_FOR = "0.19.8"
 """The DeepSpeed whose names these are."""
@@ -25,6 +26,8 @@ VERSION = f"{ANSWERS_FOR}+zstore.{__version__.replace('+', '.')}"
 """What is told as DeepSpeed's version."""
 
 _HOME = __package__
+KNOWN = frozenset({*MODULES, *ABSENT, *WITH_CONSTANTS})
+"""The modules that are there."""
 _METADATA = f"""Metadata-Version: 2.1
 Name: deepspeed
 Version: {VERSION}
@@ -39,7 +42,7 @@ class AnsweredModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         """Return the submodule of that name, which DeepSpeed imports with itself, where there is one."""
         dotted = f"{self.__name__}.{name}"
-        if dotted in MODULES:
+        if dotted in KNOWN:
             return importlib.import_module(dotted)
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name, obj=self)
@@ -47,7 +50,7 @@ class AnsweredModule(ModuleType):
 
     def __dir__(self) -> list[str]:
         prefix = f"{self.__name__}."
-        inner = (dotted.removeprefix(prefix) for dotted in MODULES if dotted.startswith(prefix))
+        inner = (dotted.removeprefix(prefix) for dotted in KNOWN if dotted.startswith(prefix))
         return sorted({*self.__dict__, *(name for name in inner if "." not in name)})
 
 
@@ -60,10 +63,14 @@ class _AnswerLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Give the module the names that are listed for it."""
-        for home, names in MODULES[module.__name__].items():
+        for home, names in MODULES.get(module.__name__, {}).items():
             source = importlib.import_module(f"{_HOME}.{home}")
             for name in names:
                 setattr(module, name, getattr(source, name))
+        for name in ABSENT.get(module.__name__, ()):
+            setattr(module, name, absent(f"{module.__name__}.{name}"))
+        if module.__name__ in WITH_CONSTANTS:
+            vars(module).update(importlib.import_module(f"{_HOME}.constants").CONSTANTS[module.__name__])
 
 
 class _AnswerDistribution(Distribution):
@@ -91,7 +98,7 @@ class AnswerFinder(DistributionFinder):
         """
         if fullname != "deepspeed" and not fullname.startswith("deepspeed."):
             return None
-        if fullname not in MODULES:
+        if fullname not in KNOWN:
             raise ModuleNotFoundError(missing(fullname))
         # Every module is a package, so that `from MODULE import NAME` comes here for a name that it lacks.
         return ModuleSpec(fullname, _AnswerLoader(), origin="zstore.as_deepspeed", is_package=True)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+_VERSION_PARTS = ("__version_major__", "__version_minor__", "__version_patch__")
 _OPTIMIZERS = ("DeepSpeedCPUAdam", "FusedAdam")
 _SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
 _INIT = ("GatheredParameters", "Init", "MiCS_Init", "register_external_parameter", "unregister_external_parameter")
 _ENUMS = ("OffloadDeviceEnum", "OffloadStateTypeEnum")
-_SAFE = tuple(
-    f"safe_{verb}_full_{what}"
-    for verb, whats in (("get", ("fp32_param", "grad", "optimizer_state")), ("set", ("fp32_param", "optimizer_state")))
-    for what in whats
+_SAFE = (
+    *(
+        f"safe_{verb}_{part}_{what}"
+        for verb in ("get", "set")
+        for part in ("full", "local")
+        for what in ("fp32_param", "grad", "optimizer_state")
+    ),
+    "safe_update_full_grad_vectorized",
 )
+_LOGGING = ("log_dist", "log_dist_once", "logger", "set_log_level_from_string")
 _LEAVES = (
     "get_z3_leaf_modules",
     "set_z3_leaf_module",
@@ -65,6 +71,29 @@ _COMM = (
     "init_distributed",
     "log_summary",
 )
+_LAUNCHER = (
+    "DEEPSPEED_ENVIRONMENT_NAME",
+    "_parse_hostfile",
+    "encode_world_info",
+    "fetch_hostfile",
+    "parse_inclusion_exclusion",
+    "parse_resource_filter",
+)
+_RUNTIME_UTILS = (
+    "call_to_str",
+    "clip_grad_norm_",
+    "copy_to_device",
+    "ensure_directory_exists",
+    "get_global_norm",
+    "is_model_parallel_parameter",
+    "move_to_device",
+    "partition_balanced",
+    "partition_uniform",
+    "prefix_sum_inc",
+    "see_memory_usage",
+    "set_random_seed",
+)
+_ZERO_CONFIGS = ("DeepSpeedZeroConfig", "DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig")
 _PROFILER = ("FlopsProfiler", "get_model_profile")
 _ZERO2_MEMORY = tuple(f"estimate_zero2_model_states_mem_needs{which}" for which in ("", "_all_cold", "_all_live"))
 _ZERO3_MEMORY = tuple(f"estimate_zero3_model_states_mem_needs{which}" for which in ("", "_all_cold", "_all_live"))
@@ -110,13 +139,13 @@ _GROUPS = tuple(
 
 MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed": {
-        "root": ("__git_branch__", "__git_hash__", "__version__", "version"),
+        "root": ("__git_branch__", "__git_hash__", "__version__", "version", *_VERSION_PARTS),
         "engine": ("DeepSpeedEngine",),
         "initialize": ("add_config_arguments", "init_distributed", "initialize"),
         "utils": ("OnDevice", "log_dist", "logger"),
         "accelerator": ("get_accelerator",),
     },
-    "deepspeed.accelerator": {"accelerator": ("get_accelerator",)},
+    "deepspeed.accelerator": {"accelerator": ("get_accelerator", "is_current_accelerator_supported")},
     "deepspeed.accelerator.real_accelerator": {"accelerator": ("get_accelerator",)},
     "deepspeed.checkpoint": {},
     "deepspeed.checkpoint.utils": {"utils": ("clone_tensors_for_torch_save",)},
@@ -129,9 +158,11 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed.elasticity.elasticity": {"elasticity": _ELASTICITY},
     "deepspeed.git_version_info": {"root": ("version",)},
     "deepspeed.launcher": {},
-    "deepspeed.launcher.runner": {"root": ("DEEPSPEED_ENVIRONMENT_NAME",)},
+    "deepspeed.launcher.runner": {"launcher": _LAUNCHER},
     "deepspeed.moe": {},
     "deepspeed.moe.utils": {"utils": ("is_moe_param", "split_params_into_different_moe_groups_for_optimizer")},
+    "deepspeed.monitor": {},
+    "deepspeed.monitor.config": {"config": ("DeepSpeedMonitorConfig",)},
     "deepspeed.ops": {},
     "deepspeed.ops.adagrad": {"optimizers": ("DeepSpeedCPUAdagrad",)},
     "deepspeed.ops.adam": {"optimizers": _OPTIMIZERS},
@@ -150,32 +181,128 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": {"checkpointing": _CHECKPOINTING},
     "deepspeed.runtime.engine": {"engine": ("DeepSpeedEngine",)},
-    "deepspeed.runtime.lr_schedules": {"lr_schedules": (*_SCHEDULES, "VALID_LR_SCHEDULES")},
-    "deepspeed.runtime.utils": {"runtime": ("see_memory_usage", "set_random_seed")},
-    "deepspeed.runtime.zero": {"zero": _INIT},
-    "deepspeed.runtime.zero.config": {"zero_types": ("ZeroStageEnum",)},
+    "deepspeed.runtime.lr_schedules": {"lr_schedules": _SCHEDULES},
+    "deepspeed.runtime.utils": {"runtime": _RUNTIME_UTILS},
+    "deepspeed.runtime.base_optimizer": {},
+    "deepspeed.runtime.config": {"config": ("DeepSpeedConfig", "get_gradient_clipping")},
+    "deepspeed.runtime.constants": {"config": ("GRADIENT_CLIPPING_DEFAULT",)},
+    "deepspeed.runtime.dataloader": {"utils": ("RepeatingLoader",)},
+    "deepspeed.runtime.precision_config": {
+        "config": ("DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config"),
+    },
+    "deepspeed.runtime.zero": {"zero": (*_INIT, "unwrap_model_for_generation"), "zero_types": ("ZeroParamStatus",)},
+    "deepspeed.runtime.zero.config": {"config": _ZERO_CONFIGS, "zero_types": ("ZeroStageEnum",)},
     "deepspeed.runtime.zero.muon": {},
     "deepspeed.runtime.zero.muon.original_muon": {"optimizers": ("Muon", "MuonWithAuxAdam")},
-    "deepspeed.runtime.zero.offload_config": {"zero_types": _ENUMS},
+    "deepspeed.runtime.zero.offload_states": {"engine": ("get_state_devices",)},
+    "deepspeed.runtime.zero.offload_config": {"config": _ZERO_CONFIGS[1:], "zero_types": _ENUMS},
     "deepspeed.runtime.zero.partition_parameters": {
         "zero": (*_INIT, "zero_wrapper_for_fp_tensor_constructor"),
         "zero_types": ("ZeroParamStatus",),
         "accelerator": ("get_accelerator",),
     },
-    "deepspeed.runtime.zero.stage3": {"profiling": _ZERO3_MEMORY},
+    "deepspeed.runtime.zero.stage3": {"profiling": _ZERO3_MEMORY, "zero": ("unwrap_model_for_generation",)},
     "deepspeed.runtime.zero.stage_1_and_2": {"profiling": _ZERO2_MEMORY},
-    "deepspeed.runtime.zero.utils": {"zero": ("is_zero_param",)},
+    "deepspeed.runtime.zero.utils": {"zero": ("ZeRORuntimeException", "is_zero_param")},
     "deepspeed.utils": {
-        "utils": ("OnDevice", "RepeatingLoader", "instrument_w_nvtx", "log_dist", "logger", *_LEAVES),
+        "utils": ("OnDevice", "RepeatingLoader", "instrument_w_nvtx", *_LOGGING, *_LEAVES),
         "safe_access": _SAFE,
     },
     "deepspeed.utils.groups": {"groups": _GROUPS},
-    "deepspeed.utils.logging": {"utils": ("log_dist", "logger")},
+    "deepspeed.utils.logging": {"utils": _LOGGING},
+    "deepspeed.utils.nvtx": {"utils": ("instrument_w_nvtx",)},
+    "deepspeed.utils.z3_leaf_module": {"utils": _LEAVES},
+    "deepspeed.utils.numa": {"utils": ("parse_range", "parse_range_list")},
     "deepspeed.utils.tensor_fragment": {"safe_access": _SAFE},
-    "deepspeed.utils.zero_to_fp32": {"zero_to_fp32": _TO_FP32},
+    "deepspeed.utils.timer": {"utils": ("trim_mean",)},
+    "deepspeed.utils.torch": {"runtime": ("required_torch_version",)},
+    "deepspeed.utils.zero_to_fp32": {"zero_to_fp32": (*_TO_FP32, "get_optim_files")},
     "deepspeed.zero": {"zero": _INIT},
 }
 """DeepSpeed's module -> this package's module -> names that it gives."""
+
+WITH_CONSTANTS = (
+    "deepspeed.checkpoint",
+    "deepspeed.checkpoint.constants",
+    "deepspeed.git_version_info",
+    "deepspeed.ops",
+    "deepspeed.ops.aio",
+    "deepspeed.ops.op_builder",
+    "deepspeed.runtime.config",
+    "deepspeed.runtime.constants",
+    "deepspeed.runtime.lr_schedules",
+    "deepspeed.runtime.swap_tensor",
+    "deepspeed.runtime.zero.config",
+    "deepspeed.runtime.zero.leaf_module_config",
+)
+"""Modules of which `constants` has values."""
+
+ABSENT: Mapping[str, tuple[str, ...]] = {
+    "deepspeed": ("DeepSpeedConfig", "InferenceEngine", "PipelineEngine", "PipelineModule"),
+    "deepspeed.checkpoint": ("DeepSpeedCheckpoint", "ZeROCheckpoint", "get_model_3d_descriptor", "model_3d_desc"),
+    "deepspeed.checkpoint.utils": ("get_model_ckpt_name_for_rank",),
+    "deepspeed.checkpoint.ds_to_universal": ("main",),
+    "deepspeed.compression.compress": ("init_compression", "redundancy_clean"),
+    "deepspeed.inference": (),
+    "deepspeed.inference.config": ("DeepSpeedInferenceConfig",),
+    "deepspeed.launcher.multinode_runner": (
+        "IMPIRunner",
+        "MPICHRunner",
+        "MVAPICHRunner",
+        "MultiNodeRunner",
+        "OpenMPIRunner",
+        "PDSHRunner",
+        "SlurmRunner",
+    ),
+    "deepspeed.moe.layer": ("MoE",),
+    "deepspeed.moe.sharded_moe": ("MOELayer", "TopKGate"),
+    "deepspeed.moe.utils": (
+        "has_moe_layers",
+        "is_moe_param_group",
+        "split_params_grads_into_shared_and_expert_params",
+        "split_params_into_shared_and_expert_params",
+    ),
+    "deepspeed.launcher.runner": ("main", "parse_args"),
+    "deepspeed.monitor.comet": ("CometMonitor",),
+    "deepspeed.monitor.csv_monitor": ("csvMonitor",),
+    "deepspeed.monitor.monitor": ("Monitor", "MonitorMaster"),
+    "deepspeed.monitor.tensorboard": ("TensorBoardMonitor",),
+    "deepspeed.monitor.wandb": ("WandbMonitor",),
+    "deepspeed.ops.op_builder": ("OpBuilder",),
+    "deepspeed.pipe": ("LayerSpec", "PipelineModule", "ProcessTopology", "TiedLayerSpec"),
+    "deepspeed.runtime.base_optimizer": ("DeepSpeedOptimizer", "ZeROOptimizer"),
+    "deepspeed.runtime.bf16_optimizer": ("BF16_Optimizer",),
+    "deepspeed.runtime.config_utils": ("DeepSpeedConfigModel",),
+    "deepspeed.runtime.data_pipeline": (),
+    "deepspeed.runtime.fp16": (),
+    "deepspeed.runtime.fp16.fused_optimizer": ("FP16_Optimizer",),
+    "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", "LossScaler"),
+    "deepspeed.runtime.fp16.onebit": ("OnebitAdam", "OnebitLamb", "ZeroOneAdam"),
+    "deepspeed.runtime.fp16.onebit.lamb": ("OnebitLamb",),
+    "deepspeed.runtime.fp16.unfused_optimizer": ("FP16_UnfusedOptimizer",),
+    "deepspeed.runtime.pipe": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
+    "deepspeed.runtime.pipe.engine": ("PipelineEngine",),
+    "deepspeed.runtime.pipe.module": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
+    "deepspeed.runtime.pipe.topology": (
+        "PipeDataParallelTopology",
+        "PipeModelDataParallelTopology",
+        "PipelineParallelGrid",
+        "ProcessTopology",
+    ),
+    "deepspeed.runtime.torch_autocast": ("get_comm_dtype", "has_comm_dtype"),
+    "deepspeed.runtime.zero.linear": (
+        "LinearFunctionForZeroStage3",
+        "LinearModuleForZeroStage3",
+        "zero3_linear_wrap",
+    ),
+    "deepspeed.runtime.zero.partition_parameters": ("CUDAQuantizer", "MultipleAllGatherHandles"),
+    "deepspeed.runtime.zero.stage3": ("DeepSpeedZeroOptimizer_Stage3",),
+    "deepspeed.runtime.zero.stage_1_and_2": ("DeepSpeedZeroOptimizer",),
+    "deepspeed.runtime.zero.tiling": ("TiledLinear", "TiledLinearReturnBias"),
+    "deepspeed.utils.comms_logging": ("CommsLogger",),
+    "deepspeed.utils.timer": ("SynchronizedWallClockTimer", "ThroughputTimer"),
+}
+"""DeepSpeed's module -> names that can be imported, and raise when they are used."""
 
 INSTEAD: Mapping[str, str] = {
     "autotuning": "`zstore tune --config FILE -- SCRIPT` searches for a config",

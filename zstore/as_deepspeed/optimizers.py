@@ -14,8 +14,19 @@ from zstore.errors import UsageError
 Betas = tuple[float, float]
 
 
-class DeepSpeedCPUAdam:
+class _ByMade(type):
+    """The type of classes whose instances are the optimizers that a call of them makes, and engines' that have one."""
+
+    makes: tuple[str, ...]
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return type(getattr(instance, "client", instance)).__name__ in cls.makes
+
+
+class DeepSpeedCPUAdam(metaclass=_ByMade):
     """`DeepSpeedCPUAdam(params, ...)` is `torch.optim.AdamW`, with `adamw_mode=False` `torch.optim.Adam`."""
+
+    makes = ("Adam", "AdamW")
 
     def __new__(  # type: ignore[misc] # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
         cls,
@@ -34,8 +45,10 @@ class DeepSpeedCPUAdam:
         return _adam(model_params, settings, decoupled=adamw_mode, corrects=bias_correction)
 
 
-class FusedAdam:
+class FusedAdam(metaclass=_ByMade):
     """`FusedAdam(params, ...)` is `torch.optim.AdamW`, with `adam_w_mode=False` `torch.optim.Adam`."""
+
+    makes = ("Adam", "AdamW")
 
     def __new__(  # type: ignore[misc] # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
         cls,
@@ -54,8 +67,10 @@ class FusedAdam:
         return _adam(params, settings, decoupled=adam_w_mode, corrects=bias_correction)
 
 
-class DeepSpeedCPUAdagrad:
+class DeepSpeedCPUAdagrad(metaclass=_ByMade):
     """`DeepSpeedCPUAdagrad(params, ...)` is `torch.optim.Adagrad`. Raises UsageError for `amsgrad=True`."""
+
+    makes = ("Adagrad",)
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -72,8 +87,10 @@ class DeepSpeedCPUAdagrad:
         return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
-class DeepSpeedCPULion:
+class DeepSpeedCPULion(metaclass=_ByMade):
     """`DeepSpeedCPULion(params, ...)` is `zstore.optim.Lion`."""
+
+    makes = ("Lion",)
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -87,8 +104,10 @@ class DeepSpeedCPULion:
         return Lion(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
-class FusedLion:
+class FusedLion(metaclass=_ByMade):
     """`FusedLion(params, ...)` is `zstore.optim.Lion`."""
+
+    makes = ("Lion",)
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -102,8 +121,10 @@ class FusedLion:
         return Lion(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
-class FusedLamb:
+class FusedLamb(metaclass=_ByMade):
     """`FusedLamb(params, ...)` is `zstore.optim.Lamb`. Raises UsageError for `amsgrad=True` and `max_grad_norm`."""
+
+    makes = ("Lamb",)
 
     def __new__(  # type: ignore[misc] # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
         cls,
@@ -129,8 +150,10 @@ class FusedLamb:
         return Lamb(params, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay, max_coeff, min_coeff)
 
 
-class Muon:
+class Muon(metaclass=_ByMade):
     """`Muon(params, ...)` is `torch.optim.Muon`, whose iteration is the standard one whatever `ns_method` says."""
+
+    makes = ("Muon",)
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -145,9 +168,11 @@ class Muon:
         return made
 
 
-class MuonWithAuxAdam:
+class MuonWithAuxAdam(metaclass=_ByMade):
     """`MuonWithAuxAdam(groups)` is `zstore.optim.MuonWithAdam`, whose iteration is the standard one whatever `ns_method` of
     a group says."""
+
+    makes = ("MuonWithAdam",)
 
     def __new__(cls, param_groups: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
         """Return the optimizer."""

@@ -1,9 +1,7 @@
-"""What `deepspeed` itself says of its version, and its launcher of its file of variables."""
+"""What `deepspeed` itself says of its version."""
 
-import os
-
-from .finder import VERSION
+from .finder import ANSWERS_FOR, VERSION
 
 __version__ = version = VERSION
 __git_hash__ = __git_branch__ = None
-DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+__version_major__, __version_minor__, __version_patch__ = map(int, ANSWERS_FOR.split("."))

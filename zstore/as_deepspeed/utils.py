@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from statistics import mean
 from typing import Any, Self, TypeVar
 
 import torch
@@ -14,7 +15,6 @@ from torch import nn
 
 from zstore.engine.params.units import is_leaf, mark_leaves, of_classes
 from zstore.engine.runtime.messages import show_messages
-from zstore.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,6 +28,50 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     rank = torch_dist.get_rank() if torch_dist.is_initialized() else 0
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[rank %d] %s", rank, message)
+
+
+@functools.cache
+def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
+    log_dist(message, ranks, level)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Do as `log_dist`, once for each message."""
+    _log_once(message, None if ranks is None else tuple(ranks), level)
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level of a logger, by default of zstore's, and of its handlers. Raises ValueError for one that is none."""
+    level = logging.getLevelNamesMapping().get(log_level_str.upper())
+    if level is None:
+        raise ValueError(f"{log_level_str!r} is no level of logging: expected debug, info, warning, error or critical")
+    chosen = logger if custom_logger is None else custom_logger
+    chosen.setLevel(level)
+    for handler in chosen.handlers:
+        handler.setLevel(level)
+
+
+def trim_mean(data: Sequence[float], trim_percent: float) -> float:
+    """Return the mean without the lowest and the highest share of the values; 0 of none."""
+    out = round(len(data) * trim_percent)
+    return mean(sorted(data)[out : len(data) - out]) if data else 0
+
+
+def parse_range(rng: str) -> range:
+    """Return the numbers of `FIRST-LAST`, or of one. Raises ValueError for other text."""
+    first, _, last = rng.partition("-")
+    found = range(int(first), int(last or first) + 1)
+    if not found:
+        raise ValueError(f"{rng!r}: expected FIRST-LAST with FIRST no greater than LAST")
+    return found
+
+
+def parse_range_list(range_str: str) -> list[int]:
+    """Return the numbers of several ranges, with commas between, in ascending order. Raises ValueError for other text."""
+    found = [number for part in range_str.split(",") for number in parse_range(part)]
+    if found != sorted(set(found)):
+        raise ValueError(f"{range_str!r}: expected ranges in ascending order that do not overlap")
+    return found
 
 
 def instrument_w_nvtx(func: F) -> F:

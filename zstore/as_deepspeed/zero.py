@@ -6,7 +6,9 @@ DeepSpeed gives the parameters of a stage 3 model attributes, and transformers, 
 `ds_id` (a number, in the order of construction, alike on all ranks), `ds_shape`, `ds_numel`, `ds_status`. Here they are
 given by `Init` and by `initialize` at stage 3. `ds_status` says AVAILABLE of a parameter that rests whole on every rank,
 and of others within `GatheredParameters`; within a forward, where the engine has gathered a parameter for its own use, it
-goes on to say NOT_AVAILABLE, and whoever gathers it gets it.
+goes on to say NOT_AVAILABLE, and whoever gathers it gets it. `ds_tensor` are this rank's rows, 1-D, in the engine's
+memory, to be read only; where they are in files it has their shape and no values (meta). `ds_persist` says whether the
+parameter is whole on every rank, always.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ from .zero_types import ZeroParamStatus
 _numbers = itertools.count()
 
 
-def mark(parameter: nn.Parameter, status: ZeroParamStatus) -> None:
-    """Give a parameter the attributes that [Note: marks] lists."""
+def mark(parameter: nn.Parameter, status: ZeroParamStatus, rows: torch.Tensor | None = None) -> None:
+    """Give a parameter the attributes that [Note: marks] lists, `ds_tensor` too if there are this rank's rows."""
     marked: Any = parameter
+    if rows is not None:
+        marked.ds_tensor, marked.ds_persist = rows, status is ZeroParamStatus.AVAILABLE
     if not hasattr(parameter, "ds_id"):
         marked.ds_id = next(_numbers)
     marked.ds_shape, marked.ds_numel, marked.ds_status = parameter.shape, parameter.numel(), status
@@ -193,6 +197,17 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Do nothing, as `register_external_parameter`."""
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Give an engine whose parameters are whole within the block (all ranks)."""
+    with GatheredParameters(model.parameters()):
+        yield model
+
+
+class ZeRORuntimeException(UsageError):  # noqa: N818 - DeepSpeed's name
+    """The base of DeepSpeed's errors of ZeRO; none is raised here."""
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *_: object, **__: object) -> Callable[..., Any]:

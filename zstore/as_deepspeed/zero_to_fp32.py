@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import filecmp
 import logging
+import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +38,15 @@ def get_fp32_state_dict_from_zero_checkpoint(
         weights = checkpoint.consolidated("fp32")
         frozen = frozen_weights(checkpoint.source) if exclude_frozen_parameters else set()
         return weights.load([name for name in weights if name not in frozen])
+
+
+def get_optim_files(checkpoint_dir: str) -> list[str]:
+    """Return DeepSpeed's files of optimizer state in a tag's folder, by their numbers. Raises FileNotFoundError if there are
+    none."""
+    found = [os.fspath(path) for path in Path(checkpoint_dir).glob("*_optim_states.pt")]
+    if not found:
+        raise FileNotFoundError(f"{checkpoint_dir}: expected DeepSpeed's files *_optim_states.pt, got none")
+    return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:

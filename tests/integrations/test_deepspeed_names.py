@@ -1,0 +1,161 @@
+"""Names of DeepSpeed's that scripts import and ask after: values, helpers, classes, views of the engine's state."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zstore.as_deepspeed import constants, launcher, optimizers, runtime, safe_access, utils
+from zstore.as_deepspeed.absent import absent
+from zstore.as_deepspeed.config import DeepSpeedConfig, DeepSpeedZeroConfig
+from zstore.as_deepspeed.finder import KNOWN
+from zstore.as_deepspeed.initialize import initialize
+from zstore.as_deepspeed.names import ABSENT, MODULES, WITH_CONSTANTS
+from zstore.errors import UsageError
+
+STEP = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize("dotted", sorted(f"{module}.{name}" for module, names in ABSENT.items() for name in names))
+def test_what_is_not_built_raises_when_it_is_used(dotted: str) -> None:
+    kind = absent(dotted)
+    derived = type("Derived", (kind,), {})
+    assert not isinstance(nn.Linear(1, 1), kind)
+    for each in (kind, derived):
+        with pytest.raises(UsageError, match=dotted):
+            each()
+
+
+def test_values_have_one_home() -> None:
+    assert set(WITH_CONSTANTS) == set(constants.CONSTANTS)
+    for module, values in constants.CONSTANTS.items():
+        others = {name for names in MODULES.get(module, {}).values() for name in names} | set(ABSENT.get(module, ()))
+        assert not others & set(values)
+    assert {module.rpartition(".")[0] for module in KNOWN} - {""} <= KNOWN
+
+
+def test_values_are_deepspeeds() -> None:
+    pytest.importorskip("deepspeed")
+    for module, values in constants.CONSTANTS.items():
+        theirs = importlib.import_module(module)
+        for name, value in values.items():
+            if isinstance(value, str | int | float | list):
+                assert getattr(theirs, name) == value, f"{module}.{name}"
+
+
+def test_numbers_are_cut_into_parts() -> None:
+    assert runtime.partition_uniform(10, 4) == [0, 3, 6, 8, 10]
+    assert runtime.partition_uniform(2, 4) == [0, 1, 2, 2, 2]
+    assert runtime.partition_balanced([5, 1, 1, 1, 1, 1], 2) == [0, 1, 6]
+    assert runtime.partition_balanced([1, 1, 1, 1, 0, 1], 4)[-1] == 6
+    assert runtime.get_global_norm([3.0, 4.0]) == 5.0
+    assert runtime.call_to_str("f", 1, "a", key=None) == "f(1, 'a', key=None)"
+    assert utils.parse_range_list("0,2-4,6") == [0, 2, 3, 4, 6]
+    with pytest.raises(ValueError, match="ascending"):
+        utils.parse_range_list("0,2-6,5-9")
+    assert utils.trim_mean([9.0, 1.0, 2.0, 3.0, -7.0], 0.2) == 2.0
+
+
+def test_slots_are_taken_and_left_out() -> None:
+    pool = {"a": [0, 1, 2], "b": [0, 1]}
+    assert launcher.parse_resource_filter(pool, include_str="b@a:2,0") == {"a": [0, 2], "b": [0, 1]}
+    assert launcher.parse_resource_filter(pool, exclude_str="b:1@a") == {"b": [0]}
+    assert launcher._parse_hostfile(["a slots=2", "# b slots=3"]) == {"a": 2}
+    for wrong in ("c", "a:3", "a:1@b:0:1"):
+        with pytest.raises(ValueError, match="a|b|c"):
+            launcher.parse_resource_filter(pool, include_str=wrong)
+
+
+def test_configs_are_read_by_attribute() -> None:
+    zero = DeepSpeedZeroConfig(stage=3, cpu_offload_param=True, stage3_max_live_parameters=7)  # type: ignore[call-arg]
+    assert (zero.max_live_parameters, zero.offload_optimizer) == (7, None)
+    assert zero.offload_param is not None
+    assert zero.offload_param.device == "cpu"
+    config = DeepSpeedConfig({"train_batch_size": 4, "gradient_accumulation_steps": 2})
+    assert (config.train_micro_batch_size_per_gpu, config.zero_optimization_stage) == (2, 0)
+    assert config.gradient_clipping == 1.0  # DeepSpeed 0.19.8's default
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_engines_state_is_seen_and_set_by_deepspeeds_names(stage: int) -> None:
+    model = _model()
+    config: dict[str, Any] = {**STEP, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+    engine, optimizer, *_ = initialize(model=model, config=config)
+    with engine:
+        weight, plain = next(model.parameters()), next(_model().parameters())
+        adam = torch.optim.Adam([plain], lr=0.1)
+        for factor in (0.25, -1.0):
+            engine.backward(engine(torch.ones(1, 8)).sum())
+            safe_access.safe_set_full_grad(weight, torch.full((8, 8), factor / 2))
+            rows = safe_access.safe_get_local_grad(weight)
+            assert rows is not None
+            safe_access.safe_set_local_grad(weight, rows * 2)
+            plain.grad = torch.full((8, 8), factor)
+            engine.step()
+            adam.step()
+        torch.testing.assert_close(safe_access.safe_get_full_fp32_param(weight), plain.data, rtol=1e-6, atol=1e-6)
+        safe_access.safe_set_local_optimizer_state(weight, torch.arange(64.0), "exp_avg")
+        safe_access.safe_set_local_fp32_param(weight, torch.arange(64.0))
+        assert torch.equal(weight.data.flatten(), torch.arange(64.0))
+        for found in (
+            safe_access.safe_get_local_optimizer_state(weight, "exp_avg"),
+            safe_access.safe_get_local_fp32_param(weight),
+        ):
+            assert found is not None
+            assert torch.equal(found, torch.arange(64.0))
+        kinds = {"ZeROOptimizer", "DeepSpeedZeroOptimizer" + ("_Stage3" if stage == 3 else "")} if stage else set()
+        named = [
+            f"deepspeed.{name}" for name in ("ZeROOptimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
+        ]
+        assert {kind.__name__ for kind in map(absent, named) if isinstance(optimizer, kind)} == kinds
+        assert isinstance(optimizer, optimizers.FusedAdam)
+        assert not isinstance(optimizer, optimizers.FusedLion)
+        assert int(optimizer.state[weight]["step"]) == 2
+        assert (optimizer.loss_scaler.loss_scale, engine.tput_timer.global_step_count) == (1.0, 2)
+        if stage == 3:
+            assert weight.ds_tensor.shape == (64,)
+
+
+def test_a_gradient_is_set_where_there_is_one_and_it_is_complete() -> None:
+    config = {**STEP, "train_batch_size": 2, "train_micro_batch_size_per_gpu": 1}
+    engine, *_ = initialize(model=_model(), config=config)
+    with engine:
+        weight = next(engine.module.parameters())
+        values = torch.ones(8, 8)
+        with pytest.raises(UsageError, match="no gradient"):
+            safe_access.safe_set_full_grad(weight, values)
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        with pytest.raises(UsageError, match="last backward"):
+            safe_access.safe_set_full_grad(weight, values)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_backwards_of_one_step_are_coalesced(stage: int) -> None:
+    config = {**STEP, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+    batches = [torch.full((1, 8), float(value)) for value in (1, 2, 3)]
+    plain = _model()
+    adam = torch.optim.Adam(plain.parameters(), lr=0.1)
+    engine, *_ = initialize(model=_model(), config=config)
+    with engine:
+        for _ in range(2):
+            with engine.coalesce_grad_reduction():
+                for batch in batches:
+                    engine.backward(engine(batch).square().sum())
+                with pytest.raises(UsageError, match="after the block"):
+                    engine.step()
+            engine.step()
+            adam.zero_grad()
+            sum((plain(batch).square().sum() for batch in batches), torch.zeros(())).backward()
+            adam.step()
+        assert engine.global_steps == 2
+        for (name, _), there in zip(engine.module.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(engine.get_full_parameter(name), there.data, rtol=1e-5, atol=1e-6)
