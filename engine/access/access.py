@@ -57,8 +57,8 @@ class Access:
         self.state = state
         self.units = units
         """None where parameters are not sharded."""
-        self._gradients = gradients
-        self._scaler = scaler
+        self.gradients = gradients
+        self.scaler = scaler
         self._pending = pending
         self._before_changes = before_changes
         self._under_way: list[str] = []
@@ -182,7 +182,7 @@ class Access:
     def gradient(self, name: str, *, rank0_only: bool) -> torch.Tensor | None:
         """Return the mean over ranks of the gradient that the step under way has so far; None where there is none."""
         record = self.finished(f"get_gradient({name!r})", lambda: self.record(name))
-        gradients = self._gradients
+        gradients = self.gradients
         if record.group is None:
             return None
         if isinstance(gradients, WholeGradients):
@@ -198,7 +198,7 @@ class Access:
             )
         if found is None or (rank0_only and self.world.rank > 0):
             return None
-        return found.float().div_(self._scaler.scale)
+        return found.float().div_(self.scaler.scale)
 
     def master(self, record: ParameterRecord) -> Source:
         """Return this rank's rows of a parameter's master, or of the parameter where it is not trained."""
@@ -276,28 +276,12 @@ class Access:
 
     # -- changing ---------------------------------------------------------------------------------------------------
 
-    def set_gradient(self, name: str, values: Any) -> None:
-        """Replace a parameter's averaged gradient, unscaled, by rank 0's `values` (all ranks)."""
-
-        def check() -> ParameterRecord:
-            record = self.record(name)
-            if record.group is None or not self._gradients.has(record):
-                raise UsageError(
-                    f"parameter {name!r} has no gradient to be replaced: set it between backward() and step()"
-                )
-            self._check_values(record, values)
-            return record
-
-        record = self.finished(f"safe_set_full_grad({name!r})", check)
-        full = self._from_rank0(record, values, torch.float32)
-        self._gradients.replace(record, full.mul_(self._scaler.scale))
-
     def set_parameter(self, name: str, values: Any) -> None:
         """Replace a parameter and its master by rank 0's `values`."""
 
         def check() -> ParameterRecord:
             record = self.record(name)
-            self._check_values(record, values)
+            self.check_values(record, values)
             return record
 
         self.set_from_rank0(self.finished(f"set_full_parameter({name!r})", check, changes=True), values)
@@ -305,7 +289,7 @@ class Access:
     def set_from_rank0(self, record: ParameterRecord, values: Any) -> None:
         """Replace a parameter and its master by rank 0's `values`, of its shape (all ranks)."""
         dtype = torch.float32 if record.group is not None else record.dtype
-        self.write([(record, self._from_rank0(record, values, dtype))])
+        self.write([(record, self.from_rank0(record, values, dtype))])
 
     def set_optimizer_state(self, name: str, slot: str, values: Any) -> None:
         """Replace what the optimizer keeps of a parameter under `slot` by rank 0's `values`."""
@@ -321,7 +305,7 @@ class Access:
             if slot in scalars:
                 float(values)
             else:
-                self._check_values(record, values)
+                self.check_values(record, values)
             return record
 
         record = self.finished(f"set_optimizer_state({name!r}, {slot!r})", check, changes=True)
@@ -329,7 +313,7 @@ class Access:
         if slot in scalars:
             scalars[slot] = float(self.world.broadcast_object(float(values)))
             return
-        full = self._from_rank0(record, values, torch.float32)
+        full = self.from_rank0(record, values, torch.float32)
         names, moment = self.state.moment(record, slot)
         with self._changing():
             if len(names) == 1:
@@ -337,7 +321,8 @@ class Access:
             else:
                 self._fill_moment(record, full, names, moment)
 
-    def _check_values(self, record: ParameterRecord, values: Any) -> None:
+    def check_values(self, record: ParameterRecord, values: Any) -> None:
+        """Raise UsageError for values of another shape than the parameter's; None will do on other ranks than 0."""
         if values is None and self.world.rank > 0:
             return
         shape = tuple(torch.as_tensor(values).shape)
@@ -346,7 +331,7 @@ class Access:
                 f"parameter {record.name!r}: expected values of shape {tuple(record.parameter.shape)}, got {shape}"
             )
 
-    def _from_rank0(self, record: ParameterRecord, values: Any, dtype: torch.dtype) -> torch.Tensor:
+    def from_rank0(self, record: ParameterRecord, values: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return rank 0's values on every rank, 1-D [numel]."""
         world = self.world
         if world.rank == 0:

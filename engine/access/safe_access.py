@@ -54,7 +54,17 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     Raises UsageError where there is none, or where it waits on disk.
     """
     access, record = _required(param)
-    access.set_gradient(record.name, value)
+
+    def check() -> None:
+        if not access.gradients.has(record):
+            raise UsageError(
+                f"parameter {record.name!r} has no gradient to be replaced: set it between backward() and step()"
+            )
+        access.check_values(record, value)
+
+    access.finished(f"safe_set_full_grad({record.name!r})", check)
+    full = access.from_rank0(record, value, torch.float32)
+    access.gradients.replace(record, full.mul_(access.scaler.scale))
 
 
 def safe_update_full_grad_vectorized(

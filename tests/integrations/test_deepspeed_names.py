@@ -71,7 +71,7 @@ def test_slots_are_taken_and_left_out() -> None:
     assert launcher.parse_resource_filter(pool, exclude_str="b:1@a") == {"b": [0]}
     assert launcher._parse_hostfile(["a slots=2", "# b slots=3"]) == {"a": 2}
     for wrong in ("c", "a:3", "a:1@b:0:1"):
-        with pytest.raises(ValueError, match="a|b|c"):
+        with pytest.raises(ValueError, match=r"expected|unknown|has no slot"):
             launcher.parse_resource_filter(pool, include_str=wrong)
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from zstore.engine.config.scheduler import SCHEDULES
-
 
 def _keys(*names: str) -> dict[str, str]:
     """Return names whose value is the name in lower case."""
@@ -83,7 +81,7 @@ CONSTANTS: Mapping[str, Mapping[str, Any]] = {
     "deepspeed.ops.aio": {"AsyncIOBuilder": type("AsyncIOBuilder", (), {"NAME": "async_io"})},
     "deepspeed.runtime.config": {
         **_optimizers("adagrad", "adam", "adamw", "lamb", "lion", "muon", "muadam", "muadamw", "musgd"),
-        "DEEPSPEED_OPTIMIZERS": ["adagrad", "adam", "adamw", "lamb", "lion", "muon"],
+        "DEEPSPEED_OPTIMIZERS": ["adagrad", "adam", "adamw", "lamb", "muadam", "muadamw", "musgd", "lion", "muon"],
     },
     "deepspeed.runtime.constants": {
         **_keys(
@@ -93,7 +91,6 @@ CONSTANTS: Mapping[str, Mapping[str, Any]] = {
             "GRADIENT_ACCUMULATION_STEPS",
             "OPTIMIZER",
             "SCHEDULER",
-            "SCHEDULER_TYPE",
             "STEPS_PER_PRINT",
             "TRAIN_BATCH_SIZE",
             "TRAIN_MICRO_BATCH_SIZE_PER_GPU",
@@ -103,13 +100,11 @@ CONSTANTS: Mapping[str, Mapping[str, Any]] = {
         "ROUTE_EVAL": "eval",
         "ROUTE_PREDICT": "predict",
         "ROUTE_TRAIN": "train",
-        "TORCH_DISTRIBUTED_DEFAULT_PORT": 29500,
     },
     "deepspeed.runtime.lr_schedules": {
         **{constant: name for name, constant in _OLD_LR},
         "LR_RANGE_TEST": "LRRangeTest",
         "ONE_CYCLE": "OneCycle",
-        "VALID_LR_SCHEDULES": list(SCHEDULES),
         "WARMUP_LINEAR_RATE": "linear",
         "WARMUP_LOG_RATE": "log",
         **_keys(

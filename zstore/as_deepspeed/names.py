@@ -181,7 +181,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": {"checkpointing": _CHECKPOINTING},
     "deepspeed.runtime.engine": {"engine": ("DeepSpeedEngine",)},
-    "deepspeed.runtime.lr_schedules": {"lr_schedules": _SCHEDULES},
+    "deepspeed.runtime.lr_schedules": {"lr_schedules": (*_SCHEDULES, "VALID_LR_SCHEDULES")},
     "deepspeed.runtime.utils": {"runtime": _RUNTIME_UTILS},
     "deepspeed.runtime.base_optimizer": {},
     "deepspeed.runtime.config": {"config": ("DeepSpeedConfig", "get_gradient_clipping")},
@@ -238,7 +238,7 @@ WITH_CONSTANTS = (
 """Modules of which `constants` has values."""
 
 ABSENT: Mapping[str, tuple[str, ...]] = {
-    "deepspeed": ("DeepSpeedConfig", "InferenceEngine", "PipelineEngine", "PipelineModule"),
+    "deepspeed": ("InferenceEngine", "PipelineEngine", "PipelineModule"),
     "deepspeed.checkpoint": ("DeepSpeedCheckpoint", "ZeROCheckpoint", "get_model_3d_descriptor", "model_3d_desc"),
     "deepspeed.checkpoint.utils": ("get_model_ckpt_name_for_rank",),
     "deepspeed.checkpoint.ds_to_universal": ("main",),
@@ -309,7 +309,7 @@ INSTEAD: Mapping[str, str] = {
     "checkpointing": "configure() and checkpoint() are there; the rest is torch.utils.checkpoint's",
     "comm": "use torch.distributed, whose groups these are",
     "compression": "nothing is compressed; quantize or prune with torchao after `zstore consolidate`",
-    "DeepSpeedConfig": "a config is a dict or a path",
+    "runtime.config_utils": "a config is a dict or a path",
     "add_tuning_arguments": "write arguments of the script's own; the schedule stands in the config",
     "DeepSpeedTransformerConfig": "there are no transformer kernels; use torch's attention",
     "DeepSpeedTransformerLayer": "there are no transformer kernels; use torch's attention",
@@ -338,9 +338,6 @@ INSTEAD: Mapping[str, str] = {
     "sequence": "there is no sequence parallelism",
     "tp_model_init": "there is no tensor parallelism; use ZeRO stage 3",
     "utils.groups": "there is one group, of all ranks",
-    "utils.safe_get_local_fp32_param": "read the whole with safe_get_full_fp32_param",
-    "utils.safe_get_local_grad": "read the whole with safe_get_full_grad",
-    "utils.safe_get_local_optimizer_state": "read the whole with safe_get_full_optimizer_state",
     "utils.timer": 'set "wall_clock_breakdown": true, or read engine.statistics()',
     "zero.estimate_zero2_model_states_mem_needs_all_live": "it is in runtime.zero.stage_1_and_2",
     "zero.estimate_zero3_model_states_mem_needs_all_live": "it is in runtime.zero.stage3",

@@ -15,6 +15,7 @@ from torch import nn
 
 from zstore.engine.params.units import is_leaf, mark_leaves, of_classes
 from zstore.engine.runtime.messages import show_messages
+from zstore.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 

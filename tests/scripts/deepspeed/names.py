@@ -38,8 +38,8 @@ def main():
     assert not hasattr(deepspeed, "__file__")
 
     for line in (
-        "import deepspeed.moe.layer",
-        "from deepspeed.pipe import PipelineModule",
+        "deepspeed.moe.layer.MoE()",
+        "from deepspeed.pipe import PipelineModule; PipelineModule([])",
         "from deepspeed import init_inference",
         "from deepspeed.ops.adam import ZenFlowCPUAdam",
         "from deepspeed.nowhere import nothing",
@@ -48,7 +48,7 @@ def main():
     ):
         try:
             exec(line)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, RuntimeError) as error:
             print(f"missing {line} -> {type(error).__name__}: {error}")
 
     context = multiprocessing.get_context("spawn")
