@@ -159,3 +159,26 @@ def test_backwards_of_one_step_are_coalesced(stage: int) -> None:
         assert engine.global_steps == 2
         for (name, _), there in zip(engine.module.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(engine.get_full_parameter(name), there.data, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_step_is_one_where_the_script_counts_micro_batches(stage: int) -> None:
+    unmanaged = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False}
+    config = {**STEP, **unmanaged, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+    plain = _model()
+    adam = torch.optim.Adam(plain.parameters(), lr=0.1)
+    engine, *_ = initialize(model=_model(), config=config)
+    with engine:
+        for number in (2, 5, 1):
+            adam.zero_grad()
+            for value in range(number):
+                batch = torch.full((1, 8), float(value + 1))
+                engine.backward(engine(batch).square().sum())
+                (plain(batch).square().sum() / 4).backward()
+            engine.step()
+            adam.step()
+        assert engine.global_steps == 3
+        with pytest.raises(UsageError, match="every step"):
+            engine.set_gradient_accumulation_boundary(True)
+        for (name, _), there in zip(engine.module.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(engine.get_full_parameter(name), there.data, rtol=1e-5, atol=1e-5)

@@ -21,12 +21,14 @@ __all__ = [
     "get_global_rank",
     "get_local_rank",
     "get_world_group",
+    "inference_all_reduce",
     "init_distributed",
     "log_summary",
     "monitored_barrier",
 ]
 
 
+inference_all_reduce = torch_dist.all_reduce
 _worlds: list[weakref.ref[World]] = []
 """That of the engine that was made last."""
 

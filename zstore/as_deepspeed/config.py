@@ -26,15 +26,16 @@ GRADIENT_CLIPPING_DEFAULT: float = Settings.model_fields["gradient_clipping"].de
 def cleaned(source: Any) -> Any:
     """Return a config with what DeepSpeed passes over left out: a copy, where it is a dict.
 
-    That is `steps_per_print` of infinity and `zero_allow_untested_optimizer`, which accelerate writes by itself, keys with
-    a dot at the top, which trl writes. A path, or a dict as base64-encoded JSON, is read first; anything else is returned as
-    it is.
+    That is `steps_per_print` of infinity and `zero_allow_untested_optimizer`, which accelerate writes by itself, and keys with
+    a dot at the top, which trl writes; with them `managed_gradient_accumulation`, which `initialize` reads. A path, or a dict
+    as base64-encoded JSON, is read first; anything else is returned as it is.
     """
     raw = raw_config(source)
     if not isinstance(raw, Mapping):
         return raw
     config = {key: value for key, value in raw.items() if "." not in key}
-    config.pop("zero_allow_untested_optimizer", None)
+    for key in ("zero_allow_untested_optimizer", "managed_gradient_accumulation"):
+        config.pop(key, None)
     steps = config.get("steps_per_print")
     if isinstance(steps, float) and math.isinf(steps):
         config["steps_per_print"] = 0

@@ -161,6 +161,7 @@ class DeepSpeedEngine(Engine):
         super().__init__(training, monitors)
         self.config = {}
         self.tput_timer = ThroughputTimer(self)
+        self._managed = True
         self._coalesces = self._has_coalesced = False  # within such a block; between one and its step
         comm.know(self.world)
         optimizer = self.optimizer
@@ -192,7 +193,11 @@ class DeepSpeedEngine(Engine):
         if self._coalesces:
             raise UsageError("engine.step() within `with engine.coalesce_grad_reduction()`: call it after the block")
         skipped = self.skipped_steps
+        if not self._managed:
+            super().set_gradient_accumulation_boundary(True)
         super().step()
+        if not self._managed:
+            super().set_gradient_accumulation_boundary(False)
         self.optimizer.overflow = self.skipped_steps > skipped
         if self._has_coalesced:
             self._has_coalesced = False
@@ -310,8 +315,22 @@ class DeepSpeedEngine(Engine):
             self.set_gradient_accumulation_boundary(True)
 
     def managed_gradient_accumulation(self) -> bool:
-        """Return True: the engine counts the micro-batches of a step."""
-        return True
+        """Return whether the engine counts the micro-batches of a step; else every `step()` ends one."""
+        return self._managed
+
+    def leave_accumulation(self) -> None:
+        """Let every `step()` from now on end a step, whatever the number of backwards before it."""
+        self.set_gradient_accumulation_boundary(False)
+        self._managed = False
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """See `zstore.engine.Engine`. Raises UsageError with `"managed_gradient_accumulation": false`."""
+        if not self._managed:
+            raise UsageError(
+                'engine.set_gradient_accumulation_boundary(): with "managed_gradient_accumulation": false every step() ends a '
+                "step; leave it out"
+            )
+        super().set_gradient_accumulation_boundary(is_boundary)
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Return whether the config wants whole weights where a model is saved at stage 3."""

@@ -68,6 +68,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     if not isinstance(engine, DeepSpeedEngine):
         raise UsageError(f"initialize() made a {type(engine).__name__}")
     engine.config = raw_config(source)
+    if engine.config.get("managed_gradient_accumulation") is False and not frozen:
+        engine.leave_accumulation()
     return engine, *others
 
 

@@ -68,6 +68,7 @@ _COMM = (
     "get_all_ranks_from_group",
     "get_local_rank",
     "get_world_group",
+    "inference_all_reduce",
     "init_distributed",
     "log_summary",
 )
