@@ -16,22 +16,28 @@ that nobody waits for at once is cast before it begins, or after it ended.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from threadpoolctl import ThreadpoolController
 
 from zstore.io.links import LinkCounters
+from zstore.io.pool import Workers
+from zstore.store.tiers.memory import MEMORY_TILE_NUMEL
 
 _MOST_UP = 2
 """Tiles on their way to the device: one is copied while the next is computed."""
 _MOST_DOWN_BYTES = 256 * 1024 * 1024
 """On their way from the device: as much of its memory they keep at most."""
+_LEAST_MEAN_NUMEL = 128 * 1024
+
+T = TypeVar("T")
 
 Event = Any
 """A point in the work of a device; only the streams that recorded it know more."""
@@ -216,9 +222,9 @@ class Transfers:
         return copy.wait()
 
 
-class Room:
-    """Memory for what lives as long as a tile, by name, kept for the tiles to come: memory that is given back and taken again
-    has fresh pages each time, which costs more than what is done with it."""
+class Room(threading.local):
+    """Memory of each thread for what lives as long as a tile, by name, kept for the tiles to come: memory that is given back
+    and taken again has fresh pages each time, which costs more than what is done with it."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
@@ -358,6 +364,46 @@ def one_thread(enabled: bool = True) -> AbstractContextManager[object]:
     torch.get_num_threads()  # lets torch set this thread's number, which it would do over ours at the first operation
     limits: AbstractContextManager[object] = _openmp().limit(limits=1)
     return limits
+
+
+def threads_for(numels: Sequence[int]) -> int:
+    """Return how many threads work on tiles of arrays of so many elements `side_by_side`: one where torch has one, where
+    there is little to do, and where arrays are so small that Python, which one thread runs at a time, takes longer."""
+    numel = sum(numels)
+    if numel < len(numels) * _LEAST_MEAN_NUMEL:
+        return 1
+    return max(1, min(torch.get_num_threads(), numel // MEMORY_TILE_NUMEL))
+
+
+def side_by_side(work: Callable[[T], object], items: Iterable[T], num_threads: int) -> None:
+    """Call `work` on all `items`, each on one of `num_threads` threads, whose operations are not shared among torch's threads.
+
+    The threads take the items in order as they come to them, never two at once. So they wait for each other once, at the
+    end, and do not spin: torch's own wait for each other in each operation, the more so beside other programs. The first
+    error stops what has not begun. On one thread it is the caller's, whose operations are as it has them.
+    """
+    if num_threads <= 1:
+        for item in items:
+            work(item)
+        return
+    lock, left = threading.Lock(), iter(items)
+
+    def take() -> T | None:
+        with lock:
+            return next(left, None)
+
+    def serve() -> None:
+        nonlocal left
+        try:
+            with one_thread():
+                while (item := take()) is not None:
+                    work(item)
+        except BaseException:
+            left = iter(())
+            raise
+
+    with Workers(num_threads - 1, "zstore-tiles") as workers:
+        workers.run([serve] * num_threads, here=True)
 
 
 @cache

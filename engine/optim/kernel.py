@@ -335,6 +335,11 @@ class _TorchStep:
         return self._after
 
 
+def takes_threads(kernel: Kernel) -> bool:
+    """Return whether several threads may each take a tile of one step at once: torch's fused kernel keeps nothing."""
+    return isinstance(kernel.kernel if isinstance(kernel, Averaging) else kernel, FusedAdam)
+
+
 def kernel_for(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> FusedAdam | TorchKernel:
     """Return the kernel that updates a parameter group as the optimizer class `kind` would.
 

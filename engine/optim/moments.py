@@ -11,6 +11,7 @@ size, and after a resume.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
 from hashlib import blake2b
@@ -66,8 +67,8 @@ def check_moments(moments: Moments, slots: Sequence[Sequence[str]], kind: str) -
     )
 
 
-class Scratch:
-    """Memory of one thread for the fp32 values of a piece, used again for the next: fresh pages would cost more than the
+class Scratch(threading.local):
+    """Memory of each thread for the fp32 values of a piece, used again for the next: fresh pages would cost more than the
     work on them."""
 
     def __init__(self) -> None:

@@ -2,7 +2,8 @@
 
 [Note: the update]
 Goals: the state passes once, in tiles that stay in cache; nothing of the size of the model is allocated; the bits are
-the same on every tier and in every step mode. Phases, for each parameter that had a gradient on any rank, in order:
+the same on every tier, in every step mode and with any number of threads (see `side_by_side`). Phases, for each
+parameter that had a gradient on any rank, in order:
 1. the store brings a tile of master and slots (read ahead, from disk), unpadded, ending at a multiple of 16 elements;
 2. the gradient's rows, in memory or in the same pass from disk, are cast to fp32 and multiplied once with one fp32
    scalar (1 / loss scale, and the clip);
@@ -17,7 +18,7 @@ another memory than the parameter, it is brought to them in phase 1 and taken ba
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,9 +31,9 @@ from zstore.store.store import ModeName
 from zstore.store.stream import Tile
 from zstore.tensors import as_torch
 
-from ..device import GradientTiles, H2DQueue, Room
+from ..device import GradientTiles, H2DQueue, Room, side_by_side, threads_for
 from ..params.record import ParameterRecord
-from .kernel import ParameterStep
+from .kernel import ParameterStep, takes_threads
 from .moments import MomentTiles
 from .state import OptimizerState
 
@@ -76,7 +77,8 @@ def _copy(value: Any) -> Any:
 
 
 class _Change:
-    """Phases 2 to 4 of one record; one at a time, so that the gradient's rows are free when it is done."""
+    """Phases 2 to 4 of one record; few at a time, so that the gradient's rows are free when it is done. Several threads may
+    apply it to tiles where all is in the host's memory."""
 
     def __init__(
         self,
@@ -142,6 +144,11 @@ class _Change:
                 self._staged = GradientTiles(self._state.transfers, self.record.owned())
             return self._staged.tile(tile.first, tile.stop, slots[0])
         return self._state.take_master(held, self._room)
+
+
+def _apply(each: tuple[_Change, Tile]) -> None:
+    change, tile = each
+    change.apply(tile)
 
 
 def read_ahead(
@@ -226,14 +233,28 @@ class Update:
                 on_end=None if done is None else ended,
             )
         with passing as tiles:
-            change: _Change | None = None
-            for tile in tiles:
-                record = mine[tile.group]
-                if change is None or change.record is not record:
-                    step = self._step_of(record)
-                    change = _Change(self._state, record, self.rows(record), step, self.settings, h2d, change)
-                change.apply(tile)
+            side_by_side(_apply, self._changes(tiles, mine, h2d), 1 if done is not None else self._num_threads(mine))
         h2d.settle()
+
+    def _changes(
+        self, tiles: Iterable[Tile], mine: Sequence[ParameterRecord], h2d: H2DQueue
+    ) -> Iterator[tuple[_Change, Tile]]:
+        """Yield each tile with the change that is to be applied to it."""
+        change: _Change | None = None
+        for tile in tiles:
+            record = mine[tile.group]
+            if change is None or change.record is not record:
+                step = self._step_of(record)
+                change = _Change(self._state, record, self.rows(record), step, self.settings, h2d, change)
+            yield change, tile
+
+    def _num_threads(self, mine: Sequence[ParameterRecord]) -> int:
+        """Return how many threads take tiles of `mine` side by side."""
+        if not self._state.transfers.streams.device_is_host:
+            return 1
+        if not all(takes_threads(self._state.kernel_of(record)[0]) for record in mine):
+            return 1
+        return threads_for([record.owned_numel for record in mine])
 
     def _step_of(self, record: ParameterRecord) -> ParameterStep:
         found = self._steps.get(record)

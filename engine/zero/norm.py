@@ -16,13 +16,14 @@ are taken together, and the host looks at their sums once: each look waits for t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 import torch
 
 from zstore.ranks.world import World
 
+from ..device import Room, side_by_side, threads_for
 from ..params.record import ParameterRecord, Sharding
 from .gradients import Gradients
 
@@ -40,19 +41,30 @@ def sums_of_squares(shards: Sequence[torch.Tensor]) -> list[float]:
     """Return the sum of squares of each shard's elements; see `sum_of_squares`."""
     elsewhere = iter(sums_by_halves([values for values in shards if values.device.type != "cpu"]))
     here = [values for values in shards if values.device.type == "cpu"]
-    # One for all: memory that is given back and taken again for each tile has fresh pages each time.
-    room = here[0].new_empty(_TILE_ROWS * ROW_NUMEL, dtype=torch.float32) if here else torch.empty(0)
-    return [_sum_on_host(values, room) if values.device.type == "cpu" else next(elsewhere) for values in shards]
+    sums = iter(_sums_on_host(here))
+    return [next(sums) if values.device.type == "cpu" else next(elsewhere) for values in shards]
 
 
-def _sum_on_host(values: torch.Tensor, room: torch.Tensor) -> float:
-    cast = values.dtype != torch.float32
-    step = room.numel() if cast else max(values.numel(), 1)
-    total = 0.0
-    for first in range(0, values.numel(), step):
-        tile = values[first : first + step]
-        for norm in _row_norms(room[: tile.numel()].copy_(tile) if cast else tile):
-            total += norm * norm
+def _sums_on_host(shards: Sequence[torch.Tensor]) -> list[float]:
+    room, tiles = Room(), [values.split(_TILE_ROWS * ROW_NUMEL) for values in shards]
+    norms: list[list[list[float]]] = [[[] for _ in each] for each in tiles]
+
+    def take(place: tuple[int, int]) -> None:
+        shard, number = place
+        tile = tiles[shard][number]
+        if tile.dtype != torch.float32:
+            tile = room.take("tile", tile, torch.float32).copy_(tile)
+        norms[shard][number] = _row_norms(tile)
+
+    places = ((shard, number) for shard, each in enumerate(tiles) for number in range(len(each)))
+    side_by_side(take, places, threads_for([values.numel() for values in shards]))
+    return [_sum_of_squares(norm for tile in each for norm in tile) for each in norms]
+
+
+def _sum_of_squares(norms: Iterable[float]) -> float:
+    total = 0.0  # not sum(), which from Python 3.12 on gives other bits
+    for norm in norms:
+        total += norm * norm
     return total
 
 

@@ -1,5 +1,6 @@
 """Operations of one thread that are not shared among torch's threads."""
 
+import copy
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import zstore
-from zstore.engine.device import one_thread
+from zstore.engine.device import one_thread, side_by_side
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +70,73 @@ def test_an_update_from_disk_leaves_the_threads_of_all_others(overlap: str, tmp_
         thread.start()
         thread.join(60)
     assert (seen, torch.get_num_threads()) == ([2], 2)
+
+
+def test_threads_side_by_side_take_items_in_order_and_work_alone() -> None:
+    both, seen = threading.Barrier(2), dict[int, int]()
+
+    def work(item: int) -> None:
+        both.wait(60)  # passes when two threads are at it
+        seen[item] = torch.get_num_threads()
+
+    side_by_side(work, iter(range(6)), 2)
+    assert (seen, torch.get_num_threads()) == (dict.fromkeys(range(6), 1), 2)
+
+
+def test_an_error_side_by_side_stops_what_has_not_begun() -> None:
+    left = iter(range(1000))
+
+    def work(item: int) -> None:
+        raise ValueError(f"item {item}")
+
+    with pytest.raises(ValueError, match="item"):
+        side_by_side(work, left, 2)
+    assert next(left) <= 2
+
+
+class _Weights(nn.Module):
+    """Its gradient is what it is called with, bit for bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1536, 1024))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (self.weight * inputs).sum()
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1e-3])
+def test_an_update_in_memory_takes_tiles_on_threads_with_the_bits_of_torch(
+    clipping: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = _Weights()
+    plain = copy.deepcopy(model)
+    peer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    kernel, alone = torch._fused_adamw_, list[bool]()
+
+    def counted(*args: object, **settings: object) -> None:
+        alone.append(torch.get_num_threads() == 1)
+        kernel(*args, **settings)
+
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+    config = {"train_batch_size": 1, "optimizer": optimizer, "zero_optimization": offload, "steps_per_print": 0}
+    engine, *_ = zstore.initialize(model=model, config=config | {"gradient_clipping": clipping})
+    with engine:
+        for _ in range(3):
+            inputs = torch.randn(1536, 1024)
+            plain(inputs).backward()
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "_fused_adamw_", counted)
+                engine.backward(engine(inputs))
+                engine.step()
+            if clipping:
+                norm = engine.get_global_grad_norm()
+                assert plain.weight.grad is not None
+                plain.weight.grad.mul_(clipping / (norm + 1e-6))
+            peer.step()
+            peer.zero_grad()
+            assert torch.equal(model.weight, plain.weight)
+    assert alone
+    assert all(alone)
