@@ -46,7 +46,7 @@ def sums_of_squares(shards: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _sums_on_host(shards: Sequence[torch.Tensor]) -> list[float]:
-    room, tiles = Room(), [values.split(_TILE_ROWS * ROW_NUMEL) for values in shards]
+    room, tiles = Room(), [torch.split(values, _TILE_ROWS * ROW_NUMEL) for values in shards]
     norms: list[list[list[float]]] = [[[] for _ in each] for each in tiles]
 
     def take(place: tuple[int, int]) -> None:
