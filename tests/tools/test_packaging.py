@@ -1,6 +1,7 @@
 """What a wheel contains: one top-level package, each file once. See docs/design/0001-packaging.md."""
 
 import configparser
+import re
 import shutil
 import subprocess
 import sys
@@ -97,3 +98,10 @@ def test_no_top_level_engine_or_tools_can_be_imported() -> None:
     code = "import importlib.util as u; print([n for n in ('engine', 'tools') if u.find_spec(n)])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT / "docs")
     assert done.stdout.strip() == "[]"
+
+
+def test_the_oldest_torch_that_is_allowed_is_the_one_that_the_tests_run_on() -> None:
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (floor,) = (need.removeprefix("torch>=") for need in needs if need.startswith("torch>="))
+    (pin,) = re.findall(r"^torch==([0-9.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pin.removesuffix(".0") == floor
