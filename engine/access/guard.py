@@ -194,7 +194,7 @@ class ParameterGuard:
         if added:
             more = f" and {len(added) - 1} more" if len(added) > 1 else ""
             _log.warning(
-                "parameter %r%s: added to the model after initialize(); checkpoints do not have it",
+                "parameter %r%s: added to the model after initialize(): checkpoints have it whole, as rank 0 has it",
                 next(iter(added.values())),
                 more,
             )

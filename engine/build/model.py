@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from zstore.errors import UsageError
+from zstore.format.arrays import buffer_array, model_array
 from zstore.io.files import Files
 from zstore.ranks.world import World
 from zstore.weights.companions import is_companion
@@ -186,3 +187,14 @@ def stored_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             if name not in left_out and buffer not in seen:
                 seen.add(buffer)
                 yield (f"{path}.{name}" if path else name), buffer
+
+
+def stored_whole(model: nn.Module, known: Iterable[nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (array, tensor) of what is not cut over the ranks: buffers, and parameters that are not among those `known`, which
+    are frozen and were added after `initialize`."""
+    for name, buffer in stored_buffers(model):
+        yield buffer_array(name), buffer
+    others = set(known)
+    for name, parameter in model.named_parameters():
+        if parameter not in others:
+            yield model_array(name), parameter.detach()

@@ -31,14 +31,14 @@ from zstore.checkpoint.reuse import KnownFile
 from zstore.checkpoint.source import ArraySource
 from zstore.checkpoint.split import complete_master
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
-from zstore.format.arrays import buffer_array, model_array, numpy_dtype
+from zstore.format.arrays import model_array, numpy_dtype
 from zstore.format.shardfile import layout_of
 from zstore.open.sources import open_source
 from zstore.remote.url import is_url
 from zstore.store.tiers import LocalShard
 from zstore.tensors import as_numpy, as_torch, dtype_name
 
-from ..build.model import stored_buffers
+from ..build.model import stored_buffers, stored_whole
 from ..device import one_thread
 from ..optim.client_step import ClientStep
 from ..runtime.messages import warn_once
@@ -174,9 +174,9 @@ class Restore:
         """Load what this rank owns; return the client's state."""
         training = self._training
         done = self._load_arrays(reader, [one for one in plan.arrays if not self._link(reader, one)])
-        for name, buffer in stored_buffers(training.model):
-            if name in plan.buffers:
-                buffer.copy_(as_torch(reader.read_array(buffer_array(name))))
+        for name, tensor in stored_whole(training.model, (record.parameter for record in training.state.records)):
+            if name in plan.whole:
+                tensor.copy_(as_torch(reader.read_array(name)))
         training.state.refresh_parameters(done)
         self._know_frozen(reader, plan)
         apply_record(training, _engine_of(reader, plan.options), plan, reader.record.training_world_size)

@@ -14,9 +14,9 @@ from zstore.checkpoint.moments import codes_of_scales, scales_of
 from zstore.checkpoint.source import ArraySource
 from zstore.checkpoint.split import LOW, TIE, rest_of_master
 from zstore.errors import CheckpointMismatchError, UsageError
-from zstore.format.arrays import AVERAGES, buffer_array, model_array, optimizer_array
+from zstore.format.arrays import AVERAGES, model_array, optimizer_array
 
-from ..build.model import stored_buffers
+from ..build.model import stored_whole
 from ..optim.client_step import STATE_KEY, ClientStep
 from ..optim.moments import MomentTiles
 from ..optim.state import OptimizerState
@@ -99,7 +99,8 @@ class LoadPlan:
     options: LoadOptions
     arrays: list[LoadedArray]
     """What is read, in this order."""
-    buffers: list[str]
+    whole: set[str]
+    """Arrays that are not cut over the ranks: buffers, and parameters that were added after `initialize`."""
     updated: list[ParameterRecord]
     """Parameters whose optimizer state is loaded."""
     missing: list[str]
@@ -145,7 +146,8 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
     Raises CheckpointMismatchError, with all differences, where the checkpoint is of another model or optimizer.
     """
     names = {r: [model_array(r.name), *(_slots(state, r) if options.optimizer else ())] for r in state.records}
-    wanted = {buffer_array(name): tuple(buffer.shape) for name, buffer in stored_buffers(model)}
+    whole = {name: tuple(tensor.shape) for name, tensor in stored_whole(model, (r.parameter for r in state.records))}
+    wanted = dict(whole)
     for arrays in names.values():
         wanted |= {name: tuple(state.store.spec(name).shape) for name in arrays}
     missing, unexpected = _differences(state, reader, options, wanted)
@@ -160,7 +162,7 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
             if name in found
             for one in _from(reader, state, record, name)
         ],
-        buffers=[name for name, _ in stored_buffers(model) if buffer_array(name) in found],
+        whole=whole.keys() & found,
         updated=[
             r
             for r in state.scalars

@@ -25,7 +25,7 @@ from zstore.checkpoint.reader import CheckpointReader
 from zstore.checkpoint.request import SaveRequest, SaveSummary
 from zstore.checkpoint.reuse import KnownFile
 from zstore.errors import UsageError
-from zstore.format.arrays import ArraySpec, buffer_array, numpy_dtype
+from zstore.format.arrays import ArraySpec, numpy_dtype
 from zstore.format.partition import Grid
 from zstore.remote.url import is_url
 from zstore.store.store import Snapshot
@@ -33,7 +33,7 @@ from zstore.store.tiers import PinnedShard
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 from zstore.weights.layout import MAX_FILE_BYTES, plan_files
 
-from ..build.model import has_config, save_companions, stored_buffers
+from ..build.model import has_config, save_companions, stored_whole
 from ..optim.client_step import STATE_KEY
 from ..params.record import ParameterRecord
 from ..report.journal import JournalPlace, RunJournal
@@ -177,12 +177,14 @@ class Checkpoints:
             )
 
     def collect_small(self, state: client.ClientValues, metrics: Mapping[str, Any] | None = None) -> Small:
-        """Return the record and copies of what rank 0 stores whole: module buffers and the client's tensors."""
+        """Return the record and copies of what rank 0 stores whole: module buffers, parameters that were added
+        later, and the client's tensors."""
         given, stepper = client.as_mapping(state), self._training.client_step
         marked, tensors = client.split({**given, **({} if stepper is None else {STATE_KEY: stepper.state()})})
+        known = (record.parameter for record in self._training.state.records)
         tensors |= {
-            buffer_array(name): buffer.detach().to("cpu", copy=True).contiguous()
-            for name, buffer in stored_buffers(self._training.model)
+            name: tensor.detach().to("cpu", copy=True).contiguous()
+            for name, tensor in stored_whole(self._training.model, known)
         }
         specs, arrays = client.small_arrays(tensors)
         record = {

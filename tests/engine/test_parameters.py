@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import zstore
 from tests.engine.bits import engine_digests
 from tests.engine.models import Net, batch, make_net
 from zstore.engine import Engine
-from zstore.errors import UsageError
+from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.testing.ranks import run_ranks
+from zstore.tools.consolidate import consolidate_command
 
 STAGES: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
@@ -190,6 +192,29 @@ def test_what_is_not_trained_may_come_later(caplog: pytest.LogCaptureFixture) ->
         engine.module.reference.requires_grad_(True)
         with pytest.raises(UsageError, match=r"'reference\.weight' was added"):
             step(engine)
+
+
+@pytest.mark.parametrize("place", STAGES)
+def test_a_frozen_parameter_that_came_later_is_saved_and_loaded(place: str, tmp_path: Path) -> None:
+    def with_reference(engine: Engine, scale: float) -> nn.Linear:
+        engine.module.reference = nn.Linear(3, 3).requires_grad_(False)
+        nn.init.constant_(engine.module.reference.weight, scale)
+        return engine.module.reference
+
+    with start(place) as engine:
+        with_reference(engine, 2.5)
+        step(engine)
+        engine.save_checkpoint(str(tmp_path), "one")
+        wanted = {name: value.detach().clone() for name, value in engine.module.reference.state_dict().items()}
+    assert consolidate_command(tmp_path / "one", out=tmp_path / "whole") == 0
+    weights = load_file(next((tmp_path / "whole").glob("*.safetensors")))
+    assert torch.equal(weights["reference.weight"].float(), wanted["weight"])
+    with start(place) as engine:
+        late = with_reference(engine, 0.0)
+        engine.load_checkpoint(str(tmp_path), "one")
+        assert all(torch.equal(value, wanted[name]) for name, value in late.state_dict().items())
+    with start(place) as engine, pytest.raises(CheckpointMismatchError, match=r"model/reference\.weight"):
+        engine.load_checkpoint(str(tmp_path), "one")
 
 
 @pytest.mark.parametrize("place", STAGES)
