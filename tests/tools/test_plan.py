@@ -211,7 +211,6 @@ def test_activations_are_within_a_tenth_of_what_autograd_keeps(name: str, dtype:
 def test_checkpointing_keeps_less_and_computes_more() -> None:
     without, with_it = ladder(make())[1:3]
     assert with_it.activations_bytes < without.activations_bytes
-    assert without.seconds.compute is not None
     assert with_it.seconds.compute == pytest.approx(without.seconds.compute * 8 / 6)
 
 
@@ -226,7 +225,20 @@ def test_seconds_follow_from_the_rates() -> None:
     assert seconds.overlapped == max(seconds.compute, seconds.disk)
     assert seconds.in_turn == seconds.compute + seconds.disk
     unknown = replace(job, machine=replace(job.machine, rates=Rates()))
-    assert step_seconds(unknown, rung.choice, rung.plan).overlapped is None
+    assumed = step_seconds(unknown, replace(rung.choice, checkpointing=False), rung.plan)
+    assert assumed.disk == pytest.approx(2 * (moved.read / 3e9 + moved.written / 2e9))
+    assert assumed.compute == pytest.approx(6 * job.model.num_parameters * 4 * SEQ / 1e14)
+
+
+def test_seconds_of_rates_that_are_not_known_are_there_and_called_assumptions(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = PlanOptions(model="gpt-base", gpus=1, gpu_memory=GB, memory=2 * GB, disk=10 * GB, disk_read=GB)
+    assert plan_command(options, json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all(0 < one["seconds"]["overlapped"] <= one["seconds"]["in_turn"] for one in found["choices"])
+    (note,) = [one for one in found["notes"] if "assume" in one]
+    assert "seconds per step assume --disk-write 2e+09, --flops 1e+14:" in note
 
 
 def test_rates_that_are_not_given_are_measured(tmp_path: Path) -> None:

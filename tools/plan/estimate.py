@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 from zstore.engine.plan.plan import Plan
 
@@ -10,6 +11,9 @@ from .job import Choice, Job
 
 BUCKET_NUMEL = 50_000_000
 """Elements of one collective in the configs that are proposed: 100 MB in 16 bits."""
+
+ASSUMED: Mapping[str, float] = {"flops": 100e12, "disk_read": 3e9, "disk_write": 2e9}
+"""Rates a second that are not known: of a GPU for 16-bit training, of one NVMe drive."""
 
 _BYTES_PER_TOKEN_AND_WIDTH = 34
 """Of one layer in 16 bits; see `activation_bytes`."""
@@ -19,21 +23,21 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """Time of one step. None: a rate is not known."""
+    """Time of one step."""
 
-    compute: float | None
-    disk: float | None
-    """0 where a step moves nothing."""
+    compute: float
+    disk: float
+    """0 if a step moves nothing."""
 
     @property
-    def overlapped(self) -> float | None:
+    def overlapped(self) -> float:
         """With computation and transfers fully overlapped."""
-        return None if self.compute is None or self.disk is None else max(self.compute, self.disk)
+        return max(self.compute, self.disk)
 
     @property
-    def in_turn(self) -> float | None:
+    def in_turn(self) -> float:
         """With nothing overlapped."""
-        return None if self.compute is None or self.disk is None else self.compute + self.disk
+        return self.compute + self.disk
 
 
 def activation_bytes(job: Job, choice: Choice) -> int:
@@ -71,16 +75,17 @@ def transit_bytes(job: Job, choice: Choice, plan: Plan) -> int:
 
 
 def step_seconds(job: Job, choice: Choice, plan: Plan) -> Seconds:
-    """Return the time of a step from the machine's rates.
+    """Return the time of a step from the machine's rates, or those assumed.
 
     Six operations per parameter and token, eight where the forward runs twice; reads and writes share the drive's time.
     Collectives, copies to and from the device and the update itself are left out.
     """
-    rates, moved = job.machine.rates, plan.traffic_total
+    rates, moved = known_or_assumed(job), plan.traffic_total
     operations = (8 if choice.checkpointing else 6) * job.model.num_parameters * job.micro_batch * job.seq_length
-    disk: float | None = None
-    if moved.total == 0:
-        disk = 0.0
-    elif rates.disk_read is not None and rates.disk_write is not None:
-        disk = job.machine.num_ranks * (moved.read / rates.disk_read + moved.written / rates.disk_write)
-    return Seconds(compute=None if rates.flops is None else operations / rates.flops, disk=disk)
+    disk = job.machine.num_ranks * (moved.read / rates["disk_read"] + moved.written / rates["disk_write"])
+    return Seconds(compute=operations / rates["flops"], disk=disk)
+
+
+def known_or_assumed(job: Job) -> dict[str, float]:
+    """Return the machine's rates by their name in `Rates`, each that is not known as `ASSUMED` has it."""
+    return {name: rate or ASSUMED[name] for name, rate in asdict(job.machine.rates).items()}

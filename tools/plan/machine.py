@@ -19,7 +19,7 @@ from ..drive import RATE_BYTES, measure_drive, probe_folder
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a step's time follows from. None: not known."""
+    """What a step's time follows from. None: not known, and `ASSUMED` counts."""
 
     disk_read: float | None = None
     """Bytes a second, of the machine's drive."""

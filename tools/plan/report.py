@@ -14,7 +14,7 @@ from zstore.sizes import format_bytes
 
 from ..printing import make_console, make_table
 from .choices import HEADROOM_PERCENT, Outcome
-from .estimate import activation_bytes, resting_bytes
+from .estimate import ASSUMED, activation_bytes, resting_bytes
 from .job import Choice, Job
 
 
@@ -26,16 +26,12 @@ def notes_of(job: Job, first: Outcome | None) -> list[str]:
         notes.append(job.precision_note)
     if job.machine.disk_bytes is None:
         notes.append("no --disk was given: the disk is assumed to be large enough")
-    rates = job.machine.rates
-    missing = [
-        f"--{name.replace('_', '-')}" for name in ("flops", "disk_read", "disk_write") if getattr(rates, name) is None
-    ]
-    if missing:
-        notes.append(f"step times also depend on {' and '.join(missing)}: give them, or --measure FOLDER")
-    if rates.flops is not None:
-        notes.append(
-            "step times leave out collectives, copies to and from the device, and the update's own computation"
-        )
+    assumed = [name for name, rate in asdict(job.machine.rates).items() if not rate]
+    if assumed:
+        given = [f"--{name.replace('_', '-')}" for name in assumed]
+        rates = ", ".join(f"{option} {ASSUMED[name]:.3g}" for name, option in zip(assumed, given, strict=True))
+        notes.append(f"seconds per step assume {rates}: give this machine's, or --measure FOLDER")
+    notes.append("step times leave out collectives, copies to and from the device, and the update's own computation")
     notes.append(
         "without zstore.Init() the model is built whole before it is sharded, which temporarily takes "
         f"{format_bytes(4 * job.model.num_parameters)} of host memory in each rank"
@@ -130,8 +126,6 @@ def _size(nbytes: int) -> str:
 
 def _seconds(one: Outcome) -> str:
     seconds = one.seconds
-    if seconds.overlapped is None or seconds.in_turn is None:
-        return "-"
     best, worst = f"{seconds.overlapped:.3g}", f"{seconds.in_turn:.3g}"
     return best if best == worst else f"{best} to {worst}"
 
