@@ -60,7 +60,10 @@ class NamedSchedule(LRScheduler):
         """Give the groups the settings of this position."""
         self._last_lr = self.get_lr()
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            group["lr"] = lr
+            if isinstance(group["lr"], torch.Tensor):  # a compiled step or the script may hold it
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
 
     def advance(self) -> None:
         """Go on by one step (the engine's call)."""

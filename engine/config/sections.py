@@ -43,7 +43,7 @@ class Fp16Section(Section):
     """Overflows after which the scale halves; 2 forgives a single one."""
     consecutive_hysteresis: Bool = built(False)
     """Count only overflows in a row."""
-    min_loss_scale: Real = built(1.0)
+    min_loss_scale: Annotated[Real, Field(gt=0)] = built(1.0)
     """The dynamic scale never falls below this."""
     raise_error_at_min_scale: Bool = built(True)
     """Raise an error at an overflow with the scale at its minimum; false: skip that step too."""

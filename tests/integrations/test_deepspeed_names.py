@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from zstore.as_deepspeed import constants, launcher, optimizers, runtime, safe_access, utils
+from zstore.as_deepspeed import constants, launcher, lr_schedules, optimizers, runtime, safe_access, utils
 from zstore.as_deepspeed.absent import absent
 from zstore.as_deepspeed.config import DeepSpeedConfig, DeepSpeedZeroConfig
 from zstore.as_deepspeed.finder import KNOWN
@@ -182,3 +182,18 @@ def test_every_step_is_one_where_the_script_counts_micro_batches(stage: int) -> 
             engine.set_gradient_accumulation_boundary(True)
         for (name, _), there in zip(engine.module.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(engine.get_full_parameter(name), there.data, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rate_that_is_a_tensor_stays_that_tensor() -> None:
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)
+    schedule = lr_schedules.WarmupLR(optimizer, warmup_max_lr=0.4, warmup_num_steps=4, warmup_type="linear")
+    schedule.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(0.1)
+
+
+def test_a_dynamic_loss_scale_does_not_fall_to_nothing() -> None:
+    with pytest.raises(ValueError, match="min_loss_scale"):
+        initialize(model=_model(), config={**STEP, "fp16": {"enabled": True, "min_loss_scale": 0}})
