@@ -19,7 +19,6 @@ from .activations.offload import ActivationOffload
 from .build.compiled import CompiledUnits, Compiler
 from .config.config import Config
 from .config.resolve import BatchSizes
-from .device import one_thread
 from .loader import TrainingLoader
 from .lr_schedules import LRSchedule
 from .optim.client_step import ClientStep
@@ -403,8 +402,7 @@ class Training:
             # It takes buffers: nobody may wait for any until the update.
             if begin and not (self.tensor_step or self.pending.in_backward or self.before_change is not _nothing):
                 read_ahead(self.state, *self._updated())
-            with one_thread(self.state.has_disk):
-                self.gradients.sums = sums_over_ranks(self.trained, self.gradients, self.world, sharding=self.sharding)
+            self.gradients.sums = sums_over_ranks(self.trained, self.gradients, self.world, sharding=self.sharding)
         if self._raw_norm is None:
             norm, stepper = norm_of(self.gradients.sums, self.gradients.scales), self.tensor_step
             self._raw_norm = stepper.agreed_norm(norm) if isinstance(stepper, OneBitStep) else norm

@@ -23,7 +23,7 @@ import torch
 
 from zstore.ranks.world import World
 
-from ..device import Room, side_by_side, threads_for
+from ..device import Room, one_thread, side_by_side, threads_for
 from ..params.record import ParameterRecord, Sharding
 from .gradients import Gradients
 
@@ -57,7 +57,9 @@ def _sums_on_host(shards: Sequence[torch.Tensor]) -> list[float]:
         norms[shard][number] = _row_norms(tile)
 
     places = ((shard, number) for shard, each in enumerate(tiles) for number in range(len(each)))
-    side_by_side(take, places, threads_for([values.numel() for values in shards]))
+    threads = threads_for([values.numel() for values in shards])
+    with one_thread():  # torch's, which spin, would take the processors from what is read ahead
+        side_by_side(take, places, threads)
     return [_sum_of_squares(norm for tile in each for norm in tile) for each in norms]
 
 

@@ -4,6 +4,7 @@ import copy
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,35 @@ def test_an_error_side_by_side_stops_what_has_not_begun() -> None:
     with pytest.raises(ValueError, match="item"):
         side_by_side(work, left, 2)
     assert next(left) <= 2
+
+
+def test_threads_take_the_norm_beside_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    both, calls = threading.Barrier(2), list[int]()
+    kernel = torch.linalg.vector_norm
+
+    def counted(*args: Any, **settings: Any) -> torch.Tensor:
+        calls.append(torch.get_num_threads())
+        if len(calls) <= 2:
+            both.wait(60)  # passes when two threads are at it
+        return kernel(*args, **settings)
+
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}},
+        "gradient_clipping": 1.0,
+        "steps_per_print": 0,
+    }
+    inputs = torch.randn(1536, 1024)
+    norm = float(inputs.double().norm())
+    engine, *_ = zstore.initialize(model=_Weights(), config=config)
+    with engine:
+        engine.backward(engine(inputs))
+        monkeypatch.setattr(torch.linalg, "vector_norm", counted)
+        engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-6)
+    assert set(calls) == {1}
 
 
 class _Weights(nn.Module):
