@@ -8,6 +8,7 @@ import logging
 import math
 import signal
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from zstore.checkpoint.handle import SaveHandle
-from zstore.closing import closing_with
+from zstore.closing import ClosingInCycle, closing_with
 from zstore.errors import CheckpointExistsError, UsageError
 from zstore.ranks.world import World
 from zstore.weights.layout import MAX_FILE_BYTES
@@ -163,7 +164,7 @@ class Engine(nn.Module):
         pause = CollectorPause() if settings.disable_python_gc else None
         ends = (pause.end if pause is not None else None, FrozenObjects().end)
         last = (*ends, self.signals.close, self.parameter_guard.remove)
-        self._finalizer = closing_with(
+        self._finalizer: weakref.finalize[..., Any] | ClosingInCycle = closing_with(
             self, _close, training, self.checkpoints, self.steps, self.report, self.access, last
         )
 
@@ -934,6 +935,11 @@ class Engine(nn.Module):
     def close(self) -> None:
         """Complete a save under way, then give hooks, memory, threads and the run folder back; twice is once."""
         self._finalizer()
+
+    def close_with_model(self) -> None:
+        """Let the model hold the engine: it is closed once nothing holds either. What closes it otherwise holds the model."""
+        if not isinstance(self._finalizer, ClosingInCycle):
+            self._finalizer = ClosingInCycle(self._finalizer)
 
     def hand_back(self, config: Any = None) -> nn.Module:
         """Close the engine and return the model with the values that it was trained to (all ranks): the fp32 masters, whole

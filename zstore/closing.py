@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import os
 import sys
@@ -83,7 +84,7 @@ def _started(thread: threading.Thread) -> bool:
 _EXIT_CODE = 120
 """Python's own for what fails while it ends."""
 _numbers = itertools.count()
-_open: dict[int, weakref.finalize[..., Any]] = {}
+_open: dict[int, weakref.finalize[..., Any] | _WeakCall] = {}
 """What the end of the program closes, in the order in which it was opened."""
 
 
@@ -100,6 +101,53 @@ def closing_with(owner: object, close: Callable[..., object], *args: object) -> 
     _open[next(_numbers)] = finalizer
     _at_exit(_close_all)
     return finalizer
+
+
+class ClosingInCycle:
+    """What closes an owner that its own parts hold: a finalizer of `closing_with` would keep these, and so the owner, for ever.
+
+    The owner holds it in place of the finalizer, and the collector calls it when it finds that nothing else holds the owner.
+    """
+
+    def __init__(self, finalizer: weakref.finalize[..., Any]) -> None:
+        self._close: Callable[[], object] | None = None
+        if (given := finalizer.detach()) is not None:
+            _, close, args, kwargs = given
+            self._close = functools.partial(close, *args, **kwargs)
+            _open[next(_numbers)] = _WeakCall(self)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it was not called yet."""
+        return self._close is not None
+
+    def __call__(self) -> None:
+        """Close the owner; a second call does nothing."""
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+
+    def __del__(self) -> None:
+        self()
+
+
+class _WeakCall:
+    """Calls what it does not hold."""
+
+    def __init__(self, call: ClosingInCycle) -> None:
+        self._call = weakref.ref(call)
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is something to call."""
+        call = self._call()
+        return call is not None and call.alive
+
+    def __call__(self) -> None:
+        """Call it, where it is there."""
+        call = self._call()
+        if call is not None:
+            call()
 
 
 def _close_all() -> None:

@@ -59,6 +59,18 @@ class JournalPlace:
     remote: UploadPlace | None = None
 
 
+class _Failure:
+    """Says once that the journal cannot be written."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def __call__(self, text: str) -> None:
+        if not self._said:
+            self._said = True
+            _log.warning("the run's journal cannot be written, and lines may be missing; training goes on: %s", text)
+
+
 class RunJournal:
     """What an engine tells its journal, on rank 0; elsewhere, and where the config wants none, every call does nothing.
 
@@ -73,6 +85,8 @@ class RunJournal:
         chosen = training.config.own.journal
         self.enabled = training.world.rank == 0 and not training.config.frozen and chosen is not False
         """Whether anything is written."""
+        # Not a method: the writer's thread has it, and must not hold the model.
+        self._say_failure = _Failure()
         self.writer = JournalWriter(self._say_failure)
         """Takes its lines."""
         self._place: JournalPlace | None = JournalPlace(chosen) if isinstance(chosen, Path) else None
@@ -90,7 +104,6 @@ class RunJournal:
         self._tokens: int | None = None
         self._total_steps: int | None = None
         self._reason = "done"
-        self._problem_said = False
         self.saves_s: Callable[[], Mapping[str, float]] = dict
         """Returns the seconds for which saves held training up, by their kind."""
         self._warnings = Warnings(self.writer)
@@ -321,11 +334,6 @@ class RunJournal:
             place.remote.send(sink.path, sink.path.name, lambda _: None)
         except Exception as error:
             self._say_failure(f"it was not sent to {place.remote}: {type(error).__name__}: {error}")
-
-    def _say_failure(self, text: str) -> None:
-        if not self._problem_said:
-            self._problem_said = True
-            _log.warning("the run's journal cannot be written, and lines may be missing; training goes on: %s", text)
 
     def _start_record(self) -> dict[str, Any]:
         training = self._training

@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,7 +61,7 @@ class _Finder:
     """Finds requests, in the journal's thread (rank 0). Knows nothing of the engine, which may end before the thread."""
 
     def __init__(self, journal: RunJournal) -> None:
-        self._journal = journal
+        self._journal, self._started_at = weakref.ref(journal), journal.started_at
         self._path = ""
         self._last_id = ""
         self._problem_said = False
@@ -70,7 +71,8 @@ class _Finder:
 
     def look(self) -> None:
         """Take up the request that is there, if any."""
-        open_at = self._journal.open_at
+        journal = self._journal()
+        open_at = None if journal is None else journal.open_at
         if open_at is None:
             return
         path = os.path.join(open_at[0], request_file(open_at[1]))
@@ -98,5 +100,5 @@ class _Finder:
     def _forget_old(self) -> None:
         with contextlib.suppress(OSError):
             found = read_request(Path(self._path))
-            if found is None or found.at < self._journal.started_at:
+            if found is None or found.at < self._started_at:
                 os.unlink(self._path)

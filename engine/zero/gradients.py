@@ -5,6 +5,7 @@ The engine holds them; what a training loop sees of them in `.grad` is in [Note:
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -417,10 +418,14 @@ class WholeGradients(Gradients):
 
 
 def watch_gradient(record: ParameterRecord, arrived: Callable[[ParameterRecord], None]) -> RemovableHandle:
-    """Let `arrived` be told of the record each time that autograd added to its gradient."""
+    """Let `arrived`, a method, be told of the record each time that autograd added to its gradient, as long as its object is
+    there: autograd holds the hook where the collector does not look."""
+    method = weakref.WeakMethod(arrived)
 
     def accumulated(_: torch.Tensor) -> None:
-        arrived(record)
+        tell = method()
+        if tell is not None:
+            tell(record)
 
     handle: RemovableHandle = record.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
         accumulated

@@ -8,6 +8,7 @@ import logging
 import pickle
 import threading
 import warnings
+import weakref
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,32 @@ def _threads(rank: int, folder: str) -> None:
 
 def test_a_trainer_that_is_dropped_leaves_no_threads_and_a_whole_module(tmp_path: Path) -> None:
     run_ranks(_threads, 1, str(tmp_path))
+
+
+def _sharded_threads(rank: int, folder: str) -> None:
+    """Fit with parameters on disk, drop the Trainer, and then the module."""
+    before = {thread for thread in threading.enumerate() if thread.name.startswith("zstore")}
+    plain, module = make_net(), make_net()
+    disk = {"device": "nvme", "nvme_path": folder}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": disk, "offload_optimizer": disk}
+    trainer = make_trainer(ZstoreStrategy({"zero_optimization": zero}), max_epochs=1)
+    fit(trainer, module, 0)
+    fit(make_trainer("ddp", max_epochs=1), plain, 0)
+    gone = [weakref.ref(one) for one in (trainer, trainer.strategy.engine, module)]
+    del trainer
+    gc.collect()
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    with zstore.gather(module):
+        torch.testing.assert_close(dict(module.state_dict()), expected, rtol=1e-4, atol=1e-6)
+    del module
+    for _ in range(3):  # what a finalizer touched is found in the next collection
+        gc.collect()
+    assert [one() for one in gone] == [None] * 3
+    assert {thread for thread in threading.enumerate() if thread.name.startswith("zstore")} <= before
+
+
+def test_a_sharded_module_keeps_the_engine_until_it_is_dropped_too(tmp_path: Path) -> None:
+    run_ranks(_sharded_threads, 1, str(tmp_path))
 
 
 def _evaluation(rank: int, folder: str) -> None:

@@ -260,7 +260,9 @@ class EngineStrategy:
         Whole weights are the module's own then. Sharded ones are the engine's: it stays as long as the module.
         """
         module, engine = self.lightning_module, self._engine
-        if module is not None and engine is not None and engine.training_state.hooks is None:
+        if module is not None and engine is not None and engine.training_state.hooks is not None:
+            engine.close_with_model()
+        elif module is not None and engine is not None:
             # What closes the engine has the module, which must not keep the Trainer that has the engine.
             trainer = weakref.proxy(module.trainer)
             for each in module.modules():
