@@ -61,7 +61,7 @@ def save_and_load(rank: int, folder: str) -> dict[str, Any]:
         store.faults.append(RequestFault(kind="write", pattern="*/model/*/c.*", times=None, error=denied))
     with pytest.raises(BaseException, match="403 Forbidden"):
         dcp.save(state_of(values), storage_writer=zstore.dcp.Writer(f"{URL}7", storage_options=options))
-    gc.collect()  # from Python 3.14 on the error's traceback may keep the writer until then
+    gc.collect()  # from Python 3.12 on the error's traceback may keep the writer until then
     torch.distributed.barrier()
     target = state_of(torch.zeros_like(values)) | {"raw": None, "step": 0}
     dcp.load(target, storage_reader=zstore.dcp.Reader(URL, storage_options=options))
