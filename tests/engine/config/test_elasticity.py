@@ -114,9 +114,10 @@ def test_a_section_that_cannot_be_served_is_an_error(raw: dict[str, Any], messag
 
 
 def test_the_answers_are_those_of_deepspeed() -> None:
-    """tests/data/elasticity.json has what DeepSpeed's elasticity.py (commit c5601db, before it was removed in 0.19.8)
-    returned for each case: the batch, how many world sizes are valid, their sum, and the micro-batch; null: it refused;
-    false: it ended in a TypeError of its own. A batch of 0 is refused here."""
+    """tests/data/elasticity.json has what DeepSpeed's elasticity.py returned for each case: the batch, how many world sizes are
+    valid, their sum, and the micro-batch; null: it refused; false: it ended in a TypeError of its own. It is that of 0.19.0,
+    which leaves out bases above the greatest batch as commit c5601db does, before it was removed in 0.19.8. A batch of 0 is
+    refused here."""
     answers = json.loads((Path(__file__).parents[2] / "data/elasticity.json").read_text())
     wrong = []
     for (section, world_size), theirs in zip(elastic_cases(), answers, strict=True):
