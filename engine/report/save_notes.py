@@ -18,6 +18,7 @@ class SaveNotes:
         self._base = base
         self._when_uploaded = when_uploaded
         self._has_failed = False
+        self._began = time.perf_counter()
         self.stall_s: float | None = None
         """Seconds for which the save held training up; set when they are known."""
 
@@ -33,8 +34,8 @@ class SaveNotes:
                 self.add(state="failed", problem=f"{type(outcome).__name__}: {outcome}")
             return
         done = {
-            # Often known only once the save was committed.
-            "stall_s": lambda: self.stall_s,
+            # Often known only once the save was committed, when the line is written.
+            "stall_s": self._stall_s,
             "elapsed_s": outcome.elapsed_s,
             "linked_bytes": outcome.linked_bytes,
             "written_bytes": outcome.written_bytes,
@@ -44,3 +45,7 @@ class SaveNotes:
             return
         self.add(state="uploaded", **done | {"location": outcome.url, "uploaded_bytes": outcome.uploaded_bytes})
         self._when_uploaded()
+
+    def _stall_s(self) -> float:
+        """Return for how long training was held up; so far, if it is still."""
+        return time.perf_counter() - self._began if self.stall_s is None else self.stall_s

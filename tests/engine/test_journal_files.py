@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from zstore.checkpoint.request import SaveSummary
+from zstore.engine.report.save_notes import SaveNotes
 from zstore.errors import CorruptionError, StorageError, UsageError
 from zstore.journal import journals, read, read_file, read_from, steps
 from zstore.journal.columns import last_steps
@@ -53,6 +55,19 @@ def test_a_second_process_goes_on_where_the_file_was_whole(tmp_path: Path) -> No
         path.write_bytes(torn)
         write(path, row(1))
         assert path.read_bytes() == encode(row(1))
+
+
+def test_a_save_that_is_committed_while_its_call_still_runs_has_a_stall(tmp_path: Path) -> None:
+    summary = SaveSummary(
+        path=tmp_path, num_files=1, num_linked=0, linked_bytes=0, written_bytes=7, elapsed_s=0.5, known={}, messages=()
+    )
+    with JournalWriter(failed) as writer:
+        writer.open(FileSink(tmp_path / journal_file("a")))
+        notes = SaveNotes(writer, {"kind": "save", "step": 1, "tag": "t", "location": "x"}, lambda: None)
+        notes(summary)
+    (found,) = read_file(tmp_path, journal_file("a"))
+    assert found["state"] == "committed"
+    assert found["stall_s"] > 0
 
 
 def test_numbers_that_are_not_finite_and_what_json_lacks_are_valid_json(tmp_path: Path) -> None:
