@@ -4,6 +4,7 @@ One Llama of random weights (25 M parameters by default) on random tokens, one p
 of each, in turn in one process, so that noise meets both; who is first changes from pair to pair. The engine keeps all in
 memory. A ratio is the median over pairs of the engine's median step to the other's. **Save**: state and parameters rest on
 disk; the bytes of files that a `checkpoint-N` makes anew, of all that belong to it but the weights for other software.
+**Save calls**: the median time for which a save holds the loop up, with one at each step and the two newest kept.
 **Memory**: the most that a process of its own has resident in training, less what it had before the model was made, under a
 `host_budget_bytes` and with Trainer alone, whose own state is known.
 
@@ -64,6 +65,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         f"save: {save['new_bytes'] / 1e6:.2f} MB anew of {save['total_bytes'] / 1e6:.1f} MB, {save['percent']:.2f} % (goal "
         f"{_GOALS['save_percent']:.0f} %); with the weights for other software {save['weights_bytes'] / 1e6:.1f} MB more"
     )
+    figures["save_calls"] = calls = _save_calls(options, folder)
+    print("save calls: " + ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in calls.items()))
     figures["memory"] = memory = _memory(options, folder)
     print(
         f"memory: peak {memory['engine_peak_bytes'] / 2**20:.0f} MiB, Trainer alone {memory['other_peak_bytes'] / 2**20:.0f} "
@@ -195,6 +198,31 @@ def _save(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "percent": 100 * new_bytes / total_bytes,
         "weights_bytes": weights,
     }
+
+
+def _save_calls(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Return the seconds for which a save holds the loop up, by what saves."""
+    configs: dict[str, dict[str, Any] | None] = {
+        "Trainer alone": None,
+        "in memory": {"zero_optimization": {"stage": 0}},
+        "from disk": _config_of_disk(folder, None),
+    }
+    found: dict[str, float] = {}
+    for name, config in configs.items():
+        trainer = _trainer(options, folder / name, config, save_strategy="steps", save_steps=1, save_total_limit=2)
+        seconds: list[float] = []
+
+        def timed(*given: Any, save: Any = trainer._save_checkpoint, seconds: list[float] = seconds) -> None:
+            started = time.perf_counter()
+            save(*given)
+            seconds.append(time.perf_counter() - started)
+
+        trainer._save_checkpoint = timed
+        trainer.train()
+        found[name] = statistics.median(seconds[len(seconds) // 4 :])  # the first find nothing that was saved before
+        if config is not None:
+            trainer.close()
+    return found
 
 
 def _memory(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -395,6 +395,7 @@ def test_trainer_benchmark_sets_steps_saves_and_memory_beside_trainer_alone(
     assert figures["step"]["ratio"] > 0
     assert 0 < figures["save"]["new_bytes"] <= figures["save"]["total_bytes"]
     assert figures["save"]["weights_bytes"] > 4 * figures["parameters"]
+    assert all(seconds > 0 for seconds in figures["save_calls"].values())
 
 
 def test_activations_benchmark_trains_the_same_in_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
