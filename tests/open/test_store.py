@@ -186,6 +186,21 @@ def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
         assert (store.get("b.3/w").wait() == values((1000, 500), seed=3) + 1).all()
 
 
+def test_sizes_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    for name in ("host_budget_bytes", "buffer_count", "buffer_size"):
+        with pytest.raises(UsageError, match=rf"open_store\({name}=0\): expected a number of at least 1"):
+            zstore.open_store(tmp_path, **{name: 0})
+    with pytest.raises(BudgetError, match="buffers of 104857600 bytes do not fit into host_budget_bytes=3000000"):
+        zstore.open_store(tmp_path, host_budget_bytes=3e6, buffer_count=100, buffer_size=2**20)
+    operations = []
+    for size in (2**16, 2**22):
+        with zstore.open_store(tmp_path, buffer_size=size) as store:
+            store.put("a/w", values((1000, 500))).wait()
+            operations.append(store.statistics().queue.operations["write_back"])
+            assert (store.get("a/w").wait() == values((1000, 500))).all()
+    assert operations[0] > 2 * operations[1]  # a request is a chunk at least
+
+
 def test_arrays_move_between_tiers(store: Store) -> None:
     store.put("a/w", values(LARGE))
     for tier in ("host", "device", "disk"):

@@ -29,7 +29,7 @@ from ..checkpoint.retention import Keep
 from ..checkpoint.reuse import KnownFile
 from ..checkpoint.save import save_checkpoint
 from ..closing import Closing, closing_with
-from ..errors import UsageError
+from ..errors import BudgetError, UsageError
 from ..format.arrays import Array, ArraySpec, numpy_dtype
 from ..io.files import Files
 from ..io.pool import Workers, run_in_thread
@@ -71,6 +71,10 @@ def open_store(  # noqa: PLR0913 - options of one thing, all but the first by na
     Raises UsageError for what makes no sense, StorageError for a folder that cannot be written, BudgetError where the budget
     has no room for the buffers.
     """
+    numbers = {"host_budget_bytes": host_budget_bytes, "buffer_count": buffer_count, "buffer_size": buffer_size}
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise UsageError(f"open_store({name}={number!r}): expected a number of at least 1")
     run_path = None if path is None else Path(os.path.abspath(path))
     if run_path is not None:
         Files().make_folder(run_path)
@@ -85,6 +89,11 @@ def open_store(  # noqa: PLR0913 - options of one thing, all but the first by na
         device=device,
         pin_buffers=pin_memory,
     )
+    if options.host_budget_bytes is not None and options.pool_bytes > options.host_budget_bytes:
+        raise BudgetError(
+            f"open_store(): buffers of {options.pool_bytes} bytes do not fit into "
+            f"host_budget_bytes={options.host_budget_bytes}: raise it, or take fewer or smaller buffers"
+        )
     return Store(TensorStore(options))
 
 

@@ -26,7 +26,7 @@ class StoreOptions:
     buffer_count: int | None = None
     """Transfer buffers; None: as many as `pool_bytes` has."""
     buffer_size: int | None = None
-    """Bytes of each; None: of a request."""
+    """Bytes of each, and of a request at most; None: `block_bytes`."""
     num_threads: int = 8
     """I/O threads."""
     queue_depth: int = 64
@@ -61,4 +61,4 @@ class StoreOptions:
     @property
     def span_bytes(self) -> int:
         """Bytes of one request as the pool allows: a small pool still holds several at once."""
-        return min(self.block_bytes, self.pool_bytes // 12)
+        return min(self.buffer_size or self.block_bytes, self.pool_bytes // 12)
