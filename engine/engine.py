@@ -589,7 +589,6 @@ class Engine(nn.Module):
         Raises UsageError in the middle of an accumulation and for client state that cannot be stored,
         CheckpointExistsError for a tag that another run committed unless `overwrite`.
         """
-        self.training_state.require_optimizer("engine.save_checkpoint()")
         self.access.require_own_weights("engine.save_checkpoint()")
         state = client_state if client_state is not None else client_sd
         options = SaveOptions(

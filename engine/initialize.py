@@ -74,7 +74,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
 
     `frozen`: an engine for evaluation, generation, or a reference model. It has no optimizer, and keeps the parameters
     alone, in the type that they compute in, wherever `offload_param` lets them rest; `requires_grad` is false of all. What
-    the config says of training is not used, and batch sizes may be missing. Optimizer and scheduler are None.
+    the config says of training is not used, and batch sizes may be missing. Optimizer and scheduler are None. So it is,
+    with a line in the log, if neither an argument nor the config names an optimizer or a scheduler.
 
     Raises ConfigError, UsageError, and RunFolderError for an `nvme_path` that cannot be used.
     """
@@ -94,6 +95,19 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     loaded = load_config(_config_source(args, config, config_params)).answered(answers)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = World.current()
+    trains = (
+        optimizer is not None
+        or lr_scheduler is not None
+        or bool(loaded.settings.optimizer or loaded.settings.scheduler)
+    )
+    if not (trains or frozen):
+        frozen = True
+        if world.rank == 0:
+            _log.warning(
+                "%s names no optimizer: the engine evaluates, loads and saves, and trains nothing; to train, add an "
+                '"optimizer" section or pass optimizer=...',
+                loaded.source,
+            )
     rates = find_rates(loaded, world)
     whole = optimizer is not None and needs_whole_tensors(type(optimizer))
     resolved = loaded.resolve(
@@ -220,7 +234,7 @@ def _optimizer(
     if config.optimizer is None:
         raise ConfigError(
             f'{config.source}: there is no optimizer: add an "optimizer" section to the config, or pass optimizer=...; '
-            "for evaluation, generation or a reference model pass frozen=True"
+            "for evaluation, generation or a reference model leave the scheduler out too, or pass frozen=True"
         )
     return ZeroOptimizer(optimizer_from_config(config.optimizer, parameters, model))
 

@@ -277,8 +277,8 @@ class Training:
         """Raise UsageError where nothing is trained."""
         if self.config.frozen:
             raise UsageError(
-                f"{call}: this engine was made with frozen=True, so it has no optimizer and keeps no gradients. For training "
-                "call initialize() without frozen=True; save_16bit_model() writes the weights"
+                f"{call}: this engine was made without an optimizer, or with frozen=True, and keeps no gradients. For training "
+                'call initialize() without frozen=True, with optimizer=... or an "optimizer" section in the config'
             )
 
     def compile(self, compiler: Compiler) -> None:

@@ -12,10 +12,11 @@ import transformers
 from torch import nn
 
 import zstore
+from tests.engine.bits import engine_digests
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, state_of, step
 from zstore.engine import Engine
-from zstore.errors import RunFolderError, UsageError
+from zstore.errors import CheckpointMismatchError, RunFolderError, UsageError
 from zstore.store.runfolder import RUN_FOLDER
 from zstore.testing.ranks import run_ranks
 
@@ -135,6 +136,12 @@ def check_beside(rank: int, world_size: int, folder: str) -> None:
             assert reference.global_steps == 0
             check_memory(reference)
             reference.save_16bit_model(f"{folder}/weights{world_size}")
+            reference.save_checkpoint(f"{folder}/frozen{world_size}", "as it is", {"note": 4})
+            held = engine_digests(reference)
+        with frozen(make_net(6, **BIG), config) as other:
+            assert other.load_checkpoint(f"{folder}/frozen{world_size}")[1] == {"note": 4}
+            assert engine_digests(other) == held
+            assert float(policy(*ids).detach()) == float(other(*ids))
     mine = f"rank-{rank:05d}"
     assert [path.name for path in (nvme / RUN_FOLDER).glob(f"{mine}*")] == [mine]
     assert [path.name for path in (nvme / RUN_FOLDER / mine).iterdir()] == ["owner"]
@@ -167,11 +174,12 @@ def test_what_needs_an_optimizer_is_refused_and_the_way_out_named(tmp_path: Path
             lambda: engine.backward(loss),
             engine.step,
             lambda: engine.train_batch(iter([ids])),
-            lambda: engine.save_checkpoint(str(tmp_path)),
             lambda: engine.save_on_signal(str(tmp_path)),
             lambda: engine.set_train_batch_size(4),
         ):
-            with pytest.raises(UsageError, match=r"frozen=True.* call initialize\(\) without frozen=True"):
+            with pytest.raises(
+                UsageError, match=r"without an optimizer.* call initialize\(\) without frozen=True, with"
+            ):
                 call()
         assert engine.get_lr() == []
         assert engine.get_gradient("norm.weight") is None
@@ -181,6 +189,33 @@ def test_what_needs_an_optimizer_is_refused_and_the_way_out_named(tmp_path: Path
     adam = torch.optim.AdamW(net.parameters())
     with pytest.raises(UsageError, match="leave optimizer and lr_scheduler out"):
         zstore.initialize(model=net, optimizer=adam, config=config_of(tmp_path, "none", 0), frozen=True)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_alone_makes_an_engine_that_saves_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stage: int
+) -> None:
+    config = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    plain = make_net().state_dict()
+    engine, optimizer, _, scheduler = zstore.initialize(model=make_net(), config=config)
+    with engine:
+        assert (optimizer, scheduler) == (None, None)
+        assert "names no optimizer: the engine evaluates, loads and saves" in caplog.text
+        engine.save_checkpoint(str(tmp_path), client_state={"epoch": 2})
+    with zstore.open_checkpoint(tmp_path) as opened:
+        saved = opened.consolidated().load()
+    assert saved.keys() <= plain.keys()
+    assert all(torch.equal(saved[name], plain[name]) for name in saved)
+    with zstore.initialize(model=make_net(5), config=config)[0] as other:
+        assert other.load_checkpoint(str(tmp_path))[1] == {"epoch": 2}
+        found = other.module_state_dict()
+        assert found.keys() == plain.keys()
+        assert all(torch.equal(found[name], plain[name]) for name in plain)
+    with start(make_config(stage), make_net(5)) as trains:
+        with pytest.raises(CheckpointMismatchError, match="missing: optimizer/exp_avg/"):
+            trains.load_checkpoint(str(tmp_path))
+        trains.load_checkpoint(str(tmp_path), load_module_only=True)
+        assert torch.equal(trains.get_full_parameter("norm.weight"), plain["norm.weight"])
 
 
 def test_the_config_of_a_training_run_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
