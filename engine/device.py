@@ -379,31 +379,34 @@ def side_by_side(work: Callable[[T], object], items: Iterable[T], num_threads: i
     """Call `work` on all `items`, each on one of `num_threads` threads, whose operations are not shared among torch's threads.
 
     The threads take the items in order as they come to them, never two at once. So they wait for each other once, at the
-    end, and do not spin: torch's own wait for each other in each operation, the more so beside other programs. The first
+    end, and do not spin: torch's own wait for each other in each operation, the more so beside other programs. All items are
+    there before the first is taken: threads that waited for each other to make them slept longer than they worked. The first
     error stops what has not begun. On one thread it is the caller's, whose operations are as it has them.
     """
     if num_threads <= 1:
         for item in items:
             work(item)
         return
-    lock, left = threading.Lock(), iter(items)
-
-    def take() -> T | None:
-        with lock:
-            return next(left, None)
+    left = deque(items)
 
     def serve() -> None:
-        nonlocal left
         try:
             with one_thread():
-                while (item := take()) is not None:
+                while (item := _next(left)) is not None:
                     work(item)
         except BaseException:
-            left = iter(())
+            left.clear()
             raise
 
     with Workers(num_threads - 1, "zstore-tiles") as workers:
         workers.run([serve] * num_threads, here=True)
+
+
+def _next(left: deque[T]) -> T | None:
+    try:
+        return left.popleft()
+    except IndexError:  # another thread took the last one
+        return None
 
 
 @cache

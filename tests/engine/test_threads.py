@@ -85,14 +85,30 @@ def test_threads_side_by_side_take_items_in_order_and_work_alone() -> None:
 
 
 def test_an_error_side_by_side_stops_what_has_not_begun() -> None:
-    left = iter(range(1000))
+    begun: list[int] = []
 
     def work(item: int) -> None:
+        begun.append(item)
         raise ValueError(f"item {item}")
 
     with pytest.raises(ValueError, match="item"):
-        side_by_side(work, left, 2)
-    assert next(left) <= 2
+        side_by_side(work, iter(range(1000)), 2)
+    assert len(begun) <= 2
+
+
+def test_threads_side_by_side_never_wait_for_an_item_to_be_made() -> None:
+    makers, makes_while_others_work = set[int](), list[bool]()
+    at_work = threading.Event()
+
+    def make() -> Iterator[int]:
+        for item in range(100):
+            makers.add(threading.get_ident())
+            makes_while_others_work.append(at_work.is_set())
+            yield item
+
+    side_by_side(lambda item: at_work.set(), make(), 2)
+    assert makers == {threading.get_ident()}
+    assert not any(makes_while_others_work)
 
 
 def test_threads_take_the_norm_beside_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
