@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 from pathlib import Path
@@ -22,6 +23,7 @@ from zstore.dcp.layout import grid_of_rows
 from zstore.errors import UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
+from zstore.optim import Offloaded
 from zstore.store import StoreOptions, TensorStore
 from zstore.testing.ranks import run_ranks
 
@@ -227,3 +229,35 @@ def test_what_rests_on_disk_is_linked(tmp_path: Path) -> None:
             linked = {each.array: each.linked for rank in range(2) for each in reader.manifest(rank).shards}
             rest = {"optimizer/exp_avg/w": True, "optimizer/exp_avg/u": True}
             assert linked == {"optimizer/exp_avg/v": step == 2, "model/w": step > 1, **rest}
+
+
+@alone
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_who_holds_what_was_staged_goes_on_training(device: str, tmp_path: Path) -> None:
+    """State in memory too: all of it with cpu, the bias's with nvme."""
+    models = [torch.nn.Linear(256, 256) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    torchs = torch.optim.AdamW(models[1].parameters(), lr=1e-2, fused=True)
+    with Offloaded(torch.optim.AdamW, models[0].parameters(), lr=1e-2, device=device, path=tmp_path) as ours:
+
+        def step(number: int) -> None:
+            given = torch.randn(4, 256, generator=torch.Generator().manual_seed(number))
+            for model, optimizer in zip(models, (ours, torchs), strict=True):
+                optimizer.zero_grad()
+                model(given).square().mean().backward()
+                optimizer.step()
+
+        step(0)
+        staged = zstore.dcp.Stager().stage({"optim": ours.state_dict()})
+        wanted = copy.deepcopy(torchs.state_dict()["state"])
+        for number in (1, 2):
+            step(number)
+        save(staged, tmp_path / "out")
+        found = {
+            number: {name: torch.ones_like(value) for name, value in state.items()} for number, state in wanted.items()
+        }
+        dcp.load({"optim": {"state": found}}, storage_reader=zstore.dcp.Reader(tmp_path / "out"), no_dist=True)
+        for number, state in wanted.items():
+            assert all(torch.equal(found[number][name], value) for name, value in state.items()), (number, state.keys())
+        assert all(torch.equal(*both) for both in zip(*(model.parameters() for model in models), strict=True))

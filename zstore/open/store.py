@@ -333,9 +333,12 @@ class Store(Closing):
     def pin(self, names: Iterable[str] | None = None) -> Snapshot:
         """Pin what arrays hold now, all of them by default, for `checkpoint(of=...)`. Release it, or use it in a `with` block.
 
-        Until then changes on disk go elsewhere, and changes in memory wait. Waits for changes under way, and raises as `flush`
-        does.
+        Until then changes on disk go elsewhere, and a change in memory copies the array first. Waits for changes under way,
+        and raises as `flush` does.
         """
+        return self._pinned(names).copied_when_changed()
+
+    def _pinned(self, names: Iterable[str] | None) -> Snapshot:
         with self._lock:
             chosen = list(self._entries) if names is None else list(names)
             for name in chosen:
@@ -389,7 +392,7 @@ class Store(Closing):
         self, place: Path, names: Iterable[str] | None, of: Snapshot | None, overwrite: bool, fields: Mapping[str, Any]
     ) -> Ticket[SaveSummary]:
         check_tag_is_free(place.parent, place.name, overwrite=overwrite)
-        snapshot = self.pin(names) if of is None else of
+        snapshot = self._pinned(names) if of is None else of
         request = SaveRequest(
             resources=self._shards.resources,
             folder=place.parent,

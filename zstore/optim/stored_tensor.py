@@ -200,7 +200,7 @@ class RestingTensor(StoredTensor):
         """Return the present version, which no later update changes; the caller releases it."""
         array = self.array
         array.settle([array.record])
-        return array.state.store.snapshot([array.name]).pins[array.name]
+        return array.state.store.snapshot([array.name]).copied_when_changed().pins[array.name]
 
 
 def with_own_copies(shown: torch.Tensor) -> torch.Tensor:

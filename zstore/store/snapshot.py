@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from ..closing import Closing
 from .tiers import PinnedShard
+from .tiers.memory import MemoryPin
 
 
 class Snapshot(Closing):
@@ -12,6 +15,13 @@ class Snapshot(Closing):
     def __init__(self, version: int, pins: dict[str, PinnedShard]) -> None:
         self.version = version
         self.pins = pins
+
+    def copied_when_changed(self) -> Self:
+        """Return it; from now on whoever changes a shard in memory copies it first, in place of waiting for `release`."""
+        for pin in self.pins.values():
+            if isinstance(pin, MemoryPin):
+                pin.copy_when_changed()
+        return self
 
     def release(self) -> None:
         """Allow changes in place again; a second call does nothing."""

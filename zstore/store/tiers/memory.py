@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...errors import UsageError
-from ...format.arrays import Bytes
+from ...format.arrays import Bytes, numpy_dtype
 from ...format.partition import Grid
 from ...io.queue import Priority
 from ...io.shards import FillRuns, IoResources, ShardSummary, checksum_shard, write_shard
@@ -27,7 +29,7 @@ MEMORY_TILE_NUMEL = 512 * 1024
 
 
 class MemoryTier(Tier):
-    """Shards as 1-D memory of their unpadded elements. An updater waits until a pin is released."""
+    """Shards as 1-D memory of their unpadded elements. An updater waits until a pin is released, or copies what it holds."""
 
     tile_numel = MEMORY_TILE_NUMEL
     """Elements of a tile, about."""
@@ -38,6 +40,7 @@ class MemoryTier(Tier):
         self._shards: dict[str, LocalShard] = {}
         self._memory: dict[str, View] = {}
         self._pins: dict[str, int] = {}
+        self._copied_when_changed: defaultdict[str, list[MemoryPin]] = defaultdict(list)
         self._versions: dict[str, int] = {}
         self._changing: set[str] = set()
         self._stopped = False
@@ -98,7 +101,17 @@ class MemoryTier(Tier):
 
     def _wait_for_unpinning(self, name: str) -> None:
         try:
-            self._unpinned.wait_for(lambda: self._pins[name] == 0 or self._stopped)
+            while self._pins[name] and not self._stopped:
+                self._unpinned.wait_for(
+                    lambda: not self._pins[name] or self._copied_when_changed[name] or self._stopped
+                )
+                pins, self._copied_when_changed[name] = self._copied_when_changed[name], []
+                self._unpinned.release()  # a pin in use is waited for, and others go on meanwhile
+                try:
+                    for pin in pins:
+                        pin.move_out()
+                finally:
+                    self._unpinned.acquire()
             if self._pins[name]:
                 raise UsageError(f"array {name!r}: the store was closed while a change waited for a snapshot of it")
         except BaseException:
@@ -128,10 +141,18 @@ class MemoryTier(Tier):
             self._pins[name] += 1
             return MemoryPin(self, self._shards[name], self._memory[name], self._versions[name])
 
-    def unpin(self, name: str) -> None:
+    def copy_when_changed(self, name: str, pin: MemoryPin) -> None:
+        """Let whoever changes the shard move `pin` out in place of waiting for it."""
+        with self._unpinned:
+            self._copied_when_changed[name].append(pin)
+            self._unpinned.notify_all()
+
+    def unpin(self, name: str, pin: MemoryPin) -> None:
         """Drop one pin of the shard."""
         with self._unpinned:
             self._pins[name] -= 1
+            with contextlib.suppress(ValueError):
+                self._copied_when_changed[name].remove(pin)
             self._unpinned.notify_all()
 
     def stop_waiting(self) -> None:
@@ -146,7 +167,7 @@ class MemoryTier(Tier):
 
 
 class MemoryPin:
-    """A pinned shard in memory; whoever changes the shard waits for `release`."""
+    """A pinned shard in memory; whoever changes the shard waits for `release`, unless `copy_when_changed` was called."""
 
     has_file = False
 
@@ -156,6 +177,21 @@ class MemoryPin:
         self._memory = memory
         self._tier: MemoryTier | None = tier
         self._owner = tier
+        self._using = threading.RLock()
+
+    def copy_when_changed(self) -> None:
+        """From now on whoever changes the shard copies it first: that may be the holder itself."""
+        if self._tier is not None:
+            self._tier.copy_when_changed(self.local.spec.name, self)
+
+    def move_out(self) -> None:
+        """Hold a copy in host memory from now on, and release the shard; waits for the end of a use."""
+        with self._using:
+            if self._tier is not None:
+                copy = np.empty(self.local.valid_numel, numpy_dtype(self.local.spec.dtype))
+                copy_out(self._memory, copy)
+                self._memory = copy
+                self.release()
 
     @property
     def tier(self) -> str:
@@ -171,20 +207,23 @@ class MemoryPin:
         """See `PinnedShard.copy_into`; as `publish`, on any grid whose shard lies within this one."""
         self._require_within(grid, shard)
         first = shard * grid.shard_numel
-        self.fill(first, first + grid.shard_valid_numel(shard), out)
+        with self._using:
+            self.fill(first, first + grid.shard_valid_numel(shard), out)
 
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
         """Write the shard file from memory, on any grid whose shard lies within this one; see `PinnedShard.publish`."""
         self._require_within(grid, shard)
-        return write_shard(res, path, self.local.spec, grid, shard, self._runs(), priority)
+        with self._using:
+            return write_shard(res, path, self.local.spec, grid, shard, self._runs(), priority)
 
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
         """See `PinnedShard.checksums`; reads the memory, so that it tells what a writer other than a pass did."""
         self._require_within(grid, shard)
-        return checksum_shard(res, self.local.spec, grid, shard, self._runs())
+        with self._using:
+            return checksum_shard(res, self.local.spec, grid, shard, self._runs())
 
     def _runs(self) -> FillRuns:
-        memory = self._memory.view(np.uint8) if self._owner.owns_memory else None
+        memory = self._memory.view(np.uint8) if self._owner.owns_memory and self._tier is not None else None
         return FillRuns(self.fill, memory, self.local.base)
 
     def _require_within(self, grid: Grid, shard: int) -> None:
@@ -202,4 +241,4 @@ class MemoryPin:
         """See `PinnedShard.release`."""
         tier, self._tier = self._tier, None
         if tier is not None:
-            tier.unpin(self.local.spec.name)
+            tier.unpin(self.local.spec.name, self)
