@@ -586,8 +586,9 @@ class Engine(nn.Module):
         CheckpointMismatchError where the model's are others. The first such save reads them once. `keep_frozen` names
         those that are saved all the same, since no base model has them: adapters' own.
 
-        Raises UsageError in the middle of an accumulation and for client state that cannot be stored,
-        CheckpointExistsError for a tag that another run committed unless `overwrite`.
+        Between two micro-batches of a step the gradients so far are saved, and the call returns when it is committed. Raises
+        UsageError between `backward` and `step`, and for client state that cannot be stored, CheckpointExistsError for a
+        tag that another run committed unless `overwrite`.
         """
         self.access.require_own_weights("engine.save_checkpoint()")
         state = client_state if client_state is not None else client_sd

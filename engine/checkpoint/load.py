@@ -16,7 +16,7 @@ not left for later: masters of which parameters are cast are read by the load.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,7 @@ from ..device import one_thread
 from ..optim.client_step import ClientStep
 from ..runtime.messages import warn_once
 from . import client_state as client
+from .accumulation import take_up
 from .destinations import reading_text
 from .load_plan import (
     LoadedArray,
@@ -112,7 +113,6 @@ class Restore:
             self._base.check(reader, strict=options.load_module_strict)
             state = self._replace(reader, plan)
         training.gather_resident(training.state.records)
-        training.restart_accumulation()
         training.pending.torn = False
         if training.world.rank == 0:
             at = "" if training.config.frozen else f"; at step {training.counters.global_steps}"
@@ -179,7 +179,10 @@ class Restore:
                 tensor.copy_(as_torch(reader.read_array(name)))
         training.state.refresh_parameters(done)
         self._know_frozen(reader, plan)
-        apply_record(training, _engine_of(reader, plan.options), plan, reader.record.training_world_size)
+        training.restart_accumulation()
+        record = _engine_of(reader, plan.options)
+        apply_record(training, record, plan, reader.record.training_world_size)
+        self._take_up(reader, record.get("accumulation"), plan.options)
         self.tag = reader.record.tag
         self.resumes = plan.options.everything and bool(reader.record.run)
         if self.resumes:
@@ -272,6 +275,19 @@ class Restore:
             version = state.store.version(name)
             known = None if found is None else KnownFile.of(found[0], version=version, crcs=tuple(found[1]))
             self.known |= {} if known is None else {name: known}
+
+    def _take_up(self, reader: ArraySource, begun: Mapping[str, Any] | None, options: LoadOptions) -> None:
+        """Go on with a step that had begun. See [Note: a step that has begun]."""
+        if begun is None or not options.progress:
+            return
+        if options.optimizer:
+            take_up(self._training, reader, begun)
+            return
+        _log.warning(
+            "%s was saved after %d micro-batches of a step, whose gradients are not loaded: the step begins anew",
+            reader.location,
+            begun["stepped"],
+        )
 
     # -- the rest ---------------------------------------------------------------------------------------------------
 

@@ -232,7 +232,9 @@ def _differences(
     def counts(name: str) -> bool:
         # What completes a master or scales a moment belongs to it, however it is kept here.
         codes = codes_of_scales(name)
-        if name.startswith(("client/", f"{LOW}/", f"{TIE}/")) or (codes is not None and codes in reader.arrays):
+        if name.startswith(("client/", f"{LOW}/", f"{TIE}/", "gradient")) or (
+            codes is not None and codes in reader.arrays
+        ):
             return False
         # Slots of a parameter that is frozen now are left alone.
         return not name.startswith("optimizer/") or (options.optimizer and name.split("/", 2)[2] not in frozen)

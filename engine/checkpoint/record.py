@@ -13,6 +13,7 @@ from zstore.errors import CheckpointMismatchError, CorruptionError
 
 from ..config.resolve import BatchSizes
 from ..training import Counters
+from .accumulation import check_begun, described
 from .untrusted import understood
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def engine_record(training: Training) -> dict[str, Any]:
     """Return the engine's part of a checkpoint's record."""
     return {
         "counters": asdict(training.counters),
+        "accumulation": described(training),
         "batch": asdict(training.accumulation.batch),
         "seed": training.config.settings.seed,
         "precision": training.config.precision,
@@ -57,6 +59,8 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
         training.accumulation.batch = batch_for(training, record["batch"], saved_world_size=saved_world_size)
         training.counters, training.earlier_samples = Counters(**record["counters"]), 0
         training.accumulation.restart()
+        if (begun := record.get("accumulation")) is not None and not options.optimizer:
+            training.counters.micro_steps -= begun["stepped"]  # the step begins anew
         saved = record["batch"]
         if not isinstance(saved, Mapping) or training.accumulation.batch.accumulation_steps != saved.get(
             "accumulation_steps"
@@ -101,6 +105,8 @@ def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
             _check_settings(group, settings)
     if plan.options.progress:
         _check_counts(record["counters"])
+        if plan.options.optimizer and (begun := record.get("accumulation")) is not None:
+            check_begun(training, begun, record, saved_world_size)
     for parameter in plan.updated:
         found = record["scalars"].get(parameter.name)
         wanted = training.state.scalars[parameter]

@@ -39,6 +39,7 @@ from ..params.record import ParameterRecord
 from ..report.journal import JournalPlace, RunJournal
 from ..report.save_notes import SaveNotes
 from . import client_state as client
+from .accumulation import enter_gradients, leave_gradients, require_between_micro_batches
 from .base import BaseWeights
 from .destinations import Destination, destination_of
 from .load import Restore
@@ -85,6 +86,8 @@ class Checkpoints:
         self._journal = journal
         self._pending = PendingSave(training.world)
         self._base = BaseWeights(training)
+        self._gradients: Mapping[str, Grid] = {}
+        """Of a step that has begun, as long as it is being saved."""
         self._known: dict[str, KnownFile] = {}
         """Files of the last checkpoint, saved or loaded, which the next one may link."""
         self.folder: str | None = None
@@ -107,7 +110,7 @@ class Checkpoints:
             destination = destination_of(options.folder, self._training.config, drives)
             self._training.pending.require_whole()
             mine = self._tag(options.tag)
-            self._check_no_accumulation()
+            require_between_micro_batches(self._training)
             small = self.collect_small(options.state, options.metrics)
             small.state.update(self._choices(options))
         if options.names_base:
@@ -128,18 +131,21 @@ class Checkpoints:
             parts = parts_of(world, destination.folder, save_id)
             share_small(world, small.arrays)
         notes = self._journal.save_begins(chosen, destination.location_of(tag_folder(chosen)))
+        with world.agreeing():
+            self._gradients = enter_gradients(self._training)
         try:
             handle = self._pending.begin(
                 lambda: self._begin(options, destination, chosen, small, notes, (save_id, parts))
             )
         except BaseException as error:
+            self._leave_gradients()
             if notes is not None:
                 notes(error)
             raise
         self._journal.save_began(destination.journal_place)
         self.folder = self.folder or str(options.folder)
-        if options.wait:
-            self.wait()
+        if options.wait or self._gradients:
+            self._wait_here(handle)
         handle.stall_s = time.perf_counter() - started
         if notes is not None:
             notes.stall_s = handle.stall_s
@@ -165,16 +171,6 @@ class Checkpoints:
     def tag_beside(self, tag: str | float | None) -> str:
         """Return a tag that no other run has, for a save whose tag another run took."""
         return f"{self._tag(tag)}-{self._training.run_id[:8]}"
-
-    def _check_no_accumulation(self) -> None:
-        training = self._training
-        under_way, steps = training.accumulation, training.accumulation.batch.accumulation_steps
-        if not under_way.is_new:
-            raise UsageError(
-                f"save_checkpoint in the middle of a step ({under_way.stepped} of {steps} micro-batches are stepped, "
-                f"{under_way.backwards} backward without step): gradients are not saved; save after the step, which "
-                "set_gradient_accumulation_boundary(True) before the last step() ends early"
-            )
 
     def collect_small(self, state: client.ClientValues, metrics: Mapping[str, Any] | None = None) -> Small:
         """Return the record and copies of what rank 0 stores whole: module buffers, parameters that were added
@@ -265,11 +261,13 @@ class Checkpoints:
             stored = {name: state.grid_in_files(one, name, training.world.world_size) for one, name in arrays}
             pieces = {name: grid for name, grid in grids.items() if stored[name] != grid}
             grids = stored
+        grids |= self._gradients
         pins: dict[str, PinnedShard] = {}
         try:
             state.transfers.settle()  # the save reads memory of the device from threads of its own
             for one in records:
                 pins |= training.pending.updater.pin(one, state.arrays_of(one))
+            pins |= store.snapshot(list(self._gradients)).pins
             return SaveRequest(
                 resources=store.resources,
                 folder=folder,
@@ -324,7 +322,21 @@ class Checkpoints:
             error = raised
         # Not before: a save whose wait was interrupted is still under way.
         self._pending.handle = None
+        self._leave_gradients()
         self._training.world.raise_together(error)
+
+    def _wait_here(self, handle: SaveHandle) -> None:
+        """Complete the save; give it up at Ctrl-C where it is of gradients, to which whoever goes on adds."""
+        try:
+            self.wait()
+        except KeyboardInterrupt:
+            if self._gradients:
+                handle.cancel()
+            raise
+
+    def _leave_gradients(self) -> None:
+        gradients, self._gradients = self._gradients, {}
+        leave_gradients(self._training, gradients)
 
     def settle(self) -> None:
         """Complete the save under way, if any; what went wrong with it is a warning (all ranks)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -206,6 +206,31 @@ class Gradients(ABC):
     def squares(self, record: ParameterRecord) -> float | None:
         """Return the sum of squares of this rank's rows where it is known already; None: take it from `owned`."""
 
+    @property
+    def backwards(self) -> int:
+        """Backwards of the step under way."""
+        return self._backwards
+
+    @property
+    def is_own(self) -> bool:
+        """Whether each rank holds whole sums of its own, averaged once a step; else its rows of their means."""
+        return False
+
+    @abstractmethod
+    def begun(self) -> dict[ParameterRecord, torch.Tensor | None]:
+        """Return what this rank holds of a step that has begun, between two micro-batches, 1-D; None of what waits on disk
+        (all ranks)."""
+
+    def take_up(self, held: Iterable[tuple[ParameterRecord, torch.Tensor]], backwards: int) -> None:
+        """Go on with a step that had so many backwards, of which `held` was kept, in memory of its own, on the CPU."""
+        self._backwards, self._several = backwards, True
+        for record, rows in held:
+            self._take_up(record, rows)
+
+    @abstractmethod
+    def _take_up(self, record: ParameterRecord, rows: torch.Tensor) -> None:
+        """Hold what `begun` returned, in the values of `rows`."""
+
     def drop(self) -> None:
         """Forget all gradients."""
         self._backwards, self._several, self.sums = 0, False, None
@@ -396,6 +421,24 @@ class WholeGradients(Gradients):
             raise UsageError(INCOMPLETE.format(record.name))
         self.reduce()
         self._flat(record).copy_(full)
+
+    @property
+    def is_own(self) -> bool:
+        """See Gradients."""
+        return not self._alone
+
+    def begun(self) -> dict[ParameterRecord, torch.Tensor | None]:
+        """See Gradients."""
+        self.adopt()
+        had = agree_any(self._world, [record in self._held for record in self._records])
+        for record in [record for record, any_ in zip(self._records, had, strict=True) if any_]:
+            if record not in self._held:
+                self._held[record] = self._zeros(record).view(record.shape)
+        return {record: self._flat(record) for record in self._records if record in self._held}
+
+    def _take_up(self, record: ParameterRecord, rows: torch.Tensor) -> None:
+        """See Gradients."""
+        self._held[record] = rows.view(record.shape).to(record.full.device)
 
     def take(self, record: ParameterRecord) -> torch.Tensor | None:
         """See Gradients."""

@@ -391,6 +391,25 @@ class UnitGradients(Gradients):
             return spill.owned(record)
         return self._rows.get(record)
 
+    def begun(self) -> dict[ParameterRecord, torch.Tensor | None]:
+        """See Gradients."""
+        if self._spill is not None:
+            self._on_disk(self._spill.settle)
+        if self._lost is not None:
+            raise self._lost
+        agreed = [record for record in self._records if record in self._agreed]
+        return {record: None if self._spill_of(record) else self._rows[record] for record in agreed}
+
+    def _take_up(self, record: ParameterRecord, rows: torch.Tensor) -> None:
+        """See Gradients."""
+        self._agreed.add(record)
+        self._filled.add(record)
+        if (spill := self._spill_of(record)) is not None:
+            spill.add(record, rows, rows.dtype)
+            spill.settle()
+        else:
+            self._rows[record] = self._empty(record, rows).copy_(rows)
+
     def replace(self, record: ParameterRecord, full: torch.Tensor) -> None:
         """See Gradients."""
         if not self._last:

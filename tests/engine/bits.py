@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import tempfile
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ class Case:
     """Bytes of the host budget, so small that gradients wait on disk."""
     counts: tuple[int, ...] | None = None
     """Micro-batches of each step, whose ends the caller names; None: what the config says."""
+    resumes: tuple[int, int] | None = None
+    """Step and micro-batch after which the run is saved, ended and resumed; None: it goes on."""
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -146,7 +149,8 @@ def compare(case: Case, rank: int, world_size: int, steps: int = STEPS, **given:
     differences: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         engine, *_ = zstore.initialize(model=case.make(), config=case.config(world_size, folder), **given)
-        with engine:
+        with contextlib.ExitStack() as running:
+            running.enter_context(engine)
             reference = Reference(
                 case.make(),
                 world_size,
@@ -174,6 +178,8 @@ def compare(case: Case, rank: int, world_size: int, steps: int = STEPS, **given:
                     losses.append(float(loss.detach()))
                     engine.backward(loss)
                     engine.step()
+                    if case.resumes == (step, number):
+                        engine = _resumed(engine, case, folder, running)
                 assert all(p.grad is None for p in engine.parameters())
                 assert engine.was_step_applied()
                 # Reading the state would wait for the update: let it run into the next forward.
@@ -184,6 +190,16 @@ def compare(case: Case, rank: int, world_size: int, steps: int = STEPS, **given:
                 if losses != reference_losses(reference, rank, case, world_size, count):
                     differences.append(f"step {step}: losses {losses}")
     return differences
+
+
+def _resumed(engine: Engine, case: Case, folder: str, running: contextlib.ExitStack) -> Engine:
+    """Save and end the run in `running`, and return a new engine that goes on with it."""
+    saved = engine.world.broadcast_object(f"{folder}/saved")
+    engine.save_checkpoint(saved, wait=False)
+    running.close()
+    other, *_ = zstore.initialize(model=make_net(9, **case.shape), config=case.config(engine.world_size, folder))
+    other.load_checkpoint(saved)
+    return running.enter_context(other)
 
 
 def reference_losses(

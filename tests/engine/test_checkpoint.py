@@ -159,19 +159,6 @@ def small_step(engine: Engine, micros: int = 2) -> None:
         engine.step()
 
 
-def test_a_save_in_the_middle_of_a_step_is_refused(tmp_path: Path) -> None:
-    with small() as engine:
-        small_step(engine, 1)
-        with pytest.raises(UsageError, match="1 of 2 micro-batches"):
-            engine.save_checkpoint(str(tmp_path))
-        engine.backward(engine(torch.ones(2, 6)).square().mean())
-        with pytest.raises(UsageError, match="1 backward without step"):
-            engine.save_checkpoint(str(tmp_path))
-        engine.step()
-        engine.save_checkpoint(str(tmp_path))
-        assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000001"]
-
-
 def test_client_state_that_cannot_be_stored_names_its_key(tmp_path: Path) -> None:
     with small() as engine:
         for state, key in (

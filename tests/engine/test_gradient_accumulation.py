@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
 import zstore
-from tests.engine.bits import SPILLS, STATIC_SCALE, Case, assert_equal, compare_all
+from tests.engine.bits import SPILLS, STATIC_SCALE, Case, assert_equal, compare_all, engine_digests
 from tests.engine.models import make_net
 from tests.engine.runs import constant_rate_config, make_config, start, step
 from tests.reference import Reference
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.reshard import reshard_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.engine import Engine
+from zstore.engine.batches import repeat
+from zstore.errors import CheckpointMismatchError
 from zstore.testing.ranks import run_ranks
 
 # -- many small gradients ---------------------------------------------------------------------------------------------
@@ -122,6 +131,100 @@ def typed_cases() -> list[dict[str, Any]]:
         )
         for stage, tier, parameters, precision, accumulation, overlap, types, budget in TYPED
     ]
+
+
+# -- in a checkpoint --------------------------------------------------------------------------------------------------
+
+# Of TYPED, so that every way in which gradients are held is there: in whole, in rows, on the host, on disk, widened.
+BEGUN = {1: (0, 2, 6, 9, 13, 14), 2: (0, 4, 6, 9, 11, 13), 3: (3, 6)}
+
+
+@pytest.mark.parametrize("world_size", BEGUN)
+def test_a_run_that_is_resumed_between_two_micro_batches_has_the_bits_of_the_plain_loop(world_size: int) -> None:
+    several = [typed_cases()[number] for number in BEGUN[world_size]]
+    cases = [one | {"resumes": (1, number % (one["accumulation"] - 1))} for number, one in enumerate(several)]
+    cases[0] |= {"counts": (1, 3, 2), "resumes": (1, 1)}
+    for failed in run_ranks(compare_all, world_size, world_size, cases, 2, timeout_s=180):
+        assert failed == []
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+
+    def forward(self, batch: list[torch.Tensor]) -> Any:
+        return self.layers(batch[0]).square().mean()
+
+
+def drops(**keys: Any) -> tuple[Engine, Any, Any, Any]:
+    config = constant_rate_config(bf16={"enabled": False}, gradient_accumulation_steps=3, **keys)
+    data = TensorDataset(torch.randn(28, 8, generator=torch.Generator().manual_seed(0)))
+    torch.manual_seed(1)
+    return zstore.initialize(model=Drops(), config=config, training_data=data)
+
+
+def train_on(engine: Engine, loader: Any, count: int) -> list[float]:
+    losses = []
+    for one in itertools.islice(repeat(loader), count):
+        losses.append(float((loss := engine(one)).detach()))
+        engine.backward(loss)
+        engine.step()
+    return losses
+
+
+def test_data_dropout_and_client_state_go_on_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    engine, _, loader, _ = drops()
+    with engine:
+        expected, weights = train_on(engine, loader, 20), engine.module_state_dict()
+    engine, _, loader, _ = drops()
+    with engine:
+        losses = train_on(engine, loader, 7)
+        engine.save_checkpoint(str(tmp_path), "x", {"seen": 7})
+        assert engine.micro_steps == 7
+        losses += train_on(engine, loader, 1)  # the saved run itself goes on
+        assert losses == expected[:8]
+    engine, _, loader, _ = drops()
+    with engine:
+        assert engine.load_checkpoint(str(tmp_path))[1] == {"seen": 7}
+        assert (engine.global_steps, engine.micro_steps) == (2, 7)
+        assert train_on(engine, loader, 13) == expected[7:]
+        assert all(torch.equal(found, weights[name]) for name, found in engine.module_state_dict().items())
+
+
+def test_a_step_that_has_begun_goes_on_only_as_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine, _, loader, _ = drops()
+    with engine:
+        train_on(engine, loader, 4)
+        engine.save_checkpoint(str(tmp_path / "ckpt"))
+        weights = engine.module_state_dict()
+    with open_checkpoint(tmp_path / "ckpt") as saved:
+        assert verify_checkpoint(saved) == []
+        reshard_checkpoint(saved, tmp_path / "other", 2)
+    with start(constant_rate_config(bf16={"enabled": False}), Drops()) as other:
+        before = engine_digests(other)
+        with pytest.raises(
+            CheckpointMismatchError, match=r"after 1 of 3 micro-batches .*here: world size 1, 2 micro-batches"
+        ):
+            other.load_checkpoint(str(tmp_path / "ckpt"))
+        assert engine_digests(other) == before
+        other.load_checkpoint(str(tmp_path / "ckpt"), load_optimizer_states=False)
+        assert "after 1 micro-batches of a step, whose gradients are not loaded" in caplog.text
+        assert (other.global_steps, other.micro_steps, other.get_gradient("layers.0.weight")) == (1, 2, None)
+        assert all(torch.equal(found, weights[name]) for name, found in other.module_state_dict().items())
+    for error in run_ranks(_refused, 2, str(tmp_path / "other")):
+        assert "after 1 of 3 micro-batches of a step" in error
+        assert (
+            "world size 1, 3 micro-batches to a step, fp32, gradients divided among each rank; here: world size 2"
+            in error
+        )
+
+
+def _refused(rank: int, folder: str) -> str:
+    engine = drops()[0]
+    with engine, pytest.raises(CheckpointMismatchError) as raised:
+        engine.load_checkpoint(folder)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
