@@ -17,7 +17,7 @@ from zstore.errors import ConfigError, UsageError
 from zstore.io.files import Files
 from zstore.ranks.world import World
 
-from .build.init import require_no_init
+from .build.init import around_block, leave_to_engine
 from .build.model import require_shapes, take_uncompiled
 from .checkpoint.snapshots import require_shared_folder
 from .config.answers import read_answers
@@ -41,6 +41,7 @@ from .wiring import wire
 _log = logging.getLogger("zstore")
 
 
+@around_block()
 def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     args: Namespace | None = None,
     model: nn.Module | None = None,
@@ -67,7 +68,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     say "auto", and batch sizes that it leaves out, by dotted key (`{"optimizer.params.lr": 1e-4}`) or nested as the config
     is; an answer to what the config says itself is not needed, and not used. What nobody answers follows from the model
     (sizes of buckets) or is the key's default, which one line tells. The model is changed in
-    place: moved to its device, cast, at stage 3 sharded; rank 0's values count. `optimizer` is an element-wise torch
+    place: moved to its device, cast, at stage 3 sharded; rank 0's values count. It is whole by then: a block of `zstore.Init`
+    that is open goes on afterwards, with other models. `optimizer` is an element-wise torch
     optimizer over the model's parameters, made before; without it the config names one. `lr_scheduler` is a
     scheduler, or a function that makes one from the returned optimizer; the engine steps it. Loader and scheduler are
     None where there are none.
@@ -87,7 +89,6 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         raise UsageError(
             "initialize(frozen=True) makes an engine that trains nothing: leave optimizer and lr_scheduler out"
         )
-    require_no_init("initialize()")
     require_shapes(model)
     model, compiler = take_uncompiled(model)
     show_messages()
@@ -158,6 +159,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         except BaseException:
             monitors.close()
             raise
+        leave_to_engine(model)
         return engine, engine.optimizer, loader, schedule.scheduler
 
 

@@ -25,6 +25,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zstore.errors import UsageError
 from zstore.format.arrays import ArraySpec
@@ -144,7 +145,7 @@ class Init(AbstractContextManager["Init"]):
         stack.enter_context(_Watch(self._before))
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        if not self._enabled:
+        if not self._enabled or self not in _active:
             return
         self._ends.close()
         builder = self._builder
@@ -220,6 +221,8 @@ class Init(AbstractContextManager["Init"]):
                     self._enter(builder, module, name, parameter)
 
     def _enter(self, builder: Builder, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if parameter in _trained:
+            return
         note_built(parameter)
         if parameter.is_meta:
             self._meta.append((weakref.ref(module), name))
@@ -364,6 +367,33 @@ def _can_rest(parameter: nn.Parameter) -> bool:
 
 _active: list[Init] = []
 """The block that is open, if one is."""
+
+
+_trained: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameters that an engine has: no block shards them once more."""
+
+
+@contextmanager
+def around_block() -> Iterator[None]:
+    """End the open block of `zstore.Init`, if one is, which makes what it built whole, and go on with it afterwards; not after
+    an error, which leaves nothing of it (all ranks)."""
+    block = _active[-1] if _active else None
+    if block is None:
+        yield
+        return
+    block.__exit__(None, None, None)
+    try:
+        yield
+    except BaseException:
+        block.close()
+        raise
+    block.__enter__()
+
+
+def leave_to_engine(model: nn.Module) -> None:
+    """Take note that an engine has the parameters of `model`."""
+    for parameter in model.parameters():
+        _trained[parameter] = None
 
 
 def require_no_init(call: str) -> None:

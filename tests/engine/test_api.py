@@ -123,7 +123,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no model parallelism"):
         zstore.initialize(model=linear(), config=settings(), mpu=object())
     with pytest.raises(ConfigError, match='add an "optimizer" section'):
-        zstore.initialize(model=linear(), config={"train_batch_size": 1})
+        zstore.initialize(model=linear(), config={"train_batch_size": 1}, lr_scheduler=lambda optimizer: None)
     with pytest.raises(UsageError, match="no trainable parameter"):
         start(linear().requires_grad_(False))
     with pytest.raises(UsageError, match="not one of the model's"):

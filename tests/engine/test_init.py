@@ -23,6 +23,7 @@ from tests.engine.init_models import Handmade, Stack, config_of, differences, fi
 from tests.engine.models import make_net
 from tests.engine.runs import state_of, step
 from tests.engine.transformers_models import ARCHITECTURES
+from zstore.engine.build.init import _active
 from zstore.engine.plan import run as placing
 from zstore.errors import ConfigError, DiskFullError, RankError, RunFolderError, UsageError
 from zstore.io.hostmemory import HostMemory
@@ -491,12 +492,63 @@ def test_a_block_within_a_block_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_the_engine_waits_for_the_end_of_the_block(tmp_path: Path) -> None:
+def _train_within(folder: str, stage: int, state: str, own: str) -> list[Any]:
+    """What engines hold that are made within a block and after it, each after two steps; and a plain model's."""
+    config = config_of(folder, stage, state, own)
+    found = []
+    with zstore.Init(config=config, live_bytes=0) as init:
+        model = make_net()
+        with zstore.initialize(model=model, config=config)[0] as engine:
+            outer = nn.Sequential(model)  # as a wrapper of an engine's model is made
+            step(engine)
+            other = make_net()
+            assert num_released(other) > 3
+            assert num_released(outer) == 0
+            step(engine)
+            found.append(state_of(engine))
+        assert init in _active
+    with zstore.initialize(model=other, config=config)[0] as engine:
+        for _ in range(2):
+            step(engine)
+        found.append(state_of(engine))
+    return [*found, _train(config, in_shards=False)]
+
+
+@pytest.mark.parametrize("place", [(3, "cpu", "cpu"), (3, "nvme", "nvme")])
+def test_an_engine_made_within_the_block_trains_as_from_a_plain_model(
+    place: tuple[int, str, str], tmp_path: Path
+) -> None:
+    first, second, plain = _train_within(str(tmp_path), *place)
+    assert first == plain
+    assert second == plain
+    assert files_in(tmp_path) == []
+
+
+def _train_within_on_ranks(rank: int, folder: str) -> bool:
+    first, second, plain = _train_within(folder, 3, "none", "none")
+    return bool(first == plain == second)
+
+
+def test_an_engine_made_within_the_block_trains_on_every_rank(tmp_path: Path) -> None:
+    assert run_ranks(_train_within_on_ranks, 2, str(tmp_path)) == [True, True]
+
+
+def test_initialize_that_fails_within_the_block_leaves_nothing_of_it(tmp_path: Path) -> None:
     config = config_of(tmp_path)
+    models = []
+
+    def fail() -> None:
+        with zstore.Init(config=config):
+            models.append(make_net())
+            zstore.initialize(model=models[0], config=config | {"bogus": 1})
+
+    with pytest.raises(ConfigError, match="bogus"):
+        fail()
+    assert files_in(tmp_path) == []
+    with pytest.raises(UsageError, match="build it again"):
+        zstore.initialize(model=models[0], config=config)
     with zstore.Init(config=config):
         model = make_net()
-        with pytest.raises(UsageError, match="end the block first"):
-            zstore.initialize(model=model, config=config)
     zstore.initialize(model=model, config=config)[0].close()
 
 
