@@ -106,6 +106,10 @@ class TensorKernel:
         """See Kernel."""
         return {self._count: 0.0}
 
+    def present(self, scalars: Scalars) -> dict[str, Any]:
+        """Return the scalars that the class itself keeps."""
+        return {} if self._count == "updates" else dict(scalars)
+
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
         """See Kernel; the step counts, and `update` does the work."""
         return WholeStep({self._count: scalars[self._count] + 1})

@@ -332,6 +332,90 @@ def test_every_element_wise_optimizer_has_its_bits(name: str, tmp_path: Path) ->
         again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
+Muon = torch.optim.Muon
+MUONS: list[dict[str, Any]] = [
+    {},
+    {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"},
+    {"ns_steps": 3, "momentum": 0.8},
+]
+
+
+@pytest.mark.parametrize("settings", MUONS, ids=str)
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_muon_has_the_bits_of_torch_and_goes_on_from_torchs_state(
+    device: Any, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    def weights(model: nn.Module) -> list[torch.Tensor]:
+        return [p for p in model.parameters() if p.dim() == 2]
+
+    def run(make: Callable[..., torch.optim.Optimizer], model: nn.Module, steps: range, **before: Any) -> Any:
+        optimizer = make(weights(model), lr=0.02, weight_decay=0.1, **settings)
+        if before:
+            optimizer.load_state_dict(before)
+        for step in steps:
+            backward(model, step)
+            if step == 1:
+                optimizer.param_groups[0]["lr"] = 0.01
+            optimizer.step()
+            model.zero_grad()
+        return optimizer
+
+    def offloaded(params: Any, **given: Any) -> Offloaded:
+        return Offloaded(Muon, params, device=device, path=tmp_path, **given)
+
+    theirs, ours = make_model(), make_model()
+    torchs, optimizer = run(Muon, theirs, range(3)), run(offloaded, ours, range(3))
+    assert same(ours, theirs)
+    assert same_state(optimizer.state_dict()["state"], torchs.state_dict()["state"])
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.close()
+    # Each goes on from what the other one saved.
+    once_more, other = copy.deepcopy(ours), copy.deepcopy(ours)
+    run(Muon, once_more, range(3, 6), **saved)
+    optimizer = run(offloaded, other, range(3, 6), **torchs.state_dict())
+    run(Muon, theirs, range(3, 6), **torchs.state_dict())
+    assert same(other, theirs)
+    assert same(once_more, theirs)
+    optimizer.close()
+
+
+def test_muon_clips_takes_gradients_away_and_keeps_masters_of_16_bits(tmp_path: Path) -> None:
+    plain = make_model(torch.bfloat16)
+    masters = [nn.Parameter(p.detach().float()) for p in plain.parameters() if p.dim() == 2]
+    torchs = Muon(masters, lr=0.02)
+    ours = make_model(torch.bfloat16)
+    matrices = [p for p in ours.parameters() if p.dim() == 2]
+    kept: dict[str, Any] = {"device": "nvme", "path": tmp_path, "free_grads": True, "host_budget_bytes": 2_000_000}
+    with Offloaded(Muon, matrices, lr=0.02, **kept) as optimizer:
+        for step in range(3):
+            train(ours, optimizer, range(step, step + 1))
+            backward(plain, step)
+            weights = [p for p in plain.parameters() if p.dim() == 2]
+            for master, weight in zip(masters, weights, strict=True):
+                master.grad = None if weight.grad is None else weight.grad.float()
+            torchs.step()
+            plain.zero_grad()
+            with torch.no_grad():
+                for master, weight in zip(masters, weights, strict=True):
+                    weight.copy_(master)
+            assert all(torch.equal(p, q) for p, q in zip(matrices, weights, strict=True))
+        assert optimizer.statistics().disk_bytes > 0
+    clipped, ours = make_model(), make_model()
+    matrices, theirs = ([p for p in m.parameters() if p.dim() == 2] for m in (ours, clipped))
+    torchs = Muon(theirs, lr=0.02)
+    with Offloaded(Muon, matrices, lr=0.02, max_grad_norm=0.1, device="cpu") as optimizer:
+        for step in range(3):
+            backward(ours, step)
+            optimizer.step()
+            ours.zero_grad()
+            backward(clipped, step)
+            nn.utils.clip_grad_norm_(theirs, 0.1)
+            torchs.step()
+            clipped.zero_grad()
+    # Norms are summed in another order, and the iteration is in bf16.
+    assert all(torch.allclose(p, q, rtol=1e-2, atol=1e-4) for p, q in zip(matrices, theirs, strict=True))
+
+
 def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
     register(Normed)
     weights = list(make_model().parameters())
@@ -341,7 +425,17 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
             Offloaded(kind, params, **{"device": "cpu", "lr": 0.1, **given})
 
     refused("not known to update each element", kind=torch.optim.LBFGS)
-    refused("not known to update each element", kind=torch.optim.Muon)
+    refused("'parameter-1' has shape .301., and Muon is for matrices", kind=torch.optim.Muon)
+    refused(r"exchange in step\(\): leave it out", kind=torch.optim.Muon, overlap="forward")
+    refused("steps whole matrices: leave it out", kind=torch.optim.Muon, ema=0.9, params=weights[:1])
+    refused("rows one after another", kind=torch.optim.Muon, params=[nn.Parameter(torch.zeros(4, 3).t())])
+    refused(
+        "a step over the whole matrix",
+        kind=torch.optim.Muon,
+        params=weights[:1],
+        error=BudgetError,
+        host_budget_bytes=100_000,
+    )
     refused("expected a class derived from .*, got 'AdamW'", kind="AdamW")
     refused("got an optimizer of class AdamW", kind=AdamW(weights))
     refused("give model.parameters", params=make_model())

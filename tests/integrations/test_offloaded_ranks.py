@@ -291,3 +291,50 @@ def test_four_ranks_on_a_mesh_and_resuming_at_the_same_world_size(tmp_path: Path
         assert len(set(two_dims)) == 1
         assert {loaded for loaded, _ in resumed.values()} == {torchs}
         assert len({after for _, after in resumed.values()}) == 1
+
+
+def muon_beside_torch(rank: int, folder: str) -> list[bool]:
+    """FSDP2's rows, and DDP's whole parameters, beside torch's Muon over whole matrices on each rank; then resumed."""
+    found = []
+
+    def matrices(model: nn.Module) -> list[Any]:
+        return [p for p in model.parameters() if p.dim() == 2]
+
+    def whole(tensor: Any) -> torch.Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
+
+    def step_both(
+        model: nn.Module, ours: Offloaded, plain: list[Any], theirs: torch.optim.Optimizer, number: int
+    ) -> None:
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(number))
+        model(x.chunk(torch_dist.get_world_size())[torch_dist.get_rank()]).square().mean().backward()
+        for p, q in zip(plain, matrices(model), strict=True):
+            p.grad = whole(q.grad).clone()
+        ours.step()
+        theirs.step()
+        model.zero_grad()
+        found.extend(torch.equal(p, whole(q)) for p, q in zip(plain, matrices(model), strict=True))
+
+    for make in (sharded, lambda: DistributedDataParallel(make_model())):
+        model, plain = make(), [nn.Parameter(p.detach().clone()) for p in matrices(make_model())]
+        theirs = torch.optim.Muon(plain, lr=0.02)
+        named = [(name, p) for name, p in model.named_parameters() if p.dim() == 2]
+        kept: dict[str, Any] = {"device": "nvme", "path": folder, "host_budget_bytes": 20_000_000, "lr": 0.02}
+        with Offloaded(torch.optim.Muon, named, **kept) as ours:
+            for number in range(2):
+                step_both(model, ours, plain, theirs, number)
+            momenta = [whole(ours.state[q]["momentum_buffer"]) for q in matrices(model)]
+            found.extend(
+                torch.equal(theirs.state[p]["momentum_buffer"], m) for p, m in zip(plain, momenta, strict=True)
+            )
+            again = Offloaded(torch.optim.Muon, named, device="cpu", lr=0.02)
+            again.load_state_dict(ours.state_dict())
+        with again:
+            step_both(model, again, plain, theirs, 2)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_muon_has_the_bits_of_torchs_over_the_whole_matrix(world_size: int, tmp_path: Path) -> None:
+    for found in run_ranks(muon_beside_torch, world_size, str(tmp_path), timeout_s=120):
+        assert found == [True] * 16

@@ -12,16 +12,20 @@ import torch
 
 from zstore.errors import UsageError
 
-from .registry import require_known
+from .registry import OF_MATRICES, require_known
 from .snapshots import STEPS_FOLDER
 
 
-def check_kind(kind: Any) -> None:
-    """Raise UsageError for what is no class of optimizers that can be offloaded."""
+def check_kind(kind: Any, overlap: str) -> None:
+    """Raise UsageError for what is no class of optimizers that can be offloaded, or not with this overlap."""
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         got = f"an optimizer of class {type(kind).__name__}" if isinstance(kind, torch.optim.Optimizer) else repr(kind)
         raise UsageError(f"kind: expected a class derived from torch.optim.Optimizer, as torch.optim.AdamW, got {got}")
     require_known(kind)
+    if kind in OF_MATRICES and overlap != "none":
+        raise UsageError(
+            f'overlap="{overlap}": {kind.__name__} steps whole matrices, which ranks exchange in step(): leave it out'
+        )
 
 
 def check_budget(nbytes: Any) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from zstore.engine.optim.kernel import AVERAGED, EMA, Averaging, FusedAdam, Scalars, SlotArray, TorchKernel
 from zstore.engine.optim.state import OptimizerState
+from zstore.engine.optim.tensor_kernel import TensorKernel
 from zstore.engine.plan.plan import Placement
 from zstore.errors import BudgetError, UsageError
 from zstore.format.arrays import model_array, optimizer_array
@@ -21,6 +22,7 @@ from zstore.tensors import as_torch
 from .block_kernel import BlockKernel, parts_of
 from .records import LocalRecord, local_part, make_local_record, memory_of
 from .stored_tensor import RestingTensor, StoredArray, StoredTensor, require_float, with_own_copies
+from .whole_tensors import WholeTensors
 
 _log = logging.getLogger("zstore")
 
@@ -28,7 +30,7 @@ MASTER = "master"
 """Name of a 16-bit parameter's fp32 master among its state."""
 _MASTER_SLOT = SlotArray(MASTER)
 Tier = Literal["host", "disk"]
-OffloadedKernel = FusedAdam | TorchKernel | BlockKernel | Averaging
+OffloadedKernel = FusedAdam | TorchKernel | BlockKernel | TensorKernel | Averaging
 Settle = Callable[[Iterable[LocalRecord]], None]
 
 
@@ -39,6 +41,8 @@ class LocalState:
         self.arrays = arrays
         self.records: dict[torch.Tensor, LocalRecord] = {}
         """By parameter, in order."""
+        self.whole = WholeTensors(arrays)
+        """Takes the steps that need whole matrices."""
         self._tier = tier
         self._settle = settle
         self.before_change: Callable[[], None] = _nothing_waits
@@ -91,6 +95,8 @@ class LocalState:
             record = make_local_record(name, parameter, group=group, block_of=kernel.block_of)
         else:
             record = make_local_record(name, parameter, group=group)
+        if self.whole.takes(record):
+            self.whole.admit(record)
         self._add_arrays(record, self._rest(record))
         self.records[parameter] = record
         self._names.add(name)
@@ -322,6 +328,8 @@ def _scalars(kernel: OffloadedKernel, entry: Mapping[str, Any]) -> Scalars:
     if missing:
         raise UsageError(f"the loaded state has no {missing[0]!r}: it is of another optimizer class")
     found = {name: float(entry[name]) for name in names}
+    if isinstance(kernel, TensorKernel):
+        return {**kernel.initial(), "updates": 1.0}
     if not isinstance(kernel, TorchKernel):
         return found
     if found.get("step") == 0.0:

@@ -120,7 +120,7 @@ class Offloaded(torch.optim.Optimizer):
         _files: Files | None = None,
         **settings: Any,
     ) -> None:
-        check_kind(kind)
+        check_kind(kind, overlap)
         check_settings(device, path, overlap, max_grad_norm)
         check_ema(ema)
         check_budget(host_budget_bytes)
@@ -158,7 +158,7 @@ class Offloaded(torch.optim.Optimizer):
             )
             self._end = closing_with(self, self._parts.close)
             self._view = StateView(state)
-            template = kind([torch.nn.Parameter(torch.zeros(1))], **settings_of(kind, settings))
+            template = kind([torch.nn.Parameter(torch.zeros(1, 1))], **settings_of(kind, settings))
             super().__init__(params, template.defaults)
             if steps_folder is not None:
                 self._parts.snapshots = Snapshots(state, stepping, steps_folder, _files)

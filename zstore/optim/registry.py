@@ -8,12 +8,15 @@ from typing import Any
 import torch
 
 from zstore.engine.optim.kernel import ELEMENT_WISE, Averaging, FusedAdam, Scalars, TorchKernel, kernel_for
+from zstore.engine.optim.tensor_kernel import TensorKernel
 from zstore.errors import UsageError
 
 from .block_kernel import BlockKernel, Blocks
 
 OptimizerClass = type[torch.optim.Optimizer]
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+OF_MATRICES = (torch.optim.Muon,)
+"""Classes that step whole matrices; see `whole_tensors`."""
 _NUMEL, _CUT, _STEPS = 96, 32, 3
 """Of the check of a registered class: elements, where they are cut, and steps."""
 
@@ -85,16 +88,18 @@ def settings_of(kind: OptimizerClass, settings: Mapping[str, Any]) -> dict[str, 
 
 def require_known(kind: OptimizerClass) -> None:
     """Raise UsageError for a class that cannot be offloaded."""
-    if not _blocks_of(kind):
+    if kind not in OF_MATRICES and not _blocks_of(kind):
         _known(kind)
 
 
-def make_kernel(kind: OptimizerClass, group: Mapping[str, Any]) -> FusedAdam | TorchKernel | BlockKernel:
+def make_kernel(kind: OptimizerClass, group: Mapping[str, Any]) -> FusedAdam | TorchKernel | BlockKernel | TensorKernel:
     """Return the kernel for a parameter group with these settings.
 
     Adam and AdamW have the bits of torch's fused kernel unless the group says `fused=False` or `foreach=True`. Raises
     UsageError for a class or a setting that cannot be offloaded.
     """
+    if kind in OF_MATRICES:
+        return TensorKernel(kind, group)
     if blocks := _blocks_of(kind):
         return _block_kernel(kind, group, blocks)
     known = _known(kind)
@@ -110,8 +115,15 @@ def make_kernel(kind: OptimizerClass, group: Mapping[str, Any]) -> FusedAdam | T
     return kernel
 
 
-def averaging(kind: OptimizerClass, kernel: FusedAdam | TorchKernel | BlockKernel, ema: float) -> Averaging:
-    """Return a kernel that averages masters besides. Raises UsageError where the state is in blocks."""
+def averaging(
+    kind: OptimizerClass, kernel: FusedAdam | TorchKernel | BlockKernel | TensorKernel, ema: float
+) -> Averaging:
+    """Return a kernel that averages masters besides. Raises UsageError where the state is in blocks, or steps are of whole
+    matrices."""
+    if isinstance(kernel, TensorKernel):
+        raise UsageError(
+            f"ema={ema}: masters are averaged in tiles, and {kind.__name__} steps whole matrices: leave it out"
+        )
     if isinstance(kernel, BlockKernel):
         raise UsageError(
             f"ema={ema}: {kind.__name__} keeps its state in blocks, beside which nothing is averaged: leave it out"
@@ -134,7 +146,8 @@ def _known(kind: OptimizerClass) -> OptimizerClass:
     names = ", ".join(each.__name__ for each in ELEMENT_WISE)
     raise UsageError(
         f"optimizer {kind.__name__} is not known to update each element by itself, but offloaded state is updated in tiles; "
-        f"use one of {names}, or where its update is element-wise zstore.optim.register({kind.__name__})"
+        f"use one of {names}, torch's Muon for matrices, or where its update is element-wise "
+        f"zstore.optim.register({kind.__name__})"
     )
 
 

@@ -74,7 +74,10 @@ class Stepping:
                 update.note_scalars(records)
                 self._updater.start(update)
             else:
-                update.run()
+                if records and self._state.whole.takes(records[0]):
+                    self._state.whole.run(update)
+                else:
+                    update.run()
                 update.note_scalars(records)
         except BaseException as error:
             self.torn = error
