@@ -32,6 +32,7 @@ from .optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from .optim.tensor_kernel import needs_whole_tensors
 from .params.units import mark_leaves, of_classes
 from .plan.rates import MatmulRates, find_rates, tell_choice, warn_of_slow
+from .plan.rungs import leave_advice
 from .report.comms import open_comms_log
 from .report.monitors import open_monitors
 from .runtime.distributed import init_distributed
@@ -96,19 +97,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     loaded = load_config(_config_source(args, config, config_params)).answered(answers)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = World.current()
-    trains = (
-        optimizer is not None
-        or lr_scheduler is not None
-        or bool(loaded.settings.optimizer or loaded.settings.scheduler)
-    )
-    if not (trains or frozen):
-        frozen = True
-        if world.rank == 0:
-            _log.warning(
-                "%s names no optimizer: the engine evaluates, loads and saves, and trains nothing; to train, add an "
-                '"optimizer" section or pass optimizer=...',
-                loaded.source,
-            )
+    frozen = frozen or _names_no_optimizer(loaded, optimizer, lr_scheduler, world)
     rates = find_rates(loaded, world)
     whole = optimizer is not None and needs_whole_tensors(type(optimizer))
     resolved = loaded.resolve(
@@ -144,6 +133,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     if resolved.stage == 3:
         _mark_leaves(model, resolved, world)
     with _watched(world, resolved.own.silent_rank_s or None):
+        leave_advice(resolved, world)
         require_shared_folder(resolved, world)
         facade = _optimizer(resolved, optimizer, model_parameters, model)
         schedule = _schedule(resolved, lr_scheduler, facade)
@@ -161,6 +151,20 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             raise
         leave_to_engine(model)
         return engine, engine.optimizer, loader, schedule.scheduler
+
+
+def _names_no_optimizer(config: Config, optimizer: Any, scheduler: Any, world: World) -> bool:
+    """Return whether neither an argument nor the config names an optimizer or a schedule of one, and say so."""
+    given = config.settings.optimizer, config.settings.scheduler, optimizer, scheduler
+    if any(one is not None for one in given):
+        return False
+    if world.rank == 0:
+        _log.warning(
+            "%s names no optimizer: the engine evaluates, loads and saves, and trains nothing; to train, add an "
+            '"optimizer" section or pass optimizer=...',
+            config.source,
+        )
+    return True
 
 
 def _mark_leaves(model: nn.Module, config: Config, world: World) -> None:

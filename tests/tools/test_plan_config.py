@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+import zstore
 from zstore.engine.config.config import load_config
+from zstore.engine.config.resolve import ResolveContext
+from zstore.engine.plan.rungs import next_rung
 from zstore.errors import UsageError
 from zstore.tools.plan.choices import Outcome, changed_config, ladder, plan_of, weigh_given
 from zstore.tools.plan.command import plan_command
@@ -19,6 +23,7 @@ from zstore.tools.plan.given import differences
 from zstore.tools.plan.job import Choice, make_job
 from zstore.tools.plan.options import PlanOptions, Precision
 from zstore.tools.plan.report import headline
+from zstore.tools.run.memory import MemoryWatch
 from zstore.tools.sample.models import build_model
 
 BASE: dict[str, Any] = {
@@ -205,3 +210,69 @@ def test_activations_rest_where_the_config_says(tmp_path: Path) -> None:
     assert kept.device_bytes - both.device_bytes == kept_resting < resting
     job = make_job(options(tmp_path, BASE | {"zstore": {"gradient_checkpointing": True}}))
     assert all(rung.choice.checkpointing for rung in ladder(job))
+
+
+# -- when memory ran out ------------------------------------------------------------------------------------------------
+
+
+def changed(config: dict[str, Any], rung: dict[str, Any]) -> dict[str, Any]:
+    found = copy.deepcopy(config)
+    for key, value in rung.items():
+        *sections, name = key.split(".")
+        section = found
+        for one in sections:
+            section = section.setdefault(one, {})
+        section[name] = value
+    return found
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_each_rung_that_is_told_takes_less_host_memory_in_the_plan(tmp_path: Path, gpus: int) -> None:
+    config = BASE | {"train_batch_size": None, "gradient_accumulation_steps": 2}
+    config["zero_optimization"] = {"stage": 1, "offload_optimizer": {"device": "cpu"}} if gpus else {"stage": 0}
+    seen, sizes = [], []
+    while True:
+        size = {"memory": 100 * GB, "gpu_memory": 100 * GB, "seq_length": 1024, "model": "gpt-base"}
+        job = make_job(options(tmp_path, config, gpus=gpus, **size))
+        sizes.append(weigh_given(job).host_bytes)
+        resolved = load_config(config).resolve(ResolveContext(world_size=1))
+        if not (rung := next_rung(resolved, 1, device_is_host=not gpus)):
+            break
+        seen.append(list(rung))
+        config = changed(config, rung)
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == len(sizes) > 1
+    told = [keys[-1].rpartition(".")[2] for keys in seen]
+    expected = ["gradient_accumulation_steps", "gradient_checkpointing", "offload_optimizer", "offload_param"]
+    assert told == (expected[2:3] if gpus else expected)
+
+
+def machine(folder: Path, kills: int | None) -> Path:
+    """A system whose kernel has killed so many processes for lack of memory."""
+    (folder / "proc").mkdir(exist_ok=True)
+    (folder / "proc/meminfo").write_text("MemTotal: 8000000 kB\nMemAvailable: 100 kB\n")
+    (folder / "proc/vmstat").write_text("" if kills is None else f"pgfault 9\noom_kill {kills}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (3, 3, "the kernel has killed nothing for lack of memory meanwhile, so somebody else did"),
+        (3, 5, "memory ran out (kernel's kills for lack of memory meanwhile: 2; memory: 8.19 GB). Next, set "),
+        (None, None, "as the kernel does when memory runs out (memory: 8.19 GB). Next, set "),
+    ],
+)
+def test_a_rank_that_was_killed_for_memory_is_told_with_the_next_rung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int | None, after: int | None, told: str
+) -> None:
+    with MemoryWatch(machine(tmp_path, before)) as watch:
+        for name, value in watch.environment.items():
+            monkeypatch.setenv(name, value)
+        with zstore.initialize(model=torch.nn.Linear(4, 4), config=BASE)[0]:
+            pass
+        machine(tmp_path, after)
+        text = watch.text()
+    assert text.startswith(told)
+    rung = "set train_micro_batch_size_per_gpu to 1 and gradient_accumulation_steps to 8; `zstore plan` shows what fits"
+    assert before == after == 3 or text.endswith(rung)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -133,6 +134,18 @@ def test_the_first_rank_to_fail_gives_the_code(tmp_path: Path, environment: dict
     assert code == 1
     assert "ValueError: broken here" in err
     assert err.endswith("zstore: rank 1 failed with exit code 1 first; see its output above\n")
+
+
+def test_a_rank_that_the_kernel_might_have_killed_is_told_with_the_memory(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    (tmp_path / "killed.py").write_text(
+        "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n"
+    )
+    code, _, err = finish(tmp_path, environment, "--nproc", "2", "killed.py")
+    assert code == 128 + signal.SIGKILL
+    # What the count of the kernel's kills says depends on the machine.
+    assert re.search(r"zstore: rank 1 was ended by SIGKILL first; .*(lack of memory|memory runs out)", err)
 
 
 def test_ranks_start_anew_where_they_may(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -24,6 +24,8 @@ class Ended:
     """Signals that were passed on to them, in order."""
     hint: str = "its output above"
     """Where to look for what happened."""
+    about_kill: str = ""
+    """What is to be said of it if SIGKILL ended the first."""
 
     @property
     def stopped(self) -> bool:
@@ -34,6 +36,11 @@ class Ended:
     def failed(self) -> list[str]:
         """Names of those that neither ended well nor stopped."""
         return [name for name, code in self.codes.items() if code not in (0, STOPPED_EXIT_CODE)]
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether SIGKILL, which nobody asked for here, ended the first to fail."""
+        return not self.came and bool(self.failed) and self.codes[self.first or self.failed[0]] == -signal.SIGKILL
 
     @property
     def exit_code(self) -> int:
@@ -64,7 +71,8 @@ class Ended:
         code = self.codes[first]
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
         order = " first" if self.failed[1:] else ""
-        print(f"zstore: {first}{where and f' on {where}'} {how}{order}; see {self.hint}", file=sys.stderr, flush=True)
+        told = self.about_kill if self.was_killed and self.about_kill else f"see {self.hint}"
+        print(f"zstore: {first}{where and f' on {where}'} {how}{order}; {told}", file=sys.stderr, flush=True)
 
 
 def leave(code: int) -> None:

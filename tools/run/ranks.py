@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from zstore.errors import ZstoreError
@@ -16,6 +17,7 @@ from .agent import INTERVAL_S, Agent, NeverStarted, agent
 from .control import Control
 from .ending import Ended
 from .job import Job
+from .memory import MemoryWatch
 from .signals import Wakeups
 
 _LOOK_S = 0.1
@@ -39,7 +41,8 @@ def run_ranks(job: Job, control: Control | None = None) -> Ended:
     # Not torch's 1: the update of offloaded state runs on these threads.
     own.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(num_cores() // num_ranks or 1)))
     with (
-        _environment(own),
+        MemoryWatch() as memory,
+        _environment(own | memory.environment),
         _spec(job, num_ranks) as spec,
         agent(spec, job.shutdown_timeout_s) as one,
         Wakeups() as wakeups,
@@ -55,7 +58,8 @@ def run_ranks(job: Job, control: Control | None = None) -> Ended:
         if work.error is not None:
             where = job.rdzv_endpoint or f"{spec.master_addr}:{spec.master_port}"
             raise ZstoreError(f"the machines of the run did not meet at {where}: {work.error}") from work.error
-        return one.ended()
+        ended = one.ended()
+        return replace(ended, about_kill=memory.text()) if ended.was_killed else ended
 
 
 def count_gpus() -> int:

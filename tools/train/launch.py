@@ -34,4 +34,6 @@ def launch(command: Sequence[str], num_ranks: int) -> None:
         raise SystemExit(ended.exit_code)
     failed = [name.removeprefix("rank ") for name in ended.failed]
     where = f"ranks {', '.join(failed)}" if failed[1:] else f"rank {failed[0]}"
+    if ended.was_killed and ended.about_kill:
+        raise ZstoreError(f"training failed: SIGKILL ended {ended.first or where}; {ended.about_kill}")
     raise ZstoreError(f"training failed on {where}; see the error above")

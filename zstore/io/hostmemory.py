@@ -78,6 +78,16 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
     )
 
 
+def count_memory_kills(root: Path = Path("/")) -> int | None:
+    """Return how many processes the kernel has killed for lack of memory since it started, in control groups too; None where
+    it does not say."""
+    for line in _read(root / "proc/vmstat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == "oom_kill":
+            return int(value)
+    return None
+
+
 @dataclass(frozen=True)
 class _Mount:
     """A mounted hierarchy of control groups."""

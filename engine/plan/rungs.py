@@ -1,0 +1,66 @@
+"""What to set when host memory runs out: the next rung of `zstore plan`'s ladder, told to whoever started the ranks.
+
+A rank that the kernel kills for want of memory can say nothing. So the engine leaves the advice in a file before it takes
+memory, if a launcher named one in ADVICE_VARIABLE, and that prints it when SIGKILL ended a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from zstore.ranks.world import World
+
+from ..config.config import Config
+
+ADVICE_VARIABLE = "ZSTORE_ADVICE_FILE"
+"""Environment variable that names the file for the advice; set by `zstore run` and `zstore train`."""
+FOLDER = "FOLDER_ON_A_DRIVE"
+
+
+def next_rung(config: Config, world_size: int, *, device_is_host: bool) -> dict[str, Any]:
+    """Return the keys of a resolved config to change so that ranks take less host memory, by their dotted names; none where all
+    that may rests on disk. On the CPU that is memory of every kind, else what is offloaded."""
+    state, parameters = config.offload_optimizer.device, config.offload_param.device
+    here = ("none", "cpu") if device_is_host else ("cpu",)
+    batch = config.batch
+    if device_is_host and batch.micro_batch_size > 1:
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": batch.accumulation_steps * batch.micro_batch_size,
+        }
+    if device_is_host and not config.own.gradient_checkpointing:
+        return {"zstore.gradient_checkpointing": True}
+    if not device_is_host and config.activations == "host":
+        return {"zstore.activations": "disk", "zstore.activations_path": FOLDER}
+    if device_is_host and world_size > 1 and config.stage < 2:
+        return {"zero_optimization.stage": 2}
+    on_disk = {"device": "nvme", "nvme_path": FOLDER}
+    if state in here:
+        return {"zero_optimization.stage": max(1, config.stage), "zero_optimization.offload_optimizer": on_disk}
+    if parameters in here:
+        return {"zero_optimization.stage": 3, "zero_optimization.offload_param": on_disk}
+    return {}
+
+
+def leave_advice(config: Config, world: World) -> None:
+    """Leave what to set when memory runs out for the launcher of this machine's ranks, if it asks for that."""
+    path = os.environ.get(ADVICE_VARIABLE)
+    if not path or world.local_rank or config.frozen:
+        return
+    rung = next_rung(config, world.world_size, device_is_host=world.device.type == "cpu")
+    with suppress(OSError):  # of a launcher that is gone
+        Path(path).write_text(_text(rung), encoding="utf-8")
+
+
+def _text(rung: Mapping[str, Any]) -> str:
+    if not rung:
+        return (
+            "all that may rests on disk already: lower zstore.host_budget_bytes, start fewer ranks or DataLoader workers "
+            "on the machine, or build the model within zstore.Init"
+        )
+    return "set " + " and ".join(f"{key} to {json.dumps(value)}" for key, value in rung.items())
