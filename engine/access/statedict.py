@@ -4,7 +4,7 @@ next step would replace."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -56,14 +56,14 @@ class StateDictGuard:
             hook = partial(self._after)
             self._handles.append(module.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
 
-    def _records(self, module: nn.Module) -> Iterator[ParameterRecord]:
-        for _, parameter in module.named_parameters(recurse=False):
+    def _records(self, module: nn.Module) -> Iterator[tuple[str, ParameterRecord]]:
+        for name, parameter in module.named_parameters(recurse=False):
             record = None if self._is_suspended else self._record_of(parameter)
             if record is not None:
-                yield record
+                yield name, record
 
     def _released(self, module: nn.Module) -> bool:
-        return any(record.residency is Residency.RELEASED for record in self._records(module))
+        return any(record.residency is Residency.RELEASED for _, record in self._records(module))
 
     def _before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not self.lets_state_dicts_pass and self._released(module):
@@ -86,8 +86,9 @@ class StateDictGuard:
                 "state_dict() has sharded parameters as empty tensors, as in DeepSpeed; for whole ones %s", _INSTEAD
             )
 
-    def _before_load(self, module: nn.Module, *others: Any) -> None:
-        if self._released(module) or any(map(self._loses, self._records(module))):
+    def _before_load(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *others: Any) -> None:
+        loaded = (record for name, record in self._records(module) if prefix + name in state)
+        if any(record.residency is Residency.RELEASED or self._loses(record) for record in loaded):
             raise UsageError(
                 "load_state_dict() of a model in training: its values are in shards, or in fp32 masters that would overwrite "
                 "them at the next step. Call engine.load_module_state_dict(state) on all ranks, or load before "

@@ -174,8 +174,11 @@ class Restore:
         """Load what this rank owns; return the client's state."""
         training = self._training
         done = self._load_arrays(reader, [one for one in plan.arrays if not self._link(reader, one)])
-        for name, tensor in stored_whole(training.model, (record.parameter for record in training.state.records)):
-            if name in plan.whole:
+        for name, tensor in list(stored_whole(training.model, (record.parameter for record in training.state.records))):
+            if name in plan.resized:
+                values = {name.partition("/")[2]: as_torch(reader.read_array(name)).to(tensor.device)}
+                training.model.load_state_dict(values, strict=False)
+            elif name in plan.whole:
                 tensor.copy_(as_torch(reader.read_array(name)))
         training.state.refresh_parameters(done)
         self._know_frozen(reader, plan)

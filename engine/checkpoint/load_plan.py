@@ -14,7 +14,7 @@ from zstore.checkpoint.moments import codes_of_scales, scales_of
 from zstore.checkpoint.source import ArraySource
 from zstore.checkpoint.split import LOW, TIE, rest_of_master
 from zstore.errors import CheckpointMismatchError, UsageError
-from zstore.format.arrays import AVERAGES, model_array, optimizer_array
+from zstore.format.arrays import AVERAGES, buffer_array, model_array, optimizer_array
 
 from ..build.model import stored_whole
 from ..optim.client_step import STATE_KEY, ClientStep
@@ -101,6 +101,8 @@ class LoadPlan:
     """What is read, in this order."""
     whole: set[str]
     """Arrays that are not cut over the ranks: buffers, and parameters that were added after `initialize`."""
+    resized: set[str]
+    """Buffers among them of another shape than here, which the model's own `load_state_dict` takes over."""
     updated: list[ParameterRecord]
     """Parameters whose optimizer state is loaded."""
     missing: list[str]
@@ -147,7 +149,12 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
     """
     names = {r: [model_array(r.name), *(_slots(state, r) if options.optimizer else ())] for r in state.records}
     whole = {name: tuple(tensor.shape) for name, tensor in stored_whole(model, (r.parameter for r in state.records))}
-    wanted = dict(whole)
+    resized = {
+        name: reader.arrays[name].spec.shape
+        for name, shape in whole.items()
+        if name in reader.arrays and reader.arrays[name].spec.shape != shape and _takes_shapes(model, name)
+    }
+    wanted = whole | resized
     for arrays in names.values():
         wanted |= {name: tuple(state.store.spec(name).shape) for name in arrays}
     missing, unexpected = _differences(state, reader, options, wanted)
@@ -163,6 +170,7 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
             for one in _from(reader, state, record, name)
         ],
         whole=whole.keys() & found,
+        resized=set(resized),
         updated=[
             r
             for r in state.scalars
@@ -171,6 +179,19 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
         missing=missing,
         unexpected=unexpected,
         of_base=frozenset(map(model_array, () if base is None else base.digests)),
+    )
+
+
+def _takes_shapes(model: nn.Module, array: str) -> bool:
+    """Return whether the model loads the buffer of an array in a way of its own, which may change its shape."""
+    name = array.partition("/")[2]
+    if array != buffer_array(name):
+        return False
+    owner = model.get_submodule(name.rpartition(".")[0])
+    plain = nn.Module
+    return (type(model).load_state_dict, type(owner)._load_from_state_dict) != (
+        plain.load_state_dict,
+        plain._load_from_state_dict,
     )
 
 

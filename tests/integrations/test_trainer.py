@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from torch import nn
+from transformers import Trainer, TrainerCallback, default_data_collator
 
 import zstore.hf
 from tests.engine.asking import actions, ask
@@ -209,3 +210,53 @@ def _one_after_the_other(rank: int, folder: str) -> None:
 def test_a_second_trainer_takes_the_model_over(tmp_path: Path, world_size: int) -> None:
     (tmp_path / "nvme").mkdir()
     run_ranks(_one_after_the_other, world_size, os.fspath(tmp_path))
+
+
+def test_a_step_before_the_training_is_the_trainers_own(tmp_path: Path) -> None:
+    def gradients(kind: Any) -> list[torch.Tensor]:
+        model = llama()
+        trainer = kind(
+            model, arguments(tmp_path), compute_loss_func=lambda outputs, *_, **__: outputs["logits"].square().mean()
+        )
+        trainer.training_step(model, default_data_collator([Texts(1)[0]]))
+        return [parameter.grad for parameter in model.parameters()]
+
+    for own, others in zip(gradients(zstore.hf.Trainer), gradients(Trainer), strict=True):
+        assert torch.equal(own, others)
+
+
+class _Order(nn.Module):
+    """Keeps what it saw in a buffer that grows, and takes one of another length over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.register_buffer("seen", torch.empty(0))
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        if "seen" in state_dict:
+            self.seen = state_dict["seen"].clone()
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.seen = torch.cat([self.seen, x.flatten()])
+        return {"loss": self.linear(x).square().mean()}
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_buffer_that_grows_is_resumed_as_the_model_loads_it(tmp_path: Path, offloads: bool) -> None:
+    data = [{"x": torch.tensor([float(number)])} for number in range(8)]
+
+    def seen(kind: Any, resumes: bool, **own: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        saves = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+        args = arguments(tmp_path / kind.__module__, remove_unused_columns=False, **saves)
+        trainer = kind(_Order(), args, train_dataset=data, **own)
+        trainer.train(resume_from_checkpoint=str(tmp_path / kind.__module__ / "checkpoint-2") if resumes else None)
+        found: torch.Tensor = trainer.model.seen
+        return found
+
+    plain = seen(Trainer, resumes=False)
+    own = {"zstore_config": config(tmp_path) if offloads else {}}
+    assert torch.equal(seen(zstore.hf.Trainer, resumes=False, **own), plain)
+    assert torch.equal(seen(zstore.hf.Trainer, resumes=True, **own), plain)

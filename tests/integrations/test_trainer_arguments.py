@@ -83,20 +83,22 @@ def test_whole_tensors_are_served_where_nothing_is_sharded(tmp_path: Path) -> No
         _make(tmp_path, {}, optim=optim)
 
 
-def test_the_rates_that_adafactor_chooses_are_shown(tmp_path: Path) -> None:
-    def rates(kind: Any) -> list[float]:
+def test_the_rates_that_adafactor_chooses_are_shown_and_go_on_after_a_resume(tmp_path: Path) -> None:
+    def rates(kind: Any, resumes: bool) -> list[float]:
         torch.manual_seed(0)
         model = llama(**TINY)
         optimizer = Adafactor(model.parameters(), relative_step=True, warmup_init=True, lr=None)
-        args = arguments(tmp_path / kind.__module__, max_steps=4, save_strategy="no", eval_strategy="no")
+        saves = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
+        args = arguments(tmp_path / kind.__module__, max_steps=4, **saves)
         optimizers = optimizer, AdafactorSchedule(optimizer)
         trainer = kind(model, args, train_dataset=Texts(8), optimizers=optimizers)
-        trainer.train()
+        trainer.train(resume_from_checkpoint=str(Path(args.output_dir) / "checkpoint-2") if resumes else None)
         return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
 
-    plain = rates(Trainer)
+    plain = rates(Trainer, resumes=False)
     assert plain[-1] > plain[1] > 0
-    assert rates(zstore.hf.Trainer) == plain
+    assert rates(zstore.hf.Trainer, resumes=False) == plain
+    assert rates(zstore.hf.Trainer, resumes=True) == plain
 
 
 def test_a_config_that_contradicts_the_arguments_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,19 +177,20 @@ def check_optim(raw: Mapping[str, Any], source: str, args: Any) -> None:
     )
 
 
+class _OwnRates(AdafactorSchedule):  # type: ignore[misc]
+    """transformers' schedule of the rates that Adafactor chooses, which shows those of the step before: by itself it does so
+    only while there are gradients, which are gone when the engine's step is over."""
+
+    def get_lr(self) -> list[Any]:
+        """Return the rate of each group, or the first one before there is a step."""
+        firsts = [(group, self.optimizer.state.get(group["params"][0])) for group in self.optimizer.param_groups]
+        return [self.optimizer._get_lr(group, state) for group, state in firsts if state] or self.base_lrs
+
+
 def show_own_rates(schedule: Any) -> None:
-    """Let transformers' schedule of the rates that Adafactor chooses show those of the step before: by itself it does so only
-    while there are gradients, which are gone when the engine's step is over."""
-    if not isinstance(schedule, AdafactorSchedule):
-        return
-    optimizer = schedule.optimizer
-
-    def rates() -> list[Any]:
-        firsts = [(group, optimizer.state.get(group["params"][0])) for group in optimizer.param_groups]
-        found = [optimizer._get_lr(group, state) for group, state in firsts if state]
-        return found or schedule.base_lrs
-
-    schedule.get_lr = rates
+    """Let transformers' schedule of Adafactor's rates show them after the engine's steps too. See `_OwnRates`."""
+    if type(schedule) is AdafactorSchedule:
+        schedule.__class__ = _OwnRates
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -100,6 +100,11 @@ class TrainerAccelerator(Accelerator):
     def _answers(self, optimizer: Any, args: Any) -> dict[str, Any]:
         return answers_of(self._arguments, self.max_steps)
 
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Accumulate the gradients of `loss`; of a model that no engine holds yet in its `.grad`, as accelerate does."""
+        plain = super(Accelerator, self).backward
+        (plain if self.engine is None else super().backward)(loss, **kwargs)
+
     def free_memory(self, *objects: Any) -> Any:
         """Forget what was prepared but the engines, and return as many None as `objects`."""
         return super(Accelerator, self).free_memory(*objects)
