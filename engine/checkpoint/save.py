@@ -36,7 +36,7 @@ from zstore.weights.layout import MAX_FILE_BYTES, plan_files
 from ..build.model import has_config, save_companions, stored_whole
 from ..optim.client_step import STATE_KEY
 from ..params.record import ParameterRecord
-from ..report.journal import JournalPlace, RunJournal
+from ..report.journal import RunJournal
 from ..report.save_notes import SaveNotes
 from . import client_state as client
 from .accumulation import enter_gradients, leave_gradients, require_between_micro_batches
@@ -390,7 +390,7 @@ class Checkpoints:
         above = os.path.dirname(path)
         # Another run's checkpoint, as one to begin from, is no place for this run's journal.
         if restore.resumes and not is_url(path) and os.access(above, os.W_OK):
-            journal.place(JournalPlace(Path(above)), certain=False)
+            journal.resumed(Path(above))
 
 
 @dataclass(frozen=True)

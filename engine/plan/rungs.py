@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -52,12 +51,13 @@ def leave_advice(config: Config, world: World) -> None:
     path = os.environ.get(ADVICE_VARIABLE)
     if not path or world.local_rank or config.frozen:
         return
-    rung = next_rung(config, world.world_size, device_is_host=world.device.type == "cpu")
     with suppress(OSError):  # of a launcher that is gone
-        Path(path).write_text(_text(rung), encoding="utf-8")
+        Path(path).write_text(advice(config, world), encoding="utf-8")
 
 
-def _text(rung: Mapping[str, Any]) -> str:
+def advice(config: Config, world: World) -> str:
+    """Return the next rung as a sentence."""
+    rung = next_rung(config, world.world_size, device_is_host=world.device.type == "cpu")
     if not rung:
         return (
             "all that may rests on disk already: lower zstore.host_budget_bytes, start fewer ranks or DataLoader workers "

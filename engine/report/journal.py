@@ -26,14 +26,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zstore.checkpoint.catalog import LOOPS_FOLDER
+from zstore.io.hostmemory import count_memory_kills
 from zstore.io.links import LinkStatistics
 from zstore.journal.names import journal_file
+from zstore.journal.reader import read_from
 from zstore.journal.requests import request
 from zstore.journal.writer import FileSink, JournalWriter
 from zstore.remote.journal_tail import JournalTail
 from zstore.remote.service_upload import ServicePlace
 
 from ..config.keys import acting
+from ..plan.rungs import advice
 from .placement import plan_record
 from .records import Samples, Warnings, has_uncaught_error, start_record
 from .save_notes import SaveNotes
@@ -49,6 +52,9 @@ if TYPE_CHECKING:
     from .losses import Loss
 
 _log = logging.getLogger("zstore")
+
+_TAIL_BYTES = 64 * 1024
+"""Of a journal, in which its last line is."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +244,34 @@ class RunJournal:
         self._samples.begin_anew(step)  # what the load moved is no step's
         record = {"kind": "load", "at": time.time(), "step": step, "tag": tag, "location": location}
         self.writer.append(record | {"elapsed_s": elapsed_s, "read_bytes": read_bytes})
+
+    def resumed(self, folder: Path) -> None:
+        """Take the run's journal to be in `folder`, where it goes on from a checkpoint; say so if the process before was
+        killed: its journal has no end."""
+        if self._sink is None:
+            self._tell_of_kill(folder)
+        self.place(JournalPlace(folder), certain=False)
+
+    def _tell_of_kill(self, folder: Path) -> None:
+        file = folder / journal_file(self._training.run_id)
+        try:
+            records, _ = read_from(folder, file.name, max(0, file.stat().st_size - _TAIL_BYTES))
+        except OSError:
+            return
+        if not records or records[-1]["kind"] == "end":
+            return
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(records[-1].get("at", 0)))
+        kills = count_memory_kills()
+        told = ""
+        if kills != 0:
+            counted = "" if kills is None else f" (the kernel has killed {kills} process(es) of this machine for that)"
+            told = f". If memory ran out{counted}, {advice(self._training.config, self._training.world)}"
+        _log.warning(
+            "the process that trained this run before wrote its last line into the journal at %s, and no end: it was killed, "
+            "unless it still runs%s",
+            at,
+            told,
+        )
 
     def evaluated(self, loss: float, perplexity: float, samples: int) -> None:
         """Write down an evaluation after the last step: the mean loss of so many samples over all ranks."""

@@ -21,6 +21,7 @@ from tests.engine.runs import make_config, start, step
 from zstore.engine import Engine
 from zstore.errors import ConfigError, DiskFullError
 from zstore.io.files import Files
+from zstore.io.hostmemory import count_memory_kills
 from zstore.journal import journals, read, steps
 from zstore.journal.names import journal_file, run_of
 from zstore.optim import Offloaded
@@ -311,3 +312,41 @@ def test_the_journal_of_a_run_at_a_url_is_sent_along(tmp_path: Path) -> None:
     assert [r["kind"] for r in read(open_folder(url))][-2:] == ["step", "end"]
     (local,) = tmp_path.rglob("journal-*")
     assert read(open_folder(url)) == read(local.parent)
+
+
+DIES = """
+import os, signal, sys
+from tests.engine.runs import start, step
+engine = start()
+for _ in range(2):
+    step(engine)
+engine.save_checkpoint(sys.argv[1])
+engine.journal.writer.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_resume_says_that_the_process_before_was_killed_and_what_to_set(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended, killed = str(tmp_path / "ended"), str(tmp_path / "killed")
+    with start() as engine:
+        step(engine)
+        engine.save_checkpoint(ended)
+    with start() as engine:
+        engine.load_checkpoint(ended)
+    assert "no end: it was killed" not in caplog.text
+    assert warm.run([sys.executable, "-c", DIES, killed], cwd=ROOT).returncode == -signal.SIGKILL
+    assert of_kind(Path(killed), "end") == []
+    with start() as engine:
+        engine.load_checkpoint(killed)
+        assert engine.global_steps == 2
+        step(engine)
+    (said,) = [record.getMessage() for record in caplog.records if "no end: it was killed" in record.getMessage()]
+    # Whether the kernel has killed for lack of memory depends on the machine.
+    rung = "set train_micro_batch_size_per_gpu to 1 and gradient_accumulation_steps to 4"
+    assert said.endswith(rung) == (count_memory_kills() != 0)
+    caplog.clear()
+    with start() as engine:
+        engine.load_checkpoint(killed)  # that one did end
+    assert "no end: it was killed" not in caplog.text
