@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from zstore.as_deepspeed import constants, launcher, lr_schedules, optimizers, runtime, safe_access, utils
+from zstore.as_deepspeed import constants, launcher, lr_schedules, optimizers, runtime, utils
 from zstore.as_deepspeed.absent import absent
 from zstore.as_deepspeed.config import DeepSpeedConfig, DeepSpeedZeroConfig
 from zstore.as_deepspeed.finder import KNOWN
 from zstore.as_deepspeed.initialize import initialize
 from zstore.as_deepspeed.names import ABSENT, MODULES, WITH_CONSTANTS
+from zstore.engine.access import safe_access
 from zstore.errors import UsageError
 
 STEP = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}

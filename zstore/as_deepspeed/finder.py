@@ -64,7 +64,7 @@ class _AnswerLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Give the module the names that are listed for it."""
         for home, names in MODULES.get(module.__name__, {}).items():
-            source = importlib.import_module(f"{_HOME}.{home}")
+            source = importlib.import_module(home if "." in home else f"{_HOME}.{home}")
             for name in names:
                 setattr(module, name, getattr(source, name))
         for name in ABSENT.get(module.__name__, ()):

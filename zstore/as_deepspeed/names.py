@@ -138,6 +138,8 @@ _GROUPS = tuple(
     if kind != "expert" or what != "group"
 )
 
+_ACCESS, _PROFILING = "zstore.engine.access.safe_access", "zstore.profiling"
+
 MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed": {
         "root": ("__git_branch__", "__git_hash__", "__version__", "version", *_VERSION_PARTS),
@@ -176,8 +178,8 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed.ops.lion.fused_lion": {"optimizers": ("FusedLion",)},
     "deepspeed.ops.sparse_attention": {"sparse_attention": _SPARSE},
     "deepspeed.profiling": {},
-    "deepspeed.profiling.flops_profiler": {"profiling": _PROFILER},
-    "deepspeed.profiling.flops_profiler.profiler": {"profiling": _PROFILER},
+    "deepspeed.profiling.flops_profiler": {_PROFILING: _PROFILER},
+    "deepspeed.profiling.flops_profiler.profiler": {_PROFILING: _PROFILER},
     "deepspeed.runtime": {},
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": {"checkpointing": _CHECKPOINTING},
@@ -202,25 +204,25 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zero_types": ("ZeroParamStatus",),
         "accelerator": ("get_accelerator",),
     },
-    "deepspeed.runtime.zero.stage3": {"profiling": _ZERO3_MEMORY, "zero": ("unwrap_model_for_generation",)},
-    "deepspeed.runtime.zero.stage_1_and_2": {"profiling": _ZERO2_MEMORY},
+    "deepspeed.runtime.zero.stage3": {_PROFILING: _ZERO3_MEMORY, "zero": ("unwrap_model_for_generation",)},
+    "deepspeed.runtime.zero.stage_1_and_2": {_PROFILING: _ZERO2_MEMORY},
     "deepspeed.runtime.zero.utils": {"zero": ("ZeRORuntimeException", "is_zero_param")},
     "deepspeed.utils": {
         "utils": ("OnDevice", "RepeatingLoader", "instrument_w_nvtx", *_LOGGING, *_LEAVES),
-        "safe_access": _SAFE,
+        _ACCESS: _SAFE,
     },
     "deepspeed.utils.groups": {"groups": _GROUPS},
     "deepspeed.utils.logging": {"utils": _LOGGING},
     "deepspeed.utils.nvtx": {"utils": ("instrument_w_nvtx",)},
     "deepspeed.utils.z3_leaf_module": {"utils": _LEAVES},
     "deepspeed.utils.numa": {"utils": ("parse_range", "parse_range_list")},
-    "deepspeed.utils.tensor_fragment": {"safe_access": _SAFE},
+    "deepspeed.utils.tensor_fragment": {_ACCESS: _SAFE},
     "deepspeed.utils.timer": {"utils": ("trim_mean",)},
     "deepspeed.utils.torch": {"runtime": ("required_torch_version",)},
     "deepspeed.utils.zero_to_fp32": {"zero_to_fp32": (*_TO_FP32, "get_optim_files")},
     "deepspeed.zero": {"zero": _INIT},
 }
-"""DeepSpeed's module -> this package's module -> names that it gives."""
+"""DeepSpeed's module -> this package's module, or one by its whole name -> names that it gives."""
 
 WITH_CONSTANTS = (
     "deepspeed.checkpoint",
