@@ -36,10 +36,13 @@ from .plan.rungs import leave_advice
 from .report.comms import open_comms_log
 from .report.monitors import open_monitors
 from .runtime.distributed import init_distributed
-from .runtime.messages import show_messages
+from .runtime.messages import listed, show_messages
 from .wiring import wire
 
 _log = logging.getLogger("zstore")
+
+_NAMED = 5
+"""Parameters that a message names."""
 
 
 @around_block()
@@ -130,6 +133,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     if resolved.settings.sparse_attention is not None:
         apply_sparse_attention(model, resolved.settings.sparse_attention.pattern())
     world.log = open_comms_log(resolved.settings.comms_logger, world)
+    _say_doubles(model, resolved, world)
     if resolved.stage == 3:
         _mark_leaves(model, resolved, world)
     with _watched(world, resolved.own.silent_rank_s or None):
@@ -165,6 +169,18 @@ def _names_no_optimizer(config: Config, optimizer: Any, scheduler: Any, world: W
             config.source,
         )
     return True
+
+
+def _say_doubles(model: nn.Module, config: Config, world: World) -> None:
+    """Warn of float64 parameters, which have another type from now on."""
+    doubles = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
+    if doubles and world.rank == 0:
+        _log.warning(
+            "%s: parameters that are float64 are cast to %s, the type that the config says: %s",
+            config.source,
+            config.precision,
+            listed(doubles, _NAMED),
+        )
 
 
 def _mark_leaves(model: nn.Module, config: Config, world: World) -> None:

@@ -113,6 +113,15 @@ def test_a_failed_backward_starts_the_accumulation_anew() -> None:
         assert engine_digests(engine) == engine_digests(other)
 
 
+def test_parameters_that_are_float64_are_named_with_the_type_that_they_get(caplog: pytest.LogCaptureFixture) -> None:
+    with start(linear().double()) as engine:
+        assert {p.dtype for p in engine.parameters()} == {torch.float32}
+    assert "parameters that are float64 are cast to fp32, the type that the config says: weight" in caplog.text
+    caplog.clear()
+    start(linear()).close()
+    assert "float64" not in caplog.text
+
+
 def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"expected a torch.nn.Module, got str"):
         zstore.initialize(model="gpt", config=settings())

@@ -221,8 +221,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"type": "LRRangeTest", "params": {"lr_range_test_min_lr": []}}, r"or a list with one for each .*got \[\]"),
     ({"type": "WarmupLR", "params": {"warmup_min_lr": [0, "auto"]}}, r"warmup_min_lr: expected a number of at least 0"),
     (
-        {"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
-        r"warmup_num_steps: expected a whole number of at least 1",
+        {"type": "WarmupLR", "params": {"warmup_num_steps": -1}},
+        r"warmup_num_steps: expected a whole number of at least 0",
     ),
     ({"type": "OneCycle", "params": {"cycle_min_lr": "auto", "cycle_max_lr": 1}}, r'cycle_min_lr: .*got "auto"'),
     ({"type": "WarmupLR", "params": 3}, r"scheduler\.params: expected an object .*got 3"),

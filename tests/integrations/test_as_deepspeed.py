@@ -360,8 +360,8 @@ def test_schedules_take_deepspeeds_order_of_arguments_and_a_first_step() -> None
     assert optimizer.param_groups[0]["lr"] == OWN_LR
     schedule.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.892481250361)
-    with pytest.raises(ConfigError, match=r"warmup_num_steps.*at least 1"):
-        lr_schedules.WarmupLR(optimizer, warmup_num_steps=0)
+    with pytest.raises(ConfigError, match=r"warmup_num_steps.*at least 0"):
+        lr_schedules.WarmupLR(optimizer, warmup_num_steps=-1)
     with pytest.raises(UsageError, match="at most once"):
         lr_schedules.WarmupLR(optimizer, 0.1, warmup_min_lr=0.1)
 

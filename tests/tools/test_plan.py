@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -185,6 +187,12 @@ def test_on_a_cpu_the_device_is_the_host() -> None:
 
 
 # -- estimates ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_from_numbers_loads_no_compiler() -> None:
+    code = "import sys; from zstore.tools.plan.model import shape_of_numbers; shape_of_numbers(10**9, 1024, 24, 32000, 'bf16')"
+    done = subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch._dynamo' in sys.modules)"], check=False)
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("gpt-tiny", torch.float32), ("gpt-small", torch.bfloat16)])

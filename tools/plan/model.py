@@ -92,7 +92,9 @@ def shape_of_numbers(num_parameters: int, hidden: int, num_layers: int, vocab_si
     with torch.device("meta"):
         config = GptConfig(hidden=hidden, num_layers=num_layers, num_heads=1, mlp_width=wide)
         blocks = nn.ModuleList(Block(config) for _ in range(num_layers))
-        ends = nn.Embedding(vocab_size, hidden), nn.LayerNorm(hidden), nn.Linear(hidden, vocab_size, bias=False)
+        # Given a weight, it draws none, for which torch would load its compiler.
+        table = nn.Embedding(vocab_size, hidden, _weight=torch.empty(vocab_size, hidden))
+        ends = table, nn.LayerNorm(hidden), nn.Linear(hidden, vocab_size, bias=False)
         model = nn.ModuleDict({"wte": ends[0], "h": blocks, "ln_f": ends[1], "lm_head": ends[2]})
     return ModelShape(
         name=f"GPT, {num_layers} layers of width {hidden}, {wide} in between",

@@ -301,7 +301,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, r"set gradient_clipping at the top"),
     ({"scheduler": {"type": "Cosine", "params": {}}}, r'choose one of "WarmupLR", .*or pass any other scheduler'),
     (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}},
         r"warmup_num_steps: expected a whole",
     ),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}}, r'choose one of "log", "linear"'),
