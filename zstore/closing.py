@@ -86,6 +86,7 @@ _EXIT_CODE = 120
 _numbers = itertools.count()
 _open: dict[int, weakref.finalize[..., Any] | _WeakCall] = {}
 """What the end of the program closes, in the order in which it was opened."""
+_all_completions: list[Completions] = []
 
 
 def closing_with(owner: object, close: Callable[..., object], *args: object) -> weakref.finalize[..., Any]:
@@ -100,6 +101,8 @@ def closing_with(owner: object, close: Callable[..., object], *args: object) -> 
         _open.pop(number, None)
     _open[next(_numbers)] = finalizer
     _at_exit(_close_all)
+    for completions in _all_completions:  # which come first: what runs may need what is open
+        completions.expect()
     return finalizer
 
 
@@ -173,6 +176,16 @@ def _in_forked_child(call: Callable[[], None]) -> None:
 _in_forked_child(_open.clear)
 
 
+def program_ended() -> bool:
+    """Return whether the main thread has carried out its last line, so that nobody is left to hear of an error."""
+    main = threading.main_thread()
+    frame = sys._current_frames().get(main.ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    # Python waits for other threads there; until it has waited for those of executors, the main thread says that it is alive.
+    return not main.is_alive() or (frame is not None and frame.f_globals.get("__name__") == "threading")
+
+
 class Completions:
     """What runs behind the program: its end waits for all of it, and names on stderr what failed without anybody being told.
 
@@ -186,6 +199,12 @@ class Completions:
         self._child: int | None = None
         """The process whose end by multiprocessing is seen."""
         _in_forked_child(self._forget)
+        _all_completions.append(self)
+
+    def expect(self) -> None:
+        """Let the end of the interpreter wait for what is under way, before it calls what was registered until now."""
+        if self._under_way:
+            _at_exit(self._complete)
 
     def begin(self, title: str, wait: Callable[[], object]) -> object:
         """Note that `title` is under way, and that `wait` returns when it ended, well or badly; return what it is known by."""
@@ -196,6 +215,11 @@ class Completions:
             self._under_way[key] = title, wait
         return key
 
+    def fail(self, title: str, error: BaseException) -> None:
+        """Note that `title` failed, when the program has ended; otherwise whoever asks hears of it."""
+        if program_ended():
+            self.end(self.begin(title, lambda: None), error)
+
     def end(self, key: object, error: BaseException | None) -> None:
         """Note that it ended; `error` is what somebody has to be told. Its frames are not held."""
         with self._lock:
@@ -205,7 +229,7 @@ class Completions:
 
     def heard(self, key: object) -> None:
         """Note that somebody was told; while the interpreter ends nobody is, whoever asks."""
-        if threading.main_thread().is_alive():
+        if not program_ended():
             with self._lock:
                 self._failed.pop(key, None)
 

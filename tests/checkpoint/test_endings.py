@@ -47,6 +47,53 @@ atexit.register(at_exit.set)  # called first
 {ending}
 """
 
+_DCP_PROGRAM = """
+import atexit, os, pathlib, signal, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+import torch
+import torch.distributed.checkpoint as dcp
+import zstore.dcp
+from zstore.optim import Offloaded
+from zstore.testing.faults import CallingFiles
+
+probe, first, reached = ThreadPoolExecutor(1), threading.Lock(), threading.Event()
+at_exit = threading.Event()
+
+def interrupt():
+    while True:
+        os.kill(os.getpid(), signal.SIGINT)
+        if at_exit.wait(1):
+            return
+
+def hold(kind, path):
+    reached.set()
+    try:
+        while True:
+            probe.submit(int).result()
+    except RuntimeError:  # after the last line, where Python waits for executors
+        pass
+    {held}
+
+folder = pathlib.Path(sys.argv[1])
+folder.mkdir()
+weight = torch.nn.Parameter(torch.zeros(300000))
+optimizer = Offloaded(torch.optim.SGD, [weight], lr=1.0, momentum=0.5, path=folder.parent)
+
+def step():
+    weight.grad = torch.ones(300000)
+    optimizer.step()
+
+step()
+state = {{"model": {{"w": next(iter(optimizer.state_dict()["state"].values()))["momentum_buffer"]}}}}
+writer = zstore.dcp.Writer(folder / "step-00000001", _files=CallingFiles(hold))
+dcp.async_save(state, storage_writer=writer, async_stager=zstore.dcp.Stager(), no_dist=True)
+for _ in range(3):
+    step()
+reached.wait()
+atexit.register(at_exit.set)  # called first
+{ending}
+"""
+
 
 class Ending(NamedTuple):
     ending: str = ""
@@ -56,6 +103,7 @@ class Ending(NamedTuple):
     code: int = 0
     complete: bool = True
     says: str = ""
+    program: str = _PROGRAM
 
 
 ENDINGS = {
@@ -86,6 +134,10 @@ ENDINGS = {
         "child = os.fork()\nif child == 0:\n    sys.exit(5)\nassert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5"
     ),
 }
+ENDINGS |= {
+    f"dcp.async_save: {name}": ENDINGS[name]._replace(program=_DCP_PROGRAM)
+    for name in ("exception", "ctrl-c while it ends", "the save fails")
+}
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +146,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int
     started = {}
     for name, end in ENDINGS.items():
         folder = tmp_path_factory.mktemp("ended") / "ckpt"
-        code = _PROGRAM.format(ending=end.ending, held=end.held or "pass")
-        words = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code, str(folder)]
+        code = end.program.format(ending=end.ending, held=end.held or "pass")
+        words = [sys.executable, "-W", "ignore", "-c", code, str(folder)]
         started[name] = folder, subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     done = {}
     for name, (folder, process) in started.items():

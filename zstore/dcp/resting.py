@@ -98,7 +98,8 @@ class PinnedTensor(torch.Tensor):
         for item in items:
             pin = _part(tensor, item.index).pin_shard()
             if pin is not None:
-                weakref.finalize(self, pin.release)
+                # At the end of the program the store is closed; a forked child that ends must not remove the parent's files.
+                weakref.finalize(self, pin.release).atexit = False
                 self._pins[_place(item.index)] = pin
 
     @property

@@ -43,6 +43,7 @@ from zstore.remote.url import is_url
 from zstore.tensors import bytes_of, dtype_name
 
 from .destination import SCRATCH_NAME
+from .ending import complete_at_the_end, told_at_the_end
 from .layout import ArrayLayout
 from .place import Place
 from .resting import Resting
@@ -96,6 +97,7 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """See `StorageWriter` (all ranks)."""
         self._give_up()
+        complete_at_the_end(self._title)
         if not kwargs.get("use_collectives", True):
             raise UsageError("zstore.dcp.Writer writes one checkpoint of all ranks: leave out use_collectives=False")
 
@@ -120,6 +122,10 @@ class Writer(StorageWriter):
         share = plan.storage_data
         if not isinstance(share, Share):
             raise UsageError("zstore.dcp.Writer was given a plan that it has not prepared")
+        with told_at_the_end(self._title):
+            return self._write_data(plan, planner, share)
+
+    def _write_data(self, plan: SavePlan, planner: SavePlanner, share: Share) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
         num_threads = self._num_threads
         if not share.url:
@@ -142,11 +148,16 @@ class Writer(StorageWriter):
         if self._save is None:
             raise UsageError("finish() without a save: it is called on rank 0 only, after prepare_global_plan()")
         try:
-            self._save.commit([each.storage_data for rank in results for each in rank])
+            with told_at_the_end(self._title):
+                self._save.commit([each.storage_data for rank in results for each in rank])
         finally:
             self._give_up()
 
     # ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _title(self) -> str:
+        return f"the save of {self._place.shown}"
 
     @contextlib.contextmanager
     def _rank_writer(self, share: Share, resources: IoResources) -> Iterator[RankWriter]:

@@ -1,0 +1,55 @@
+"""The end of a program while torch.distributed.checkpoint saves behind it. See [Note: endings].
+
+Python waits for the thread of `async_save` by itself, but no more once Ctrl-C came meanwhile; and nobody asks its future
+then what went wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+
+from torch.distributed.checkpoint import state_dict_saver
+
+from zstore.closing import Completions
+
+_PAUSE_S = 0.01
+_completions = Completions()
+_under_way: dict[int, object] = {}
+"""By thread: what `_completions` knows its save by."""
+
+
+def complete_at_the_end(title: str) -> None:
+    """Let the end of the program wait until this thread, if it is not the main one, comes back from DCP."""
+    for thread in [thread for thread in list(_under_way) if not _is_saving(thread)]:
+        _completions.end(_under_way.pop(thread, None), None)
+    thread = threading.get_ident()
+    if thread != threading.main_thread().ident and thread not in _under_way:
+        _under_way[thread] = _completions.begin(title, partial(_wait, thread))
+
+
+@contextlib.contextmanager
+def told_at_the_end(title: str) -> Iterator[None]:
+    """Name an error of the block on stderr, with a non-zero exit code, if the program has ended."""
+    try:
+        yield
+    except BaseException as error:
+        _completions.fail(title, error)
+        raise
+
+
+def _wait(thread: int) -> None:
+    # Not for the thread, which Python 3.11 takes for ended where Ctrl-C interrupted a join.
+    while _is_saving(thread):
+        time.sleep(_PAUSE_S)
+
+
+def _is_saving(thread: int) -> bool:
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_globals is not vars(state_dict_saver):
+        frame = frame.f_back
+    return frame is not None
