@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 from zstore.checkpoint.build import READ_ONLY
@@ -74,6 +74,11 @@ class LocalDestination:
         if not linked:
             os.chmod(path, READ_ONLY)
 
+    @contextlib.contextmanager
+    def documents(self) -> Iterator[Path]:
+        """Give the folder for manifests and metadata, for the length of the commit."""
+        yield self.folder
+
     def remove_pieces(self) -> None:
         """Remove what passed between ranks."""
         self._files.remove_tree(self.folder / PIECES_FOLDER)
@@ -96,8 +101,6 @@ class RemoteDestination:
         self._committer = RemoteCommitter(folder, tag, save_id, "")
         self._sizes: dict[str, int] = {}
         self._overwrite = False
-        self._scratch = contextlib.ExitStack()
-        self._make_scratch = partial(temporary_folder, files, Path(tempfile.gettempdir()), SCRATCH_NAME)
         self.folder = Path()
 
     @property
@@ -115,13 +118,18 @@ class RemoteDestination:
 
     def begin(self) -> None:
         """Lock the tag, and remove what dead uploads left."""
-        self.folder = self._scratch.enter_context(self._make_scratch())
-        self._files.make_folder(self.folder / MANIFEST_FOLDER)
         self._committer.begin(overwrite=self._overwrite)
 
     def take(self, name: str, file: str, file_bytes: int, *, linked: bool) -> None:
         """See `LocalDestination`; its size is looked at in one listing with the others."""
         self._sizes[file] = file_bytes
+
+    @contextlib.contextmanager
+    def documents(self) -> Iterator[Path]:
+        """See `LocalDestination`."""
+        with temporary_folder(self._files, Path(tempfile.gettempdir()), SCRATCH_NAME) as self.folder:
+            self._files.make_folder(self.folder / MANIFEST_FOLDER)
+            yield self.folder
 
     def remove_pieces(self) -> None:
         """See `LocalDestination`."""
@@ -148,7 +156,6 @@ class RemoteDestination:
     def abandon(self) -> None:
         """Remove what was uploaded, unless it was committed. Never raises."""
         self._committer.abort()
-        self._scratch.close()
 
 
 Destination = LocalDestination | RemoteDestination

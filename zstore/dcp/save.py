@@ -144,10 +144,11 @@ class Save:
         state = {STATE: self._document(entries)}
         plan = self._plan([entry.opaque for entry in entries if entry.opaque is not None])
         self._destination.remove_pieces()
-        builder = CheckpointBuilder(plan, self._destination.folder, self._files)
-        for rank, summaries in enumerate(self._summaries(plan, entries)):
-            builder.write_manifest(rank, COMPLETE, summaries, {}, sync=False)
-        self._destination.commit(builder.finish(state))
+        with self._destination.documents() as folder:
+            builder = CheckpointBuilder(plan, folder, self._files)
+            for rank, summaries in enumerate(self._summaries(plan, entries)):
+                builder.write_manifest(rank, COMPLETE, summaries, {}, sync=False)
+            self._destination.commit(builder.finish(state))
 
     def _plan(self, opaque: Sequence[ArraySpec] = ()) -> CheckpointPlan:
         """Return the plan of a checkpoint of all tensors, and of arrays of bytes."""
