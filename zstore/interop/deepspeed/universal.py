@@ -115,6 +115,8 @@ class UniversalFolder:
         self._client = state.get("client_state")
         self.notes: list[str] = ["the states of random number generators"]
         """What is not carried over."""
+        if engine.get("accumulation") is not None:
+            self.notes.append("gradients of the step that has begun, of which DeepSpeed's checkpoints have none")
         self.trained: list[str] = self._adam_parameters()
         """Names of the parameters that the optimizer updates, in the order in which the engine has them."""
         try:
