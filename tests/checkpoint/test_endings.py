@@ -243,3 +243,24 @@ def test_a_program_that_ends_completes_its_upload(tmp_path: Path) -> None:
         subprocess.run(command, check=True, timeout=120)
         with open_checkpoint(folder) as reader:
             assert verify_checkpoint(reader) == []
+
+
+_JOURNAL = """
+import atexit, pathlib, sys
+from zstore.journal.writer import FileSink, JournalWriter
+
+def last():
+    with JournalWriter(failed=print) as journal:
+        journal.append({"event": "before"})
+        journal.open(FileSink(pathlib.Path(sys.argv[1])))
+        journal.append({"event": "after"})
+
+atexit.register(last)
+"""
+
+
+def test_a_journal_that_the_end_of_the_program_begins_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    done = subprocess.run([sys.executable, "-c", _JOURNAL, str(path)], check=False, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["before", "after"]

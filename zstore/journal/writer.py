@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..closing import Closing
+from ..closing import Closing, join_threads, start_threads
 from .lines import encode
 
 _PAUSE_S = 0.5
@@ -107,7 +107,7 @@ class JournalWriter(Closing):
         self.beside: Callable[[], None] | None = None
         """Called by the thread every half second while there is a sink; must not raise."""
         self._ending = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._pid = os.getpid()
 
     @property
@@ -132,8 +132,7 @@ class JournalWriter(Closing):
             self._records.extendleft(reversed(list(first)))
             self._sink = sink
         self._ending.clear()
-        self._thread = threading.Thread(target=self._serve, name="zstore-journal", daemon=True)
-        self._thread.start()
+        self._threads = start_threads(1, self._serve, "zstore-journal")
 
     def _serve(self) -> None:
         while not self._ending.wait(_PAUSE_S):
@@ -169,10 +168,10 @@ class JournalWriter(Closing):
 
     def close_sink(self) -> None:
         """Write what has come and give the sink back; records wait from here on."""
-        thread, self._thread = self._thread, None
-        if thread is not None and os.getpid() == self._pid:
+        threads, self._threads = self._threads, []
+        if os.getpid() == self._pid:
             self._ending.set()
-            thread.join()
+            join_threads(threads)
         self.flush()
         with self._writing:
             sink, self._sink = self._sink, None

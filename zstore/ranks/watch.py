@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as torch_dist
 
+from ..closing import start_threads
 from ..errors import RankError, UsageError
 from .incident import ABSENT_S, SAME_S, Activity, Outcome, Report, explain, judge
 
@@ -80,8 +81,9 @@ class Watch:
         self._closing = self._ended = self._agreed = self._told = False
         self._broken: RankError | None = None
         self._trainer = threading.get_ident()
-        self._thread = threading.Thread(target=self._serve, name=f"zstore-watch-{rank}", daemon=True)
-        self._thread.start()
+        self._threads = start_threads(1, self._serve, f"zstore-watch-{rank}")
+        if not self._threads:  # the interpreter ends
+            self._ended = True
 
     # -- called by the rank -------------------------------------------------------------------------------------------
 
@@ -152,7 +154,8 @@ class Watch:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(timeout=2 * ABSENT_S)
+        for thread in self._threads:
+            thread.join(timeout=2 * ABSENT_S)
 
     def tell_uncaught(self) -> None:
         """Tell the others of the error that ends the interpreter, if one does."""

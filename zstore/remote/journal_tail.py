@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ..closing import Closing
+from ..closing import Closing, join_threads, start_threads
 from ..errors import CheckpointError, UsageError, ZstoreError
 from .retries import Retries
 from .service_folder import ServiceFolder
@@ -54,8 +54,7 @@ class JournalTail(Closing):
         self._taken: str | None = None
         """Id of the last request that was told."""
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="zstore-journal-tail", daemon=True)
-        self._thread.start()
+        self._threads = start_threads(1, self._serve, "zstore-journal-tail")
 
     def _serve(self) -> None:
         while not self._ending.wait(_PAUSE_S):
@@ -114,7 +113,7 @@ class JournalTail(Closing):
         if self._ending.is_set():
             return
         self._ending.set()
-        self._thread.join()
+        join_threads(self._threads)
         if self._refused:
             return
         try:

@@ -43,7 +43,7 @@ class _Function:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60, may_die: Iterable[int] = ()
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 180, may_die: Iterable[int] = ()
 ) -> list[Any]:
     """Run `fn(rank, *args)` in `world_size` new processes of one gloo group; return their results in rank order.
 
