@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -27,7 +27,12 @@ class Held:
     disk: int = 0
 
     def __add__(self, other: Held) -> Held:
-        return Held(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
+        return Held(
+            device=self.device + other.device,
+            host=self.host + other.host,
+            pinned=self.pinned + other.pinned,
+            disk=self.disk + other.disk,
+        )
 
     @property
     def total(self) -> int:

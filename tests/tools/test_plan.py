@@ -29,6 +29,7 @@ from zstore.tools.plan.job import Choice, Job, make_job
 from zstore.tools.plan.machine import Machine, Rates, device_flops, find_precision, host_memory_bytes, measured_rates
 from zstore.tools.plan.model import shape_of_model, shape_of_numbers
 from zstore.tools.plan.options import PlanOptions
+from zstore.tools.plan.slots import slots_of
 from zstore.tools.sample.models import SHIPPED, Gpt, GptConfig, build_model, loss_of
 
 GB = 10**9
@@ -418,3 +419,31 @@ def test_auto_for_gpus_that_are_not_here_is_bf16() -> None:
     job = make_job(PlanOptions(model="gpt-tiny", gpus=2, gpu_memory=GB))
     assert (job.precision, job.machine.rates.flops) == ("bf16", None)
     assert ladder(job)[0].config["bf16"] == {"enabled": True}
+
+
+def test_a_plan_by_numbers_is_made_without_torchs_compiler() -> None:
+    """What imports it takes more processor time than the plan; shapes and slots are those of torch's own modules."""
+    program = """
+import sys
+from zstore.tools.plan.choices import all_choices, ladder
+from zstore.tools.plan.job import make_job
+from zstore.tools.plan.options import PlanOptions
+
+for named in ({"params": 2_000_000, "hidden": 64, "layers": 2, "vocab": 1000}, {"model": "gpt-tiny"}):
+    job = make_job(PlanOptions(gpus=1, gpu_memory=10**9, memory=10**9, disk=10**9, **named))
+    all_choices(job), ladder(job)
+assert "torch._dynamo" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+    plain = build_model("gpt-tiny", SEQ)  # filled, on the CPU
+    optimizer = torch.optim.AdamW(plain.parameters())
+    for parameter in plain.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    shape = shape_of_model("gpt-tiny", "fp32", SEQ)
+    assert {one.name: one.shape for one in shape.shapes} == {n: tuple(p.shape) for n, p in plain.named_parameters()}
+    planned = slots_of(shape.module, None)
+    held = {n: set(optimizer.state[p]) - {"step"} for n, p in plain.named_parameters()}
+    assert {name: set(slots) for name, slots in planned.items()} == held

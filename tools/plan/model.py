@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from zstore.engine.plan.needs import ParameterShape, shapes_of_model, units_of_model
 from zstore.errors import ConfigError
@@ -51,7 +52,7 @@ def shape_of_model(name_or_path: str, precision: str, seq_length: int) -> ModelS
 
     Raises ConfigError as `build_model` does, and where a config does not say how wide its model is.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), _Unfilled():
         model = build_model(name_or_path, seq_length)
     config: Any = model.config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -89,7 +90,7 @@ def shape_of_numbers(num_parameters: int, hidden: int, num_layers: int, vocab_si
             f"{num_layers} layers of width {hidden} with a vocabulary of {vocab_size} have at least {least:,} parameters, "
             f"got --params {num_parameters:,}: check the numbers"
         )
-    with torch.device("meta"):
+    with torch.device("meta"), _Unfilled():
         config = GptConfig(hidden=hidden, num_layers=num_layers, num_heads=1, mlp_width=wide)
         blocks = nn.ModuleList(Block(config) for _ in range(num_layers))
         # Given a weight, it draws none, for which torch would load its compiler.
@@ -105,6 +106,20 @@ def shape_of_numbers(num_parameters: int, hidden: int, num_layers: int, vocab_si
         num_layers=num_layers,
         vocab_size=vocab_size,
     )
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves out random values for tensors without memory: torch imports its compiler to draw them."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__name__", "") == "normal_":
+            tensor = args[0] if args else given["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **given)
 
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer")

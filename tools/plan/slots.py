@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import nn
+from torch.optim import Optimizer
 
 from zstore.engine.config.config import OptimizerConfig
 from zstore.engine.optim.optimizer import optimizer_from_config
@@ -21,7 +24,8 @@ def slots_of(module: nn.Module, optimizer: OptimizerConfig | None, ema: float | 
 
     Raises ConfigError for arguments that the optimizer does not take.
     """
-    made = optimizer_from_config(optimizer or ADAM, None, module)
+    with _without_compiler():
+        made = optimizer_from_config(optimizer or ADAM, None, module)
     kernels = kernels_for(type(made), made.param_groups, ema)
     of = {
         parameter: kernel
@@ -29,3 +33,14 @@ def slots_of(module: nn.Module, optimizer: OptimizerConfig | None, ema: float | 
         for parameter in group["params"]
     }
     return {name: planned_slots(of[parameter], parameter.shape) for name, _, parameter in named_parameters(module)}
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Let optimizers take groups of parameters undecorated: torch's decorator imports its compiler, for a second."""
+    decorated = Optimizer.add_param_group
+    Optimizer.add_param_group = inspect.unwrap(decorated)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Optimizer.add_param_group = decorated  # type: ignore[method-assign]
