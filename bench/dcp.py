@@ -2,12 +2,15 @@
 
     python -m bench.dcp [--path FOLDER] [--mib 512]
     python -m bench.dcp --pairs [--path FOLDER] [--sizes 1 11 64 264 1024] [--ranks 1 2 4] [--rounds 10]
+        [--seconds 20] [--disk]
 
 Prints the bytes that a second save writes anew where 1 of 10 tensors changed, and how long asynchronous saves hold the
 caller up, by a thread and by a process.
 
 With `--pairs`: how long saves of 50 tensors of so many MB in all take at so many ranks, as a share of what torch's writer
 takes with its own fsync. The two run in turn, each save to a new folder; the ratio is the median of those of the pairs.
+Where a size's pairs take longer than `--seconds`, those count that were run by then, at least three. `--disk` also saves
+an optimizer's state that rests on disk, which torch's writer reads.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +33,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import zstore.dcp
+from zstore.optim import Offloaded
 
 _ROUNDS = 5
+_LEAST_ROUNDS = 3
 _NUM_TENSORS = 50
 _COLUMNS = 512
 
@@ -79,39 +85,80 @@ def stalls(
     return statistics.median(held[1:]), statistics.median(done[1:])
 
 
-def measure_pairs(folder: Path, megabytes: int, world_size: int, rounds: int) -> None:
-    """Print what saves of both writers take in turn, at `world_size` ranks, each a process."""
-    given = (world_size, folder, megabytes, rounds)
+@dataclass(frozen=True)
+class Pairs:
+    """What saves are compared: of `megabytes` by `world_size` ranks, `rounds` times or for so many seconds."""
+
+    folder: Path
+    megabytes: int
+    world_size: int
+    rounds: int
+    seconds: float
+    rests: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.megabytes}-{self.world_size}-{self.rests}"
+
+
+def measure_pairs(pairs: Pairs) -> None:
+    """Print what saves of both writers take in turn, each rank a process."""
+    given, world_size = (pairs,), pairs.world_size
     if world_size == 1:
         _save_in_turn(0, *given)
     else:
         mp.spawn(_save_in_turn, given, nprocs=world_size)  # type: ignore[attr-defined, no-untyped-call]
 
 
-def _save_in_turn(rank: int, world_size: int, folder: Path, megabytes: int, rounds: int) -> None:
-    meeting = folder / f"ranks-{megabytes}-{world_size}"
+def _save_in_turn(rank: int, pairs: Pairs) -> None:
+    folder, megabytes, world_size = pairs.folder, pairs.megabytes, pairs.world_size
+    meeting = folder / f"ranks-{pairs.name}"
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
     mesh = init_device_mesh("cpu", (world_size,))
     rows = max(1, megabytes * 10**6 // (4 * _COLUMNS * _NUM_TENSORS))
     whole = (torch.randn(rows, _COLUMNS) for _ in range(_NUM_TENSORS))
-    state = {"model": {f"w{i}": distribute_tensor(each, mesh, [Shard(0)]) for i, each in enumerate(whole)}}
+    tensors = [distribute_tensor(each, mesh, [Shard(0)]) for each in whole]
+    state: dict[str, Any] = {"model": {f"w{i}": each for i, each in enumerate(tensors)}}
+    optimizer = _resting(tensors[::2], folder / f"state-{pairs.name}") if pairs.rests else None
+    if optimizer is not None:
+        state = {"optim": optimizer.state_dict()}
     seconds: list[tuple[float, float]] = []
-    for number in range(rounds + 1):
-        path = folder / f"{megabytes}-{number}"
+    begun = time.monotonic()
+    for number in range(pairs.rounds + 1):
+        # All ranks go on or none.
+        late = torch.tensor(float(number > _LEAST_ROUNDS and time.monotonic() - begun > pairs.seconds))
+        dist.all_reduce(late)
+        if late:
+            break
+        path = folder / f"{pairs.name}-{number}"
         ours = _timed_save(state, zstore.dcp.Writer(path / "step-1"))
         theirs = _timed_save(state, FileSystemWriter(path / "torch", sync_files=True))
         seconds.append((ours, theirs))
         if rank == 0:
             shutil.rmtree(path)
+    if optimizer is not None:
+        optimizer.close()
     dist.destroy_process_group()
     if rank == 0:
         ratios = [ours / theirs for ours, theirs in seconds[1:]]
         ours, theirs = (1000 * statistics.median(times) for times in zip(*seconds[1:], strict=True))
+        where = ", from disk" if pairs.rests else ""
         print(
-            f"{megabytes} MB, {world_size} ranks: zstore {ours:.0f} ms, torch {theirs:.0f} ms, "
-            f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            f"{megabytes} MB{where}, {world_size} ranks: zstore {ours:.0f} ms, torch {theirs:.0f} ms, "
+            f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} pairs)",
             flush=True,
         )
+
+
+def _resting(tensors: list[DTensor], folder: Path) -> Offloaded:
+    """Return an optimizer whose state rests on disk: two tensors for each of `tensors`."""
+    folder.mkdir(exist_ok=True)
+    parameters = [torch.nn.Parameter(each) for each in tensors]
+    optimizer = Offloaded(torch.optim.AdamW, parameters, lr=1e-3, device="nvme", path=folder)
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    return optimizer
 
 
 def _timed_save(state: dict[str, Any], writer: Any) -> float:
@@ -131,14 +178,18 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 11, 64, 264, 1024], help="MB of the pairs' saves")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=10, help="pairs that count, after one that does not")
+    parser.add_argument("--seconds", type=float, default=20.0, help="after which no more pairs of a size begin")
+    parser.add_argument("--disk", action="store_true", help="also save state that rests on disk")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
         if not options.pairs:
             measure(Path(folder), options.mib)
             return
-        for megabytes in options.sizes:
-            for world_size in options.ranks:
-                measure_pairs(Path(folder), megabytes, world_size, options.rounds)
+        for rests in (False, True)[: 1 + options.disk]:
+            for megabytes in options.sizes:
+                for world_size in options.ranks:
+                    given = (megabytes, world_size, options.rounds, options.seconds, rests)
+                    measure_pairs(Pairs(Path(folder), *given))
 
 
 def measure(folder: Path, mib: int) -> None:

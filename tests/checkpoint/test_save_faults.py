@@ -21,6 +21,7 @@ from tests.checkpoint.checkpoints import World, leavings, open_world, save_array
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import DiskFullError, ZstoreError
+from zstore.io.flush import Flush
 from zstore.store.store import TierName
 from zstore.testing.faults import Fault, FaultyFiles, Kind
 
@@ -76,6 +77,21 @@ class ShorteningFiles(FailingFiles):
             self.inject(Fault(kind="write", first=fail_at, most_bytes=4096))
             if self.then_full:
                 self.inject(Fault(kind="write", first=fail_at + 1, times=None, error_number=error_number))
+
+
+class FlushedFiles(FailingFiles):
+    """Files of which a save flushes the whole file system, whatever else is in the page cache."""
+
+    flush_fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most_dirty_bytes = 2**60
+
+    def rearm(self, fail_at: int | None, error_number: int = 0, *, lasting: bool = False) -> None:
+        super().rearm(fail_at, error_number, lasting=lasting)
+        if self.flush_fails:
+            self.inject(Fault(kind="syncfs", error_number=error_number))
 
 
 class Sweep:
@@ -138,6 +154,17 @@ def sweep(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sweep]:
 
 
 @pytest.fixture(params=["disk", "host"])
+def flushing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Sweep, FlushedFiles]]:
+    """A sweep over saves that flush their file system once."""
+    double = FlushedFiles()
+    if (flush := Flush.of(double, tmp_path)) is None:
+        pytest.skip("no file system of Linux's that one flush is known to make durable")
+    flush.close()
+    for made in _sweep(request.param, tmp_path, double):
+        yield made, double
+
+
+@pytest.fixture(params=["disk", "host"])
 def shortening(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Sweep, ShorteningFiles]]:
     double = ShorteningFiles()
     for made in _sweep(request.param, tmp_path, double):
@@ -163,6 +190,27 @@ def test_any_operation_of_a_save_may_fail(sweep: Sweep, lasting: bool, overwrite
     ]
     # Only what comes after the commit, and links, may fail without the save failing.
     assert outcomes.count(False) > 0.6 * len(outcomes)
+    assert sweep.run(0, 10**6, errno.EIO, lasting=False, overwrite=overwrite)
+    assert leavings(sweep.folder) == []
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
+def test_any_operation_of_a_save_that_flushes_once_may_fail(
+    flushing: tuple[Sweep, FlushedFiles], overwrite: bool
+) -> None:
+    sweep, double = flushing
+    kinds = sweep.kinds[0]
+    flush = kinds.index("syncfs")
+    # All is written before the one flush; after it names are changed, and the folder of checkpoints is made durable.
+    assert kinds.count("syncfs") == 1
+    assert "fsync" not in kinds
+    assert kinds[flush + 1 :][:3] == ["rename", "rename", "sync_folder"]
+    assert "sync_folder" not in kinds[:flush]
+    for operation in sorted({*range(2 * overwrite, flush, 5), *range(flush - 4, len(kinds))}):
+        sweep.run(0, operation, ERRORS[operation % 3], lasting=False, overwrite=overwrite)
+    double.flush_fails = True
+    assert not sweep.run(0, 10**6, errno.EIO, lasting=False, overwrite=overwrite)
+    double.flush_fails = False
     assert sweep.run(0, 10**6, errno.EIO, lasting=False, overwrite=overwrite)
     assert leavings(sweep.folder) == []
 

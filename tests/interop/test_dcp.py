@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import threading
 from pathlib import Path
@@ -28,7 +29,9 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.dcp.place import Place
 from zstore.dcp.save import Save
 from zstore.errors import CheckpointMismatchError, UsageError
+from zstore.io.flush import Flush
 from zstore.open.sources import open_source
+from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
 from zstore.tools.cli import app
 
@@ -482,6 +485,30 @@ def test_a_load_that_cannot_be_says_why_and_leaves_no_thread(tmp_path: Path) -> 
             load_alone(state, tmp_path / "a")
     gc.collect()
     assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("zstore")]
+
+
+@alone
+def test_one_flush_makes_a_small_save_durable_before_it_has_its_name(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    files.most_dirty_bytes = 2**60
+    if (flush := Flush.of(files, tmp_path)) is None:
+        pytest.skip("no file system of Linux's that one flush is known to make durable")
+    flush.close()
+    state = {"model": {f"w{i}": torch.full((30, 7), float(i)) for i in range(40)}}
+    dcp.save(state, storage_writer=zstore.dcp.Writer(tmp_path / "a", _files=files), no_dist=True)
+    at = files.operations.index("syncfs")
+    assert files.operations.count("syncfs") == 1
+    assert files.operations[at + 1 : at + 4] == ["rename", "rename", "sync_folder"]
+    assert not {"write", "write_small", "fsync"} & set(files.operations[at + 1 :])
+    assert not {"fsync", "sync_folder"} & set(files.operations[:at])
+    found = {"model": {name: torch.zeros_like(each) for name, each in state["model"].items()}}
+    dcp.load(found, storage_reader=zstore.dcp.Reader(tmp_path / "a"), no_dist=True)
+    assert all(torch.equal(found["model"][name], each) for name, each in state["model"].items())
+    # What the drive lost is reported by the flush: then there is no checkpoint, and the one before counts.
+    files.inject(Fault(kind="syncfs", error_number=errno.EIO))
+    with pytest.raises(BaseException, match="cannot make the file system durable"):
+        dcp.save(state, storage_writer=zstore.dcp.Writer(tmp_path / "b", _files=files), no_dist=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest"]
 
 
 @alone

@@ -218,8 +218,15 @@ class CheckpointBuilder:
             state=state,
         )
 
-    def finish(self, state: Mapping[str, Any], *, training_world_size: int | None = None) -> Record:
-        """Complete a checkpoint whose shard files and manifests are all there, and return its commit record."""
+    def finish(self, state: Mapping[str, Any], *, training_world_size: int | None = None, sync: bool = True) -> Record:
+        """Complete a checkpoint whose shard files and manifests are all there, and return its commit record. Without `sync`
+        the caller makes all durable."""
+        if not sync:
+            for write in self.metadata_tasks():
+                write()
+            self.collect()
+            self.check_complete()
+            return self.record(state, training_world_size=training_world_size)
         manifests = [self.folder / manifest_file(rank) for rank in self._ranks]
         with Workers(min(4, helpful_threads(0, 2 * len(self._texts))), "zstore-build") as workers:
             workers.run(self.metadata_tasks(), here=True)

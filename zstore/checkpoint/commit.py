@@ -9,6 +9,8 @@
     6  <tag>.tmp-<id> -> <tag>          the commit
     7  `latest` replaced; the folder above made durable; the one set aside and older ones removed; the lock removed
 
+Where one flush of the file system does for 3 and 4 (`zstore.io.flush`), what `latest` will say is written before it too.
+
 Lost before 6: nothing has the tag's name, or the former checkpoint has it. Lost between 5 and 6: a scan takes the one
 set aside for the tag, and the next save gives it its name back. Lost after 6: the checkpoint is whole, `latest` is old
 (it is a hint), and the next save removes the rest. Whatever is removed is first renamed to `<tag>.tmp-<id>`, so that
@@ -27,6 +29,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, CheckpointExistsError, StorageError
 from ..io.files import Files
+from ..io.flush import Flush
 from ..ranks.team import Team
 from .build import READ_ONLY
 from .catalog import NOT_LATEST, NOT_REMOVED, TagInfo, check_tag_is_free, is_committed, noting, stamped
@@ -62,6 +65,7 @@ class Committer:
         self.temporary = folder / own_name(name, TEMPORARY, save_id)
         self.lock_path = folder / own_name(name, LOCK, save_id)
         self._tag = tag
+        self._hint = folder / own_name(LATEST_FILE, TEMPORARY, save_id)
         self._aside = folder / own_name(name, SET_ASIDE, save_id)
         self._files = files
         self._lock: SaveLock | None = None
@@ -97,16 +101,22 @@ class Committer:
             self.close()
             raise
 
-    def commit(self, record: Record) -> list[str]:
-        """Publish the temporary folder, whose files are durable, with `record`; returns what went wrong after that.
+    def commit(self, record: Record, flush: Flush | None = None) -> list[str]:
+        """Publish the temporary folder, whose files are durable or will be by `flush`, with `record`; returns what went wrong
+        after that.
 
         `record.committed_ns` is set here, unless it is already.
         """
         record = record if record.committed_ns else stamped(record, self.folder)
         path = self.temporary / RECORD_FILE
-        self._files.write_small(path, record.encode())
+        self._files.write_small(path, record.encode(), sync=flush is None)
         os.chmod(path, READ_ONLY)
-        self._files.sync_folder(self.temporary)
+        messages: list[str] = []
+        if flush is None:
+            self._files.sync_folder(self.temporary)
+        else:
+            self._write_hint(record, messages, sync=False)
+            flush.sync()
         replaces = self.target.exists()
         if replaces:
             self._files.rename(self.target, self._aside)
@@ -117,12 +127,11 @@ class Committer:
                 self._files.rename(self._aside, self.target)
             raise
         # What may fail without harm to the checkpoint is noted.
-        messages: list[str] = []
+        if flush is None:
+            self._write_hint(record, messages)
         with noting(messages, NOT_LATEST):
-            if record.is_latest:
-                hint = self.folder / own_name(LATEST_FILE, TEMPORARY, self.save_id)
-                self._files.write_small(hint, f"{self._tag}\n".encode())
-                self._files.rename(hint, self.folder / LATEST_FILE)
+            if record.is_latest and not messages:
+                self._files.rename(self._hint, self.folder / LATEST_FILE)
         # Both new names at once.
         self._files.sync_folder(self.folder)
         with noting(messages, NOT_REMOVED):
@@ -130,11 +139,19 @@ class Committer:
                 discard(self._files, self._aside)
         return messages
 
+    def _write_hint(self, record: Record, messages: list[str], *, sync: bool = True) -> None:
+        """Write what `latest` will say, under a name of the save's own."""
+        with noting(messages, NOT_LATEST):
+            if record.is_latest:
+                self._files.write_small(self._hint, f"{self._tag}\n".encode(), sync=sync)
+
     def abort(self, reason: str, *, alone: bool) -> None:
         """Say why the save was given up, for the other ranks to see, and free what it wrote. Never raises.
 
         What cannot be removed now is swept by the next save; `alone` says that no other rank looks.
         """
+        with contextlib.suppress(OSError):
+            self._files.unlink(self._hint)
         with contextlib.suppress(OSError):
             if alone:
                 self._files.remove_tree(self.temporary)

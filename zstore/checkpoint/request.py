@@ -77,6 +77,12 @@ class SaveRequest(CheckpointPlan):
         """Ranks that save into the same folder."""
         return self.world_size if self.parts is None else len(self.parts.ranks)
 
+    @property
+    def written_bytes(self) -> int:
+        """About how many bytes a rank writes, unless it finds them unchanged."""
+        written = [name for name, pin in self.pins.items() if not pin.has_file]
+        return sum(self.specs[name].nbytes for name in [*written, *self.small]) // max(1, self.world_size)
+
     def check(self) -> None:
         """Raise UsageError for what makes no sense. Not done when it is made: the save releases the pins first."""
         tag_text(self.tag)

@@ -24,6 +24,7 @@ from functools import partial
 from itertools import chain, islice
 
 from ..errors import CheckpointError
+from ..io.flush import Flush
 from ..io.pool import Workers, helpful_threads, in_turn
 from ..io.shards import ShardSummary
 from ..ranks.rendezvous import Rendezvous
@@ -46,6 +47,8 @@ from .reuse import Spare, make_spare
 _SEE_FOLDER_S = 60.0
 """How long a rank looks for the temporary folder that rank 0 makes first."""
 _LOOK_AFTER_RANK_0_S = 2.0
+_MOST_FLUSHED_BYTES = 256 * 1024 * 1024
+"""Of a rank: more are as fast file by file, and wait for nobody else's."""
 _FOR_SMALL_FILES = 3
 """Threads beside the save's own that small files are worth: the caller waits until they have started."""
 
@@ -98,6 +101,8 @@ class _Save:
         self._pieces = Pieces(request, self._folder)
         self._messages: list[str] = []
         self._spare: Spare | None = None
+        self._flush: Flush | None = None
+        """Makes what this rank writes durable at once, rank 0's as it commits; None: each file is by itself."""
         self._is_complete = False
         """Whether this rank's part is there, and its manifest says so."""
         self._started = time.monotonic()
@@ -107,8 +112,7 @@ class _Save:
     def _num_helpers(self) -> int:
         """Return how many threads beside its own the save is worth, which writes its shards and, on rank 0, documents."""
         request = self._request
-        written = [name for name, pin in request.pins.items() if not pin.has_file]
-        nbytes = sum(request.specs[name].nbytes for name in [*written, *request.small]) // max(1, request.world_size)
+        nbytes = request.written_bytes
         num_files = len(request.pins) + request.leads * (2 * len(request.specs))
         return min(
             request.num_threads, max(helpful_threads(nbytes, 0), min(_FOR_SMALL_FILES, helpful_threads(0, num_files)))
@@ -156,11 +160,14 @@ class _Save:
                     # What rank 0 makes last: a rank that has no rows comes straight to its manifest.
                     manifests = self._folder / MANIFEST_FOLDER
                     self._rendezvous.wait_until(manifests.is_dir, min(_SEE_FOLDER_S, request.timeout_s), self._not_seen)
+                if request.parts is None and request.written_bytes <= _MOST_FLUSHED_BYTES:
+                    self._flush = Flush.of(self._files, self._folder)
                 summaries = self._publish(workers)
                 summaries += self._join(workers)
                 if request.rank == 0 and request.pieces:
                     summaries += self._assemble(workers)
-                self._builder.write_manifest(request.rank, COMPLETE, summaries, self._rank_state)
+                later = self._flush is not None and request.leads
+                self._builder.write_manifest(request.rank, COMPLETE, summaries, self._rank_state, sync=not later)
                 self._is_complete = True
                 if request.leads:
                     self._commit(workers)
@@ -174,6 +181,8 @@ class _Save:
         finally:
             for pin in request.pins.values():
                 pin.release()
+            if self._flush is not None:
+                self._flush.close()
             self._committer.close()
         return self._summarise(summaries)
 
@@ -199,12 +208,19 @@ class _Save:
                 syncs = chain(syncs, builder.metadata_syncs())
             if self._request.num_here == 1:  # nobody else makes files
                 syncs = chain(syncs, builder.folder_syncs())
-            workers.run(syncs, here=True)
+            self._sync(workers, syncs)
             return [summary for summary in found if summary is not None]
         except OSError:
             # Rank 0 may have given up and removed the folder meanwhile: then that is what went wrong.
             self._check_alive()
             raise
+
+    def _sync(self, workers: Workers, syncs: Iterator[Callable[[], None]]) -> None:
+        """Make durable what this rank wrote; rank 0 leaves that to its commit where one flush does."""
+        if self._flush is None:
+            workers.run(syncs, here=True)
+        elif not self._request.leads:
+            self._flush.sync()
 
     def _join(self, workers: Workers) -> list[ShardSummary]:
         """Store this rank's shards of its neighbours' pieces, once these have left them."""
@@ -224,7 +240,7 @@ class _Save:
             lambda: f"{pieces.missing_text()} within {self._request.timeout_s} s",
         )
         found = workers.run(tasks, here=True)
-        workers.run(self._publisher.syncs(), here=True)
+        self._sync(workers, self._publisher.syncs())
         return [summary for summaries in found for summary in summaries]
 
     def _assemble(self, workers: Workers) -> list[ShardSummary]:
@@ -234,7 +250,7 @@ class _Save:
             lambda: builder.collect() or builder.missing_ranks() == [0], self._request.timeout_s, self._ranks_missing
         )
         found = workers.run(self._pieces.assembly_tasks(self._publisher.store_joined), here=True)
-        workers.run(self._publisher.syncs(), here=True)
+        self._sync(workers, self._publisher.syncs())
         return [summary for summaries in found for summary in summaries]
 
     def _commit(self, workers: Workers) -> None:
@@ -246,9 +262,10 @@ class _Save:
         if request.before_commit is not None:
             with CheckpointReader(TagInfo(folder=LocalFolder(self._folder), record=record)) as reader:
                 self._messages += request.before_commit(reader)
-        builder.sync_folders(workers, arrays=request.num_here > 1)
+        if self._flush is None:
+            builder.sync_folders(workers, arrays=request.num_here > 1)
         self._check_alive()
-        self._messages += self._committer.commit(record)
+        self._messages += self._committer.commit(record, self._flush)
         if request.parts is not None:
             request.parts.committed(self._wait_for_machines)
         if request.spares:

@@ -18,6 +18,7 @@ from zstore.checkpoint.format import Record
 from zstore.checkpoint.names import MANIFEST_FOLDER, METADATA_FILE
 from zstore.errors import CheckpointError
 from zstore.io.files import Files
+from zstore.io.flush import Flush
 from zstore.io.pool import Workers
 from zstore.remote.commit import RemoteCommitter
 from zstore.remote.folder import RemoteFolder
@@ -37,6 +38,7 @@ class LocalDestination:
     def __init__(self, files: Files, path: Path, save_id: str) -> None:
         self._files = files
         self._committer = Committer(files, path.parent, path.name, save_id)
+        self._flush: Flush | None = None
         self.tag = path.name
 
     @property
@@ -57,6 +59,12 @@ class LocalDestination:
         """Make the temporary folder, and remove what dead saves left."""
         self._committer.begin()
         sweep(self._files, self._committer.folder)
+        self._flush = Flush.of(self._files, self.folder)
+
+    @property
+    def flushes(self) -> bool:
+        """Whether `commit` makes all durable that ranks write, so that they do not."""
+        return self._flush is not None
 
     def take(self, name: str, file: str, file_bytes: int, *, linked: bool) -> None:
         """Take the shard file `file` of array `name`, which a rank says is there."""
@@ -85,11 +93,13 @@ class LocalDestination:
 
     def commit(self, record: Record) -> None:
         """Publish the checkpoint."""
-        self._committer.commit(record)
+        self._committer.commit(record, self._flush)
 
     def abandon(self) -> None:
         """Remove what was written, unless it was committed. Never raises."""
         self._committer.abort("the save was given up", alone=True)
+        if self._flush is not None:
+            self._flush.close()
 
 
 class RemoteDestination:
@@ -102,6 +112,8 @@ class RemoteDestination:
         self._sizes: dict[str, int] = {}
         self._overwrite = False
         self.folder = Path()
+
+    flushes = False
 
     @property
     def url(self) -> str:

@@ -64,7 +64,7 @@ class Previous:
         same = False
         try:
             same = self._holds(ShardReader(self._resources, target, spec, grid, shard), fill)
-            if same:
+            if same and self._resources.sync:
                 # Whoever wrote it may have left that to chance.
                 files.sync_file(target)
         finally:

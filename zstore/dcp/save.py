@@ -134,6 +134,7 @@ class Save:
             names={key: self._names.arrays[key] for key in mine if key not in self._layouts},
             timeout_s=self._timeout_s,
             previous="" if self._previous is None else str(self._previous.path),
+            sync=not self._destination.flushes,
         )
 
     # -- committing --------------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ class Save:
             builder = CheckpointBuilder(plan, folder, self._files)
             for rank, summaries in enumerate(self._summaries(plan, entries)):
                 builder.write_manifest(rank, COMPLETE, summaries, {}, sync=False)
-            self._destination.commit(builder.finish(state))
+            self._destination.commit(builder.finish(state, sync=not self._destination.flushes))
 
     def _plan(self, opaque: Sequence[ArraySpec] = ()) -> CheckpointPlan:
         """Return the plan of a checkpoint of all tensors, and of arrays of bytes."""

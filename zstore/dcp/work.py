@@ -21,7 +21,7 @@ from zstore.format.partition import Grid, plan_reads
 from zstore.format.shardfile import layout_of
 from zstore.io.files import Files, OpenFile
 from zstore.io.queue import Priority
-from zstore.io.shards import Fill, IoResources, ShardReader, ShardWriter, make_shard_file, write_shard
+from zstore.io.shards import Fill, FillRuns, IoResources, ShardReader, ShardWriter, make_shard_file, write_shard
 from zstore.ranks.rendezvous import Rendezvous
 from zstore.store.tiers import PinnedShard
 
@@ -63,6 +63,8 @@ class Share:
     """The folder that files are uploaded to; empty where ranks share one."""
     previous: str = ""
     """Folder of the checkpoint whose unchanged shards are linked; empty where there is none."""
+    sync: bool = True
+    """Whether ranks make durable what they write; else rank 0 does, of all at once."""
 
 
 @dataclass
@@ -78,7 +80,8 @@ class RankWriter:
 
     def __post_init__(self) -> None:
         if self.share.previous:
-            self._previous = Previous(Path(self.share.previous), self.resources)
+            resources = replace(self.resources, sync=self.share.sync)
+            self._previous = Previous(Path(self.share.previous), resources)
         self._rendezvous = Rendezvous(self.folder / PIECES_FOLDER, self._buffered, self.check_others)
 
     @property
@@ -103,7 +106,9 @@ class RankWriter:
             moved = run.in_box - run.at
 
             def fill(low: int, high: int, out: Bytes, moved: int = moved) -> None:
-                out[:] = data[(low + moved) * spec.itemsize : (high + moved) * spec.itemsize]
+                out[:] = data[(low + moved) * spec.itemsize : (high + moved) * spec.itemsize].reshape(out.shape)
+
+            rests = FillRuns(fill, data[run.in_box * spec.itemsize :], run.at)
 
             for part in plan_reads(grid, run.at, run.at + run.numel):
                 chunks = part.first_chunk, part.stop_chunk
@@ -111,7 +116,7 @@ class RankWriter:
                 is_whole = part.stop - part.first == grid.shard_valid_numel(part.shard)
                 linked = self._link(spec, grid, part.shard, fill) if is_whole else None
                 write = self._write_whole if is_whole else self._write_chunks
-                wrote.append(linked or write(spec, grid, part.shard, chunks, fill))
+                wrote.append(linked or write(spec, grid, part.shard, chunks, rests))
         for shard in {each.shard for each in wrote if not each.linked}:
             self.deliver(self.shard_path(spec, shard))
         return wrote
@@ -123,7 +128,7 @@ class RankWriter:
     def syncs(self) -> list[Callable[[], None]]:
         """Return a task for each shard file that makes it durable: many at once, for drives coalesce concurrent flushes."""
         written, self._written = self._written, []
-        return [partial(self.resources.files.sync_file, path) for path in written]
+        return [partial(self.resources.files.sync_file, path) for path in written if self.share.sync]
 
     def _link(self, spec: ArraySpec, grid: Grid, shard: int, fill: Fill) -> Wrote | None:
         """Link the shard's file of the checkpoint before, where that holds the same; else None."""
@@ -182,14 +187,18 @@ class RankWriter:
         """Return where a shard's file is made."""
         return self.folder / array_path(spec.name) / shard_file(len(spec.stored_shape), shard)
 
-    def _write_whole(self, spec: ArraySpec, grid: Grid, shard: int, chunks: tuple[int, int], fill: Fill) -> Wrote:
+    def _write_whole(
+        self, spec: ArraySpec, grid: Grid, shard: int, chunks: tuple[int, int], fill: Fill | FillRuns
+    ) -> Wrote:
         """Write a shard that no other rank has a part of."""
         path = self.shard_path(spec, shard)
         self.resources.files.make_folder(path.parent)
         summary = write_shard(replace(self.resources, sync=False), path, spec, grid, shard, fill)
         return Wrote(array=spec.name, shard=shard, first_chunk=0, crcs=summary.crcs)
 
-    def _write_chunks(self, spec: ArraySpec, grid: Grid, shard: int, chunks: tuple[int, int], fill: Fill) -> Wrote:
+    def _write_chunks(
+        self, spec: ArraySpec, grid: Grid, shard: int, chunks: tuple[int, int], fill: Fill | FillRuns
+    ) -> Wrote:
         path = self.shard_path(spec, shard)
         self._make(path, grid, shard, spec.dtype)
         writer = ShardWriter(self.resources, path, spec, grid, shard, Priority.CHECKPOINT)

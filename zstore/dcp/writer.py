@@ -46,7 +46,7 @@ from .destination import SCRATCH_NAME
 from .ending import complete_at_the_end, told_at_the_end
 from .layout import ArrayLayout
 from .place import Place
-from .resting import Resting
+from .resting import is_resting
 from .save import Save, Stored
 from .upload import UploadingRankWriter
 from .work import RankWriter, Share, Wrote
@@ -129,7 +129,7 @@ class Writer(StorageWriter):
         future: Future[list[WriteResult]] = Future()
         num_threads = self._num_threads
         if not share.url:
-            num_threads = min(num_threads, helpful_threads(_num_bytes(plan), len(plan.items)))
+            num_threads = min(num_threads, helpful_threads(_num_bytes(plan), len(plan.items) if share.sync else 0))
         opened = open_resources(num_threads=max(1, num_threads), files=self._files)
         with opened as resources, self._rank_writer(share, resources) as writer:
             try:
@@ -218,7 +218,7 @@ def _written(writer: RankWriter, plan: SavePlan, planner: SavePlanner) -> list[t
         written = item.tensor_data
         if written is not None:
             value = planner.lookup_object(item.index) if isinstance(planner, DefaultSavePlanner) else None
-            if not isinstance(value, Resting):
+            if not is_resting(value):
                 found.append((writer.share.arrays[item.index.fqn], _box(written)))
     return found
 
@@ -241,7 +241,7 @@ def _write_item(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> Wr
     layout = writer.share.arrays[item.index.fqn]
     box = _box(written)
     found: Any = planner.resolve_data(item)
-    pin = found.pin_shard() if box.numel and isinstance(found, Resting) else None
+    pin = found.pin_shard() if box.numel and is_resting(found) else None
     wrote: list[Wrote] = []
     if pin is None:
         data = _bytes(item, found, layout.spec, box)

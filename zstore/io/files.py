@@ -40,13 +40,15 @@ Kind = Literal[
     "make_folder",
     "remove_tree",
     "sync_folder",
+    "syncfs",
     "write_small",
 ]
 """Names of the operations; `write_small` is one of its own, with an open, writes and an fsync inside."""
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-_LARGE_BYTES = 1024 * 1024
+LARGE_BYTES = 1024 * 1024
 """Files from here on go past the page cache though nobody waits until they are durable."""
+_MOST_DIRTY_BYTES = 32 * 1024 * 1024
 # What a file system answers where it cannot do direct I/O, links or preallocation at all.
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY)
 
@@ -72,6 +74,8 @@ class Files:
         """Whether transfers go past the page cache where the file system allows it."""
         self.takes_parts = True
         """Whether `Parts` go without a copy; false once a drive wanted memory in larger units than they have."""
+        self.most_dirty_bytes = _MOST_DIRTY_BYTES
+        """How much of others' may be in the page cache where a whole file system is flushed."""
         self._refusing: set[int] = set()
         self.fallbacks: list[str] = []
         self._lock = threading.Lock()
@@ -240,6 +244,10 @@ class Files:
         if hasattr(os, "O_DIRECTORY"):
             self._reported("sync_folder", "cannot make the folder durable", path, partial(_sync_folder, path))
 
+    def sync_filesystem(self, path: str | Path, operation: Callable[[], object]) -> None:
+        """Make the whole file system of `path` durable by `operation`: see `zstore.io.flush`."""
+        self._reported("syncfs", "cannot make the file system durable", path, operation)
+
     def _reported(
         self, kind: Kind, problem: str, path: str | Path, operation: Callable[[], object], *, missing_ok: bool = False
     ) -> None:
@@ -330,11 +338,12 @@ class UnsyncedFiles(Files):
 
     def __init__(self, inner: Files) -> None:
         super().__init__(direct=inner.direct)
+        self.most_dirty_bytes = inner.most_dirty_bytes
         self._inner = inner
 
     def _goes_direct(self, fd: int, flags: int) -> bool:
         # A new file has no size yet; what is written as it is made is its index.
-        return not flags & os.O_CREAT and os.fstat(fd).st_size >= _LARGE_BYTES
+        return not flags & os.O_CREAT and os.fstat(fd).st_size >= LARGE_BYTES
 
     def write_small(self, path: str | Path, data: bytes, *, sync: bool = True) -> None:
         """See `Files.write_small`; nothing is written where it is there already."""
@@ -364,6 +373,9 @@ class UnsyncedFiles(Files):
         """Do nothing."""
 
     def sync_folder(self, path: str | Path) -> None:
+        """Do nothing."""
+
+    def sync_filesystem(self, path: str | Path, operation: Callable[[], object]) -> None:
         """Do nothing."""
 
     def _open(self, path: str, flags: int) -> int:

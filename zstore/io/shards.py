@@ -27,7 +27,7 @@ from ..format.shardfile import (
     slot_views,
 )
 from .buffers import Buffer, Pool
-from .files import Files
+from .files import LARGE_BYTES, Files
 from .queue import IoQueue, Priority, Ticket, settle
 from .slots import Slots, runs
 
@@ -233,7 +233,9 @@ class ShardWriter:
             self._fill_slots(slots, buffer.bytes, fill)
             crcs = slots.seal()
             if self._path is not None:
-                with self._res.files.opened(self._path, write=True, create=makes_file) as file:
+                # A small file that is made durable later, with others, costs the drive no request of its own now.
+                waits = makes_file and not self._res.sync and slots.nbytes < LARGE_BYTES
+                with self._res.files.opened(self._path, write=True, create=makes_file, direct=not waits) as file:
                     self._res.files.write_from(file, slots.data, slots.offset)
                     if makes_file and self._res.sync:
                         self._res.files.sync_data(file)

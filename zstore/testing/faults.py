@@ -23,6 +23,10 @@ from ..io.parts import Parts
 class WatchedFiles(Files):
     """Files that call `step(kind, path)` ahead of every operation; what it raises is the operation's error."""
 
+    def __init__(self, *, direct: bool = True) -> None:
+        super().__init__(direct=direct)
+        self.most_dirty_bytes = -1  # the same operations whatever else the machine does: each file is flushed
+
     def step(self, kind: Kind, path: str) -> None:
         """Do what the double is for."""
         raise NotImplementedError
