@@ -264,3 +264,35 @@ def test_a_journal_that_the_end_of_the_program_begins_is_whole(tmp_path: Path) -
     done = subprocess.run([sys.executable, "-c", _JOURNAL, str(path)], check=False, capture_output=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["before", "after"]
+
+
+_NOTEBOOK = """
+import sys
+from jupyter_client.manager import KernelManager
+
+kernel = KernelManager(shutdown_wait_time=float(sys.argv[1]))
+kernel.start_kernel()
+client = kernel.client()
+client.start_channels()
+client.wait_for_ready(timeout=60)
+try:
+    assert client.execute_interactive(sys.argv[2], timeout=60)["content"]["status"] == "ok"
+    kernel.restart_kernel()
+finally:
+    kernel.shutdown_kernel(now=True)
+"""
+
+
+@pytest.mark.parametrize(("held", "wait_s"), [("pass", 60), ("threading.Event().wait()", 1)])
+def test_the_restart_of_a_notebook_s_kernel(held: str, wait_s: int, tmp_path: Path) -> None:
+    pytest.importorskip("ipykernel", reason="extra test")
+    folder = tmp_path / "ckpt"
+    cell = _PROGRAM.replace("sys.argv[1]", repr(str(folder))).format(ending="", held=held)
+    words = [sys.executable, "-W", "ignore", "-c", _NOTEBOOK, str(wait_s), cell]
+    subprocess.run(words, check=True, timeout=120)
+    if held == "pass":
+        assert values(folder)["model/w"] == b"\0\0\x80\x3f" * 300000
+    else:  # the kernel was ended when that time had passed
+        assert not (folder / "step-00000001").exists()
+        save_arrays(folder, {"model/w": np.ones(3, np.float32)}, step=2)
+    assert leavings(folder) == []
