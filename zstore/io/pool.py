@@ -17,7 +17,7 @@ from .queue import Ticket, promise
 
 T = TypeVar("T")
 
-_BYTES_A_THREAD = 2 * 1024 * 1024
+_BYTES_A_THREAD = 24 * 1024 * 1024
 _FILES_A_THREAD = 8
 
 
