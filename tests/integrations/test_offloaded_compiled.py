@@ -14,6 +14,7 @@ from zstore.optim import Offloaded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),  # from torch 2.15 on
     pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks"),
 ]
 

@@ -187,6 +187,17 @@ def test_a_rank_that_fails_is_named() -> None:
         launch([*PYTHON, code], 2)
 
 
+def test_a_programs_own_handler_of_the_ends_of_children_is_not_in_the_way() -> None:
+    ended: list[int] = []
+    before = signal.signal(signal.SIGCHLD, lambda number, _: ended.append(number))
+    try:
+        with pytest.raises(ZstoreError, match="training failed on rank 0;"):
+            launch([*PYTHON, "raise SystemExit(3)"], 1)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert ended
+
+
 def test_ranks_that_outlive_a_failed_one_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zstore.tools.train.launch._END_WELL_S", 0.2)
     code = "import os, sys, signal\nif os.environ['RANK'] == '1': sys.exit(3)\nsignal.pause()"

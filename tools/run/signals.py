@@ -59,7 +59,8 @@ class Wakeups:
         was called, or the time is over."""
         ready, _, _ = select.select([self._read, *others], [], [], max(0.0, timeout_s))
         came = list(os.read(self._read, 4096)) if self._read in ready else []
-        return [number for number in came if number], [other for other in ready if other != self._read]
+        # Others, such as SIGCHLD, come here too where the program has a handler of its own for them.
+        return [number for number in came if number in self._before], [other for other in ready if other != self._read]
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
