@@ -449,5 +449,6 @@ def test_benchmark_of_commands_on_ranks_plans_and_measures(tmp_path: Path, monke
 def test_benchmark_of_dcp_saves_through_both_writers_in_turn(tmp_path: Path) -> None:
     options = ["--pairs", "--path", str(tmp_path), "--sizes", "1", "--ranks", "1", "--rounds", "2"]
     done = warm.run([sys.executable, "-m", "bench.dcp", *options], capture_output=True, text=True, check=True)
-    assert re.fullmatch(r"1 MB, 1 ranks: zstore \d+ ms, torch \d+ ms, ratio [\d.]+ \([\d.]+ to [\d.]+, 2 pairs\)\n", done.stdout)
+    line = r"1 MB, 1 ranks: zstore \d+ ms, torch \d+ ms, ratio [\d.]+ \([\d.]+ to [\d.]+, 2 pairs\)\n"
+    assert re.fullmatch(line, done.stdout)
     assert list(tmp_path.iterdir()) == []
