@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import pytest
 import torch
+import torch.distributed as torch_dist
 import transformers
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
@@ -174,6 +176,13 @@ def test_a_loop_of_accelerate_clamps_weights(where: str, tmp_path: Path) -> None
     assert run(ours) == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.fixture
+def group_of_lightning() -> Iterator[None]:
+    """Destroy the process group that Lightning's strategy makes, and leaves until the process ends."""
+    yield
+    torch_dist.destroy_process_group()
+
+
 class _ClampsItself(Net):
     """Clamps weights after each batch."""
 
@@ -183,6 +192,7 @@ class _ClampsItself(Net):
                 parameter.clamp_(-0.05, 0.05)
 
 
+@pytest.mark.usefixtures("group_of_lightning")
 @pytest.mark.parametrize("where", APART)
 def test_a_module_of_lightning_clamps_weights(where: str, tmp_path: Path) -> None:
     def run(strategy: Any) -> list[float]:
@@ -219,6 +229,7 @@ class _ClipsItself(_Clips):
         return loss
 
 
+@pytest.mark.usefixtures("group_of_lightning")
 @pytest.mark.parametrize("kind", [_Clips, _ClipsItself])
 @pytest.mark.parametrize("where", PLACES)
 def test_a_module_of_lightning_clips_and_logs_gradients(where: str, kind: Any, tmp_path: Path) -> None:
