@@ -53,6 +53,7 @@ def open_store(
         num_threads=io.num_threads,
         queue_depth=io.queue_depth,
         block_bytes=io.block_bytes,
+        most_pool_bytes=io.pool_bytes,
         verify=config.own.verify_reads,
         device=str(world.device),
         pin_buffers=pins,

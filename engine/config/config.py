@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from zstore.checkpoint.moments import Moments
 from zstore.errors import ConfigError, UsageError
+from zstore.format.partition import round_up
+from zstore.io.buffers import PAGE_BYTES
 from zstore.store.runfolder import RUN_FOLDER
 
 from .answers import problem_text
@@ -46,13 +48,15 @@ class OffloadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class IoConfig:
-    """How the I/O threads work."""
+    """How the I/O threads work, and what they read into and write from."""
 
     block_bytes: int
     """Largest request, a multiple of 4096."""
     queue_depth: int
     """Requests that may wait for a thread."""
     num_threads: int
+    pool_bytes: int
+    """Transfer buffers, of which a host budget may leave less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,10 +336,15 @@ class Config:
 
     @property
     def io(self) -> IoConfig:
-        """How the I/O threads work."""
-        aio, threads = self.settings.aio, self.own.io_threads
+        """How the I/O threads work, and what they read into and write from."""
+        aio, threads, section = self.settings.aio, self.own.io_threads, self.zero.offload_optimizer
+        section = OffloadOptimizerSection(device="none") if section.is_off else section
+        buffer_bytes = round_up(4 * section.buffer_size, PAGE_BYTES)
         return IoConfig(
-            block_bytes=aio.block_size, queue_depth=aio.queue_depth, num_threads=threads or aio.thread_count
+            block_bytes=min(aio.block_size, buffer_bytes),
+            queue_depth=aio.queue_depth,
+            num_threads=threads or aio.thread_count,
+            pool_bytes=section.buffer_count * buffer_bytes,
         )
 
     @property

@@ -181,6 +181,7 @@ def placement_settings(config: Config, *, budget_bytes: int | None, device_is_ho
         budget_bytes=budget_bytes,
         buffer_bytes=buffer_bytes(config, budget_bytes),
         buffers_of=partial(buffer_bytes, config),
+        update_buffer_bytes=_store_options(config, budget_bytes).pool_bytes,
         drive_rates=_drive_rates(config),
         # Within the backward each gradient is used as it arrives.
         holds_gradients=config.step_overlap != "backward" or config.batch.accumulation_steps > 1,
@@ -199,7 +200,7 @@ def _drive_rates(config: Config) -> DriveRates | None:
 def buffer_bytes(config: Config, budget_bytes: int | None) -> int:
     """Return the bytes of one rank's transfer buffers: of the update, of parameters, gradients and activations on their
     way."""
-    options = StoreOptions(host_budget_bytes=budget_bytes, block_bytes=config.io.block_bytes)
+    options = _store_options(config, budget_bytes)
     pools = [options.pool_bytes]
     if config.offload_param.device != "none":
         pools.append(parameter_pool_bytes(config, options))
@@ -209,6 +210,11 @@ def buffer_bytes(config: Config, budget_bytes: int | None) -> int:
     if config.activations == "disk":
         pools.append(activation_pool_bytes(budget_bytes))
     return sum(round_up(nbytes, PAGE_BYTES) for nbytes in pools)
+
+
+def _store_options(config: Config, budget_bytes: int | None) -> StoreOptions:
+    io = config.io
+    return StoreOptions(host_budget_bytes=budget_bytes, block_bytes=io.block_bytes, most_pool_bytes=io.pool_bytes)
 
 
 def parameter_pool_bytes(config: Config, options: StoreOptions) -> int:

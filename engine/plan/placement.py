@@ -403,6 +403,7 @@ def _required_bytes(
     Raises BudgetError where they are over the budget.
     """
     required = {"transfer buffers": settings.buffer_bytes, "one piece larger than the buffers": 0}
+    pool_bytes = settings.buffer_bytes if settings.update_buffer_bytes is None else settings.update_buffer_bytes
     required |= dict.fromkeys(("parameters", "gradients", "optimizer state"), 0)
     for need in needs:
         stored = list(_stored(need, least[need.name], settings))
@@ -411,7 +412,7 @@ def _required_bytes(
             required[kind] += one.budget_bytes
         # A buffer holds a chunk of everything that an update brings together; the pool may have to make one of its own.
         piece = round_up(sum(one.layout.slot_bytes for one in stored if one.rest == "disk"), _PAGE_BYTES)
-        if settings.budget_bytes is not None and piece > settings.buffer_bytes:
+        if settings.budget_bytes is not None and piece > pool_bytes:
             largest = max(piece, required["one piece larger than the buffers"])
             required["one piece larger than the buffers"] = largest
     total = sum(required.values())

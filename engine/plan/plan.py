@@ -200,6 +200,8 @@ class PlacementSettings:
     """Transfer buffers: all pools together."""
     buffers_of: Callable[[int], int] | None = field(default=None, compare=False)
     """Returns what `buffer_bytes` would be with another budget; None: the same."""
+    update_buffer_bytes: int | None = None
+    """Of `buffer_bytes`, those that an update goes through; None: all."""
     drive_rates: DriveRates | None = None
     """What the drive was measured to do; None: it was not."""
     holds_gradients: bool = True

@@ -1,4 +1,4 @@
-"""The examples of `docs/large-models.md` run as they are printed, on one rank and on two."""
+"""The examples of `docs/large-models.md` run as they are printed, on one rank and on two, and its table is measured."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import pytest
 import torch
 import transformers
 
+from tests.engine.runs import make_config, start
+from zstore.io.buffers import PAGE_BYTES
+from zstore.store.statistics import StoreStatistics
 from zstore.testing.ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs/large-models.md"
@@ -52,3 +55,28 @@ def test_the_examples_run(world_size: int, tmp_path: Path) -> None:
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     assert run_ranks(_run, world_size, str(tmp_path), blocks()) == [(0, True, True)] * world_size
+
+
+def test_the_table_says_what_buffers_take(nvme: Path) -> None:
+    def held(section: str = "offload_param", **keys: int) -> StoreStatistics:
+        config = make_config(3, "nvme", nvme)
+        config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(nvme)}
+        config["zero_optimization"][section] |= keys
+        with start(config, torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(3)])) as engine:
+            return engine.statistics().store
+
+    usual = held()
+    state_bytes, parameter_bytes = 64 * 2**20, 20 * 2**20
+    assert usual.pool_bytes == state_bytes + parameter_bytes
+    rows = re.findall(r"^\| `(\w+)`: .* \| (\d+) x (\d+): ([\d,]+) bytes", PAGE.read_text(), re.MULTILINE)
+    assert [section for section, *_ in rows] == ["offload_optimizer", "offload_param"]
+    for section, count, size, told in rows:
+        nbytes = int(told.replace(",", ""))
+        # A request, and so each of the parameters' five buffers, is a twelfth of the state's.
+        others = state_bytes if section == "offload_param" else 5 * (nbytes // 12)
+        found = held(section, buffer_count=int(count), buffer_size=int(size)).pool_bytes
+        assert 0 <= found - others - nbytes < PAGE_BYTES
+    ((numel, told),) = re.findall(r"`max_in_cpu` .* \| (\d+): up to ([\d,]+) bytes", PAGE.read_text())
+    kept = held(max_in_cpu=int(numel))
+    assert 0 < kept.host_bytes - usual.host_bytes <= int(told.replace(",", ""))
+    assert usual.disk_bytes - kept.disk_bytes == kept.host_bytes - usual.host_bytes

@@ -14,7 +14,7 @@ import torch
 
 import zstore
 import zstore.store.store
-from tests.engine.bits import Case, compare_all
+from tests.engine.bits import Case, compare_all, engine_digests
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, state_of, step
 from zstore.engine import Engine
@@ -175,6 +175,37 @@ def test_buffers_are_as_many_and_as_large_as_asked(nvme: Path) -> None:
     assert small - smaller == 64 * 1024
     assert default > small
     assert many > few
+
+
+def test_buffers_of_the_state_are_as_many_and_as_large_as_asked(nvme: Path) -> None:
+    def trained(budget: int | None = None, **keys: Any) -> tuple[Any, Any]:
+        config = make_config(1, "nvme", nvme)
+        config["zero_optimization"]["offload_optimizer"] |= keys
+        config["zstore"] = {"host_budget_bytes": budget}
+        with start(config, wide_net()) as engine:
+            train(engine)
+            found = engine.statistics()
+            assert found.store.pool_bytes == found.memory.buffer_bytes
+            assert budget or found.store.pool_bytes == engine.training_state.plan.held["buffers"].host
+            return found.store, engine_digests(engine)
+
+    usual, bits = trained()
+    assert usual.pool_bytes == 64 * 2**20
+    assert trained(buffer_count=4)[0].pool_bytes == usual.pool_bytes
+    operations = []
+    for keys, nbytes in (
+        ({"buffer_count": 2, "buffer_size": 2**20}, 2**23),
+        ({"buffer_count": 12, "buffer_size": 2**14}, 12 * 2**16),
+        ({"buffer_count": 1, "buffer_size": 1}, 2**12),
+    ):
+        few, same = trained(**keys)
+        assert few.pool_bytes == nbytes
+        assert same == bits
+        operations.append(few.queue.operations["write_back"])
+    assert operations == sorted(operations)
+    assert operations[-1] > 2 * operations[0]
+    limited, same = trained(budget=2**24, buffer_count=100)  # as much as half of the budget has room for
+    assert (limited.pool_bytes, same) == (2**23, bits)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -84,6 +84,7 @@ _ALONE = {
     "fp16.raise_error_at_min_scale",
     "seed",
     "sequence_parallel_size",
+    "zero_optimization.offload_optimizer.buffer_size",
     "zero_optimization.offload_optimizer.convert_grad_on_cpu",
     "zero_optimization.stage3_partition_stream_chunk_size",
 } | {f"autotuning.model_info.{name}" for name in ("num_params", "hidden_size", "num_layers", "profile")}

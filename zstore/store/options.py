@@ -24,9 +24,11 @@ class StoreOptions:
     host_budget_bytes: int | None = None
     """Bytes of host memory for buffers and host-tier state of this rank; None: buffers of 64 MiB, state unlimited."""
     buffer_count: int | None = None
-    """Transfer buffers; None: as many as `pool_bytes` has."""
+    """Transfer buffers; None: as many as `most_pool_bytes` and half of the budget have room for."""
     buffer_size: int | None = None
     """Bytes of each, and of a request at most; None: `block_bytes`."""
+    most_pool_bytes: int = DEFAULT_POOL_BYTES
+    """Transfer buffers where `buffer_count` is None; half of a smaller budget."""
     num_threads: int = 8
     """I/O threads."""
     queue_depth: int = 64
@@ -51,12 +53,12 @@ class StoreOptions:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of transfer buffers: `buffer_count` of `buffer_size`, else half of a small budget, 64 MiB of a larger one."""
+        """Bytes of transfer buffers: `buffer_count` of `buffer_size`, else `most_pool_bytes`, or half of a smaller budget."""
         if self.buffer_count is not None:
             return self.buffer_count * (self.buffer_size or self.block_bytes)
         if self.host_budget_bytes is None:
-            return DEFAULT_POOL_BYTES
-        return min(DEFAULT_POOL_BYTES, self.host_budget_bytes // 2)
+            return self.most_pool_bytes
+        return min(self.most_pool_bytes, self.host_budget_bytes // 2)
 
     @property
     def span_bytes(self) -> int:

@@ -26,7 +26,6 @@ EVERYTHING = {
     "optimizer.params.freeze_step",
     "optimizer.params.cuda_aware",
     "optimizer.params.comm_backend_name",
-    "zero_optimization.offload_optimizer.buffer_count",
     "zero_optimization.sub_group_size",
     "zero_optimization.elastic_checkpoint",
     "zero_optimization.round_robin_gradients",
