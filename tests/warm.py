@@ -23,6 +23,7 @@ import os
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -269,9 +270,7 @@ def _execute_child(self: Any, *passed: Any) -> None:
     )
     sys.stdout.flush()
     sys.stderr.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: they are the launcher's own affair
-        self.pid = os.fork()
+    self.pid = _fork_until_sound()
     if self.pid:
         self._child_created = True
         self._close_pipe_fds(
@@ -288,6 +287,34 @@ def _execute_child(self: Any, *passed: Any) -> None:
         _become(start, streams)
     finally:
         os._exit(1)  # what failed is not the launcher's
+
+
+def _fork_until_sound() -> int:
+    """Fork a process that may have threads; return what `os.fork` does.
+
+    torch's store looks names up in a thread of the launcher. A fork made meanwhile has the C library's resolver locked for
+    ever, and is ended and made anew.
+    """
+    while True:
+        read, write = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads
+            pid = os.fork()
+        if not pid:
+            handler = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, 5)
+            socket.getaddrinfo("localhost", None)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler)
+            os.close(read)
+            os.write(write, b"\0")
+            os.close(write)
+            return 0
+        os.close(write)
+        with open(read, "rb") as told:
+            if told.read(1):
+                return pid
+        os.waitpid(pid, 0)
 
 
 def _is_ours(script: str) -> bool:
