@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, ValidationInfo
 
 from .keys import Section, built, no_effect, not_built
 from .values import (
@@ -12,10 +12,14 @@ from .values import (
     Count,
     DataType,
     Name,
+    Number,
     OneOf,
     Positive,
     Real,
     Unread,
+    Whole,
+    Words,
+    show,
 )
 
 FP32 = (
@@ -24,6 +28,16 @@ FP32 = (
 )
 KERNEL = "there is one update kernel, torch's fused one, on every device"
 _IO = "requests are always submitted singly and overlapped, by threads"
+
+
+def _above_0_if_dynamic(value: float, info: ValidationInfo) -> float:
+    """Return `value`, which is not used where fp16 is off or the scale fixed, and then is anything, as in DeepSpeed."""
+    if value <= 0 and info.data.get("enabled") is not False and not info.data.get("loss_scale"):
+        raise ValueError(f"expected a number above 0 for a dynamic loss scale, got {show(value)}")
+    return value
+
+
+_OF_DYNAMIC = AfterValidator(_above_0_if_dynamic)
 
 
 class Fp16Section(Section):
@@ -37,13 +51,13 @@ class Fp16Section(Section):
     """Fixed factor of the loss; 0: dynamic, since no fixed one suits a whole run."""
     initial_scale_power: Annotated[Count, Field(le=127)] = built(16)
     """The dynamic scale starts at 2 to this power; too high costs a few skipped steps, too low loses small gradients."""
-    loss_scale_window: Positive = built(1000)
+    loss_scale_window: Annotated[Whole, _OF_DYNAMIC, Words("a whole number of at least 1")] = built(1000)
     """Steps without overflow after which the next such step doubles the scale, as DeepSpeed counts."""
     hysteresis: Positive = built(2)
     """Overflows after which the scale halves; 2 forgives a single one."""
     consecutive_hysteresis: Bool = built(False)
     """Count only overflows in a row."""
-    min_loss_scale: Annotated[Real, Field(gt=0)] = built(1.0)
+    min_loss_scale: Annotated[Number, _OF_DYNAMIC, Words("a number above 0")] = built(1.0)
     """The dynamic scale never falls below this."""
     raise_error_at_min_scale: Bool = built(True)
     """Raise an error at an overflow with the scale at its minimum; false: skip that step too."""

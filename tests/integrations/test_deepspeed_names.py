@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from zstore.as_deepspeed import constants, launcher, lr_schedules, optimizers, runtime, utils
 from zstore.as_deepspeed.absent import absent
-from zstore.as_deepspeed.config import DeepSpeedConfig, DeepSpeedZeroConfig
+from zstore.as_deepspeed.config import DeepSpeedConfig, DeepSpeedFP16Config, DeepSpeedZeroConfig
 from zstore.as_deepspeed.finder import KNOWN
 from zstore.as_deepspeed.initialize import initialize
 from zstore.as_deepspeed.names import ABSENT, MODULES, WITH_CONSTANTS
@@ -185,6 +186,38 @@ def test_every_step_is_one_where_the_script_counts_micro_batches(stage: int) -> 
             torch.testing.assert_close(engine.get_full_parameter(name), there.data, rtol=1e-5, atol=1e-5)
 
 
+def _kind(call: Callable[..., Any], *arguments: Any) -> type[Exception]:
+    """Return which of the errors that DeepSpeed has for it a call raises."""
+    with pytest.raises((AssertionError, NotImplementedError)) as caught:
+        call(*arguments)
+    assert isinstance(caught.value, UsageError)
+    return next(kind for kind in (AssertionError, NotImplementedError) if isinstance(caught.value, kind))
+
+
+def test_calls_at_a_wrong_time_raise_deepspeeds_kinds_of_errors() -> None:
+    """See `DeepSpeedEngine.coalesce_grad_reduction` and `set_gradient_accumulation_boundary` of 0.19.8."""
+    whole, unmanaged = {**STEP, "zero_optimization": {"stage": 0}}, {**STEP, "managed_gradient_accumulation": False}
+    for config, kind in (
+        (whole, NotImplementedError),
+        (unmanaged | {"zero_optimization": {"stage": 1}}, AssertionError),
+    ):
+        engine, *_ = initialize(model=_model(), config=config)
+        with engine:
+            assert _kind(engine.coalesce_grad_reduction().__enter__) is kind
+            engine.backward(engine(torch.ones(1, 8)).sum())
+            engine.step()  # nothing of the refused block is left
+            assert engine.global_steps == 1
+            if kind is AssertionError:
+                assert _kind(engine.set_gradient_accumulation_boundary, True) is AssertionError
+    engine, *_ = initialize(model=_model(), config={**STEP, "zero_optimization": {"stage": 2}})
+    with engine:
+        with engine.coalesce_grad_reduction():
+            assert _kind(engine.step) is AssertionError
+            assert _kind(engine.coalesce_grad_reduction().__enter__) is AssertionError
+        with engine.no_sync():
+            assert _kind(engine.coalesce_grad_reduction().__enter__) is AssertionError
+
+
 def test_a_rate_that_is_a_tensor_stays_that_tensor() -> None:
     rate = torch.tensor(0.1, dtype=torch.float64)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)
@@ -195,6 +228,11 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor() -> None:
     assert rate.item() == pytest.approx(0.1)
 
 
-def test_a_dynamic_loss_scale_does_not_fall_to_nothing() -> None:
-    with pytest.raises(ValueError, match="min_loss_scale"):
-        initialize(model=_model(), config={**STEP, "fp16": {"enabled": True, "min_loss_scale": 0}})
+@pytest.mark.parametrize("key", ["min_loss_scale", "loss_scale_window"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_dynamic_loss_scale_stays_above_0_and_a_fixed_one_has_no_limits(key: str, value: int) -> None:
+    """See `DeepSpeedFP16Config._validate_dynamic_loss_scale_params` of 0.19.8."""
+    with pytest.raises(ValueError, match=key):
+        initialize(model=_model(), config={**STEP, "fp16": {"enabled": True, key: value}})
+    for unused in ({"enabled": False}, {"enabled": True, "loss_scale": 128}):
+        assert getattr(DeepSpeedFP16Config(**unused, **{key: value}), key) == value

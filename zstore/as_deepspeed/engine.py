@@ -39,6 +39,14 @@ sys.exit(main())
 """The script that DeepSpeed leaves beside its checkpoints, and libraries tell people to run."""
 
 
+class CallError(UsageError, AssertionError):
+    """A call at the wrong time, against which DeepSpeed has an assertion."""
+
+
+class StageError(UsageError, NotImplementedError):
+    """A call that a ZeRO stage has no use for, which DeepSpeed answers with NotImplementedError."""
+
+
 class _NoParameters:
     """A module without any, for trl, which walks over those that have a state of their own in DeepSpeed."""
 
@@ -191,7 +199,7 @@ class DeepSpeedEngine(Engine):
         if lr_kwargs:
             raise UsageError("engine.step(lr_kwargs=...): schedules take no arguments; leave it out")
         if self._coalesces:
-            raise UsageError("engine.step() within `with engine.coalesce_grad_reduction()`: call it after the block")
+            raise CallError("engine.step() within `with engine.coalesce_grad_reduction()`: call it after the block")
         skipped = self.skipped_steps
         if not self._managed:
             super().set_gradient_accumulation_boundary(True)
@@ -299,12 +307,15 @@ class DeepSpeedEngine(Engine):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Let several backwards in the block be one step's: gradients are reduced with the last of them.
 
-        The `step()` after the block is the step's. Raises UsageError at stage 0, as DeepSpeed does, and within `no_sync()` or
-        another such block; and for a `step()` in it.
+        The `step()` after the block is the step's. Raises StageError at stage 0, CallError within `no_sync()` or another such
+        block and if every `step()` ends a step; a `step()` in the block raises CallError too.
         """
-        if not self.zero_optimization_stage() or self._coalesces or self._open_no_syncs:
-            raise UsageError(
-                "engine.coalesce_grad_reduction() needs ZeRO stage 1, 2 or 3, and no other such block or no_sync() around it"
+        if not self.zero_optimization_stage():
+            raise StageError("engine.coalesce_grad_reduction() needs ZeRO stage 1, 2 or 3; set zero_optimization.stage")
+        if self._coalesces or self._open_no_syncs or not self._managed:
+            raise CallError(
+                "engine.coalesce_grad_reduction() cannot be nested in another such block or in no_sync(), and is not needed "
+                'with "managed_gradient_accumulation": false, where gradients add up until step()'
             )
         self._coalesces = True
         self.set_gradient_accumulation_boundary(False)
@@ -324,9 +335,9 @@ class DeepSpeedEngine(Engine):
         self._managed = False
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """See `zstore.engine.Engine`. Raises UsageError with `"managed_gradient_accumulation": false`."""
+        """See `zstore.engine.Engine`. Raises CallError with `"managed_gradient_accumulation": false`."""
         if not self._managed:
-            raise UsageError(
+            raise CallError(
                 'engine.set_gradient_accumulation_boundary(): with "managed_gradient_accumulation": false every step() ends a '
                 "step; leave it out"
             )
