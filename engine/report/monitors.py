@@ -22,7 +22,7 @@ from zstore.ranks.world import World
 
 from ..config.config import Config
 from ..config.keys import acting
-from ..config.sections import CsvMonitorSection
+from ..config.sections import CsvMonitorSection, TensorboardSection, WandbSection
 
 _log = logging.getLogger("zstore")
 
@@ -192,22 +192,43 @@ def open_monitors(config: Config, world: World) -> Monitors:
     """
     if config.frozen:  # it has nothing to report, and another engine may have these places
         return Monitors()
-    settings = config.settings
-    csv_monitor, tensorboard, wandb = settings.csv_monitor, settings.tensorboard, settings.wandb
+    settings, found = config.settings, Monitors()
+    try:
+        with world.agreeing():
+            found = monitors_of(
+                settings.csv_monitor,
+                settings.tensorboard,
+                settings.wandb,
+                config=acting(settings),
+                opens=world.rank == 0,
+            )
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+def monitors_of(
+    csv_monitor: CsvMonitorSection,
+    tensorboard: TensorboardSection,
+    wandb: WandbSection,
+    *,
+    config: Mapping[str, Any],
+    opens: bool,
+) -> Monitors:
+    """Return the monitors that these sections switch on, none of which is opened unless this process `opens` them; wandb is
+    told of `config`. Raises ConfigError as `open_monitors` does."""
     makers: dict[str, Callable[[], Monitor]] = {}
     if csv_monitor.enabled:
         makers["csv_monitor"] = lambda: CsvMonitor(_folder(csv_monitor))
     if tensorboard.enabled:
         makers["tensorboard"] = lambda: TensorboardMonitor(_folder(tensorboard))
     if wandb.enabled:
-        makers["wandb"] = lambda: WandbMonitor(
-            project=wandb.project, group=wandb.group, team=wandb.team, config=acting(settings)
-        )
+        makers["wandb"] = lambda: WandbMonitor(project=wandb.project, group=wandb.group, team=wandb.team, config=config)
     opened: list[Monitor] = []
     try:
-        with world.agreeing():
-            for key, make in makers.items() if world.rank == 0 else ():
-                opened.append(_opened(key, make))
+        for key, make in makers.items() if opens else ():
+            opened.append(_opened(key, make))
     except BaseException:
         Monitors(opened).close()
         raise

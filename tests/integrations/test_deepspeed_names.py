@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from zstore.as_deepspeed import constants, launcher, lr_schedules, optimizers, runtime, utils
+from zstore.as_deepspeed import constants, launcher, lr_schedules, monitor, optimizers, runtime, utils
 from zstore.as_deepspeed.absent import absent
 from zstore.as_deepspeed.config import DeepSpeedConfig, DeepSpeedFP16Config, DeepSpeedZeroConfig
 from zstore.as_deepspeed.finder import KNOWN
@@ -184,6 +185,29 @@ def test_every_step_is_one_where_the_script_counts_micro_batches(stage: int) -> 
             engine.set_gradient_accumulation_boundary(True)
         for (name, _), there in zip(engine.module.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(engine.get_full_parameter(name), there.data, rtol=1e-5, atol=1e-5)
+
+
+def test_a_script_writes_values_of_its_own_by_a_config(tmp_path: Path) -> None:
+    """DeepSpeed's page on monitors: "Custom Monitoring", and the file and the rows that its `csvMonitor` writes."""
+    csv = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    config = DeepSpeedConfig({"train_batch_size": 1, "csv_monitor": csv, "wandb": {"group": "g"}})
+    assert config.monitor_config.enabled
+    for number, made in enumerate(
+        (monitor.MonitorMaster(config.monitor_config), monitor.csvMonitor(config.monitor_config.csv_monitor))
+    ):
+        assert made.enabled
+        made.write_events([("Time per step", torch.tensor(0.5), 8 * number)])
+    assert (tmp_path / "job" / "Time_per_step.csv").read_text().split() == [
+        "step,Time",
+        "per",
+        "step",
+        "0,0.5",
+        "8,0.5",
+    ]
+    assert monitor.csvMonitor(config.monitor_config.csv_monitor).job_name == "job"
+    assert not monitor.TensorBoardMonitor(config.monitor_config.tensorboard).enabled
+    wandb = monitor.WandbMonitor(config.monitor_config.wandb)
+    assert (wandb.enabled, wandb.group, wandb.project) == (False, "g", "deepspeed")
 
 
 def _kind(call: Callable[..., Any], *arguments: Any) -> type[Exception]:

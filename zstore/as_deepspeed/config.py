@@ -100,6 +100,11 @@ class DeepSpeedMonitorConfig(BaseModel):
     csv_monitor: CsvMonitorSection = CsvMonitorSection()
     wandb: WandbSection = WandbSection()
 
+    @property
+    def enabled(self) -> bool:
+        """Whether metrics go anywhere."""
+        return self.tensorboard.enabled or self.csv_monitor.enabled or self.wandb.enabled
+
 
 class DeepSpeedConfig:
     """A config that was read: its top-level keys, resolved for this world size, as attributes."""
@@ -111,7 +116,8 @@ class DeepSpeedConfig:
         self._settings: Settings = loaded.resolve(ResolveContext(world_size=self.world_size)).settings
         self.zero_config = DeepSpeedZeroConfig(**self._param_dict.get("zero_optimization") or {})
         self.zero_optimization_stage = self.zero_config.stage
-        self.monitor_config = self._settings
+        sections = {key: self._param_dict.get(key) or {} for key in DeepSpeedMonitorConfig.model_fields}
+        self.monitor_config = DeepSpeedMonitorConfig(**sections)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_settings":
