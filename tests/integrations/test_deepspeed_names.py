@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from zstore.as_deepspeed import constants, launcher, lr_schedules, monitor, optimizers, runtime, utils
+from zstore.as_deepspeed import constants, launcher, lr_schedules, monitor, optimizers, runtime, tiling, utils, zero
 from zstore.as_deepspeed.absent import absent
 from zstore.as_deepspeed.config import DeepSpeedConfig, DeepSpeedFP16Config, DeepSpeedZeroConfig
 from zstore.as_deepspeed.finder import KNOWN
@@ -208,6 +208,53 @@ def test_a_script_writes_values_of_its_own_by_a_config(tmp_path: Path) -> None:
     assert not monitor.TensorBoardMonitor(config.monitor_config.tensorboard).enabled
     wandb = monitor.WandbMonitor(config.monitor_config.wandb)
     assert (wandb.enabled, wandb.group, wandb.project) == (False, "g", "deepspeed")
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(1, 1), (3, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_in_tiles_is_the_layer(columns: int, rows: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Linear(13, 11, bias=bias), torch.randn(2, 5, 13, requires_grad=True)
+    tiled = tiling.TiledLinear(13, 11, bias, columns, rows, init_linear=plain)
+    y = tiled(x)
+    torch.testing.assert_close(y, plain(x))
+    given = tiling.TiledLinear(13, 11, bias, columns, rows, True, False, init_linear=plain)
+    parts = x.split([5, 4, 4] if columns == 3 else 13, dim=-1)
+    torch.testing.assert_close(torch.cat(given(parts if columns > 1 else x), -1), y)
+    (tiled_grad,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+    torch.testing.assert_close(tiled_grad, torch.autograd.grad(plain(x).square().sum(), x)[0])
+    plain(x).square().sum().backward()
+    y.square().sum().backward()
+    grads = torch.cat([torch.cat([tile.weight.grad for tile in row], 1) for row in tiled.linears])
+    torch.testing.assert_close(grads, plain.weight.grad)
+    for wrong in ((0, 1), (14, 1), (1, 12)):
+        with pytest.raises(RuntimeError, match="expected from 1 to"):
+            tiling.TiledLinear(13, 11, bias, *wrong)
+
+
+def test_tiles_are_gathered_one_by_one_at_stage_3() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(32, 32)
+    adam, x = torch.optim.Adam(plain.parameters(), lr=0.1), torch.randn(3, 32)
+    off = {
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_param_persistence_threshold": 0,
+        "offload_param": {"device": "cpu"},
+    }
+    config = {**STEP, "gradient_clipping": 0.0, "zero_optimization": {"stage": 3, **off}}
+    with zero.Init(config_dict_or_path=config):
+        model = tiling.TiledLinear(32, 32, in_splits=4, init_linear=plain)
+    engine, *_ = initialize(model=model, config=config)
+    with engine:
+        for _ in range(2):
+            loss, there = engine(x).square().sum(), plain(x).square().sum()
+            torch.testing.assert_close(loss, there)
+            engine.backward(loss)
+            there.backward()
+            engine.step()
+            adam.step()
+            adam.zero_grad()
+        assert engine.statistics().units.live_peak_numel == 32 * 8 + 32
 
 
 def _kind(call: Callable[..., Any], *arguments: Any) -> type[Exception]:

@@ -210,6 +210,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "deepspeed.runtime.zero.stage3": {_PROFILING: _ZERO3_MEMORY, "zero": ("unwrap_model_for_generation",)},
     "deepspeed.runtime.zero.stage_1_and_2": {_PROFILING: _ZERO2_MEMORY},
+    "deepspeed.runtime.zero.tiling": {"tiling": ("TiledLinear",)},
     "deepspeed.runtime.zero.utils": {"zero": ("ZeRORuntimeException", "is_zero_param")},
     "deepspeed.utils": {
         "utils": ("OnDevice", "RepeatingLoader", "instrument_w_nvtx", *_LOGGING, *_LEAVES),
@@ -224,7 +225,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed.utils.timer": {"utils": ("trim_mean",)},
     "deepspeed.utils.torch": {"runtime": ("required_torch_version",)},
     "deepspeed.utils.zero_to_fp32": {"zero_to_fp32": (*_TO_FP32, "get_optim_files")},
-    "deepspeed.zero": {"zero": _INIT},
+    "deepspeed.zero": {"zero": _INIT, "tiling": ("TiledLinear",)},
 }
 """DeepSpeed's module -> this package's module, or one by its whole name -> names that it gives."""
 
@@ -302,7 +303,7 @@ ABSENT: Mapping[str, tuple[str, ...]] = {
     "deepspeed.runtime.zero.partition_parameters": ("CUDAQuantizer", "MultipleAllGatherHandles"),
     "deepspeed.runtime.zero.stage3": ("DeepSpeedZeroOptimizer_Stage3",),
     "deepspeed.runtime.zero.stage_1_and_2": ("DeepSpeedZeroOptimizer",),
-    "deepspeed.runtime.zero.tiling": ("TiledLinear", "TiledLinearReturnBias"),
+    "deepspeed.runtime.zero.tiling": ("TiledLinearReturnBias",),
     "deepspeed.utils.comms_logging": ("CommsLogger",),
     "deepspeed.utils.timer": ("SynchronizedWallClockTimer", "ThroughputTimer"),
 }
@@ -338,14 +339,14 @@ INSTEAD: Mapping[str, str] = {
     "runtime.sequence_parallel": "there is no sequence parallelism; checkpointing takes activations off the device",
     "runtime.zero.stage_1_and_2": "the memory estimators are there; the optimizer is engine.optimizer",
     "runtime.zero.stage3": "the memory estimators are there; the optimizer is engine.optimizer",
-    "runtime.zero.tiling": "a module's parameters are gathered as a whole; make several modules in a ModuleList",
+    "runtime.zero.tiling.TiledLinearReturnBias": "TiledLinear is there, for layers that add their bias themselves",
     "sequence": "there is no sequence parallelism",
     "tp_model_init": "there is no tensor parallelism; use ZeRO stage 3",
     "utils.groups": "there is one group, of all ranks",
     "utils.timer": 'set "wall_clock_breakdown": true, or read engine.statistics()',
     "zero.estimate_zero2_model_states_mem_needs_all_live": "it is in runtime.zero.stage_1_and_2",
     "zero.estimate_zero3_model_states_mem_needs_all_live": "it is in runtime.zero.stage3",
-    "zero.TiledLinear": "a module's parameters are gathered as a whole; make several modules in a ModuleList",
+    "zero.TiledLinearReturnBias": "TiledLinear is there, for layers that add their bias themselves",
 }
 """Name within deepspeed, or a module's -> what to use instead, for it and all in it."""
 

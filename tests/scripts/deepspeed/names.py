@@ -43,7 +43,7 @@ def main():
         "from deepspeed import init_inference",
         "from deepspeed.ops.adam import ZenFlowCPUAdam",
         "from deepspeed.nowhere import nothing",
-        "deepspeed.zero.TiledLinear",
+        "deepspeed.zero.TiledLinearReturnBias",
         "deepspeed.accelerator.get_accelerator().nothing",
     ):
         try:
