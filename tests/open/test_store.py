@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import subprocess
-import sys
+import contextlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,28 +19,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
 
 import zstore
-from tests import warm
-from zstore.checkpoint.reader import tags
-from zstore.errors import BudgetError, CheckpointExistsError, DiskFullError, StorageError, UsageError
+from tests.open.arrays import LARGE, values
+from zstore.errors import BudgetError, CheckpointExistsError, UsageError
 from zstore.format import zarr_dtypes  # noqa: F401 - lets zarr read bfloat16
 from zstore.open.store import Store
 from zstore.store import StoreOptions, TensorStore
-from zstore.testing.faults import Fault, FaultyFiles
-
-LARGE = (300, 100, 2)
-"""240 kB in fp32: rests on disk."""
-
-
-def values(shape: tuple[int, ...], dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    return np.asarray(rng.integers(0, 100, shape)).astype(dtype)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Any:
-    with zstore.open_store(tmp_path / "run", host_budget_bytes=64e6) as opened:
-        yield opened
-
+from zstore.testing.faults import GatedFiles
 
 # -- values ---------------------------------------------------------------------------------------------------------
 
@@ -270,6 +252,75 @@ def test_a_cancelled_task_leaves_the_store_sound(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_loop_that_is_left_stores_its_value_first(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with zstore.open_store(tmp_path) as store:
+            for i in range(3):
+                store.put(f"b.{i}/w", torch.zeros(LARGE))
+            async for name, value in store.stream(["b.0/w", "b.1/w"]):
+                value.fill_(1)
+                if name == "b.1/w":
+                    break
+            assert (await store.get("b.1/w")).eq(1).all()
+            with contextlib.suppress(ZeroDivisionError):
+                async for _, value in store.stream(["b.2/w"]):
+                    value.fill_(2)
+                    raise ZeroDivisionError
+            store.update("b.2/w", torch.ones(1, 100, 2), rows=slice(0, 1))
+            assert (await store.get("b.2/w")).sum() == 299 * 200 * 2 + 200
+            assert (await store.get("b.0/w")).eq(1).all()
+
+    asyncio.run(main())
+
+
+def test_a_checkpoint_of_a_coroutine_has_what_was_there_when_it_was_asked_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with zstore.open_store(tmp_path / "run") as store:
+            names = [f"b.{i}/w" for i in range(20)]
+            for turn in range(3):
+                for name in names:
+                    store.put(name, np.full((300, 100) if turn % 2 else (30,), turn, np.int32))
+                store.checkpoint(tmp_path / "ckpt" / str(turn))
+            for name in names:
+                store.delete(name)
+            with pytest.raises(KeyError, match=r"no array 'b.0/w'"):
+                store.checkpoint(tmp_path / "ckpt" / "late", names=["b.0/w"])
+
+    asyncio.run(main())
+    for turn in range(3):
+        with zstore.open_checkpoint(tmp_path / "ckpt", str(turn)) as checkpoint:
+            assert len(checkpoint) == 20
+            assert all((values.numpy() == turn).all() for values in checkpoint.values())
+
+
+def test_a_change_that_takes_an_array_away_waits_for_earlier_checkpoints_alone(tmp_path: Path) -> None:
+    async def main(files: GatedFiles) -> None:
+        async with Store(TensorStore(StoreOptions(run_path=tmp_path / "run"), files=files)) as store:
+            store.put("a/w", np.zeros((300, 100), np.float32), tier="host")
+            store.put("a/x", np.zeros((300, 100), np.float32), tier="host")
+            first = store.checkpoint(tmp_path / "ckpt" / "first")
+            moved = store.move("a/x", tier="disk")
+            replaced = store.put("a/w", np.ones(70_000, np.int16))
+            second = store.checkpoint(tmp_path / "ckpt" / "second")
+            removed = store.delete("a/x")
+            files.arrived(1)
+            assert not any(ticket.done() for ticket in (first, moved, replaced, second, removed))
+            files.open_gate()
+            for ticket in (second, removed, replaced, moved, first):
+                await asyncio.wait_for(asyncio.wrap_future(ticket.future), 60)
+
+    tmp_path.joinpath("run").mkdir()
+    files = GatedFiles("write", pattern="*/ckpt/*")
+    with files.holding():
+        asyncio.run(main(files))
+    for tag, expected in (
+        ("first", {"a/w": (300, 100), "a/x": (300, 100)}),
+        ("second", {"a/w": (70_000,), "a/x": (300, 100)}),
+    ):
+        with zstore.open_checkpoint(tmp_path / "ckpt", tag) as checkpoint:
+            assert {name: values.shape for name, values in checkpoint.items()} == expected
+
+
 def test_threads_share_a_store(store: Store) -> None:
     errors: list[BaseException] = []
 
@@ -289,110 +340,3 @@ def test_threads_share_a_store(store: Store) -> None:
     for thread in threads:
         thread.join()
     assert errors == []
-
-
-# -- checkpoints ----------------------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_links_what_is_on_disk_and_is_loaded(store: Store, tmp_path: Path) -> None:
-    whole = {"a/w": torch.randn(LARGE), "a/s": torch.tensor(2.0)}
-    for name, value in whole.items():
-        store.put(name, value, dims=("x", "y", "z")[: value.ndim])
-    saved = store.checkpoint(tmp_path / "ckpt" / "one", extra={"step": 3}, step=3)
-    store.update("a/w", torch.zeros(LARGE))  # behind: not in the checkpoint
-    assert saved.wait().num_linked == 1
-    pinned = store.pin()
-    store.put("a/w", torch.ones(LARGE))
-    store.checkpoint(tmp_path / "ckpt" / "two", of=pinned, keep=1).wait()
-    assert [info.tag for info in tags(tmp_path / "ckpt")] == ["two"]
-    with zstore.open_checkpoint(tmp_path / "ckpt") as checkpoint:
-        assert not checkpoint["a/w"].numpy().any()
-    store.checkpoint(tmp_path / "ckpt" / "two", names=["a/s"], overwrite=True).wait()
-    for turn in range(3):
-        store.checkpoint(tmp_path / "ckpt" / str(turn))
-        store.put("a/w", values((1000, 100 + turn)))  # of another shape, which waits for the checkpoint
-        store.put("a/s", turn)
-    store.flush().wait()
-    with store.pin(), pytest.raises(UsageError, match="exhaust that or close it"):
-        store.delete("a/w").wait()
-    with zstore.open_store(tmp_path / "run") as other:
-        assert other.load(tmp_path / "ckpt", "two").wait() == {}
-        assert other.names() == ["a/s"]
-        assert other.get("a/s").wait() == whole["a/s"]
-
-
-def test_an_error_comes_by_its_ticket_and_by_flush_once(tmp_path: Path) -> None:
-    files = FaultyFiles()
-    tmp_path.joinpath("run").mkdir()
-    store = Store(TensorStore(StoreOptions(run_path=tmp_path / "run"), files=files))
-    with store:
-        store.put("a/w", values(LARGE)).wait()
-        store.put("b/w", values(LARGE)).wait()
-        files.inject(Fault(kind="write", error_number=errno.EIO))
-        ticket = store.update("a/w", values(LARGE, seed=1))
-        with pytest.raises(StorageError):
-            store.flush().wait()
-        with pytest.raises(StorageError):
-            ticket.wait()
-        store.flush().wait()
-        assert (store.get("b/w").wait() == values(LARGE)).all()
-        files.inject(Fault(kind="allocate", error_number=errno.ENOSPC))
-        with pytest.raises(DiskFullError):
-            store.put("c/w", values(LARGE)).wait()
-        with pytest.raises(KeyError, match="no array 'c/w'"):
-            store.get("c/w")
-        store.put("c/w", values(LARGE))
-        store.put("a/w", values(LARGE, seed=2))
-        store.flush().wait()
-        assert (store.get("a/w").wait() == values(LARGE, seed=2)).all()
-
-
-ENDLESS = """
-import sys
-import numpy as np
-import zstore
-folder = sys.argv[1]
-with zstore.open_store(folder + "/run") as store:
-    for turn in range(10**6):
-        for i in range(3):
-            store.put(f"b.{i}/w", np.full((300, 100), turn, np.float32))
-        store.checkpoint(f"{folder}/ckpt/{turn:06d}", keep=2)
-        print(turn, flush=True)
-"""
-
-
-def test_a_killed_program_leaves_whole_checkpoints(tmp_path: Path) -> None:
-    with warm.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        while int(process.stdout.readline()) < 10:
-            pass
-        process.kill()
-    found = tags(tmp_path / "ckpt")
-    assert found
-    for info in found:
-        with zstore.open_checkpoint(tmp_path / "ckpt", info.tag) as checkpoint:
-            assert checkpoint.verify() == []
-            assert all((checkpoint[f"b.{i}/w"].numpy() == int(info.tag)).all() for i in range(3))
-    with zstore.open_store(tmp_path / "run"):  # sweeps what the dead one left
-        pass
-    assert not list(tmp_path.rglob("*.shard"))
-
-
-LEFT = """
-import sys
-import numpy as np
-import zstore
-folder = sys.argv[1]
-store = zstore.open_store(folder + "/run")
-store.put("a/w", np.ones((300, 100), np.float32))
-store.checkpoint(folder + "/ckpt/last")
-raise SystemExit(3)
-"""
-
-
-def test_a_program_that_ends_completes_its_checkpoint(tmp_path: Path) -> None:
-    done = warm.run([sys.executable, "-c", LEFT, str(tmp_path)], check=False, timeout=60)
-    assert done.returncode == 3
-    with zstore.open_checkpoint(tmp_path / "ckpt") as checkpoint:
-        assert (checkpoint["a/w"].numpy() == 1).all()
-    assert not list(tmp_path.rglob("*.shard"))

@@ -13,7 +13,6 @@ import contextlib
 import os
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,12 +21,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..checkpoint.catalog import check_tag_is_free
-from ..checkpoint.names import new_save_id
-from ..checkpoint.request import SaveRequest, SaveSummary
+from ..checkpoint.request import SaveSummary
 from ..checkpoint.retention import Keep
-from ..checkpoint.reuse import KnownFile
-from ..checkpoint.save import save_checkpoint
 from ..closing import Closing, closing_with
 from ..errors import BudgetError, UsageError
 from ..format.arrays import Array, ArraySpec, numpy_dtype
@@ -42,6 +37,7 @@ from ..store.store import TierName
 from .arrays import WholeArrays
 from .checkpoint import open_checkpoint
 from .lazy import LazyArray
+from .saves import Saves
 from .stream import Mode, Values
 from .values import Value, flat_rows, flat_target, flatten, shaped, spec_of
 
@@ -115,15 +111,13 @@ class Store(Closing):
 
     def __init__(self, shards: TensorStore) -> None:
         self._shards = shards
-        self._arrays = WholeArrays(shards, self._wait_for_saves)
+        self._arrays = WholeArrays(shards)
         self._entries: dict[str, _Entry] = {}
         self._lock = threading.RLock()
         """Of what is known of arrays: held shortly, so that no coroutine waits for it."""
         self._order = ArrayOrder(_NUM_OPERATIONS)
         self._workers = Workers(2, "zstore-passes")
-        self._run = uuid.uuid4().hex
-        self._known: Mapping[str, KnownFile] = {}
-        self._saves: list[Ticket[SaveSummary]] = []
+        self._saves = Saves(shards)
         self._ahead: dict[str, _Ahead] = {}
         self._closed = False
         self._end = closing_with(self, _close, self._order, self._workers, self._shards)
@@ -146,23 +140,25 @@ class Store(Closing):
             former = self._entries.get(name)
             if former is not None and not dims and former.spec.shape == spec.shape:
                 spec = replace(spec, dims=former.spec.dims)
-            entry = self._entries[name] = _Entry(spec, is_torch)
-            return self._change(name, partial(self._put, entry, data, tier))
+            self._entries[name] = _Entry(spec, is_torch)
+            return self._replace(name, former, partial(self._arrays.put, spec, data, tier, self._saves.asked_for()))
 
-    def _change(self, name: str, operation: Callable[[], None]) -> Ticket[None]:
-        """Queue a change of an array. Where its ticket tells somebody of an error, `flush` does not tell it again."""
-        ticket = self._order.submit(name, operation, changes=True)
-        return Ticket(ticket.future, partial(self._order.hear, name, ticket))
+    def _replace(self, name: str, former: _Entry | None, operation: Callable[[], None]) -> Ticket[None]:
+        """Queue what replaces or removes an array; where that fails, the array is `former` again, if that is still there."""
+        entry = self._entries.get(name)
 
-    def _put(self, entry: _Entry, data: Array, tier: TierName | None) -> None:
-        try:
-            self._arrays.make(entry.spec, tier)
-        except BaseException:
-            with self._lock:
-                if self._entries.get(entry.spec.name) is entry:
-                    del self._entries[entry.spec.name]
-            raise
-        self._arrays.write(entry.spec.name, 0, data)
+        def run() -> None:
+            try:
+                operation()
+            except BaseException:
+                with self._lock:
+                    if self._entries.get(name) is entry:
+                        self._entries.pop(name, None)
+                        if former is not None and self._arrays.has(former.spec):
+                            self._entries[name] = former
+                raise
+
+        return self._order.submit(name, run, changes=True)
 
     def get(
         self,
@@ -206,7 +202,7 @@ class Store(Closing):
                     f"array {name!r}: expected {entry.spec.dtype} of shape {shape}, got {data.dtype.name} of {np.shape(value)}"
                 )
             self._forget_ahead(name)
-            return self._change(name, partial(self._arrays.write, name, first, data))
+            return self._order.submit(name, partial(self._arrays.write, entry.spec, first, data), changes=True)
 
     def delete(self, name: str) -> Ticket[None]:
         """Forget an array and free its room, once checkpoints that are being written from it are done.
@@ -214,10 +210,10 @@ class Store(Closing):
         Raises KeyError for a name that is not there; the ticket UsageError while somebody pins it.
         """
         with self._lock:
-            self._entry(name)
+            former = self._entry(name)
             del self._entries[name]
             self._forget_ahead(name)
-            return self._change(name, partial(self._arrays.remove, name))
+            return self._replace(name, former, partial(self._arrays.remove, name, self._saves.asked_for()))
 
     def move(self, names: str | Iterable[str], *, tier: TierName) -> Ticket[None]:
         """Let arrays rest on another tier, with their values. The ticket raises BudgetError or DiskFullError where there is no
@@ -226,7 +222,8 @@ class Store(Closing):
             chosen = [names] if isinstance(names, str) else list(names)
             for name in chosen:
                 self._entry(name)
-            tickets = [self._change(name, partial(self._arrays.move, name, tier)) for name in chosen]
+            moves = {name: partial(self._arrays.move, name, tier, self._saves.asked_for()) for name in chosen}
+            tickets = [self._order.submit(name, move, changes=True) for name, move in moves.items()]
         return self._all(tickets)
 
     def prefetch(self, names: str | Iterable[str]) -> Ticket[None]:
@@ -323,8 +320,7 @@ class Store(Closing):
         """Wait for all changes so far; the ticket raises, once, the error of one that failed and was not made good since."""
         with self._lock:
             self._check_open()
-            names = list({*self._entries, *self._shards.names()})
-        return self._workers.submit(partial(self._flush, names))
+        return self._workers.submit(partial(self._flush, self._order.names()))
 
     def _flush(self, names: Sequence[str]) -> None:
         self._order.settle(names)
@@ -336,15 +332,21 @@ class Store(Closing):
         Until then changes on disk go elsewhere, and a change in memory copies the array first. Waits for changes under way,
         and raises as `flush` does.
         """
-        return self._pinned(names).copied_when_changed()
+        return self._pin(names).wait().copied_when_changed()
 
-    def _pinned(self, names: Iterable[str] | None) -> Snapshot:
+    def _pin(self, names: Iterable[str] | None) -> Ticket[Snapshot]:
+        """Queue a pin of what arrays hold with the changes that are under way now."""
+
+        def pin() -> Snapshot:
+            self._order.raise_failed(chosen)
+            return self._shards.snapshot(chosen)
+
         with self._lock:
+            self._check_open()
             chosen = list(self._entries) if names is None else list(names)
             for name in chosen:
                 self._entry(name)
-        self._flush(chosen)
-        return self._shards.snapshot(chosen)
+            return self._order.submit_on(chosen, pin)
 
     def checkpoint(
         self,
@@ -372,49 +374,12 @@ class Store(Closing):
             "step": step,
             "keep": None if keep is None else Keep(last=keep),
         }
-        begin = partial(self._save, place, names, of, overwrite, fields)
+        with self._lock:
+            pinned = self._pin(names).wait if of is None else lambda: of
+            over = self._saves.expect()
+        begin = partial(self._saves.begin, place, pinned, overwrite=overwrite, fields=fields)
         # A loop must not wait for changes under way; without one, what makes no sense is said here and now.
-        save = run_in_thread(lambda: begin().wait(), "zstore-checkpoint") if _in_event_loop() else begin()
-        with self._lock:
-            self._saves = [one for one in self._saves if not one.done() or one.error() is not None] + [save]
-        return save.then(lambda summary: summary, partial(self._hear, save))
-
-    def _wait_for_saves(self) -> None:
-        for save in list(self._saves):
-            save.wait_for_end()
-
-    def _hear(self, save: Ticket[SaveSummary]) -> None:
-        """Forget a save whose end somebody was told of."""
-        with self._lock, contextlib.suppress(ValueError):
-            self._saves.remove(save)
-
-    def _save(
-        self, place: Path, names: Iterable[str] | None, of: Snapshot | None, overwrite: bool, fields: Mapping[str, Any]
-    ) -> Ticket[SaveSummary]:
-        check_tag_is_free(place.parent, place.name, overwrite=overwrite)
-        snapshot = self._pinned(names) if of is None else of
-        request = SaveRequest(
-            resources=self._shards.resources,
-            folder=place.parent,
-            tag=place.name,
-            rank=0,
-            world_size=1,
-            save_id=new_save_id(),
-            run_id=self._run,
-            specs={name: pin.local.spec for name, pin in snapshot.pins.items()},
-            grids={name: pin.local.grid for name, pin in snapshot.pins.items()},
-            pins=snapshot.pins,
-            overwrite=overwrite,
-            known=self._known,
-            disk_folders=self._shards.disk_folders(),
-            **fields,
-        )
-        return save_checkpoint(request).ticket.then(self._note)
-
-    def _note(self, summary: SaveSummary) -> SaveSummary:
-        with self._lock:
-            self._known = {**self._known, **summary.known}
-        return summary
+        return self._saves.start(over, begin, behind=_in_event_loop())
 
     def load(
         self,
@@ -460,12 +425,11 @@ class Store(Closing):
         with self._lock:
             if self._closed:
                 return
-            names = list({*self._entries, *self._shards.names()})
         with contextlib.ExitStack() as last_to_first:
             last_to_first.callback(self._end)
-            for save in self._saves:
+            for save in self._saves.unheard:
                 last_to_first.callback(save.wait)
-            last_to_first.callback(self._flush, names)
+            last_to_first.callback(self._flush, self._order.names())
             last_to_first.callback(setattr, self, "_closed", True)
 
     async def __aenter__(self) -> Self:

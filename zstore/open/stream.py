@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ..errors import UsageError
 from ..format.arrays import ArraySpec, numpy_dtype
 from ..format.partition import round_up
 from ..io.buffers import PAGE_BYTES, Buffer, Pool
@@ -24,7 +26,7 @@ Mode = Literal["update", "read"]
 class Values:
     """A pass over whole arrays: an iterator of (name, value), with `for` or `async for`. Made by `Store.stream`.
 
-    Leave it by the end of the loop, or close it.
+    A loop may be left at any value, which is stored as the others are.
     """
 
     def __init__(
@@ -37,42 +39,53 @@ class Values:
         self._ahead: list[tuple[ArraySpec, Buffer | None, Ticket[Any]]] = []
         self._behind: list[Ticket[None]] = []
         self._current: tuple[ArraySpec, Buffer | None, Any] | None = None
+        """What the loop has."""
+        self._closed = False
         self._lock = threading.Lock()
         """Held by who advances: a task that was cancelled may have left its advance under way."""
 
     def __iter__(self) -> Generator[tuple[str, Any], None, None]:
         try:
-            while (found := self._advance()) is not None:
-                yield found
+            while self._advance():
+                yield self._hand_out()
+                self._retire()
         finally:
             self.close()
 
-    async def __aiter__(self) -> AsyncGenerator[tuple[str, Any], None]:
-        workers = self._store._workers
-        try:
-            while (found := await workers.submit(self._advance)) is not None:
-                yield found
-        finally:
-            await workers.submit(self.close)
+    def __aiter__(self) -> AsyncIterator[tuple[str, Any]]:
+        return _AsyncPass(self)
 
-    def _advance(self) -> tuple[str, Any] | None:
-        """Store what the loop is done with, read ahead, and return what comes next; None at the end."""
+    async def _anext(self) -> tuple[str, Any]:
+        workers = self._store._workers
+        self._retire()  # at once: what the loop asks for next comes after it
+        if not await workers.submit(self._advance):
+            await workers.submit(self.close)
+            raise StopAsyncIteration
+        return self._hand_out()
+
+    def _leave(self) -> None:
+        """End the pass behind a loop that was left; `flush` tells the error of a change."""
+        if not self._closed:
+            with contextlib.suppress(KeyError, UsageError):  # the array is gone
+                self._retire()
+            with contextlib.suppress(RuntimeError):  # the store is closed
+                self._store._workers.submit(self.close)
+
+    def _advance(self) -> bool:
+        """Read ahead, and wait for what comes next; return whether there is something."""
         with self._lock:
-            self._retire()
             self._read_ahead()
-            if not self._ahead:
-                return None
-            spec, buffer, ticket = self._ahead.pop(0)
-            try:
-                value = ticket.wait()
-            except BaseException:
-                if buffer is not None:
-                    buffer.release()
-                raise
-            self._current = spec, buffer, value
-            return spec.name, value
+            if self._ahead:
+                self._ahead[0][2].wait()
+            return bool(self._ahead)
+
+    def _hand_out(self) -> tuple[str, Any]:
+        spec, buffer, ticket = self._ahead.pop(0)
+        self._current = spec, buffer, ticket.wait()
+        return spec.name, self._current[2]
 
     def _retire(self) -> None:
+        """Store what the loop is done with."""
         if self._current is None:
             return
         (spec, buffer, value), self._current = self._current, None
@@ -116,6 +129,7 @@ class Values:
 
         Raises the error of a change that failed.
         """
+        self._closed = True
         with self._lock:
             self._coming.clear()
             self._retire()
@@ -131,3 +145,19 @@ class Values:
                 self._pool = None
             if errors:
                 raise errors[0]
+
+
+class _AsyncPass:
+    """What `async for` goes over: a loop that is left stores its value before anything that is asked for next."""
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+
+    def __aiter__(self) -> AsyncIterator[tuple[str, Any]]:
+        return self
+
+    def __anext__(self) -> Coroutine[Any, Any, tuple[str, Any]]:
+        return self._values._anext()
+
+    def __del__(self) -> None:
+        self._values._leave()

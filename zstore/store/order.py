@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,33 +27,50 @@ class ArrayOrder:
         self._lock = threading.Lock()
 
     def submit(self, name: str, operation: Callable[[], T], *, changes: bool) -> Ticket[T]:
-        """Queue an operation on array `name`; return its ticket."""
+        """Queue an operation on array `name`; return its ticket. Where that tells somebody of the error of a change,
+        `raise_failed` does not tell it again."""
+
+        def run() -> T:
+            try:
+                result = operation()
+            except BaseException as error:
+                if changes:
+                    self._failed[name] = error
+                raise
+            if changes:
+                self._failed.pop(name, None)
+            return result
+
+        ticket = self.submit_on([name], run)
+        return Ticket(ticket.future, partial(self._hear, name, ticket)) if changes else ticket
+
+    def submit_on(self, names: Sequence[str], operation: Callable[[], T]) -> Ticket[T]:
+        """Queue an operation on several arrays, which changes none; return its ticket."""
         with self._lock:
-            before = self._pending.get(name)
+            before = [each[1] for name in names if (each := self._pending.get(name)) is not None]
 
             def run() -> T:
-                if before is not None:
-                    before[1].error()
-                try:
-                    result = operation()
-                except BaseException as error:
-                    if changes:
-                        self._failed[name] = error
-                    raise
-                if changes:
-                    self._failed.pop(name, None)
-                return result
+                for ticket in before:
+                    ticket.error()
+                before.clear()
+                return operation()
 
             number, ticket = next(self._numbers), self._workers.submit(run)
-            self._pending[name] = number, ticket
+            self._pending.update(dict.fromkeys(names, (number, ticket)))
         # By its number: a callback that had the ticket would be kept by it, and keep it.
-        ticket.when_done(partial(self._end, name, number))
+        ticket.when_done(partial(self._end, names, number))
         return ticket
 
-    def _end(self, name: str, number: int) -> None:
+    def _end(self, names: Sequence[str], number: int) -> None:
         with self._lock:
-            if name in self._pending and self._pending[name][0] == number:
-                del self._pending[name]
+            for name in names:
+                if name in self._pending and self._pending[name][0] == number:
+                    del self._pending[name]
+
+    def names(self) -> list[str]:
+        """Return the arrays for which something is under way, or failed without anybody being told."""
+        with self._lock:
+            return list({*self._pending, *self._failed})
 
     def settle(self, names: Iterable[str]) -> None:
         """Wait for all operations on `names`; errors stay with their tickets."""
@@ -67,7 +84,7 @@ class ArrayOrder:
         for error in [self._failed.pop(name) for name in names if name in self._failed]:
             raise error
 
-    def hear(self, name: str, ticket: Ticket[Any]) -> None:
+    def _hear(self, name: str, ticket: Ticket[Any]) -> None:
         """Forget the error of an operation that ended, which its ticket has told somebody."""
         with self._lock:
             if self._failed.get(name) is ticket.error():

@@ -74,7 +74,6 @@ class DiskShard:
     spare: DiskFile | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while the file is linked."""
-    number: int = 0
     touched: bool = False
     """Something was saved in the pass under way."""
     broken: bool = False
@@ -98,6 +97,7 @@ class DiskTier(Tier):
         """Whether small shards that are made from now on share files."""
         self._packs: dict[tuple[Path, str], Pack] = {}
         """By folder and kind of arrays."""
+        self._numbers = count()
         self._lock = threading.RLock()
 
     def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
@@ -115,9 +115,8 @@ class DiskTier(Tier):
             self._packs[folder, kind] = pack
             shard = DiskShard(local, layout, folder, part, pack)
         else:
-            shard = DiskShard(
-                local, layout, folder, DiskFile(_path(folder, local.spec.name, 0), crcs, layout.data_offset)
-            )
+            path = self._new_path(folder, local.spec.name)
+            shard = DiskShard(local, layout, folder, DiskFile(path, crcs, layout.data_offset))
             if layout.num_present:
                 make_shard_file(self._res, shard.current.path, layout)
         self._shards[local.spec.name] = shard
@@ -145,12 +144,12 @@ class DiskTier(Tier):
         """See `Tier.rename`."""
         with self._lock:
             shard = self._at_rest(name)
-            for number, file in enumerate((shard.current, shard.spare)):
+            for file in (shard.current, shard.spare):
                 if file is not None and shard.layout.num_present and shard.pack is None:
-                    path = _path(shard.folder, local.spec.name, number)
+                    path = self._new_path(shard.folder, local.spec.name)
                     self._res.files.rename(file.path, path)
                     file.path = path
-            shard.local, shard.number, shard.current.version = local, 1, new_version()
+            shard.local, shard.current.version = local, new_version()
             self._shards[local.spec.name] = self._shards.pop(name)
 
     def _at_rest(self, name: str) -> DiskShard:
@@ -170,8 +169,7 @@ class DiskTier(Tier):
                 raise being_changed(name)
             if shard.pack is not None:
                 return False
-            shard.number += 1
-            link = _path(shard.folder, name, shard.number)
+            link = self._new_path(shard.folder, name)
             try:
                 self._res.files.link(path, link)
             except OSError:
@@ -210,14 +208,20 @@ class DiskTier(Tier):
             path = shard.pack.make(free)
             shard.in_use.add(free)
             return DiskFile(path, [None] * shard.layout.num_present, shard.current.base, free)
-        shard.number += 1
-        path = _path(shard.folder, shard.local.spec.name, shard.number)
+        path = self._new_path(shard.folder, shard.local.spec.name)
         if shard.spare is not None:
             self._res.files.rename(shard.spare.path, path)
             shard.spare = None
         else:
             make_shard_file(self._res, path, shard.layout)
         return DiskFile(path, [None] * shard.layout.num_present, shard.layout.data_offset)
+
+    def _new_path(self, folder: Path, name: str) -> Path:
+        """Return a path that no file had before: somebody may have pinned one of a shard of that name which is gone."""
+        stem = quote(name, safe="")
+        if len(stem) > 200:
+            stem = f"{stem[:150]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+        return folder / f"{stem}.{next(self._numbers)}.shard"
 
     def span_bytes(self, name: str, num_chunks: int) -> int:
         """See `Tier.span_bytes`."""
@@ -297,7 +301,7 @@ class DiskTier(Tier):
         if shard.pack is not None:
             shard.in_use.discard(file.generation)
             return
-        if shard.spare is None and not file.published and file.crcs:
+        if self._shards.get(shard.local.spec.name) is shard and not (shard.spare or file.published) and file.crcs:
             shard.spare = file
         elif file.crcs:
             self._res.files.unlink(file.path)
@@ -342,13 +346,6 @@ class DiskTier(Tier):
                 self._res.files.unlink(file.path)
         self._shards.clear()
         self._packs.clear()
-
-
-def _path(folder: Path, name: str, number: int) -> Path:
-    stem = quote(name, safe="")
-    if len(stem) > 200:
-        stem = f"{stem[:150]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
-    return folder / f"{stem}.{number}.shard"
 
 
 def _read_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
