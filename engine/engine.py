@@ -573,6 +573,7 @@ class Engine(nn.Module):
         overwrite: bool = False,
         trainable_only: bool = False,
         keep_frozen: Collection[str] = (),
+        gradients: bool = True,
     ) -> SaveHandle:
         """Save the whole state in `save_dir` under `tag`, by default `step-` and the step (all ranks).
 
@@ -586,8 +587,10 @@ class Engine(nn.Module):
         CheckpointMismatchError where the model's are others. The first such save reads them once. `keep_frozen` names
         those that are saved all the same, since no base model has them: adapters' own.
 
-        Between two micro-batches of a step the gradients so far are saved, and the call returns when it is committed. Raises
-        UsageError between `backward` and `step`, and for client state that cannot be stored, CheckpointExistsError for a
+        Between two micro-batches of a step the gradients so far are saved, and the call returns when it is committed. With
+        `gradients=False` the state is saved as the last step left it, between `backward` and `step` too: a load does the step
+        that had begun anew. Raises UsageError between `backward` and `step` otherwise, in mode "backward" and with a loader of
+        `initialize` always, and for client state that cannot be stored, CheckpointExistsError for a
         tag that another run committed unless `overwrite`.
         """
         self.access.require_own_weights("engine.save_checkpoint()")
@@ -602,6 +605,7 @@ class Engine(nn.Module):
             is_latest=save_latest,
             leaves_out_frozen=exclude_frozen_parameters or trainable_only,
             keeps=frozenset(keep_frozen),
+            gradients=gradients,
             names_base=trainable_only,
         )
         if not self.access.open_blocks:

@@ -6,7 +6,8 @@ since then summed, in the type in which it is held. Of one rank, and at stages 2
 is cut as its state; at stages 0 and 1 of several ranks, which average once a step, it has a row for each rank: its own sum.
 So the step that a resume ends has the bits that it would have had. Another number of ranks has no such rows, nor the same
 micro-batches left: it is refused before anything is loaded. Gradients are saved from where they are, without a copy, and a
-backward adds to them there, so that such a save is complete before training goes on.
+backward adds to them there, so that such a save is complete before training goes on. A save without gradients leaves the
+step out: it has the state of the last step, from which a load does the step anew.
 """
 
 from __future__ import annotations
@@ -38,6 +39,20 @@ def require_between_micro_batches(training: Training) -> None:
         raise UsageError(
             f"save_checkpoint between backward and step() ({under_way.stepped} of {steps} micro-batches are stepped, "
             f"{under_way.backwards} backward without step): call engine.step() first, which ends the micro-batch"
+        )
+
+
+def require_last_step(training: Training) -> None:
+    """Raise UsageError when a save that leaves out the step that has begun would not have the state of the last one."""
+    if training.pending.is_in_backward:
+        raise UsageError(
+            'save_checkpoint between backward and step(): with "step_overlap": "backward" the state is being changed then; '
+            'call step() first, or set "step_overlap" to "forward" or "none"'
+        )
+    if training.loader is not None and not training.accumulation.is_new:
+        raise UsageError(
+            "save_checkpoint(gradients=False) within a step: the loader of initialize() is past the micro-batches of it, "
+            "which a resume would miss; save between two steps, or with gradients=True between two micro-batches"
         )
 
 

@@ -25,11 +25,14 @@ _MOST_RANKS = 2**16
 """World sizes that a message looks at."""
 
 
-def engine_record(training: Training) -> dict[str, Any]:
-    """Return the engine's part of a checkpoint's record."""
+def engine_record(training: Training, *, gradients: bool = True) -> dict[str, Any]:
+    """Return the engine's part of a checkpoint's record; without gradients a step that has begun is left out."""
+    counters, begun = training.counters, described(training)
+    if begun is not None and not gradients:
+        counters, begun = replace(counters, micro_steps=counters.micro_steps - begun["stepped"]), None
     return {
-        "counters": asdict(training.counters),
-        "accumulation": described(training),
+        "counters": asdict(counters),
+        "accumulation": begun,
         "batch": asdict(training.accumulation.batch),
         "seed": training.config.settings.seed,
         "precision": training.config.precision,

@@ -39,7 +39,7 @@ from ..params.record import ParameterRecord
 from ..report.journal import RunJournal
 from ..report.save_notes import SaveNotes
 from . import client_state as client
-from .accumulation import enter_gradients, leave_gradients, require_between_micro_batches
+from .accumulation import enter_gradients, leave_gradients, require_between_micro_batches, require_last_step
 from .base import BaseWeights
 from .destinations import Destination, destination_of
 from .load import Restore
@@ -74,6 +74,8 @@ class SaveOptions:
     leaves_out_frozen: bool = False
     keeps: frozenset[str] = frozenset()
     """Names of frozen parameters that are saved all the same."""
+    gradients: bool = True
+    """Whether the gradients of a step that has begun are saved; else the save is as the last step left all."""
     names_base: bool = False
     """Whether the record says where frozen parameters came from, so that a resume can compare them."""
 
@@ -110,8 +112,8 @@ class Checkpoints:
             destination = destination_of(options.folder, self._training.config, drives)
             self._training.pending.require_whole()
             mine = self._tag(options.tag)
-            require_between_micro_batches(self._training)
-            small = self.collect_small(options.state, options.metrics)
+            (require_between_micro_batches if options.gradients else require_last_step)(self._training)
+            small = self.collect_small(options.state, options.metrics, gradients=options.gradients)
             small.state.update(self._choices(options))
         if options.names_base:
             small.state.update(self._base.record(self._left_out(options)))
@@ -132,7 +134,7 @@ class Checkpoints:
             share_small(world, small.arrays)
         notes = self._journal.save_begins(chosen, destination.location_of(tag_folder(chosen)))
         with world.agreeing():
-            self._gradients = enter_gradients(self._training)
+            self._gradients = enter_gradients(self._training) if options.gradients else {}
         try:
             handle = self._pending.begin(
                 lambda: self._begin(options, destination, chosen, small, notes, (save_id, parts))
@@ -172,7 +174,9 @@ class Checkpoints:
         """Return a tag that no other run has, for a save whose tag another run took."""
         return f"{self._tag(tag)}-{self._training.run_id[:8]}"
 
-    def collect_small(self, state: client.ClientValues, metrics: Mapping[str, Any] | None = None) -> Small:
+    def collect_small(
+        self, state: client.ClientValues, metrics: Mapping[str, Any] | None = None, *, gradients: bool = True
+    ) -> Small:
         """Return the record and copies of what rank 0 stores whole: module buffers, parameters that were added
         later, and the client's tensors."""
         given, stepper = client.as_mapping(state), self._training.client_step
@@ -185,7 +189,7 @@ class Checkpoints:
         specs, arrays = client.small_arrays(tensors)
         record = {
             "client_state": marked,
-            "engine": engine_record(self._training),
+            "engine": engine_record(self._training, gradients=gradients),
             "metrics": client.numbers({} if metrics is None else metrics),
             TAKEN: time.time_ns(),
         }

@@ -15,15 +15,15 @@ from torch.utils.data import TensorDataset
 
 import zstore
 from tests.engine.bits import SPILLS, STATIC_SCALE, Case, assert_equal, compare_all, engine_digests
-from tests.engine.models import make_net
-from tests.engine.runs import constant_rate_config, make_config, start, step
+from tests.engine.models import batch, make_net
+from tests.engine.runs import constant_rate_config, make_config, start, state_of, step
 from tests.reference import Reference
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.engine.batches import repeat
-from zstore.errors import CheckpointMismatchError
+from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.interop.deepspeed.universal import UniversalFolder
 from zstore.testing.ranks import run_ranks
 
@@ -191,6 +191,44 @@ def test_data_dropout_and_client_state_go_on_in_the_middle_of_a_step(tmp_path: P
         assert (engine.global_steps, engine.micro_steps) == (2, 7)
         assert train_on(engine, loader, 13) == expected[7:]
         assert all(torch.equal(found, weights[name]) for name, found in engine.module_state_dict().items())
+
+
+def _saved_without_gradients(rank: int, folder: str) -> None:
+    for number, (stage, device, overlap) in enumerate(
+        [(0, "none", "none"), (2, "cpu", "forward"), (3, "nvme", "none")]
+    ):
+        place, ckpt = f"{folder}/{number}", f"{folder}/{number}/ckpt"
+        config = make_config(stage, device, place, gradient_accumulation_steps=3, zstore={"step_overlap": overlap})
+        with start(config) as engine:
+            step(engine)
+            expected = state_of(engine)
+            for micro in range(2):
+                engine.backward(engine(*batch(1, micro, rank)))
+                if micro == 0:
+                    engine.save_checkpoint(ckpt, "in the first", gradients=False)
+                    engine.step()
+                    engine.save_checkpoint(ckpt, "after the first", gradients=False)
+            engine.save_checkpoint(ckpt, "in the second", gradients=False)
+            engine.step()
+            engine.backward(engine(*batch(1, 2, rank)))
+            engine.step()
+            ended = state_of(engine)
+        for tag in ("in the first", "after the first", "in the second"):
+            with start(config) as engine:
+                engine.load_checkpoint(ckpt, tag)
+                assert state_of(engine) == expected, (stage, tag)
+                step(engine)
+                assert state_of(engine) == ended, (stage, tag)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_save_without_gradients_has_the_state_of_the_last_step(world_size: int, tmp_path: Path) -> None:
+    run_ranks(_saved_without_gradients, world_size, str(tmp_path), timeout_s=120)
+    engine, _, loader, _ = drops()
+    with engine:
+        train_on(engine, loader, 1)
+        with pytest.raises(UsageError, match=r"the loader of initialize\(\) is past the micro-batches of it"):
+            engine.save_checkpoint(str(tmp_path / "x"), gradients=False)
 
 
 def test_a_step_that_has_begun_goes_on_only_as_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import signal
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from tests.integrations.tokens import tokenizer
 from tests.integrations.trainers import QUIET, Texts, arguments, config, history, llama
 from tests.tools.commands import run
 from zstore.checkpoint.folder import folder_at
+from zstore.errors import ConfigError
 from zstore.hf.checkpoints import committed, rotate, wait_for_removal
 from zstore.journal import read
 from zstore.journal.names import run_of
@@ -283,3 +285,40 @@ def test_the_checkpoints_that_transformers_would_delete_go(seed: int, tmp_path: 
     rotate(SimpleNamespace(args=args, state=state, engine=None), str(folders["ours"]))
     wait_for_removal()
     assert sorted(os.listdir(folders["ours"])) == sorted(os.listdir(folders["theirs"]))
+
+
+class _Terminated(TrainerCallback):  # type: ignore[misc]
+    """Asks for a checkpoint, as transformers does a while after SIGTERM, where it is seen before an optimizer step."""
+
+    def __init__(self, trainer: Any) -> None:
+        (self.jit,) = [each for each in trainer.callback_handler.callbacks if hasattr(each, "jit_manager")]
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            self.jit.jit_manager._enable_checkpoint()
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_a_checkpoint_on_sigterm_resumes_with_the_losses_of_trainer_alone(place: str, tmp_path: Path) -> None:
+    def trainer_of(folder: str, **keys: Any) -> Any:
+        given = arguments(tmp_path / folder, max_steps=4, gradient_accumulation_steps=2, enable_jit_checkpoint=True)
+        kind = zstore.hf.Trainer if keys else Trainer
+        return kind(model=llama(), args=given, train_dataset=Texts(16), **keys)
+
+    keys = {"zstore_config": config(tmp_path) if place == "disk" else {}}
+    (alone := trainer_of("alone")).train()
+    stopped = trainer_of("stopped", **keys)
+    stopped.add_callback(_Terminated(stopped))
+    stopped.train()
+    assert [path.name for path in (tmp_path / "stopped").glob("checkpoint-*")] == ["checkpoint-2"]
+    (resumed := trainer_of("stopped", **keys)).train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+    assert history(resumed, "loss") == pytest.approx(history(alone, "loss"), rel=1e-5)
+
+
+def test_a_checkpoint_on_sigterm_and_an_update_in_the_backward_exclude_each_other(tmp_path: Path) -> None:
+    keys = config(tmp_path, zstore={"step_overlap": "backward"})
+    given, before = arguments(tmp_path, enable_jit_checkpoint=True, max_steps=1), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ConfigError, match="enable_jit_checkpoint saves between backward and step: set it to"):
+        zstore.hf.Trainer(model=llama(), args=given, train_dataset=Texts(4), zstore_config=keys)
+    assert signal.getsignal(signal.SIGTERM) is before

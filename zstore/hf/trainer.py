@@ -417,6 +417,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
             keep_frozen=adapter_names(engine) if _is_peft(self.model) else (),
             overwrite=True,
             wait=False,
+            gradients=False,  # a resume does a step anew that had begun, as Trainer's own does
         )
         self._unfinished = output_dir, tag
         if self._saves_at_once():
