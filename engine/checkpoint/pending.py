@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from functools import partial
 
 from zstore.checkpoint.handle import SaveHandle
+from zstore.closing import start_threads
 from zstore.ranks.world import World
 
 from ..runtime.signals import interrupts_wait
@@ -45,7 +46,10 @@ class PendingSave:
 
     def _give_up_later(self) -> None:
         handle = self.handle
-        if handle is not None:
-            timer = threading.Timer(_END_WELL_S, handle.cancel)
-            timer.daemon = True
-            timer.start()
+        if handle is not None and not start_threads(1, partial(_give_up, handle), "zstore-give-up"):
+            handle.cancel()  # the interpreter ends: there is no thread that could wait
+
+
+def _give_up(handle: SaveHandle) -> None:
+    if not handle.wait_for_end(_END_WELL_S):
+        handle.cancel()

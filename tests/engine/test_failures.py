@@ -261,6 +261,39 @@ def _all_raise(rank: int) -> list[str]:
     return seen
 
 
+_ENDING = """
+import threading
+from zstore.engine.checkpoint import pending
+
+class World:
+    when_broken = []
+    def raise_together(self, error):
+        assert error is None
+
+class Save:
+    cancelled = threading.Event()
+    def cancel(self):
+        self.cancelled.set()
+    def wait_for_end(self, timeout_s):
+        return False
+
+pending.PendingSave(World()).begin(Save)
+
+def hears_of_a_failed_rank():
+    threading.main_thread().join()
+    World.when_broken[0]()
+    print("given up:", Save.cancelled.wait(20))
+
+threading.Thread(target=hears_of_a_failed_rank).start()
+"""
+
+
+def test_a_save_is_given_up_when_a_rank_fails_after_this_ones_last_line() -> None:
+    """From Python 3.12 on no thread starts then that could wait."""
+    ended = subprocess.run([sys.executable, "-c", _ENDING], check=False, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "given up: True\n", "")
+
+
 def test_what_all_ranks_raise_leaves_the_run_as_it_was() -> None:
     for seen in run_ranks(_all_raise, 2, timeout_s=LIMIT):
         assert seen == ["what only this rank sees"] * 2
