@@ -4,7 +4,8 @@ One Llama of random weights (25 M parameters by default) on random tokens, one p
 of each, in turn in one process, so that noise meets both; who is first changes from pair to pair. The engine keeps all in
 memory. A ratio is the median over pairs of the engine's median step to the other's. **Save**: state and parameters rest on
 disk; the bytes of files that a `checkpoint-N` makes anew, of all that belong to it but the weights for other software.
-**Save calls**: the median time for which a save holds the loop up, with one at each step and the two newest kept.
+**Save calls**: the median time for which a save holds the loop up, `--steps` saves, one each `--every` steps, the two newest
+kept. A save waits for the one before it, which small steps leave no time to end.
 **Memory**: the most that a process of its own has resident in training, less what it had before the model was made, under a
 `host_budget_bytes` and with Trainer alone, whose own state is known.
 
@@ -42,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=10, help="pairs of short trainings, after one to warm up")
     parser.add_argument("--steps", type=int, default=5, help="steps of each")
+    parser.add_argument("--every", type=int, default=10, help="steps from a save to the next")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
@@ -208,8 +210,10 @@ def _save_calls(options: argparse.Namespace, folder: Path) -> dict[str, float]:
         "from disk": _config_of_disk(folder, None),
     }
     found: dict[str, float] = {}
+    several = argparse.Namespace(**{**vars(options), "steps": options.steps * options.every})
     for name, config in configs.items():
-        trainer = _trainer(options, folder / name, config, save_strategy="steps", save_steps=1, save_total_limit=2)
+        saves = {"save_strategy": "steps", "save_steps": options.every, "save_total_limit": 2}
+        trainer = _trainer(several, folder / name, config, **saves)
         seconds: list[float] = []
 
         def timed(*given: Any, save: Any = trainer._save_checkpoint, seconds: list[float] = seconds) -> None:
