@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from zstore.errors import UsageError
-from zstore.ranks.comms_log import CommsLog, compare_ranks, summary_text
+from zstore.ranks.comms_log import CollectiveTimes, CommsLog, LoggedCollective, summary_text
 from zstore.ranks.world import World
 
 from ..config.profiling import CommsLoggerSection
@@ -36,7 +36,7 @@ def comms_summary(world: World, *, show_straggler: bool = False) -> str:
         raise UsageError('collectives are not timed: set "comms_logger": {"enabled": true} in the config')
     times = world.log.times()
     if show_straggler:
-        compare_ranks(world, times)
+        _compare_ranks(world, times)
     if not times:
         return "no collectives were timed"
     return summary_text(times, world.world_size)
@@ -47,3 +47,12 @@ def log_comms_summary(world: World, *, show_straggler: bool = False) -> None:
     text = comms_summary(world, show_straggler=show_straggler)
     if world.rank == 0:
         _log.info("collectives of rank 0:\n%s", text)
+
+
+def _compare_ranks(world: World, times: dict[LoggedCollective, CollectiveTimes]) -> None:
+    """Set `straggler_s` of times that every rank has (all ranks)."""
+    mine = {f"{one.operation} {one.purpose} {one.nbytes} {one.caller}": found for one, found in times.items()}
+    everyone = world.all_gather_object({key: found.total_s for key, found in mine.items()})
+    for key, found in mine.items():
+        if all(key in totals for totals in everyone):
+            found.straggler_s = found.total_s - min(totals[key] for totals in everyone)

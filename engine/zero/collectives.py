@@ -25,7 +25,8 @@ from typing import Protocol
 import torch
 
 from zstore.format.partition import ALIGN_NUMEL, Grid
-from zstore.ranks.world import Kind, World
+from zstore.ranks.work import Kind
+from zstore.ranks.world import World
 
 from ..params.gradient_types import sums_in_place
 from ..params.record import ParameterRecord

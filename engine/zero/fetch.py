@@ -30,7 +30,8 @@ from zstore.errors import RankError, UsageError
 from zstore.io.buffers import Pool
 from zstore.io.pool import Workers
 from zstore.io.queue import Ticket
-from zstore.ranks.world import Work, World
+from zstore.ranks.work import Work
+from zstore.ranks.world import World
 from zstore.store import TensorStore
 from zstore.tensors import as_torch
 

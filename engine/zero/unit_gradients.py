@@ -25,7 +25,8 @@ from functools import cached_property, partial
 import torch
 
 from zstore.errors import UsageError
-from zstore.ranks.world import Kind, World
+from zstore.ranks.work import Kind
+from zstore.ranks.world import World
 
 from ..device import Add, D2HQueue, Transfers
 from ..params.gradient_types import add_in, is_narrower

@@ -28,7 +28,8 @@ from zstore.engine.zero.collectives import pack, plan_buckets, put_rows
 from zstore.engine.zero.plusplus.copies import CopiesReduction
 from zstore.errors import ConfigError
 from zstore.ranks.groups import make_groups
-from zstore.ranks.world import Done, Kind, Work, World
+from zstore.ranks.work import Done, Kind, Work
+from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
 
 MICS, HPZ = {"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from zstore.io.links import LinkCounters, LinkStatistics, total
-from zstore.ranks.world import CountedWork
+from zstore.ranks.work import CountedWork
 
 
 class Clock:

@@ -26,11 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..sizes import format_bytes
+from .work import TimedWork, Work
 
 if TYPE_CHECKING:
     import torch
-
-    from .world import Work, World
 
 _log = logging.getLogger("zstore")
 
@@ -148,7 +147,7 @@ class CommsLog:
         if not self._wanted(operation, purpose):
             return start()
         end = self._begin(self._named(operation, purpose, nbytes))
-        return _TimedWork(start(), end)
+        return TimedWork(start(), end)
 
     def _begin(self, called: LoggedCollective) -> Callable[[], None]:
         """Begin to time; what is returned ends it."""
@@ -198,26 +197,7 @@ class CommsLog:
             self._times.clear()
 
 
-class _TimedWork:
-    """A collective under way that is timed until the first wait has ended."""
-
-    def __init__(self, work: Work, end: Callable[[], None]) -> None:
-        self._work = work
-        self._end: Callable[[], None] | None = end
-
-    def wait(self) -> None:
-        """See Work."""
-        self._work.wait()
-        end, self._end = self._end, None
-        if end is not None:
-            end()
-
-    def is_completed(self) -> bool:
-        """See Work."""
-        return self._work.is_completed()
-
-
-_PLUMBING = {str(Path(__file__).parent / name) for name in ("comms_log.py", "world.py")}
+_PLUMBING = {str(Path(__file__).parent / name) for name in ("comms_log.py", "work.py", "world.py")}
 
 
 def _caller() -> str:
@@ -228,15 +208,6 @@ def _caller() -> str:
     ):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
-
-
-def compare_ranks(world: World, times: dict[LoggedCollective, CollectiveTimes]) -> None:
-    """Set `straggler_s` of times that every rank has (all ranks)."""
-    mine = {f"{one.operation} {one.purpose} {one.nbytes} {one.caller}": found for one, found in times.items()}
-    everyone = world.all_gather_object({key: found.total_s for key, found in mine.items()})
-    for key, found in mine.items():
-        if all(key in totals for totals in everyone):
-            found.straggler_s = found.total_s - min(totals[key] for totals in everyone)
 
 
 # -- text ---------------------------------------------------------------------------------------------------------------

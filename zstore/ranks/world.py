@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import json
 import os
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as torch_dist
@@ -34,67 +33,12 @@ from .connections import Connections, listed
 from .incident import Activity
 from .meeting import Meetings
 from .watch import Watch, store_port
+from .work import CountedWork, Done, Kind, Work
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from .comms_log import CommsLog
-
-Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "transfer", "control"]
-"""What bytes were sent for; "control" is agreement between ranks (counts, flags, errors), not tensors."""
-
-
-class Work(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> Any:
-        """Block until it is done; raise its error."""
-
-    def is_completed(self) -> bool:
-        """Return whether it is done."""
-
-
-class CountedWork:
-    """A collective under way that counts how long it took and how long somebody waited for it.
-
-    On CUDA a wait holds up the stream and not this thread, so what is counted there is the host's time alone.
-    """
-
-    def __init__(
-        self,
-        work: Work,
-        links: LinkCounters,
-        kind: Kind,
-        within: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._work = work
-        self._within = within
-        self._links = links
-        self._kind = kind
-        self._started: float | None = time.perf_counter()
-
-    def wait(self) -> None:
-        """See Work."""
-        with self._links.waiting(self._kind, "begun earlier"), self._within():
-            self._work.wait()
-        started, self._started = self._started, None
-        if started is not None:
-            self._links.busy(self._kind, time.perf_counter() - started)
-
-    def is_completed(self) -> bool:
-        """See Work."""
-        return self._work.is_completed()
-
-
-class Done:
-    """A collective that had nothing to do."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
 
 
 @dataclass(kw_only=True)

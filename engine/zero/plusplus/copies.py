@@ -19,7 +19,8 @@ from __future__ import annotations
 import torch
 
 from zstore.ranks.groups import Groups
-from zstore.ranks.world import Kind, Work, World
+from zstore.ranks.work import Kind, Work
+from zstore.ranks.world import World
 
 from ..collectives import Bucket, mean_of_rows
 

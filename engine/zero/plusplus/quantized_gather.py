@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from zstore.ranks.world import Work, World
+from zstore.ranks.work import Work
+from zstore.ranks.world import World
 
 from ...params.quantized import BLOCK_NUMEL, WEIGHT_BITS, BlockCode, is_matrix
 from ...params.record import ParameterRecord

@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 import torch
 
 from zstore.ranks.groups import make_groups
-from zstore.ranks.world import Kind, Work, World
+from zstore.ranks.work import Kind, Work
+from zstore.ranks.world import World
 
 from ...config.config import Config
 from ...params.quantized import BLOCK_NUMEL, BlockCode, is_matrix
