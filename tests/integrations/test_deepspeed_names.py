@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from zstore.as_deepspeed import constants, launcher, lr_schedules, monitor, optimizers, runtime, tiling, utils, zero
@@ -297,6 +298,14 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor() -> None:
     schedule.step()
     assert optimizer.param_groups[0]["lr"] is rate
     assert rate.item() == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("value", [[], {}, True, "many"])
+def test_a_loss_scale_is_a_number(value: Any) -> None:
+    """See `DeepSpeedFP16Config._validate_loss_scale` of 0.19.8."""
+    assert DeepSpeedFP16Config(loss_scale="3").loss_scale == 3.0  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match=r"fp16\.loss_scale must be a number"):
+        DeepSpeedFP16Config(loss_scale=value)
 
 
 @pytest.mark.parametrize("key", ["min_loss_scale", "loss_scale_window"])

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, field_validator
 
 from zstore.engine.config.config import load_config, read_config
 from zstore.engine.config.resolve import ResolveContext
@@ -61,6 +61,17 @@ class DeepSpeedBF16Config(Bf16Section):
 
 class DeepSpeedFP16Config(Fp16Section):
     """The section `fp16`."""
+
+    @field_validator("loss_scale", mode="before")
+    @classmethod
+    def _as_number(cls, value: Any) -> float:
+        """Take the text of a number too, as DeepSpeed does."""
+        try:
+            if not isinstance(value, bool):
+                return float(value)
+        except (TypeError, ValueError):
+            pass
+        raise ValueError(f"fp16.loss_scale must be a number of at least 0 (0: dynamic), got {value!r}")
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizerSection):
