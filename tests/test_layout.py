@@ -1,0 +1,86 @@
+"""Limits on the size and shape of the source tree, so that it stays small enough to live in.
+
+A feature that exceeds a limit lowers something else first. When a measure falls, its limit follows.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+from .layout import Layout, circles, floors, inside, per_ten_thousand_words
+
+# Files that a run in the default config passes through (journeys.py).
+JOURNEYS = {"step": 34, "iteration": 41, "save": 58, "load": 67, "reshard": 43, "consolidate": 44, "initialize": 109}
+
+
+@cache
+def _layout() -> Layout:
+    return Layout()
+
+
+def _rooms(top: str) -> tuple[int, int, int]:
+    graph = _layout().graph(inside(top))
+    return len(graph), sum(map(len, graph.values())), floors(graph)
+
+
+def _classes_with_several_meanings() -> int:
+    return sum(count > 1 for count in Counter(name for name, _ in _layout().classes()).values())
+
+
+LIMITS = {
+    "lines of engine, zstore, tools and assets": (
+        lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
+        93139,
+    ),
+    "lines of engine without adapters and extras": (
+        lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
+        29238,
+    ),
+    "files of the core": (lambda: len(_layout().core), 52),
+    "lines of the core": (lambda: _layout().lines(*_layout().core), 9197),
+    "imports of engine and tools from zstore": (lambda: len(_layout().upward()), 100),
+    "widest hub": (lambda: max(map(len, _layout().imports.values())), 46),
+    "rooms inside engine": (lambda: _rooms("engine")[0], 25),
+    "arrows inside engine": (lambda: _rooms("engine")[1], 121),
+    "floors inside engine": (lambda: _rooms("engine")[2], 14),
+    "rooms inside zstore": (lambda: _rooms("zstore")[0], 32),
+    "arrows inside zstore": (lambda: _rooms("zstore")[1], 133),
+    "floors inside zstore": (lambda: _rooms("zstore")[2], 10),
+    "circles of files": (lambda: len(circles(_layout().graph(lambda name: name))), 1),
+    "class names with several meanings": (_classes_with_several_meanings, 57),
+    "classes over 300 lines": (lambda: sum(lines > 300 for _, lines in _layout().classes()), 18),
+    "files over 500 lines": (lambda: sum(text.count("\n") > 500 for text in _layout().source.values()), 4),
+    '"where" in 10,000 words of prose': (lambda: per_ten_thousand_words(_layout().prose(), r"\bwhere\b"), 91),
+    '"what is" in 10,000 words of prose': (
+        lambda: per_ten_thousand_words(_layout().prose(), r"\bwhat (is|are|was|were|has|it|they|the)\b"),
+        60,
+    ),
+    '"lies", "rests" and "stands" in 10,000 words of prose': (
+        lambda: per_ten_thousand_words(_layout().prose(), r"\b(lie|lies|rest|rests|stand|stands)\b"),
+        25,
+    ),
+}
+
+
+def test_the_source_tree_stays_within_its_limits() -> None:
+    found = {name: measure() for name, (measure, _) in LIMITS.items()}
+    over = {name: (count, LIMITS[name][1]) for name, count in found.items() if count > LIMITS[name][1]}
+    assert not over, f"measured, and the limit: {over}. Take something else out first"
+
+
+def test_no_folder_of_a_package_is_in_a_circle() -> None:
+    for top in ("engine", "zstore", "tools"):
+        assert circles(_layout().graph(inside(top))) == []
+
+
+def test_a_default_run_passes_through_few_files(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("journeys.py")
+    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=300, check=True)
+    found = {name: int(count) for name, count in (line.split() for line in done.stdout.splitlines())}
+    assert found.keys() == JOURNEYS.keys()
+    over = {name: (count, JOURNEYS[name]) for name, count in found.items() if count > JOURNEYS[name]}
+    assert not over, f"files passed, and the limit: {over}"
