@@ -27,9 +27,8 @@ from typing import Any, TypeVar
 import torch
 from threadpoolctl import ThreadpoolController
 
-from zstore.io.links import LinkCounters
-from zstore.io.pool import Workers
-from zstore.store.tiers.memory import MEMORY_TILE_NUMEL
+from zstore.io import LinkCounters, Workers
+from zstore.store import MEMORY_TILE_NUMEL
 
 _MOST_UP = 2
 """Tiles on their way to the device: one is copied while the next is computed."""

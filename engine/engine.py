@@ -17,7 +17,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 import torch
 from torch import nn
 
-from zstore.checkpoint.handle import SaveHandle
+from zstore.checkpoint import SaveHandle
 from zstore.closing import ClosingInCycle, closing_with
 from zstore.errors import CheckpointExistsError, UsageError
 from zstore.ranks.world import World

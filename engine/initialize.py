@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from zstore.attention import apply as apply_sparse_attention
 from zstore.errors import ConfigError, UsageError
-from zstore.io.files import Files
+from zstore.io import Files
 from zstore.ranks.world import World
 
 from .build.init import around_block, leave_to_engine

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zstore.checkpoint.split import LOW, TIE
+from zstore.checkpoint import LOW, TIE
 from zstore.errors import UsageError
-from zstore.format.arrays import ArraySpec, model_array
-from zstore.format.partition import make_grid
-from zstore.store.store import TierName
+from zstore.format import ArraySpec, make_grid, model_array
+from zstore.store import TierName
 from zstore.tensors import as_torch, dtype_name
 
 from .params.record import ParameterRecord, Residency

@@ -13,8 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from zstore.errors import UsageError
-from zstore.io.buffers import map_large_blocks
-from zstore.io.files import Files
+from zstore.io import Files, map_large_blocks
 from zstore.ranks.groups import Groups, make_groups
 from zstore.ranks.world import World
 from zstore.store import TensorStore

@@ -12,9 +12,7 @@ from typing import Annotated
 
 import typer
 
-from zstore.checkpoint.commit import new_folder_of
-from zstore.checkpoint.names import tag_folder
-from zstore.checkpoint.source import ArraySource
+from zstore.checkpoint import ArraySource, new_folder_of, tag_folder
 from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError
 from zstore.open.sources import split_location
 from zstore.remote.url import is_url, shown

@@ -16,8 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zstore.checkpoint.commit import new_folder_of, temporary_folder
-from zstore.checkpoint.source import ArraySource
+from zstore.checkpoint import ArraySource, new_folder_of, temporary_folder
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
 from zstore.interop.deepspeed.universal import UniversalFolder
 from zstore.ranks.team import ALONE, Team

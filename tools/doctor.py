@@ -16,10 +16,7 @@ import typer
 from rich.table import Table
 
 from zstore._version import __version__
-from zstore.io.buffers import HUGE_PAGE_BYTES, make_slab
-from zstore.io.hostmemory import read_host_memory
-from zstore.io.pinning import clear_cuda_error
-from zstore.io.pool import num_cores
+from zstore.io import HUGE_PAGE_BYTES, clear_cuda_error, make_slab, num_cores, read_host_memory
 from zstore.sizes import format_bytes
 
 from .drive import BLOCK_BYTES, NUM_THREADS, RATE_BYTES, DriveReport, FolderReport, measure_drive, probe_folder

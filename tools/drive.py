@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from zstore.errors import ConfigError, StorageError
-from zstore.format.arrays import Bytes
-from zstore.io.buffers import PAGE_BYTES, make_slab
-from zstore.io.files import Files, OpenFile
+from zstore.format import Bytes
+from zstore.io import PAGE_BYTES, Files, OpenFile, make_slab
 
 NUM_THREADS = 8
 BLOCK_BYTES = 4 * 2**20

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from zstore.checkpoint.lookahead import ReadAhead
-from zstore.checkpoint.source import ArraySource
-from zstore.format.arrays import Bytes, numpy_dtype
+from zstore.checkpoint import ArraySource, ReadAhead
+from zstore.format import Bytes, numpy_dtype
 from zstore.interop.torch_archive import Tensor, write_archive
-from zstore.io.files import Files
-from zstore.io.sink import FileSink
+from zstore.io import Files, FileSink
 from zstore.weights.cast import cast_into
 from zstore.weights.from_checkpoint import list_weights, whole_values
 from zstore.weights.layout import Weight

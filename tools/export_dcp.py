@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zstore.checkpoint.lookahead import ReadAhead
-from zstore.checkpoint.source import ArraySource
-from zstore.format.arrays import numpy_dtype
+from zstore.checkpoint import ArraySource, ReadAhead
+from zstore.format import numpy_dtype
 from zstore.interop.dcp_names import Path as KeyPath
 from zstore.interop.dcp_names import key_of
 from zstore.interop.dcp_values import PICKLE, DcpState, decode_value
 from zstore.interop.torch_archive import Tensor, write_archive
-from zstore.io.files import Files
-from zstore.io.sink import FileSink
+from zstore.io import Files, FileSink
 from zstore.ranks.division import items_of
 from zstore.ranks.team import ALONE, Team
 from zstore.weights.from_checkpoint import whole_dtype

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from zstore.checkpoint.lookahead import ReadAhead
-from zstore.checkpoint.source import ArraySource
+from zstore.checkpoint import ArraySource, ReadAhead
 from zstore.errors import CheckpointError
-from zstore.format.arrays import Bytes
+from zstore.format import Bytes
 from zstore.interop.deepspeed.universal import HINT, Document, Stored, UniversalFolder, folder_of
 from zstore.interop.torch_archive import write_archive
-from zstore.io.files import Files
-from zstore.io.sink import FileSink
+from zstore.io import Files, FileSink
 from zstore.ranks.division import items_of
 from zstore.ranks.team import ALONE, Team
 

@@ -20,7 +20,7 @@ from .options import Dtype, Location, StorageOption, Tag
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from zstore.checkpoint.source import ArraySource
+    from zstore.checkpoint import ArraySource
 
 
 @dataclass(frozen=True, kw_only=True)

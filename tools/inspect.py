@@ -11,11 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zstore.checkpoint.catalog import Refusal, TagInfo, list_tags
-from zstore.checkpoint.names import METADATA_FILE, RECORD_FILE
-from zstore.checkpoint.reader import CheckpointReader
-from zstore.checkpoint.source import ArraySource, StoredArray
-from zstore.checkpoint.usage import count_files
+from zstore.checkpoint import (
+    METADATA_FILE,
+    RECORD_FILE,
+    ArraySource,
+    CheckpointReader,
+    Refusal,
+    StoredArray,
+    TagInfo,
+    count_files,
+    list_tags,
+)
 from zstore.open.sources import folder_of, split_location
 from zstore.remote.url import shown
 from zstore.sizes import format_bytes, format_count

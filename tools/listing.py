@@ -12,9 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from zstore.checkpoint.catalog import Refusal, TagInfo
-from zstore.checkpoint.folder import Folder
-from zstore.checkpoint.names import RECORD_FILE
+from zstore.checkpoint import RECORD_FILE, Folder, Refusal, TagInfo
 
 from .opening import BESIDE_BYTES, Common, require_memory
 from .printing import printable

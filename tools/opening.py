@@ -12,12 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from zstore.checkpoint.catalog import tags_text
-from zstore.checkpoint.reader import tags
-from zstore.checkpoint.source import NUM_THREADS, ArraySource, ReadStatistics
+from zstore.checkpoint import NUM_THREADS, ArraySource, ReadStatistics, tags, tags_text
 from zstore.errors import BudgetError, CheckpointNotFoundError
-from zstore.io.buffers import map_large_blocks
-from zstore.io.shards import IoResources, open_resources
+from zstore.io import IoResources, map_large_blocks, open_resources
 from zstore.open.sources import open_source, split_location
 from zstore.ranks.team import ALONE, Team
 from zstore.remote.url import is_url, parse_options

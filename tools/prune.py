@@ -8,10 +8,7 @@ from typing import Annotated
 
 import typer
 
-from zstore.checkpoint.catalog import TagInfo
-from zstore.checkpoint.folder import Folder
-from zstore.checkpoint.retention import Fate, Keep, plan_lines, remove_each, weigh
-from zstore.checkpoint.usage import bytes_freed
+from zstore.checkpoint import Fate, Folder, Keep, TagInfo, bytes_freed, plan_lines, remove_each, weigh
 from zstore.errors import CheckpointNotFoundError, UsageError
 from zstore.open.sources import folder_of, maker_of
 from zstore.remote.removal import remover

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from zstore.errors import CheckpointExistsError, UsageError
-from zstore.io.files import Files
+from zstore.io import Files
 from zstore.serve.report.report import MAX_BYTES, NUM_ARRAYS, Limits, Report, open_run
 from zstore.sizes import format_bytes
 

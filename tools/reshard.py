@@ -11,10 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zstore.checkpoint.reader import CheckpointReader, open_checkpoint
-from zstore.checkpoint.reshard import reshard_checkpoint
-from zstore.checkpoint.source import ArraySource
-from zstore.checkpoint.usage import count_files
+from zstore.checkpoint import ArraySource, CheckpointReader, count_files, open_checkpoint, reshard_checkpoint
 from zstore.errors import CheckpointExistsError, UsageError
 from zstore.ranks.team import ALONE, Team
 from zstore.remote.upload import upload_checkpoint

@@ -7,8 +7,7 @@ import os
 from dataclasses import asdict, replace
 from typing import Any
 
-from zstore.checkpoint.reader import CheckpointReader, refused
-from zstore.checkpoint.verify import Fault, verify_checkpoint
+from zstore.checkpoint import CheckpointReader, Fault, refused, verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, CorruptionError, UsageError
 from zstore.open.sources import folder_of, split_location
 from zstore.sizes import format_bytes, format_count

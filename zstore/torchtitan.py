@@ -18,11 +18,10 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
-from .checkpoint.catalog import TagInfo, find_tag, scan
-from .checkpoint.commit import discard
+from .checkpoint import TagInfo, discard, find_tag, scan
 from .dcp import Reader, Stager, Writer
 from .errors import CheckpointNotFoundError, ConfigError, UsageError
-from .io.files import Files
+from .io import Files
 from .open.sources import folder_of
 from .remote.url import is_url
 

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from zstore.errors import UsageError
-from zstore.format.arrays import model_array
-from zstore.format.partition import BITS
+from zstore.format import BITS, model_array
 from zstore.tensors import as_torch
 
 from ..optim.kernel import AVERAGED

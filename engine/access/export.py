@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from zstore.checkpoint.commit import new_folder, temporary_folder
+from zstore.checkpoint import new_folder, temporary_folder
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
-from zstore.format.arrays import FLOATING, buffer_array, model_array
-from zstore.io.files import Files
+from zstore.format import FLOATING, buffer_array, model_array
+from zstore.io import Files
 from zstore.tensors import as_numpy, dtype_name
 from zstore.weights.from_checkpoint import DTYPES
 from zstore.weights.layout import MAX_FILE_BYTES, STEM, SUFFIX, FileLayout, Weight, index_file, plan_files

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zstore.format.arrays import ArraySpec
-from zstore.format.partition import Grid, make_grid
+from zstore.format import ArraySpec, Grid, make_grid
 from zstore.ranks.world import World
 
 from ..params.record import ParameterRecord

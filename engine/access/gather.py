@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from zstore.errors import UsageError
-from zstore.format.arrays import model_array
+from zstore.format import model_array
 from zstore.ranks.world import World
 from zstore.tensors import as_torch
 

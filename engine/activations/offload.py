@@ -41,8 +41,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from zstore.errors import UsageError
-from zstore.io.pool import Workers
-from zstore.io.queue import Ticket
+from zstore.io import Ticket, Workers
 
 from ..device import Event, StreamContext, Transfers
 from ..params.record import ParameterRecord

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from zstore.format.arrays import ArraySpec
-from zstore.format.partition import make_grid
+from zstore.format import ArraySpec, make_grid
 from zstore.store import TensorStore
 from zstore.tensors import as_torch
 

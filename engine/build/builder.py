@@ -31,11 +31,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zstore.closing import closing_with
 from zstore.errors import RankError, UsageError
-from zstore.format.arrays import ArraySpec
-from zstore.format.partition import make_grid
+from zstore.format import ArraySpec, make_grid
 from zstore.ranks.world import World
-from zstore.store import TensorStore
-from zstore.store.tiers import LocalShard
+from zstore.store import LocalShard, TensorStore
 from zstore.tensors import as_bytes, as_torch, dtype_name
 
 from ..optim.state import TierName

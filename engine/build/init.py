@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zstore.errors import UsageError
-from zstore.format.arrays import ArraySpec
+from zstore.format import ArraySpec
 from zstore.ranks.world import World
 from zstore.tensors import dtype_name
 

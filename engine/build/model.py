@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from zstore.errors import UsageError
-from zstore.format.arrays import buffer_array, model_array
-from zstore.io.files import Files
+from zstore.format import buffer_array, model_array
+from zstore.io import Files
 from zstore.ranks.world import World
 from zstore.weights.companions import is_companion
 

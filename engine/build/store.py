@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from zstore.io.files import Files
+from zstore.io import Files
 from zstore.ranks.world import World
 from zstore.store import StoreOptions, TensorStore
 

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from zstore.checkpoint.source import ArraySource
+from zstore.checkpoint import ArraySource
 from zstore.errors import CheckpointMismatchError, CorruptionError, UsageError
-from zstore.format.arrays import ArraySpec, numpy_dtype
-from zstore.format.partition import Grid, make_grid
+from zstore.format import ArraySpec, Grid, make_grid, numpy_dtype
 from zstore.tensors import as_torch, dtype_name
 
 from ..params.record import ParameterRecord

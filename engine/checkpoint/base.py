@@ -18,16 +18,16 @@ import torch
 from crc32c import crc32c
 from torch import nn
 
-from zstore.checkpoint.format import BASE_KEY
+from zstore.checkpoint import BASE_KEY
 from zstore.errors import CheckpointMismatchError
-from zstore.format.arrays import model_array
+from zstore.format import model_array
 from zstore.tensors import as_bytes, as_torch, dtype_name
 
 from ..build.pretrained import folder_of
 from ..params.record import ParameterRecord
 
 if TYPE_CHECKING:
-    from zstore.checkpoint.source import ArraySource
+    from zstore.checkpoint import ArraySource
 
     from ..training import Training
 

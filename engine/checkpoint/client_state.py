@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from zstore.checkpoint.format import encode_state
+from zstore.checkpoint import encode_state
 from zstore.errors import UsageError
-from zstore.format.arrays import ArraySpec, client_array
+from zstore.format import ArraySpec, client_array
 from zstore.tensors import as_numpy, as_torch, dtype_name
 
 from ..optim.client_step import STATE_KEY

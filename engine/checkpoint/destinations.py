@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zstore.checkpoint.handle import SaveHandle
-from zstore.checkpoint.request import SaveRequest
-from zstore.checkpoint.save import save_checkpoint
-from zstore.checkpoint.source import ArraySource
+from zstore.checkpoint import ArraySource, SaveHandle, SaveRequest, save_checkpoint
 from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.upload import place_of
 from zstore.remote.url import is_url

@@ -24,18 +24,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from zstore.checkpoint.lookahead import MEMORY_BYTES, ReadAhead, read_into
-from zstore.checkpoint.moments import whole_moment
-from zstore.checkpoint.names import tag_text
-from zstore.checkpoint.reuse import KnownFile
-from zstore.checkpoint.source import ArraySource
-from zstore.checkpoint.split import complete_master
+from zstore.checkpoint import (
+    MEMORY_BYTES,
+    ArraySource,
+    KnownFile,
+    ReadAhead,
+    complete_master,
+    read_into,
+    tag_text,
+    whole_moment,
+)
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
-from zstore.format.arrays import model_array, numpy_dtype
-from zstore.format.shardfile import layout_of
+from zstore.format import layout_of, model_array, numpy_dtype
 from zstore.open.sources import open_source
 from zstore.remote.url import is_url
-from zstore.store.tiers import LocalShard
+from zstore.store import LocalShard
 from zstore.tensors import as_numpy, as_torch, dtype_name
 
 from ..build.model import stored_buffers, stored_whole

@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from zstore.checkpoint.lookahead import Range
-from zstore.checkpoint.moments import codes_of_scales, scales_of
-from zstore.checkpoint.source import ArraySource
-from zstore.checkpoint.split import LOW, TIE, rest_of_master
+from zstore.checkpoint import LOW, TIE, ArraySource, Range, codes_of_scales, rest_of_master, scales_of
 from zstore.errors import CheckpointMismatchError, UsageError
-from zstore.format.arrays import AVERAGES, buffer_array, model_array, optimizer_array
+from zstore.format import AVERAGES, buffer_array, model_array, optimizer_array
 
 from ..build.model import stored_whole
 from ..optim.client_step import STATE_KEY, ClientStep

@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zstore.checkpoint.machines import Machine, Parts
-from zstore.checkpoint.names import RECORD_FILE
-from zstore.checkpoint.reader import tags
+from zstore.checkpoint import RECORD_FILE, Machine, Parts, tags
 from zstore.errors import CheckpointError, CheckpointNotFoundError, UsageError
 from zstore.open.sources import folder_of
 from zstore.ranks.board import StoreBoard

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from zstore.checkpoint.handle import SaveHandle
+from zstore.checkpoint import SaveHandle
 from zstore.closing import start_threads
 from zstore.ranks.world import World
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy.typing as npt
 
-from zstore.checkpoint.format import ABSENT_KEY, BASE_KEY
-from zstore.checkpoint.source import ArraySource, ReadStatistics
+from zstore.checkpoint import ABSENT_KEY, BASE_KEY, ArraySource, ReadStatistics
 from zstore.errors import UsageError
-from zstore.format.arrays import buffer_array, model_array
-from zstore.io.queue import Priority
+from zstore.format import buffer_array, model_array
+from zstore.io import Priority
 
 Names = Mapping[str, str | None] | Callable[[str], str | None]
 """Names of parameters and buffers in a checkpoint -> their names in the model, None for those to leave out. A mapping may

@@ -17,19 +17,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zstore.checkpoint.format import ABSENT_KEY, LATEST_KEY
-from zstore.checkpoint.handle import SaveHandle
-from zstore.checkpoint.machines import Parts
-from zstore.checkpoint.names import new_save_id, step_tag, tag_folder, tag_text
-from zstore.checkpoint.reader import CheckpointReader
-from zstore.checkpoint.request import SaveRequest, SaveSummary
-from zstore.checkpoint.reuse import KnownFile
+from zstore.checkpoint import (
+    ABSENT_KEY,
+    LATEST_KEY,
+    CheckpointReader,
+    KnownFile,
+    Parts,
+    SaveHandle,
+    SaveRequest,
+    SaveSummary,
+    new_save_id,
+    step_tag,
+    tag_folder,
+    tag_text,
+)
 from zstore.errors import UsageError
-from zstore.format.arrays import ArraySpec, numpy_dtype
-from zstore.format.partition import Grid
+from zstore.format import ArraySpec, Grid, numpy_dtype
 from zstore.remote.url import is_url
-from zstore.store.store import Snapshot
-from zstore.store.tiers import PinnedShard
+from zstore.store import PinnedShard, Snapshot
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 from zstore.weights.layout import MAX_FILE_BYTES, plan_files
 

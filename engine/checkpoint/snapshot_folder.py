@@ -20,13 +20,9 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zstore.checkpoint.catalog import TagInfo
-from zstore.checkpoint.commit import discard
-from zstore.checkpoint.format import Record
-from zstore.checkpoint.reader import CheckpointReader, tags
-from zstore.checkpoint.verify import verify_checkpoint
+from zstore.checkpoint import CheckpointReader, Record, TagInfo, discard, tags, verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, ZstoreError
-from zstore.io.files import Files
+from zstore.io import Files
 from zstore.open.sources import open_source
 
 _log = logging.getLogger("zstore")

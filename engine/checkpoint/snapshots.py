@@ -26,14 +26,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zstore.checkpoint.handle import SaveHandle
-from zstore.checkpoint.names import step_tag
-from zstore.checkpoint.request import SaveRequest
-from zstore.checkpoint.retention import Keep
-from zstore.checkpoint.reuse import KnownFile, Spare
-from zstore.checkpoint.save import save_checkpoint
+from zstore.checkpoint import Keep, KnownFile, SaveHandle, SaveRequest, Spare, save_checkpoint, step_tag
 from zstore.errors import ConfigError, StorageError
-from zstore.io.files import UnsyncedFiles
+from zstore.io import UnsyncedFiles
 
 from .client_state import ClientValues
 from .pending import PendingSave

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from zstore.checkpoint.moments import Moments
+from zstore.checkpoint import Moments
 from zstore.errors import ConfigError, UsageError
-from zstore.format.partition import round_up
-from zstore.io.buffers import PAGE_BYTES
-from zstore.store.runfolder import RUN_FOLDER
+from zstore.format import round_up
+from zstore.io import PAGE_BYTES
+from zstore.store import RUN_FOLDER
 
 from .answers import problem_text
 from .jsonc import load_jsonc

@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
-from zstore.checkpoint.retention import Keep
+from zstore.checkpoint import Keep
 from zstore.errors import UsageError
 
 _PLACEHOLDER = re.compile(r"\s*\[([^\[\]]*\|[^\[\]]*)\]\s*")

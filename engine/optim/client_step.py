@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zstore.errors import UsageError
-from zstore.format.arrays import model_array
+from zstore.format import model_array
 
 from ..device import GradientTiles
 from ..params.record import ParameterRecord

@@ -19,7 +19,7 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
-from zstore.checkpoint.moments import (
+from zstore.checkpoint import (
     LARGEST_POSITIVE,
     LARGEST_SIGNED,
     LEAST_POSITIVE,

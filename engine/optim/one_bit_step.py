@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from zstore.errors import UsageError
-from zstore.format.arrays import model_array, optimizer_array
+from zstore.format import model_array, optimizer_array
 from zstore.ranks.world import World
 
 from ..device import GradientTiles

@@ -14,13 +14,9 @@ from typing import Literal
 
 import torch
 
-from zstore.checkpoint.moments import Moments
-from zstore.checkpoint.split import LOW, TIE, ties_spec
-from zstore.format.arrays import ArraySpec, model_array, optimizer_array
-from zstore.format.partition import BITS, Grid, grid_in_checkpoint, make_grid
-from zstore.store import TensorStore
-from zstore.store.store import ModeName
-from zstore.store.stream import Stream, Tile
+from zstore.checkpoint import LOW, TIE, Moments, ties_spec
+from zstore.format import BITS, ArraySpec, Grid, grid_in_checkpoint, make_grid, model_array, optimizer_array
+from zstore.store import ModeName, Stream, TensorStore, Tile
 from zstore.tensors import as_torch
 
 from ..device import Room, Transfers, one_thread

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import torch
 
-from zstore.format.partition import ALIGN_NUMEL, Grid, round_up
+from zstore.format import ALIGN_NUMEL, Grid, round_up
 from zstore.ranks.world import World
-from zstore.store.store import ModeName
+from zstore.store import ModeName
 from zstore.tensors import as_torch
 
 from ..device import GradientTiles

@@ -27,8 +27,7 @@ import numpy as np
 import torch
 
 from zstore.errors import ZstoreError
-from zstore.store.store import ModeName
-from zstore.store.stream import Tile
+from zstore.store import ModeName, Tile
 from zstore.tensors import as_torch
 
 from ..device import GradientTiles, H2DQueue, Room, side_by_side, threads_for

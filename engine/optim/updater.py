@@ -23,13 +23,9 @@ from functools import partial
 from pathlib import Path
 
 from zstore.errors import UsageError
-from zstore.format.arrays import Bytes
-from zstore.format.partition import Grid
-from zstore.io.pool import Workers
-from zstore.io.queue import Priority, Ticket
-from zstore.io.shards import IoResources, ShardSummary
-from zstore.store import TensorStore
-from zstore.store.tiers import PinnedShard
+from zstore.format import Bytes, Grid
+from zstore.io import IoResources, Priority, ShardSummary, Ticket, Workers
+from zstore.store import PinnedShard, TensorStore
 
 from ..device import StreamContext, Transfers
 from ..params.record import ParameterRecord

@@ -19,7 +19,7 @@ from functools import cached_property
 
 import torch
 
-from zstore.format.partition import Grid
+from zstore.format import Grid
 
 BLOCK_NUMEL = 256
 """Elements with one scale: 4 bytes of it add 1.6 % to 8 bits, 3 % to 4."""

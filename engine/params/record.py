@@ -30,8 +30,7 @@ import torch
 from torch import nn
 
 from zstore.errors import UsageError
-from zstore.format.arrays import ArraySpec, model_array
-from zstore.format.partition import Grid, make_grid
+from zstore.format import ArraySpec, Grid, make_grid, model_array
 from zstore.tensors import dtype_name
 
 from ..runtime.allocator import advise_huge_pages

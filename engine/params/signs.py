@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from zstore.format.partition import round_up
+from zstore.format import round_up
 
 SIGNS_PER_BYTE = 8
 SCALE_BYTES = 4

@@ -9,9 +9,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from zstore.format.arrays import ArraySpec, model_array
-from zstore.format.partition import Grid, make_grid, round_up
-from zstore.io.buffers import PAGE_BYTES
+from zstore.format import ArraySpec, Grid, make_grid, model_array, round_up
+from zstore.io import PAGE_BYTES
 from zstore.store import StoreOptions
 from zstore.tensors import dtype_name
 

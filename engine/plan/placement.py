@@ -26,13 +26,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from zstore.checkpoint.moments import StoredSlot, stored_slots
+from zstore.checkpoint import StoredSlot, stored_slots
 from zstore.errors import ConfigError
-from zstore.format.arrays import ArraySpec, numpy_dtype
-from zstore.format.partition import Grid, make_grid, round_up
-from zstore.format.shardfile import ShardLayout
-from zstore.store.store import SMALL_SHARD_BYTES
-from zstore.store.tiers.packs import MANY_SMALL, is_packed, run_file_bytes
+from zstore.format import ArraySpec, Grid, ShardLayout, make_grid, numpy_dtype, round_up
+from zstore.store import MANY_SMALL, SMALL_SHARD_BYTES, is_packed, run_file_bytes
 
 from .plan import (
     ALIKE,

@@ -9,11 +9,9 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from zstore.checkpoint.moments import Moments
-from zstore.format.arrays import numpy_dtype
-from zstore.format.partition import Grid
-from zstore.format.shardfile import ShardLayout, layout_of
-from zstore.store.store import SMALL_SHARD_BYTES
+from zstore.checkpoint import Moments
+from zstore.format import Grid, ShardLayout, layout_of, numpy_dtype
+from zstore.store import SMALL_SHARD_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from zstore.errors import DiskFullError, UsageError
-from zstore.io.hostmemory import HostMemory, read_host_memory
+from zstore.io import HostMemory, read_host_memory
 from zstore.ranks.world import World
 from zstore.sizes import format_bytes
-from zstore.store.tiers import Drives
+from zstore.store import Drives
 
 from ..config.config import Config
 from .needs import find_needs, placement_settings, shapes_of_model, units_of_model

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zstore.format.arrays import numpy_dtype
+from zstore.format import numpy_dtype
 
 from ..config.config import Config
 from ..params.gradient_types import GradientTypes, sums_in_place

@@ -9,7 +9,7 @@ import sys
 import torch
 import torch.distributed as torch_dist
 
-from zstore.io.hostmemory import read_host_memory
+from zstore.io import read_host_memory
 
 _log = logging.getLogger("zstore")
 

@@ -25,9 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zstore.checkpoint.catalog import LOOPS_FOLDER
-from zstore.io.hostmemory import count_memory_kills
-from zstore.io.links import LinkStatistics
+from zstore.checkpoint import LOOPS_FOLDER
+from zstore.io import LinkStatistics, count_memory_kills
 from zstore.journal.names import journal_file
 from zstore.journal.reader import read_from
 from zstore.journal.requests import request
@@ -45,7 +44,7 @@ from .timers import PhaseTimes
 
 if TYPE_CHECKING:
     from zstore.remote.upload import UploadPlace
-    from zstore.store.statistics import StoreStatistics
+    from zstore.store import StoreStatistics
 
     from ..profile.utilisation import StepUtilisation
     from ..training import Training

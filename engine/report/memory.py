@@ -13,8 +13,7 @@ from zstore.sizes import format_bytes
 from ..profile.memory_usage import MAXRSS_UNIT_BYTES, resident_bytes
 
 if TYPE_CHECKING:
-    from zstore.store import TensorStore
-    from zstore.store.statistics import StoreStatistics
+    from zstore.store import StoreStatistics, TensorStore
 
     from ..optim.state import OptimizerState
     from ..zero.gradients import Gradients

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zstore._version import __version__
-from zstore.io.links import LinkStatistics
+from zstore.io import LinkStatistics
 from zstore.journal.writer import JournalWriter
 
 from .memory import memory_now
 
 if TYPE_CHECKING:
     from zstore.ranks.world import World
-    from zstore.store import TensorStore
-    from zstore.store.statistics import StoreStatistics
+    from zstore.store import StoreStatistics, TensorStore
 
 _SAMPLE_S = 2.0
 _SHARE = 5000

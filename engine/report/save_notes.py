@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zstore.checkpoint.request import SaveSummary
+from zstore.checkpoint import SaveSummary
 from zstore.journal.writer import JournalWriter
 
 

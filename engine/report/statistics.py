@@ -27,8 +27,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from zstore.io.links import LinkStatistics, total
-from zstore.store.store import StoreStatistics
+from zstore.io import LinkStatistics, total_of_links
+from zstore.store import StoreStatistics
 
 from ..activations.statistics import ActivationStatistics
 from ..zero.unshard import UnitStatistics
@@ -117,7 +117,7 @@ def link_statistics(
 ) -> dict[str, LinkStatistics]:
     """Return what moved over each link; `store` is what `tensors` says now. See [Note: links]."""
     both = world.links.statistics(), tensors.links.statistics()
-    counted = {name: total(links[name] for links in both if name in links) for name in {**both[0], **both[1]}}
+    counted = {name: total_of_links(links[name] for links in both if name in links) for name in {**both[0], **both[1]}}
     return counted | _store_links(store, saves_s)
 
 
@@ -131,7 +131,7 @@ def _store_links(store: StoreStatistics, saves_s: Mapping[str, float]) -> dict[s
             priority, subject = key.split(" ", 1)
             if priority in priorities and (of is None or subject in of):
                 chosen.append(link)
-        return replace(total(chosen), stall_s={cause: s for cause, s in (stall_s or {}).items() if s > 0})
+        return replace(total_of_links(chosen), stall_s={cause: s for cause, s in (stall_s or {}).items() if s > 0})
 
     reads, writes = ("read", "prefetch"), ("write_back",)
     links = {

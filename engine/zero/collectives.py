@@ -24,7 +24,7 @@ from typing import Protocol
 
 import torch
 
-from zstore.format.partition import ALIGN_NUMEL, Grid
+from zstore.format import ALIGN_NUMEL, Grid
 from zstore.ranks.work import Kind
 from zstore.ranks.world import World
 

@@ -27,9 +27,7 @@ from typing import Any
 import torch
 
 from zstore.errors import RankError, UsageError
-from zstore.io.buffers import Pool
-from zstore.io.pool import Workers
-from zstore.io.queue import Ticket
+from zstore.io import Pool, Ticket, Workers
 from zstore.ranks.work import Work
 from zstore.ranks.world import World
 from zstore.store import TensorStore

@@ -14,8 +14,7 @@ from functools import partial
 
 import torch
 
-from zstore.io.pool import Workers
-from zstore.io.queue import Ticket
+from zstore.io import Ticket, Workers
 from zstore.store import TensorStore
 from zstore.tensors import as_torch, dtype_name
 

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstore.checkpoint.metadata import array_document, parse_array
-from zstore.dcp.layout import ArrayLayout, lay_out
 from zstore.dcp.work import PIECES_FOLDER, RankWriter, Share, Wrote, assemble
 from zstore.errors import CheckpointError
+from zstore.format import ArrayLayout, lay_out
 from zstore.format.arrays import ArraySpec
 from zstore.format.boxes import Box
 from zstore.io.shards import ShardReader, open_resources

@@ -19,8 +19,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 import zstore.dcp
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.dcp.layout import grid_of_rows
 from zstore.errors import UsageError
+from zstore.format import grid_of_rows
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
 from zstore.optim import Offloaded

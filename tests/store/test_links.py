@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from zstore.io.links import LinkCounters, LinkStatistics, total
+from zstore.io.links import LinkCounters, LinkStatistics, total_of_links
 from zstore.ranks.work import CountedWork
 
 
@@ -110,7 +110,7 @@ def test_threads_lose_no_count() -> None:
 def test_several_links_as_one_and_what_came_since() -> None:
     first = LinkStatistics(operations=1, bytes=10, busy_s=2.0, stall_s={"x": 1.0})
     second = LinkStatistics(operations=2, bytes=5, busy_s=1.0, stall_s={"x": 0.5, "y": 3.0})
-    both = total([first, second])
+    both = total_of_links([first, second])
     assert both == LinkStatistics(operations=3, bytes=15, busy_s=3.0, stall_s={"x": 1.5, "y": 3.0})
     assert both.since(first) == second
-    assert total([]) == LinkStatistics()
+    assert total_of_links([]) == LinkStatistics()

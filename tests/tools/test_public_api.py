@@ -1,11 +1,19 @@
 """The public names, and how little it takes to import them."""
 
+import re
 import subprocess
 import sys
+from importlib import import_module
+from inspect import isclass, isfunction
+from pathlib import Path
 
 import pytest
 
 import zstore
+
+PAGE = Path(__file__).parents[2] / "docs" / "store.md"
+BUILT_ON = ("zstore.checkpoint", "zstore.format", "zstore.io", "zstore.store")
+"""What everything above the store is built on."""
 
 
 def imported_after(code: str) -> set[str]:
@@ -68,3 +76,21 @@ def test_zarrs_plugin_needs_no_torch() -> None:
 @pytest.mark.parametrize("module", ["store", "checkpoint", "open.checkpoint", "format.zarr_dtypes"])
 def test_reading_needs_no_torch(module: str) -> None:
     assert "torch" not in imported_after(f"import zstore.{module}")
+
+
+def test_the_page_names_what_may_be_built_on_and_nothing_else() -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("## For extension")[2]
+    named = set(re.findall(r"`(\w+)`", section.partition("| package |")[2]))
+    assert named == {name for package in BUILT_ON for name in import_module(package).__all__}
+
+
+@pytest.mark.parametrize("package", BUILT_ON)
+def test_what_is_built_on_is_public_and_documented(package: str) -> None:
+    module = import_module(package)
+    assert len(set(module.__all__)) == len(module.__all__)
+    for name in module.__all__:
+        value = getattr(module, name)
+        assert not name.startswith("_")
+        assert value.__doc__ or not (isclass(value) or isfunction(value))
+    with pytest.raises(AttributeError, match="no attribute"):
+        _ = module.nothing_of_the_kind

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from zstore.checkpoint.moments import Moments
+from zstore.checkpoint import Moments
 from zstore.engine.config.config import Config, load_config, read_config
 from zstore.engine.config.resolve import ResolveContext, stand_ins
 from zstore.engine.params.tensors import PRECISIONS

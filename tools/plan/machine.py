@@ -12,7 +12,7 @@ from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.plan.rates import MatmulRates, measure_rates, tell_choice, warn_of_slow
 from zstore.errors import ConfigError
-from zstore.io.hostmemory import read_host_memory
+from zstore.io import read_host_memory
 
 from ..drive import RATE_BYTES, measure_drive, probe_folder
 

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from zstore.engine.plan.rungs import ADVICE_VARIABLE
-from zstore.io.hostmemory import count_memory_kills, read_host_memory
+from zstore.io import count_memory_kills, read_host_memory
 from zstore.sizes import format_bytes
 
 _GENERAL = "rest optimizer state on a drive (offload_optimizer), or lower the micro-batch"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from zstore.errors import ZstoreError
-from zstore.io.pool import num_cores
+from zstore.io import num_cores
 
 from .agent import INTERVAL_S, Agent, NeverStarted, agent
 from .control import Control

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zstore.checkpoint.source import ArraySource
+from zstore.checkpoint import ArraySource
 from zstore.errors import CheckpointMismatchError, ConfigError
-from zstore.format.arrays import Array
+from zstore.format import Array
 from zstore.tensors import as_numpy, dtype_name
 from zstore.weights.cast import cast_into
 from zstore.weights.from_checkpoint import list_weights, put_weights

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zstore.checkpoint.folder import LocalFolder
+from zstore.checkpoint import LocalFolder
 from zstore.engine import Engine
 from zstore.open.sources import folder_of
 from zstore.weights.companions import companions

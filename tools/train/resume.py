@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zstore.checkpoint.names import step_tag
-from zstore.checkpoint.reader import tags
+from zstore.checkpoint import step_tag, tags
 from zstore.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointNotFoundError
 from zstore.open.sources import folder_of, open_source, split_location
 from zstore.remote.url import is_url

@@ -13,7 +13,7 @@ from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.plan.rates import find_rates
 from zstore.engine.plan.run import budget_of_rank, check_drives, plan_run
 from zstore.ranks.world import World
-from zstore.store.runfolder import left_bytes
+from zstore.store import left_bytes
 
 from ..plan.slots import slots_of
 from ..sample.models import build_model

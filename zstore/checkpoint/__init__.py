@@ -2,4 +2,98 @@
 
 Read `docs/format.md` for the bytes, and in this order: names, format, metadata; request, reuse, publish, pieces, gather,
 commit, handle, save; folder, catalog, source, reader, lookahead, verify, reshard, usage, keep, retention.
+
+The names below are for whoever builds on the store. Those that only some readers need are imported when they are first used.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .catalog import LOOPS_FOLDER, Catalog, Refusal, TagInfo, find_tag, list_nested, list_tags, resolve, scan, tags_text
+from .folder import Folder, LocalFolder
+from .format import ABSENT_KEY, BASE_KEY, COMPLETE, LATEST_KEY, Record, encode_state
+from .machines import Machine, Parts
+from .names import (
+    MANIFEST_FOLDER,
+    METADATA_FILE,
+    RECORD_FILE,
+    array_path,
+    new_save_id,
+    shard_file,
+    step_tag,
+    tag_folder,
+    tag_text,
+)
+from .reader import CheckpointReader, open_checkpoint, refused, tags
+from .source import NUM_THREADS, ArraySource, ReadStatistics, StoredArray
+from .usage import bytes_freed, count_files, size_bytes, stored_files
+
+if TYPE_CHECKING:
+    from .build import READ_ONLY, CheckpointBuilder
+    from .commit import Committer, discard, new_folder, new_folder_of, sweep, temporary_folder
+    from .handle import SaveHandle
+    from .lookahead import MEMORY_BYTES, Range, ReadAhead, Span, read_into
+    from .moments import (
+        LARGEST_POSITIVE,
+        LARGEST_SIGNED,
+        LEAST_POSITIVE,
+        LEAST_SIGNED,
+        STEP_BITS,
+        Moments,
+        StoredSlot,
+        codes_of_scales,
+        scale_slot,
+        scales_of,
+        stored_slots,
+        values_of_codes,
+        whole_moment,
+    )
+    from .plan import CheckpointPlan
+    from .request import SaveRequest, SaveSummary
+    from .reshard import reshard_checkpoint
+    from .retention import Fate, Keep, plan_lines, remove_each, retire, weigh
+    from .reuse import KnownFile, Spare
+    from .save import save_checkpoint
+    from .split import LOW, TIE, complete_master, rest_of_master, ties_spec
+    from .verify import Fault, verify_checkpoint
+
+__all__ = [
+    "ABSENT_KEY", "BASE_KEY", "COMPLETE", "LARGEST_POSITIVE", "LARGEST_SIGNED", "LATEST_KEY", "LEAST_POSITIVE",
+    "LEAST_SIGNED", "LOOPS_FOLDER", "LOW", "MANIFEST_FOLDER", "MEMORY_BYTES", "METADATA_FILE", "NUM_THREADS",
+    "READ_ONLY", "RECORD_FILE", "STEP_BITS", "TIE", "ArraySource", "Catalog", "CheckpointBuilder", "CheckpointPlan",
+    "CheckpointReader", "Committer", "Fate", "Fault", "Folder", "Keep", "KnownFile", "LocalFolder", "Machine",
+    "Moments", "Parts", "Range", "ReadAhead", "ReadStatistics", "Record", "Refusal", "SaveHandle", "SaveRequest",
+    "SaveSummary", "Span", "Spare", "StoredArray", "StoredSlot", "TagInfo", "array_path", "bytes_freed",
+    "codes_of_scales", "complete_master", "count_files", "discard", "encode_state", "find_tag", "list_nested",
+    "list_tags", "new_folder", "new_folder_of", "new_save_id", "open_checkpoint", "plan_lines", "read_into",
+    "refused", "remove_each", "reshard_checkpoint", "resolve", "rest_of_master", "retire", "save_checkpoint",
+    "scale_slot", "scales_of", "scan", "shard_file", "size_bytes", "step_tag", "stored_files", "stored_slots",
+    "sweep", "tag_folder", "tag_text", "tags", "tags_text", "temporary_folder", "ties_spec", "values_of_codes",
+    "verify_checkpoint", "weigh", "whole_moment",
+]  # fmt: skip
+
+_HOMES = {
+    "build": "READ_ONLY CheckpointBuilder",
+    "commit": "Committer discard new_folder new_folder_of sweep temporary_folder",
+    "handle": "SaveHandle",
+    "lookahead": "MEMORY_BYTES Range ReadAhead Span read_into",
+    "moments": "LARGEST_POSITIVE LARGEST_SIGNED LEAST_POSITIVE LEAST_SIGNED STEP_BITS Moments StoredSlot codes_of_scales "
+    "scale_slot scales_of stored_slots values_of_codes whole_moment",
+    "plan": "CheckpointPlan",
+    "request": "SaveRequest SaveSummary",
+    "reshard": "reshard_checkpoint",
+    "retention": "Fate Keep plan_lines remove_each retire weigh",
+    "reuse": "KnownFile Spare",
+    "save": "save_checkpoint",
+    "split": "LOW TIE complete_master rest_of_master ties_spec",
+    "verify": "Fault verify_checkpoint",
+}
+"""Module -> the names that are imported from it when they are first used."""
+
+
+def __getattr__(name: str) -> Any:
+    home = next((home for home, names in _HOMES.items() if name in names.split()), None)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(f".{home}", __name__), name)
+    return value

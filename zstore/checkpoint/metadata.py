@@ -21,14 +21,13 @@ from typing import Any
 from ..errors import CheckpointMismatchError, CorruptionError, UsageError
 from ..format.arrays import FLOATING, ArraySpec, numpy_dtype
 from ..format.codecs import Codec, parse_codec
-from ..format.partition import ALIGN_NUMEL, Grid, extents_of_cols
+from ..format.partition import ALIGN_NUMEL, MAX_CHUNKS_PER_SHARD, Grid, extents_of_cols
 from .format import brief, dump_metadata
 from .names import METADATA_FILE, array_path
 
 # Bounds on what metadata may ask for, before anything is allocated.
 MAX_NUMEL = 2**48
 MAX_CHUNK_BYTES = 2**31
-MAX_CHUNKS_PER_SHARD = 2**20
 
 _PLACE = "the documents of all folders"
 _INDENT = "\n   "

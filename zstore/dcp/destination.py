@@ -11,15 +11,19 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from zstore.checkpoint.build import READ_ONLY
-from zstore.checkpoint.catalog import TagInfo, scan
-from zstore.checkpoint.commit import Committer, sweep, temporary_folder
-from zstore.checkpoint.format import Record
-from zstore.checkpoint.names import MANIFEST_FOLDER, METADATA_FILE
+from zstore.checkpoint import (
+    MANIFEST_FOLDER,
+    METADATA_FILE,
+    READ_ONLY,
+    Committer,
+    Record,
+    TagInfo,
+    scan,
+    sweep,
+    temporary_folder,
+)
 from zstore.errors import CheckpointError
-from zstore.io.files import Files
-from zstore.io.flush import Flush
-from zstore.io.pool import Workers
+from zstore.io import Files, Flush, Workers
 from zstore.remote.commit import RemoteCommitter
 from zstore.remote.folder import RemoteFolder
 from zstore.remote.target import NUM_THREADS, send_all

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zstore.checkpoint.names import tag_text
+from zstore.checkpoint import tag_text
 from zstore.errors import UsageError
-from zstore.io.files import Files
+from zstore.io import Files
 from zstore.remote.folder import RemoteFolder, open_fsspec_folder
 from zstore.remote.retries import PATIENT
 from zstore.remote.url import is_url, shown

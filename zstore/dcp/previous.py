@@ -15,12 +15,10 @@ from pathlib import Path
 import numpy as np
 from crc32c import crc32c
 
-from zstore.checkpoint.reader import CheckpointReader, open_checkpoint
+from zstore.checkpoint import CheckpointReader, open_checkpoint
 from zstore.errors import CheckpointError, CorruptionError, StorageError
-from zstore.format.arrays import ArraySpec
-from zstore.format.partition import Grid
-from zstore.format.shardfile import layout_of
-from zstore.io.shards import Fill, IoResources, ShardReader, fill_chunk
+from zstore.format import ArraySpec, Grid, layout_of
+from zstore.io import Fill, IoResources, ShardReader, fill_chunk
 
 
 class Previous:

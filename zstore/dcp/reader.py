@@ -30,16 +30,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from zstore.checkpoint.lookahead import MEMORY_BYTES, Range, ReadAhead, Span
-from zstore.checkpoint.reader import open_checkpoint
-from zstore.checkpoint.source import ArraySource
+from zstore.checkpoint import MEMORY_BYTES, ArraySource, Range, ReadAhead, Span, open_checkpoint
 from zstore.closing import closing_with
 from zstore.errors import UsageError
-from zstore.format.arrays import numpy_dtype
-from zstore.format.boxes import Box, flat_ranges
+from zstore.format import Box, flat_ranges, numpy_dtype
 from zstore.interop.dcp_names import key_of
 from zstore.interop.dcp_values import PICKLE, DcpState, decode_value
-from zstore.io.pool import Workers
+from zstore.io import Workers
 from zstore.open.sources import open_source
 from zstore.tensors import torch_dtype
 from zstore.weights.from_checkpoint import whole_dtype, whole_values

@@ -19,11 +19,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from zstore.errors import UsageError
-from zstore.format.arrays import ArraySpec
-from zstore.format.boxes import Box
-from zstore.format.partition import Grid
-from zstore.format.shardfile import layout_of
-from zstore.store.tiers import LocalShard, PinnedShard
+from zstore.format import ArraySpec, Box, Grid, layout_of
+from zstore.store import LocalShard, PinnedShard
 
 
 @dataclass(frozen=True)

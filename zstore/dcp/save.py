@@ -10,24 +10,15 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData
 
-from zstore.checkpoint.build import CheckpointBuilder
-from zstore.checkpoint.catalog import TagInfo
-from zstore.checkpoint.format import COMPLETE
-from zstore.checkpoint.names import new_save_id
-from zstore.checkpoint.plan import CheckpointPlan
+from zstore.checkpoint import COMPLETE, CheckpointBuilder, CheckpointPlan, TagInfo, new_save_id
 from zstore.errors import UsageError
-from zstore.format.arrays import ArraySpec
-from zstore.format.boxes import Box, tiles
-from zstore.format.partition import make_grid
+from zstore.format import ArrayLayout, ArraySpec, Box, client_array, lay_out, make_grid, tiles
 from zstore.interop.dcp_names import STATE, Names, name_arrays
 from zstore.interop.dcp_names import Path as KeyPath
 from zstore.interop.dcp_values import make_document
-from zstore.io.files import Files
-from zstore.io.shards import ShardSummary
+from zstore.io import Files, ShardSummary
 from zstore.tensors import dtype_name
 
-from ..format.arrays import client_array
-from .layout import ArrayLayout, lay_out
 from .place import Place
 from .resting import resting_grid
 from .work import Share, Wrote, assemble

@@ -8,14 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zstore.errors import CheckpointError
-from zstore.format.arrays import ArraySpec, Bytes
-from zstore.format.boxes import Box
-from zstore.format.partition import Grid
+from zstore.format import ArrayLayout, ArraySpec, Box, Bytes, Grid
 from zstore.remote.folder import RemoteFolder
 from zstore.remote.send import PART_BYTES
-from zstore.store.tiers import PinnedShard
+from zstore.store import PinnedShard
 
-from .layout import ArrayLayout
 from .work import PIECES_FOLDER, RankWriter, Wrote
 
 _PAUSE_S = 0.5

@@ -13,19 +13,24 @@ from pathlib import Path
 
 import numpy as np
 
-from zstore.checkpoint.names import array_path, shard_file
+from zstore.checkpoint import array_path, shard_file
 from zstore.errors import CheckpointError, StorageError
-from zstore.format.arrays import ArraySpec, Bytes
-from zstore.format.boxes import Box, gather
-from zstore.format.partition import Grid, plan_reads
-from zstore.format.shardfile import layout_of
-from zstore.io.files import Files, OpenFile
-from zstore.io.queue import Priority
-from zstore.io.shards import Fill, FillRuns, IoResources, ShardReader, ShardWriter, make_shard_file, write_shard
+from zstore.format import ArrayLayout, ArraySpec, Box, Bytes, Grid, gather, layout_of, plan_reads
+from zstore.io import (
+    Files,
+    Fill,
+    FillRuns,
+    IoResources,
+    OpenFile,
+    Priority,
+    ShardReader,
+    ShardWriter,
+    make_shard_file,
+    write_shard,
+)
 from zstore.ranks.rendezvous import Rendezvous
-from zstore.store.tiers import PinnedShard
+from zstore.store import PinnedShard
 
-from .layout import ArrayLayout
 from .previous import Previous
 from .resting import shard_of
 

@@ -28,23 +28,18 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from zstore.checkpoint.commit import temporary_folder
+from zstore.checkpoint import temporary_folder
 from zstore.closing import closing_with
 from zstore.errors import UsageError
-from zstore.format.arrays import ArraySpec
-from zstore.format.boxes import Box
-from zstore.format.partition import make_grid
+from zstore.format import ArrayLayout, ArraySpec, Box, make_grid
 from zstore.interop.dcp_names import step_of
 from zstore.interop.dcp_values import BYTES, PICKLE, NotPlainError, encode_value
-from zstore.io.files import Files
-from zstore.io.pool import Workers, helpful_threads
-from zstore.io.shards import IoResources, open_resources
+from zstore.io import Files, IoResources, Workers, helpful_threads, open_resources
 from zstore.remote.url import is_url
 from zstore.tensors import bytes_of, dtype_name
 
 from .destination import SCRATCH_NAME
 from .ending import complete_at_the_end, told_at_the_end
-from .layout import ArrayLayout
 from .place import Place
 from .resting import is_resting
 from .save import Save, Stored

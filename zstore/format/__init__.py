@@ -1,1 +1,28 @@
-"""The bytes of arrays, shards and chunks. Pure: no I/O, no threads, no torch."""
+"""The bytes of arrays, shards and chunks. Pure: no I/O, no threads, no torch.
+
+The names below are for whoever builds on the store; modules of this folder are imported by the store's own packages alone.
+"""
+
+from .arrays import (
+    AVERAGES,
+    FLOATING,
+    Array,
+    ArraySpec,
+    Bytes,
+    buffer_array,
+    client_array,
+    model_array,
+    numpy_dtype,
+    optimizer_array,
+)
+from .boxes import Box, flat_ranges, gather, tiles
+from .partition import ALIGN_NUMEL, BITS, Grid, grid_in_checkpoint, grid_of_blocks, make_grid, plan_reads, round_up
+from .pieces import ArrayLayout, grid_of_rows, lay_out
+from .shardfile import ShardLayout, layout_of
+
+__all__ = [
+    "ALIGN_NUMEL", "AVERAGES", "BITS", "FLOATING", "Array", "ArrayLayout", "ArraySpec", "Box", "Bytes", "Grid",
+    "ShardLayout", "buffer_array", "client_array", "flat_ranges", "gather", "grid_in_checkpoint", "grid_of_blocks",
+    "grid_of_rows", "lay_out", "layout_of", "make_grid", "model_array", "numpy_dtype", "optimizer_array",
+    "plan_reads", "round_up", "tiles",
+]  # fmt: skip

@@ -38,6 +38,8 @@ MIN_CHUNK_NUMEL = 64 * 1024 // 4
 MAX_CHUNK_NUMEL = 1024 * 1024 // 4
 CHUNKS_PER_SHARD = 16
 CHUNKS_PER_ARRAY = 144
+MAX_CHUNKS_PER_SHARD = 2**20
+"""More are refused before anything is allocated."""
 FINE_CHUNK_NUMEL = 200 * 1024 // 4
 WHOLE_BYTES = 64 * 1024
 """Arrays below this are stored as one shard."""

@@ -16,11 +16,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.trainer_utils import sort_checkpoints
 
 from zstore.accelerate.weights import move_weights, weight_files
-from zstore.checkpoint.catalog import TagInfo, list_tags, resolve
+from zstore.checkpoint import TagInfo, list_tags, resolve
 from zstore.engine.engine import Engine
 from zstore.errors import CheckpointError, CheckpointNotFoundError, CorruptionError
-from zstore.io.pool import run_in_thread
-from zstore.io.queue import Ticket
+from zstore.io import Ticket, run_in_thread
 from zstore.journal.names import journal_file
 
 STATE_KEY = "trainer"

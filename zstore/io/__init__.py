@@ -1,1 +1,31 @@
-"""Bytes between memory and drives: threads, buffers, shard files."""
+"""Bytes between memory and drives: threads, buffers, shard files. For whoever builds on the store: the names below."""
+
+from .buffers import HUGE_PAGE_BYTES, PAGE_BYTES, Pool, make_slab, map_large_blocks
+from .files import Files, OpenFile, UnsyncedFiles
+from .flush import Flush
+from .hostmemory import HostMemory, count_memory_kills, read_host_memory
+from .links import LinkCounters, LinkStatistics, total_of_links
+from .pinning import clear_cuda_error
+from .pool import Workers, helpful_threads, num_cores, run_in_thread
+from .queue import Priority, Ticket
+from .shards import (
+    Fill,
+    FillRuns,
+    IoResources,
+    ShardReader,
+    ShardSummary,
+    ShardWriter,
+    fill_chunk,
+    make_shard_file,
+    open_resources,
+    write_shard,
+)
+from .sink import FileSink
+
+__all__ = [
+    "HUGE_PAGE_BYTES", "PAGE_BYTES", "FileSink", "Files", "Fill", "FillRuns", "Flush", "HostMemory", "IoResources",
+    "LinkCounters", "LinkStatistics", "OpenFile", "Pool", "Priority", "ShardReader", "ShardSummary", "ShardWriter",
+    "Ticket", "UnsyncedFiles", "Workers", "clear_cuda_error", "count_memory_kills", "fill_chunk", "helpful_threads",
+    "make_shard_file", "make_slab", "map_large_blocks", "num_cores", "open_resources", "read_host_memory",
+    "run_in_thread", "total_of_links", "write_shard",
+]  # fmt: skip

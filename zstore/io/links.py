@@ -42,7 +42,7 @@ class LinkStatistics:
         )
 
 
-def total(links: Iterable[LinkStatistics]) -> LinkStatistics:
+def total_of_links(links: Iterable[LinkStatistics]) -> LinkStatistics:
     """Return several links as one."""
     sums = LinkStatistics()
     for link in links:

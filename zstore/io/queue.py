@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from ..closing import join_threads, start_threads
 from ..errors import UsageError
-from .links import LinkCounters, LinkStatistics, total
+from .links import LinkCounters, LinkStatistics, total_of_links
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -253,7 +253,9 @@ class IoQueue:
         """Return counters of the time since the start."""
         subjects = self._links.statistics()
         names = [priority.name.lower() for priority in Priority]
-        sums = {name: total(link for key, link in subjects.items() if key.split(" ")[0] == name) for name in names}
+        sums = {
+            name: total_of_links(link for key, link in subjects.items() if key.split(" ")[0] == name) for name in names
+        }
         with self._lock:
             return QueueStatistics(
                 operations={name: link.operations for name, link in sums.items()},

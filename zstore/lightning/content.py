@@ -179,7 +179,7 @@ def _decode_leaf(
     kind, shape, data = given
     if tag == "$numpy":
         return np.frombuffer(base64.b64decode(data), np.dtype(kind)).reshape(shape).copy()
-    from zstore.format.arrays import numpy_dtype
+    from zstore.format import numpy_dtype
 
     return as_torch(np.frombuffer(base64.b64decode(data), numpy_dtype(kind)).copy()).reshape(shape)
 

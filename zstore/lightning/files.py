@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 
-from zstore.checkpoint.catalog import scan
-from zstore.checkpoint.commit import discard
-from zstore.checkpoint.names import tag_folder
+from zstore.checkpoint import discard, scan, tag_folder
 from zstore.engine.checkpoint.client_state import join
 from zstore.errors import CheckpointMismatchError, UsageError
-from zstore.io.files import Files
+from zstore.io import Files
 from zstore.open.checkpoint import open_checkpoint
 from zstore.open.sources import folder_of
 from zstore.remote.url import is_url

@@ -17,12 +17,12 @@ from zstore.engine.report.losses import Loss, value_of
 from zstore.engine.report.placement import parts_of, placed_arrays
 from zstore.engine.report.records import Samples, Warnings, has_uncaught_error, start_record
 from zstore.engine.report.statistics import link_statistics
-from zstore.io.links import LinkStatistics
+from zstore.io import LinkStatistics
 from zstore.journal import journals, read
 from zstore.journal.names import journal_file
 from zstore.journal.writer import FileSink, JournalWriter
 from zstore.ranks.world import World
-from zstore.store.statistics import StoreStatistics
+from zstore.store import StoreStatistics
 
 _log = logging.getLogger("zstore")
 

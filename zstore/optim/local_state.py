@@ -15,8 +15,7 @@ from zstore.engine.optim.state import OptimizerState
 from zstore.engine.optim.tensor_kernel import TensorKernel
 from zstore.engine.plan.plan import Placement
 from zstore.errors import BudgetError, UsageError
-from zstore.format.arrays import model_array, optimizer_array
-from zstore.format.boxes import Box
+from zstore.format import Box, model_array, optimizer_array
 from zstore.tensors import as_torch
 
 from .block_kernel import BlockKernel, parts_of

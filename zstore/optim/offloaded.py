@@ -21,10 +21,8 @@ from zstore.closing import closing_with
 from zstore.engine.device import Streams, Transfers, streams_for
 from zstore.engine.optim.state import OptimizerState
 from zstore.errors import UsageError
-from zstore.io.buffers import map_large_blocks
-from zstore.io.files import Files
-from zstore.store import StoreOptions, TensorStore
-from zstore.store.statistics import StoreStatistics
+from zstore.io import Files, map_large_blocks
+from zstore.store import StoreOptions, StoreStatistics, TensorStore
 
 from .arguments import check_budget, check_ema, check_kind, check_settings, groups_of, steps_folder_of
 from .block_kernel import BlockKernel

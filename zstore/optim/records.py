@@ -18,11 +18,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from zstore.dcp.layout import grid_of_rows
 from zstore.engine.params.record import ParameterRecord
 from zstore.errors import UsageError
-from zstore.format.arrays import ArraySpec, model_array
-from zstore.format.partition import Grid, grid_of_blocks, make_grid
+from zstore.format import ArraySpec, Grid, grid_of_blocks, grid_of_rows, make_grid, model_array
 from zstore.tensors import dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -33,19 +33,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from zstore.checkpoint.catalog import TagInfo
-from zstore.checkpoint.commit import discard
-from zstore.checkpoint.names import step_tag
-from zstore.checkpoint.reader import open_checkpoint, tags
-from zstore.checkpoint.retention import Keep, retire
-from zstore.checkpoint.verify import verify_checkpoint
+from zstore.checkpoint import Keep, TagInfo, discard, open_checkpoint, retire, step_tag, tags, verify_checkpoint
 from zstore.dcp import Reader, Writer
 from zstore.engine.checkpoint.snapshot_folder import boot_id
 from zstore.engine.checkpoint.snapshots import make_shared_folder
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError, ZstoreError
-from zstore.io.files import Files, UnsyncedFiles
-from zstore.io.pool import run_in_thread
-from zstore.io.queue import Ticket
+from zstore.io import Files, Ticket, UnsyncedFiles, run_in_thread
 from zstore.ranks.world import World
 
 from .block_kernel import BlockKernel

@@ -20,8 +20,7 @@ from zstore.engine.optim.update import StepSettings, Update
 from zstore.engine.optim.updater import Updater
 from zstore.engine.params.record import ParameterRecord
 from zstore.errors import UsageError
-from zstore.io.pool import Workers
-from zstore.io.queue import Ticket
+from zstore.io import Ticket, Workers
 
 from .local_state import LocalState
 from .records import LocalRecord

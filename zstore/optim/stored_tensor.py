@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_map
 from zstore.dcp.resting import RestingWrite
 from zstore.engine.optim.state import OptimizerState
 from zstore.errors import UsageError
-from zstore.format.boxes import Box
-from zstore.store.tiers import PinnedShard
+from zstore.format import Box
+from zstore.store import PinnedShard
 from zstore.tensors import as_torch
 
 from .block_kernel import made_of, parts_of

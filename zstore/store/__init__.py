@@ -1,6 +1,20 @@
-"""The tensor store: shards of named global tensors in tiers, passes over them, snapshots."""
+"""The tensor store: shards of named global tensors in tiers, passes over them, snapshots.
+
+The names below are for whoever builds on it.
+"""
 
 from .options import StoreOptions
-from .store import TensorStore
+from .runfolder import RUN_FOLDER, left_bytes
+from .snapshot import Snapshot
+from .statistics import StoreStatistics
+from .store import SMALL_SHARD_BYTES, ModeName, TensorStore, TierName
+from .stream import Stream, Tile
+from .tiers import Drives, LocalShard, PinnedShard
+from .tiers.memory import MEMORY_TILE_NUMEL
+from .tiers.packs import MANY_SMALL, is_packed, run_file_bytes
 
-__all__ = ["StoreOptions", "TensorStore"]
+__all__ = [
+    "MANY_SMALL", "MEMORY_TILE_NUMEL", "RUN_FOLDER", "SMALL_SHARD_BYTES", "Drives", "LocalShard", "ModeName",
+    "PinnedShard", "Snapshot", "StoreOptions", "StoreStatistics", "Stream", "TensorStore", "TierName", "Tile",
+    "is_packed", "left_bytes", "run_file_bytes",
+]  # fmt: skip

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from zstore.format.partition import Grid
+from zstore.format import Grid
 from zstore.ranks.groups import Groups
 
 from ...params.record import ParameterRecord

@@ -13,11 +13,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zstore.checkpoint.metadata import MAX_CHUNKS_PER_SHARD
-from zstore.format.arrays import ArraySpec
-from zstore.format.boxes import Box, cut_numel
-from zstore.format.partition import ALIGN_NUMEL, CHUNKS_PER_SHARD, MAX_CHUNK_NUMEL, MIN_CHUNK_NUMEL, Grid, make_grid
-from zstore.format.shardfile import layout_of
+from .arrays import ArraySpec
+from .boxes import Box, cut_numel
+from .partition import (
+    ALIGN_NUMEL,
+    CHUNKS_PER_SHARD,
+    MAX_CHUNK_NUMEL,
+    MAX_CHUNKS_PER_SHARD,
+    MIN_CHUNK_NUMEL,
+    Grid,
+    make_grid,
+)
+from .shardfile import layout_of
 
 _MOST_CHUNK_NUMEL = 4 * MAX_CHUNK_NUMEL
 _LEAST_RUN_BYTES = 64 * 1024
