@@ -14,7 +14,7 @@ from pathlib import Path
 from .layout import Layout, circles, floors, inside, per_ten_thousand_words
 
 # Files that a run in the default config passes through (journeys.py).
-JOURNEYS = {"step": 34, "iteration": 41, "save": 58, "load": 67, "reshard": 43, "consolidate": 44, "initialize": 109}
+JOURNEYS = {"step": 34, "iteration": 41, "save": 58, "load": 67, "reshard": 44, "consolidate": 45, "initialize": 109}
 
 
 @cache
@@ -34,7 +34,7 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        93139,
+        93300,
     ),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
