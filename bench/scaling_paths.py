@@ -28,7 +28,7 @@ from zstore.engine import Engine
 from zstore.engine.config.config import OptimizerConfig, load_config
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.optim.optimizer import optimizer_from_config
-from zstore.engine.optim.tensor_kernel import kernels_for, planned_slots
+from zstore.engine.optim.rules import TILES, kernels_for
 from zstore.engine.params.record import named_parameters
 from zstore.engine.plan.needs import find_needs, placement_settings, shapes_of_model, units_of_model
 from zstore.engine.plan.placement import make_plan
@@ -211,8 +211,8 @@ def _plan(spec: Spec, tell: Tell) -> None:
     }
     config = load_config({**written, "optimizer": {"type": "AdamW"}}).resolve(ResolveContext(world_size=1))
     optimizer = optimizer_from_config(OptimizerConfig(kind="AdamW", arguments={}), None, module)
-    (kernel,) = kernels_for(type(optimizer), optimizer.param_groups)
-    slots = {name: planned_slots(kernel, parameter.shape) for name, _, parameter in named_parameters(module)}
+    (kernel,) = kernels_for(TILES, type(optimizer), optimizer.param_groups)
+    slots = {name: kernel.slots for name, _, parameter in named_parameters(module)}
 
     def plan() -> Plan:
         shapes, units = shapes_of_model(module, "bf16"), units_of_model(module)

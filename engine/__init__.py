@@ -4,6 +4,7 @@ Packages from the bottom: runtime, config, params and device, plan, zero, optim,
 access, checkpoint and report; then `engine` and `initialize`. `docs/design/0011-floors.md` follows a parameter through them.
 """
 
+from . import extras as extras
 from .access.gather import gather
 from .build.init import Init
 from .build.pretrained import from_pretrained

@@ -45,7 +45,6 @@ from .data.schedule import Rise
 from .loader import PostProcess, TrainingLoader
 from .loss_backward import LossBackward
 from .offloading import OffloadedStates
-from .optim.client_step import ClientStep
 from .params.record import ParameterRecord
 from .params.tensors import cast_floating
 from .report.journal import RunJournal
@@ -138,7 +137,7 @@ class Engine(nn.Module):
             training.pending,
             self._complete_saves,
         )
-        if not (training.config.frozen or isinstance(training.tensor_step, ClientStep)):
+        if not (training.config.frozen or (training.stepper is not None and training.stepper.needs_saved)):
             training.optimizer.state = StateByParameter(self.access)  # type: ignore[assignment]
         if training.hooks is not None and training.world.world_size == 1:
             training.hooks.gathers = gather  # on more ranks a copy that one of them makes would wait for the others

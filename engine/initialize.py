@@ -29,7 +29,7 @@ from .engine import Engine
 from .loader import Collate, TrainingLoader
 from .lr_schedules import LRSchedule, named_schedule
 from .optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
-from .optim.tensor_kernel import needs_whole_tensors
+from .optim.rules import steps_tiles
 from .params.units import mark_leaves, of_classes
 from .plan.rates import MatmulRates, find_rates, tell_choice, warn_of_slow
 from .plan.rungs import leave_advice
@@ -102,7 +102,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     world = World.current()
     frozen = frozen or _names_no_optimizer(loaded, optimizer, lr_scheduler, world)
     rates = find_rates(loaded, world)
-    whole = optimizer is not None and needs_whole_tensors(type(optimizer))
+    whole = optimizer is not None and not steps_tiles(type(optimizer))
     resolved = loaded.resolve(
         ResolveContext(
             world_size=world.world_size,

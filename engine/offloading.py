@@ -58,9 +58,9 @@ class OffloadedStates:
         def check() -> None:
             if not self._training.accumulation.is_new:
                 raise UsageError(f"{call} in the middle of a step: call it after the step() that ends an accumulation")
-            if self._training.client_step is not None:
+            if (stepper := self._training.stepper) is not None and stepper.keeps_state:
                 raise UsageError(
-                    f"{call}: {self._training.client_step.name} steps whole tensors, and keeps its own state of them where "
+                    f"{call}: {stepper.name} steps whole tensors, and keeps its own state of them where "
                     "they are: use an element-wise optimizer"
                 )
 

@@ -21,13 +21,11 @@ from .config.config import Config
 from .config.resolve import BatchSizes
 from .loader import TrainingLoader
 from .lr_schedules import LRSchedule
-from .optim.client_step import ClientStep
 from .optim.in_backward import OptimizerInBackward
 from .optim.loss_scale import LossScaler
-from .optim.one_bit_step import OneBitStep
 from .optim.optimizer import ZeroOptimizer
 from .optim.state import OptimizerState
-from .optim.tensor_step import TensorStep
+from .optim.stepper import Stepper
 from .optim.update import StepSettings, Update, in_order, read_ahead
 from .optim.updater import StepMode, Updater
 from .params.record import ParameterRecord, Residency, Sharding
@@ -225,9 +223,7 @@ class Training:
     loader: TrainingLoader | None
     run_id: str
     """Of the whole training run; a resumed one keeps it."""
-    client_step: ClientStep | OneBitStep | None
-    """Keeps state of its own beside the store's: an optimizer of the client's that is not known, or one that sends signs."""
-    tensor_step: ClientStep | TensorStep | OneBitStep | None = None
+    stepper: Stepper | None = None
     """Takes the steps of an optimizer that needs whole tensors; None: steps are taken in tiles."""
     activations: ActivationOffload | None = None
     """None where activations stay on the device."""
@@ -400,12 +396,12 @@ class Training:
             if self._needs_gradients:
                 self.gradients.require(self.trained, self.counters.global_steps + 1, self._what_changed())
             # It takes buffers: nobody may wait for any until the update.
-            if begin and not (self.tensor_step or self.pending.in_backward or self.before_change is not _nothing):
+            if begin and not (self.stepper or self.pending.in_backward or self.before_change is not _nothing):
                 read_ahead(self.state, *self._updated())
             self.gradients.sums = sums_over_ranks(self.trained, self.gradients, self.world, sharding=self.sharding)
         if self._raw_norm is None:
-            norm, stepper = norm_of(self.gradients.sums, self.gradients.scales), self.tensor_step
-            self._raw_norm = stepper.agreed_norm(norm) if isinstance(stepper, OneBitStep) else norm
+            norm = norm_of(self.gradients.sums, self.gradients.scales)
+            self._raw_norm = norm if self.stepper is None else self.stepper.agreed_norm(norm)
         return self._raw_norm
 
     def clip(self, max_norm: float) -> float:
@@ -443,7 +439,7 @@ class Training:
         self._raw_norm = None
 
     def _require_sharded_gradients(self, what: str) -> None:
-        if isinstance(self.tensor_step, OneBitStep):
+        if self.stepper is not None and self.stepper.owns_gradients:
             raise UsageError(
                 f"{what} beside {self.optimizer.kind.__name__}, which averages over ranks itself: each rank has its own "
                 'gradients until step(). Write "gradient_clipping" into the config'
@@ -514,10 +510,10 @@ class Training:
 
         def at_once() -> None:
             update = Update(self.state, records, settings, self.gradients.take)
-            if self.tensor_step is None:
+            if self.stepper is None:
                 update.run()
             else:
-                self.tensor_step.run(update)
+                self.stepper.run(update)
             update.note_scalars(records)
 
         def later() -> None:

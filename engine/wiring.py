@@ -30,17 +30,14 @@ from .config.config import Config
 from .device import Streams, Transfers, streams_for
 from .loader import TrainingLoader
 from .lr_schedules import LRSchedule
-from .optim.client_step import ClientStep, WholeKernel, check_client
+from .optim.client_step import check_client
 from .optim.in_backward import OptimizerInBackward
-from .optim.kernel import ELEMENT_WISE, Kernel
+from .optim.kernel import Kernel
 from .optim.loss_scale import LossScaler
 from .optim.moments import check_moments
-from .optim.one_bit.kernel import OneBitKernel
-from .optim.one_bit_step import OneBitStep
 from .optim.optimizer import ZeroOptimizer, group_of_parameters
+from .optim.rules import CLIENT, Rule, kernels_for, rule_of
 from .optim.state import OptimizerState
-from .optim.tensor_kernel import TensorKernel, kernels_for, needs_whole_tensors, planned_slots
-from .optim.tensor_step import TensorStep
 from .optim.updater import StepMode, Updater
 from .params.gradient_types import GradientTypes
 from .params.record import Sharding, named_parameters
@@ -82,7 +79,8 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         config.stage, world.world_size, offloads_parameters=offloads_parameters, copy_size=config.copy_size
     )
     groups = {} if config.frozen else group_of_parameters(optimizer, model)
-    kernels = _kernels(optimizer, config)
+    rule = rule_of(optimizer.kind, whole=config.stage == 0 and config.offload_optimizer.device == "none")
+    kernels = _kernels(rule, optimizer, config)
     section = config.settings.activation_checkpointing
     set_up_checkpointing(model, section, enable=config.own.gradient_checkpointing and not config.frozen)
     names = list(named_parameters(model))
@@ -90,7 +88,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
     built = BuiltModel(model, world, copies=config.frozen)
     streams = streams or streams_for(world.device)
-    slots = {name: planned_slots(kernels[groups[p]], p.shape) for name, _, p in names if p in groups}
+    slots = {name: rule.slots(kernels[groups[p]], p.shape) for name, _, p in names if p in groups}
     plan, store = _open(model, config, built, slots, streams, files)
     if config.frozen:
         model.requires_grad_(False)
@@ -109,7 +107,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             transfers,
             is_sharded=sharding.optimizer_state,
             splits=config.own.split_master,
-            keeps_whole=any(isinstance(kernel, WholeKernel | OneBitKernel) for kernel in kernels),
+            keeps_whole=rule.keeps_whole,
             types=GradientTypes.of(config, world.world_size),
         )
         state.moments = config.moments
@@ -126,7 +124,9 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         if hooks is not None:
             hooks.units.on_ready(updater.wait_for)
         gradients = _gradients(state, units, hooks, config, sharding, world, rank_groups)
-        client_step, tensor_step = _steps(optimizer, state, gradients, world, copy_world)
+        stepper = None if rule.stepper is None or config.frozen else rule.stepper(optimizer.client, state, copy_world)
+        if stepper is not None and stepper.owns_gradients and isinstance(gradients, WholeGradients):
+            gradients.averaged = stepper.averaged
         in_backward = None
         if mode is StepMode.BACKWARD and isinstance(gradients, UnitGradients):
             in_backward = OptimizerInBackward(model, state, gradients, updater)
@@ -149,8 +149,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             scaler=LossScaler(settings=config.loss_scaling, non_finite=config.non_finite_gradients),
             loader=loader,
             run_id=world.broadcast_object(uuid.uuid4().hex),
-            client_step=client_step,
-            tensor_step=tensor_step,
+            stepper=stepper,
             activations=None
             if tier is None
             else ActivationOffload(model, records, find_blocks(model), tier, transfers),
@@ -158,22 +157,6 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     except BaseException:
         store.close()
         raise
-
-
-def _steps(
-    optimizer: ZeroOptimizer, state: OptimizerState, gradients: Gradients, world: World, copy_world: World
-) -> tuple[ClientStep | OneBitStep | None, ClientStep | TensorStep | OneBitStep | None]:
-    """Return what keeps state beside the store's, and what takes the steps of whole tensors; None where nothing does."""
-    kinds = {type(kernel) for kernel in state.kernels}
-    if OneBitKernel in kinds:
-        signs = OneBitStep(optimizer, state, world)
-        if isinstance(gradients, WholeGradients):
-            gradients.averaged = signs.averaged
-        return signs, signs
-    if WholeKernel in kinds:
-        client = ClientStep(optimizer.client, state)
-        return client, client
-    return None, TensorStep(state, copy_world) if TensorKernel in kinds else None
 
 
 def _open(
@@ -207,27 +190,25 @@ def _require_own_snapshots(config: Config, store: TensorStore, world: World) -> 
             )
 
 
-def _kernels(optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
-    """Return the kernel of each parameter group. Raises UsageError where the config does not let the optimizer do what it
+def _kernels(rule: Rule, optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
+    """Return the kernel of each parameter group. Raises UsageError if the config does not let the optimizer do what it
     does."""
-    whole = config.stage == 0 and config.offload_optimizer.device == "none"
-    if needs_whole_tensors(optimizer.kind) or optimizer.kind in ELEMENT_WISE or not whole:
-        kernels = kernels_for(optimizer.kind, optimizer.param_groups, config.own.ema)
-        check_moments(config.moments, [kernel.slots for kernel in kernels], optimizer.kind.__name__)
-        return kernels
-    check_client(optimizer.client)
-    for key, unfit in (
-        ("step_overlap", config.step_overlap == "backward"),
-        ("split_master", config.own.split_master),
-        ("moments", config.moments != "fp32"),
-        ("ema", config.own.ema is not None),
-    ):
-        if unfit:
-            raise UsageError(
-                f"optimizer {optimizer.kind.__name__} is not known to update each element by itself, and steps whole fp32 "
-                f'tensors, all at once: take {key} out of the config\'s "zstore" section'
-            )
-    return [WholeKernel() for _ in optimizer.param_groups]
+    if rule is CLIENT:
+        check_client(optimizer.client)
+        for key, unfit in (
+            ("step_overlap", config.step_overlap == "backward"),
+            ("split_master", config.own.split_master),
+            ("moments", config.moments != "fp32"),
+            ("ema", config.own.ema is not None),
+        ):
+            if unfit:
+                raise UsageError(
+                    f"optimizer {optimizer.kind.__name__} is not known to update each element by itself, and steps whole fp32 "
+                    f'tensors, all at once: take {key} out of the config\'s "zstore" section'
+                )
+    kernels = kernels_for(rule, optimizer.kind, optimizer.param_groups, config.own.ema)
+    check_moments(config.moments, [kernel.slots for kernel in kernels], optimizer.kind.__name__)
+    return kernels
 
 
 def _warn_of_fallbacks(store: TensorStore, world: World) -> None:

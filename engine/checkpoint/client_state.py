@@ -21,7 +21,7 @@ from zstore.errors import UsageError
 from zstore.format import ArraySpec, client_array
 from zstore.tensors import as_numpy, as_torch, dtype_name
 
-from ..optim.client_step import STATE_KEY
+from ..optim.stepper import STATE_KEY
 from .untrusted import understood
 
 ClientValues = Mapping[str, Any] | Namespace

@@ -43,7 +43,6 @@ from zstore.tensors import as_numpy, as_torch, dtype_name
 
 from ..build.model import stored_buffers, stored_whole
 from ..device import one_thread
-from ..optim.client_step import ClientStep
 from ..runtime.messages import warn_once
 from . import client_state as client
 from .accumulation import take_up
@@ -53,7 +52,7 @@ from .load_plan import (
     LoadOptions,
     LoadPlan,
     LoadReport,
-    check_client_step,
+    check_saved_state,
     converted_moments,
     plan_load,
 )
@@ -131,8 +130,8 @@ class Restore:
                 "a step or a load stopped half way, so that the state is a mixture of two: load a whole checkpoint, without "
                 "options"
             )
-        if isinstance(training.client_step, ClientStep) and options.optimizer:
-            check_client_step(training.client_step, reader)
+        if training.stepper is not None and training.stepper.needs_saved and options.optimizer:
+            check_saved_state(training.stepper, reader)
         return plan
 
     def _check_all_found(self, found: bool) -> None:

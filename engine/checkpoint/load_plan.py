@@ -14,9 +14,9 @@ from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.format import AVERAGES, buffer_array, model_array, optimizer_array
 
 from ..build.model import stored_whole
-from ..optim.client_step import STATE_KEY, ClientStep
 from ..optim.moments import MomentTiles
 from ..optim.state import OptimizerState
+from ..optim.stepper import STATE_KEY, Stepper
 from ..params.record import ParameterRecord
 from ..runtime.messages import shortened
 from .renaming import Names, Renamed
@@ -192,7 +192,7 @@ def _takes_shapes(model: nn.Module, array: str) -> bool:
     )
 
 
-def check_client_step(step: ClientStep, reader: ArraySource) -> None:
+def check_saved_state(step: Stepper, reader: ArraySource) -> None:
     """Raise CheckpointMismatchError where an optimizer that steps whole tensors would not find what it kept."""
     state = reader.record.state.get("client_state")
     kept = state.get(STATE_KEY) if isinstance(state, dict) else None

@@ -39,7 +39,7 @@ from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 from zstore.weights.layout import MAX_FILE_BYTES, plan_files
 
 from ..build.model import has_config, save_companions, stored_whole
-from ..optim.client_step import STATE_KEY
+from ..optim.stepper import STATE_KEY
 from ..params.record import ParameterRecord
 from ..report.journal import RunJournal
 from ..report.save_notes import SaveNotes
@@ -110,8 +110,8 @@ class Checkpoints:
         """Begin a save, and with `wait` complete it (all ranks)."""
         started = time.perf_counter()
         self.wait()
-        if self._training.client_step is not None:
-            self._training.client_step.collect()
+        if self._training.stepper is not None:
+            self._training.stepper.collect()
         world, drives = self._training.world, self._training.state.store.options.all_paths
         with world.agreeing():
             destination = destination_of(options.folder, self._training.config, drives)
@@ -184,8 +184,9 @@ class Checkpoints:
     ) -> Small:
         """Return the record and copies of what rank 0 stores whole: module buffers, parameters that were added
         later, and the client's tensors."""
-        given, stepper = client.as_mapping(state), self._training.client_step
-        marked, tensors = client.split({**given, **({} if stepper is None else {STATE_KEY: stepper.state()})})
+        given, stepper = client.as_mapping(state), self._training.stepper
+        kept = {STATE_KEY: stepper.state()} if stepper is not None and stepper.keeps_state else {}
+        marked, tensors = client.split({**given, **kept})
         known = (record.parameter for record in self._training.state.records)
         tensors |= {
             name: tensor.detach().to("cpu", copy=True).contiguous()
@@ -387,8 +388,8 @@ class Checkpoints:
                 self.folder = path.rpartition("/")[0]
             self._tell_of_load(path, restore, time.perf_counter() - started)
         kept = state.pop(STATE_KEY, None)
-        if self._training.client_step is not None and path is not None and options.optimizer:
-            self._training.client_step.load(kept or {})
+        if self._training.stepper is not None and path is not None and options.optimizer:
+            self._training.stepper.load(kept or {})
         return path, state
 
     def _tell_of_load(self, path: str, restore: Restore, elapsed_s: float) -> None:

@@ -24,10 +24,8 @@ from ..device import GradientTiles
 from ..params.record import ParameterRecord
 from .kernel import ParameterStep, Scalars, SlotArray, WholeStep
 from .state import OptimizerState
+from .stepper import Stepper
 from .update import Rows, StepSettings, Update
-
-STATE_KEY = "zstore.client_optimizer"
-"""Where a checkpoint's client state has the optimizer's."""
 
 
 class WholeKernel:
@@ -58,14 +56,15 @@ def check_client(client: torch.optim.Optimizer) -> None:
         )
 
 
-class ClientStep:
+class ClientStep(Stepper):
     """The client's optimizer at work. See [Note: the client's own step]."""
+
+    keeps_state = needs_saved = True
 
     def __init__(self, client: torch.optim.Optimizer, state: OptimizerState) -> None:
         self._client = client
         self._state = state
         self.name = type(client).__name__
-        """Of the optimizer's class."""
 
     @property
     def records(self) -> list[ParameterRecord]:
@@ -109,9 +108,6 @@ class ClientStep:
         return GradientTiles(self._state.transfers, found).tile(0, master.numel(), master)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
-
-    def collect(self) -> None:
-        """Every rank has the same: nothing is brought for `state`."""
 
     def state(self) -> dict[str, Any]:
         """Return what the optimizer keeps, by parameter name, for a checkpoint to copy."""

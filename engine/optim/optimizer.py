@@ -14,15 +14,11 @@ from zstore.errors import ConfigError, UsageError
 
 from ..config.config import OptimizerConfig
 from ..runtime.messages import warn_once
-from .classes.lamb import Lamb
 from .classes.muon import MuonWithAdam, split_for_muon
-from .classes.one_bit import ONE_BIT
-from .kernel import ELEMENT_WISE
 from .loss_scale import LossScaler
-from .tensor_kernel import needs_whole_tensors
+from .rules import CLIENT, classes, rule_of
 
 Groups = list[dict[str, Any]]
-_CLASSES = {kind.__name__: kind for kind in (*ELEMENT_WISE, Lamb, torch.optim.Adafactor, *ONE_BIT)}
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -89,7 +85,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._in_engine_step = True
         try:
             self.step()
-            if self.kind in ELEMENT_WISE or needs_whole_tensors(self.kind):  # any other took the step itself
+            if rule_of(self.kind, whole=True) is not CLIENT:  # which took the step itself
                 # No parameter has a gradient now, so this changes nothing; a scheduler on the client's object counts it.
                 self.client.step()
         finally:
@@ -116,7 +112,7 @@ def optimizer_from_config(config: OptimizerConfig, parameters: Any, model: nn.Mo
         return MuonWithAdam(_muon_groups(groups, arguments, model))
     for group in groups if "bias_correction" in arguments and config.kind != "Lamb" else ():
         group.setdefault("bias_correction", arguments["bias_correction"])
-    kind: Any = _CLASSES[config.kind]
+    kind: Any = classes()[config.kind]
     arguments = {
         name: value for name, value in arguments.items() if name in inspect.signature(kind.__init__).parameters
     }

@@ -13,65 +13,18 @@ import torch
 
 from zstore.errors import UsageError
 
-from ..plan.plan import Slots, TensorSlot
 from .classes.lamb import Lamb
-from .classes.muon import MuonWithAdam
-from .classes.one_bit import ONE_BIT
-from .kernel import (
-    ELEMENT_WISE,
-    Averaging,
-    Kernel,
-    ParameterStep,
-    Scalars,
-    SlotArray,
-    WholeStep,
-    fp32_arrays,
-    kernel_for,
-)
-from .one_bit.kernel import OneBitKernel
-from .one_bit.rules import rule_for
+from .kernel import ParameterStep, Scalars, SlotArray, WholeStep, fp32_arrays
 
-_MUON: Any = getattr(torch.optim, "Muon", None)
-_KINDS = [kind for kind in (Lamb, torch.optim.Adafactor, _MUON, MuonWithAdam) if kind is not None]
-
-
-def needs_whole_tensors(kind: type[torch.optim.Optimizer]) -> bool:
-    """Return whether a class is one that is stepped tensor by tensor, with state in the store."""
-    return kind in (*_KINDS, *ONE_BIT)
-
-
-def kernels_for(
-    kind: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]], ema: float | None = None
-) -> list[Kernel]:
-    """Return the kernel of each group, with an average of masters of decay `ema`; parameters may be on the meta device.
-
-    Raises what `kernel_for` raises, and UsageError for an average beside an optimizer that steps whole tensors.
-    """
-    if not needs_whole_tensors(kind):
-        kernels = [kernel_for(kind, group) for group in groups]
-        return [*kernels] if ema is None else [Averaging(kernel, ema) for kernel in kernels]
-    if ema is not None:
-        names = ", ".join(each.__name__ for each in ELEMENT_WISE)
-        raise UsageError(
-            f'"ema": {ema}: masters are averaged as tiles of them are updated, and {kind.__name__} steps whole tensors: leave '
-            f"the key out, or use one of {names}"
-        )
-    if kind in ONE_BIT:
-        return [OneBitKernel(rule_for(kind.__name__)) for _ in groups]
-    found: list[Kernel] = []
-    for group in groups:
-        if kind is MuonWithAdam and not group["use_muon"]:
-            found.append(kernel_for(torch.optim.AdamW, group))
-        else:
-            found.append(TensorKernel(_MUON if kind is MuonWithAdam else kind, group))
-    return found
+MUON: Any = getattr(torch.optim, "Muon", None)
+"""torch's Muon, None in a torch that has none."""
 
 
 def _slots(kind: type[torch.optim.Optimizer], shape: Sequence[int]) -> list[SlotArray]:
     """Return what a class keeps of a tensor of `shape`."""
     if kind is Lamb:
         return fp32_arrays(("exp_avg", "exp_avg_sq"))
-    if kind is _MUON:
+    if kind is MUON:
         return fp32_arrays(("momentum_buffer",))
     if len(shape) < 2:
         return fp32_arrays(("variance",))
@@ -90,7 +43,7 @@ class TensorKernel:
         self._optimizer: torch.optim.Optimizer = self._kind(
             [self._proxy], **{name: group[name] for name in self._settings}
         )
-        self._count = "updates" if kind is _MUON else "step"  # Muon keeps no step count
+        self._count = "updates" if kind is MUON else "step"  # Muon keeps no step count
         self.slots = tuple(dict.fromkeys(slot.name for shape in ((1, 1), (1,)) for slot in _slots(kind, shape)))
         """Names of all arrays that there may be of a parameter; see `arrays_of`."""
 
@@ -144,12 +97,3 @@ class TensorKernel:
             state.pop(proxy, None)
             proxy.grad = None
             proxy.data = master.new_zeros(1, 1)
-
-
-def planned_slots(kernel: Kernel, shape: Sequence[int]) -> Slots:
-    """Return what any kernel keeps of a parameter of `shape`, for the plan."""
-    if isinstance(kernel, TensorKernel):
-        return tuple(TensorSlot(slot.name, slot.shape) for slot in kernel.arrays_of(shape))
-    if isinstance(kernel, OneBitKernel):
-        return kernel.rule.slots
-    return kernel.slots

@@ -31,6 +31,7 @@ from ..device import GradientTiles
 from ..params.record import ParameterRecord
 from .kernel import SlotArray
 from .state import OptimizerState
+from .stepper import Stepper
 from .tensor_kernel import TensorKernel
 from .update import Update
 
@@ -74,7 +75,7 @@ class _Tensor:
         """Elements of a row without the gradient."""
 
 
-class TensorStep:
+class TensorStep(Stepper):
     """Takes the updates of a run with an optimizer that needs whole tensors (all ranks). See [Note: owners]."""
 
     def __init__(self, state: OptimizerState, world: World) -> None:

@@ -18,10 +18,9 @@ from ..config.config import Config
 from ..params.gradient_types import GradientTypes
 from ..params.quantized import is_matrix
 from ..params.record import Sharding, named_parameters
-from ..params.signs import chunk_numel
 from ..params.tensors import PRECISIONS
 from ..params.units import called_parameters, unit_parameters
-from .plan import DriveRates, Need, PlacementSettings, Slots, TensorSlot
+from .plan import DriveRates, Need, PlacementSettings, Slots, slots_at
 from .schedule import PrefetchLimits, count_fetches
 
 
@@ -108,7 +107,7 @@ def find_needs(
                 shard=sharding.state_shard(rank),
                 dtype=one.dtype,
                 gradient_dtype=dtype_name(types.planned(getattr(torch, one.dtype))),
-                slots=_with_errors(slots.get(one.name), spec.numel, config, world_size),
+                slots=slots_at(slots[one.name], world_size) if one.name in slots else None,
                 stays_gathered=stays_gathered,
                 secondary_numel=secondary_numel,
                 reduced_numel=over_all.shard_numel * world_size,
@@ -124,14 +123,6 @@ def find_needs(
         return [replace(need, fetches=1) for need in needs]
     fetches = _fetches(needs, units, config, world_size)
     return [replace(need, fetches=fetches.get(need.name, need.fetches)) for need in needs]
-
-
-def _with_errors(slots: Slots | None, numel: int, config: Config, world_size: int) -> Slots | None:
-    """Return the slots of a parameter, and where its ranks exchange signs what their messages lost."""
-    if slots is None or not config.one_bit or world_size == 1 or not numel:
-        return slots
-    server = TensorSlot("server_error", (chunk_numel(numel, world_size),))
-    return (*slots, TensorSlot("worker_error"), server)
 
 
 def _error_numel(grid: Grid, config: Config, world_size: int, local_world_size: int | None) -> int:

@@ -108,8 +108,28 @@ class TensorSlot:
     """None: the parameter's."""
 
 
-Slots = tuple[str | TensorSlot, ...]
+@dataclass(frozen=True)
+class RanksSlot:
+    """An fp32 array that is kept of a parameter which is updated whole, of a shape that the number of ranks decides."""
+
+    name: str
+    shape_at: Callable[[int], tuple[int, ...] | None]
+    """Gives the shape at a world size; None: it is not kept there."""
+
+
+Slots = tuple[str | TensorSlot | RanksSlot, ...]
 """The fp32 arrays that an optimizer keeps of a parameter beside its master, by name."""
+
+
+def slots_at(slots: Slots, world_size: int) -> tuple[str | TensorSlot, ...]:
+    """Return the slots as they are at a world size."""
+    found: list[str | TensorSlot] = []
+    for slot in slots:
+        if not isinstance(slot, RanksSlot):
+            found.append(slot)
+        elif (shape := slot.shape_at(world_size)) is not None:
+            found.append(TensorSlot(slot.name, shape))
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +145,7 @@ class Need:
     """Type of the parameter, as "bfloat16"."""
     gradient_dtype: str
     """Type in which its gradient waits for the update."""
-    slots: Slots | None
+    slots: tuple[str | TensorSlot, ...] | None
     """What the optimizer keeps beside the master; None: the parameter is not trained."""
     stays_gathered: bool
     """All values are on every rank's device always: stages 0 to 2, and below the persistence threshold."""

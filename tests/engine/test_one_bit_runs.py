@@ -17,9 +17,9 @@ from tests.engine.test_whole_tensors import misplanned
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
-from zstore.engine.optim.one_bit.exchange import Errors, compressed_mean
-from zstore.engine.optim.one_bit_step import OneBitStep
-from zstore.engine.params.signs import chunk_numel, decode, encode
+from zstore.engine.extras.one_bit.exchange import Errors, compressed_mean
+from zstore.engine.extras.one_bit.signs import chunk_numel, decode, encode
+from zstore.engine.extras.one_bit.step import OneBitStep
 from zstore.errors import ConfigError
 from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
@@ -38,7 +38,7 @@ def config_of(kind: str, stage: int, **keys: Any) -> dict[str, Any]:
 
 def own_of(engine: Engine) -> list[Any]:
     """What this rank has for itself, as plain numbers."""
-    stepper = engine.training_state.tensor_step
+    stepper = engine.training_state.stepper
     assert isinstance(stepper, OneBitStep)
     found = []
     for record in stepper.records:
@@ -125,9 +125,9 @@ def runs(rank: int, world_size: int, folder: str) -> list[str]:
             wrong += misplanned(engine)
             held = training.plan.held
             planned = held["worker_error"].device + held["server_error"].device
-            assert isinstance(training.tensor_step, OneBitStep)
-            if planned != training.tensor_step.held_bytes():
-                wrong.append(f"planned {planned}, {training.tensor_step.held_bytes()}")
+            assert isinstance(training.stepper, OneBitStep)
+            if planned != training.stepper.held_bytes():
+                wrong.append(f"planned {planned}, {training.stepper.held_bytes()}")
             numels = [record.numel for record in training.trained if not record.name.startswith("unused")]
             expected = (world_size - 1) * sum(chunk_numel(n, world_size) // 8 + 4 for n in numels)
             for number in range(5):

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from zstore.engine.config.config import OptimizerConfig
 from zstore.engine.optim.optimizer import optimizer_from_config
-from zstore.engine.optim.tensor_kernel import kernels_for, planned_slots
+from zstore.engine.optim.rules import kernels_for, rule_of
 from zstore.engine.params.record import named_parameters
 from zstore.engine.plan.plan import Slots
 
@@ -26,13 +26,14 @@ def slots_of(module: nn.Module, optimizer: OptimizerConfig | None, ema: float | 
     """
     with _without_compiler():
         made = optimizer_from_config(optimizer or ADAM, None, module)
-    kernels = kernels_for(type(made), made.param_groups, ema)
+    rule = rule_of(type(made))
+    kernels = kernels_for(rule, type(made), made.param_groups, ema)
     of = {
         parameter: kernel
         for group, kernel in zip(made.param_groups, kernels, strict=True)
         for parameter in group["params"]
     }
-    return {name: planned_slots(of[parameter], parameter.shape) for name, _, parameter in named_parameters(module)}
+    return {name: rule.slots(of[parameter], parameter.shape) for name, _, parameter in named_parameters(module)}
 
 
 @contextmanager

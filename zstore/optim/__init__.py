@@ -6,10 +6,10 @@ lacks.
 Read in this order: offloaded, records, local_state, stored_tensor, gradients, stepping.
 """
 
+from zstore.engine.extras.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
 from zstore.engine.optim.classes.lamb import Lamb
 from zstore.engine.optim.classes.lion import Lion
 from zstore.engine.optim.classes.muon import MuonWithAdam, split_for_muon
-from zstore.engine.optim.classes.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
 
 from .offloaded import Offloaded
 from .registry import register

@@ -11,7 +11,7 @@ from .adam import WarmUp, descend, root, unbias
 from .rule import Compressed, Phase, TensorState
 
 
-class ZeroOneAdam:
+class ZeroOneRule:
     """Adam with decoupled weight decay that sends signs from the start, and later not in every step.
 
     Until update `var_freeze_step`, gradients are exact in updates that are multiples of an interval, which starts at 1 and
@@ -93,7 +93,7 @@ class ZeroOneAdam:
     ) -> None:
         """Take a step of the rank's own; with `compressed`, the ranks meet after it."""
         scalars = state.scalars
-        moment, variance, anchor, accumulator = (state.slots[name] for name in ZeroOneAdam.slots)
+        moment, variance, anchor, accumulator = (state.slots[name] for name in ZeroOneRule.slots)
         beta1, rate = float(group["betas"][0]), float(group["lr"])
         start = unbias(group, int(scalars["step"]))
         unseen = variance == 0

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..classes.lamb import lamb_root, lamb_step
+from ...optim.classes.lamb import lamb_root, lamb_step
 from .rule import Compressed, Phase, TensorState
 
 
-class OneBitLamb:
+class LambRule:
     """LAMB for `freeze_step` updates, and then with a variance that stays, as 1-bit Adam, and with a factor of the tensor's
     step that follows from the warm-up's:
 

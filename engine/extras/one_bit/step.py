@@ -25,27 +25,28 @@ from zstore.errors import UsageError
 from zstore.format import model_array, optimizer_array
 from zstore.ranks.world import World
 
-from ..device import GradientTiles
-from ..params.record import ParameterRecord
-from .one_bit.exchange import Errors, compressed_mean
-from .one_bit.kernel import OneBitKernel
-from .one_bit.rule import Phase, TensorState
-from .optimizer import ZeroOptimizer
-from .state import OptimizerState
-from .update import Rows, StepSettings, Update
+from ...device import GradientTiles
+from ...optim.state import OptimizerState
+from ...optim.stepper import Stepper
+from ...optim.update import Rows, StepSettings, Update
+from ...params.record import ParameterRecord
+from .exchange import Errors, compressed_mean
+from .kernel import OneBitKernel
+from .rule import Phase, TensorState
 
 _MASTER, _WORKER, _SERVER = "master", "worker_error", "server_error"
 
 
-class OneBitStep:
+class OneBitStep(Stepper):
     """Takes the updates of a run with an optimizer that sends signs (all ranks). See [Note: what a rank has for itself]."""
 
-    def __init__(self, optimizer: ZeroOptimizer, state: OptimizerState, world: World) -> None:
-        self._optimizer = optimizer
+    keeps_state = owns_gradients = True
+
+    def __init__(self, client: torch.optim.Optimizer, state: OptimizerState, world: World) -> None:
+        self._groups = client.param_groups
         self._state = state
         self._world = world
-        self.name = optimizer.kind.__name__
-        """Of the optimizer's class."""
+        self.name = type(client).__name__
         self._own: dict[ParameterRecord, dict[str, torch.Tensor]] = {}
         self._errors: dict[ParameterRecord, Errors] = {}
         for record in self.records:
@@ -80,7 +81,7 @@ class OneBitStep:
     def averaged(self) -> set[ParameterRecord]:
         """Begin a step; return the parameters whose gradients are averaged over the ranks in it."""
         for record, scalars in self._state.scalars.items():
-            group = self._optimizer.param_groups[self._state.kernel_of(record)[1]]
+            group = self._groups[self._state.kernel_of(record)[1]]
             self._phases[record] = self._kernel(record).rule.phase(group, int(scalars["step"]) + 1)
         return {record for record, phase in self._phases.items() if phase == "exact"}
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..kernel import FusedAdam
+from ...optim.kernel import FusedAdam
 from .rule import Compressed, Phase, TensorState
 
 
-class OneBitAdam:
+class AdamRule:
     """Adam with decoupled weight decay for `freeze_step` updates, and then with a variance that stays, so that what the ranks
     send is the momentum alone:
 

@@ -18,7 +18,7 @@ import torch
 
 from zstore.ranks.world import World
 
-from ...params.signs import chunk_numel, decode, encode, valid_counts
+from .signs import chunk_numel, decode, encode, valid_counts
 
 
 @dataclass

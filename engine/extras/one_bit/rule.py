@@ -24,9 +24,9 @@ class TensorState:
     """Of the parameter."""
     master: torch.Tensor
     slots: dict[str, torch.Tensor]
-    """By the names of `Rule.slots`; zero at first."""
+    """By the names of `SignRule.slots`; zero at first."""
     scalars: dict[str, float]
-    """By the names of `Rule.initial`."""
+    """By the names of `SignRule.initial`."""
 
 
 Compressed = Callable[[torch.Tensor], torch.Tensor]
@@ -34,7 +34,7 @@ Compressed = Callable[[torch.Tensor], torch.Tensor]
 The errors of a parameter are kept by the caller."""
 
 
-class Rule(Protocol):
+class SignRule(Protocol):
     """One of the optimizers."""
 
     slots: tuple[str, ...]

@@ -9,7 +9,7 @@ import torch
 
 from zstore.errors import UsageError
 
-from .lion import called, check_arguments
+from ...optim.classes.lion import called, check_arguments
 
 Betas = tuple[float, float]
 
@@ -107,4 +107,3 @@ class OneBitLamb(_OneBit):
 
 
 ONE_BIT = (OneBitAdam, ZeroOneAdam, OneBitLamb)
-"""The classes, whose names are those of their rules."""

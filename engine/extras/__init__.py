@@ -1,0 +1,3 @@
+"""What plugs into the engine: nothing in it imports these packages, which register what they bring."""
+
+from . import one_bit as one_bit

@@ -1,0 +1,36 @@
+"""Optimizers that send signs: 1-bit Adam, 0/1 Adam and 1-bit LAMB."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...optim.kernel import Kernel
+from ...optim.rules import Rule, register
+from .adam import AdamRule
+from .classes import ONE_BIT, OneBitAdam, OneBitLamb, ZeroOneAdam
+from .kernel import OneBitKernel, planned_slots
+from .lamb import LambRule
+from .rule import SignRule
+from .step import OneBitStep
+from .zero_one import ZeroOneRule
+
+__all__ = ["ONE_BIT", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "sign_rule"]
+
+_RULES: dict[type[torch.optim.Optimizer], type[SignRule]] = {
+    OneBitAdam: AdamRule,
+    ZeroOneAdam: ZeroOneRule,
+    OneBitLamb: LambRule,
+}
+
+
+def sign_rule(kind: type[torch.optim.Optimizer]) -> SignRule:
+    """Return what the class does with a parameter in a step."""
+    return _RULES[kind]()
+
+
+def _kernel(kind: type[torch.optim.Optimizer], _group: Mapping[str, Any]) -> Kernel:
+    return OneBitKernel(sign_rule(kind))
+
+
+register(Rule(kinds=ONE_BIT, kernel=_kernel, stepper=OneBitStep, keeps_whole=True, slots=planned_slots))

@@ -1,0 +1,42 @@
+"""What the optimizers that send signs keep of a parameter, as a kernel says it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...optim.kernel import Kernel, ParameterStep, Scalars, SlotArray, WholeStep, fp32_arrays
+from ...plan.plan import RanksSlot, Slots
+from .rule import SignRule
+from .signs import chunk_numel
+
+
+class OneBitKernel:
+    """Of parameters that a rule updates: the slots that are the same on every rank are in the store."""
+
+    def __init__(self, rule: SignRule) -> None:
+        self.rule = rule
+        self.slots = tuple(name for name in rule.slots if name not in rule.own_slots)
+
+    def arrays(self, numel: int) -> Sequence[SlotArray]:
+        """See Kernel."""
+        return fp32_arrays(self.slots)
+
+    def initial(self) -> Scalars:
+        """See Kernel."""
+        return self.rule.initial()
+
+    def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
+        """See Kernel; the step was taken, and counted, before."""
+        return WholeStep(scalars)
+
+
+def planned_slots(kernel: Kernel, shape: Sequence[int]) -> Slots:
+    """Return what a rank keeps of a parameter of `shape`, and between ranks what its messages lost."""
+    if not isinstance(kernel, OneBitKernel):
+        raise TypeError(f"expected a OneBitKernel, got {type(kernel).__name__}")
+    numel = math.prod(shape)
+    worker = RanksSlot("worker_error", lambda ranks: (numel,) if ranks > 1 and numel else None)
+    server = RanksSlot("server_error", lambda ranks: (chunk_numel(numel, ranks),) if ranks > 1 and numel else None)
+    return (*kernel.rule.slots, worker, server)

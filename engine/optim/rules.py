@@ -1,0 +1,118 @@
+"""Rules: what updates the parameters of an optimizer's class.
+
+[Note: rules]
+A rule names optimizer classes, gives the kernel of each of their parameter groups, and what takes the steps. Without a stepper
+steps run over tiles. Besides those here, `register` takes rules of others, as `engine/extras` has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zstore.errors import UsageError
+from zstore.ranks.world import World
+
+from ..plan.plan import Slots, TensorSlot
+from .classes.lamb import Lamb
+from .classes.muon import MuonWithAdam
+from .client_step import ClientStep, WholeKernel
+from .kernel import ELEMENT_WISE, Averaging, FusedAdam, Kernel, TorchKernel, kernel_for
+from .state import OptimizerState
+from .stepper import Stepper
+from .tensor_kernel import MUON, TensorKernel
+from .tensor_step import TensorStep
+
+Kind = type[torch.optim.Optimizer]
+
+
+def _slots_of(kernel: Kernel, shape: Sequence[int]) -> Slots:
+    if isinstance(kernel, TensorKernel):
+        return tuple(TensorSlot(slot.name, slot.shape) for slot in kernel.arrays_of(shape))
+    return kernel.slots
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How optimizers of some classes update. See [Note: rules]."""
+
+    kinds: tuple[Kind, ...]
+    """The classes; a config names them as they are named."""
+    kernel: Callable[[Kind, Mapping[str, Any]], Kernel]
+    """Gives the kernel of a parameter group with these settings; parameters may be on the meta device."""
+    stepper: Callable[[torch.optim.Optimizer, OptimizerState, World], Stepper] | None = None
+    """Makes what takes the steps, for the ranks that hold one copy of the state. None: steps run over tiles."""
+    keeps_whole: bool = False
+    """Whether every rank keeps whole masters and slots, on its device."""
+    slots: Callable[[Kernel, Sequence[int]], Slots] = _slots_of
+    """Gives what a kernel keeps of a parameter of a shape, for the plan."""
+
+
+def _tensor_kernel(kind: Kind, group: Mapping[str, Any]) -> Kernel:
+    if kind is MuonWithAdam:
+        return TensorKernel(MUON, group) if group["use_muon"] else kernel_for(torch.optim.AdamW, group)
+    return TensorKernel(kind, group)
+
+
+TILES = Rule(kinds=ELEMENT_WISE, kernel=kernel_for)
+"""Updates run over tiles."""
+CLIENT = Rule(
+    kinds=(),
+    kernel=lambda _kind, _group: WholeKernel(),
+    stepper=lambda client, state, _: ClientStep(client, state),
+    keeps_whole=True,
+)
+"""The client's own object takes the steps; see [Note: the client's own step]."""
+_rules: dict[Kind, Rule] = {}
+
+
+def register(rule: Rule) -> None:
+    """Let engines take optimizers of the rule's classes; a class has the rule that was registered last."""
+    _rules.update(dict.fromkeys(rule.kinds, rule))
+
+
+register(TILES)
+register(
+    Rule(
+        kinds=tuple(kind for kind in (Lamb, torch.optim.Adafactor, MUON, MuonWithAdam) if kind is not None),
+        kernel=_tensor_kernel,
+        stepper=lambda _, state, world: TensorStep(state, world),
+    )
+)
+
+
+def classes() -> dict[str, Kind]:
+    """Return the classes that have a rule, by name."""
+    return {kind.__name__: kind for kind in _rules}
+
+
+def rule_of(kind: Kind, *, whole: bool = False) -> Rule:
+    """Return the rule of a class. One that has none is stepped by its own object if all state is `whole` on every rank's
+    device; else it gets the rule of tiles, whose kernel refuses it."""
+    return _rules.get(kind, CLIENT if whole else TILES)
+
+
+def steps_tiles(kind: Kind) -> bool:
+    """Return whether updates of a class run over tiles."""
+    return rule_of(kind).stepper is None
+
+
+def kernels_for(rule: Rule, kind: Kind, groups: Iterable[Mapping[str, Any]], ema: float | None = None) -> list[Kernel]:
+    """Return the kernel of each group, with an average of masters of decay `ema`.
+
+    Raises what `kernel_for` raises, and UsageError for an average beside an optimizer that steps whole tensors.
+    """
+    kernels = [rule.kernel(kind, group) for group in groups]
+    if ema is None:
+        return kernels
+    tiled = [kernel for kernel in kernels if isinstance(kernel, FusedAdam | TorchKernel)]
+    if rule.stepper is not None or len(tiled) < len(kernels):
+        names = ", ".join(each.__name__ for each in ELEMENT_WISE)
+        raise UsageError(
+            f'"ema": {ema}: masters are averaged as tiles of them are updated, and {kind.__name__} steps whole tensors: leave '
+            f"the key out, or use one of {names}"
+        )
+    return [Averaging(kernel, ema) for kernel in tiled]

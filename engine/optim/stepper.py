@@ -1,0 +1,53 @@
+"""What takes the steps of an optimizer whose update does not run over tiles."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ..params.record import ParameterRecord
+from .update import Update
+
+STATE_KEY = "zstore.client_optimizer"
+"""Key of a checkpoint's client state with what a stepper keeps beside the store."""
+
+
+class Stepper(ABC):
+    """Takes the steps of a run (all ranks). The methods about state are called if it `keeps_state`."""
+
+    keeps_state: ClassVar[bool] = False
+    """Whether it keeps state beside the store's, which a checkpoint has among the client's."""
+    needs_saved: ClassVar[bool] = False
+    """Whether a load without that state would go on from nothing."""
+    owns_gradients: ClassVar[bool] = False
+    """Whether ranks may keep gradients of their own until it exchanges them; `averaged` says which."""
+    name: str
+    """Of the optimizer's class."""
+
+    @abstractmethod
+    def run(self, update: Update) -> None:
+        """Carry out an update."""
+
+    @property
+    def records(self) -> list[ParameterRecord]:
+        """The parameters that it keeps state of."""
+        return []
+
+    def averaged(self) -> set[ParameterRecord]:
+        """Begin a step, where it `owns_gradients`; return the parameters whose gradients are averaged over the ranks in it."""
+        return set()
+
+    def agreed_norm(self, norm: float) -> float:
+        """Return the norm that all ranks go by, of that of this rank's gradients (all ranks)."""
+        return norm
+
+    def collect(self) -> None:  # noqa: B027 - most keep the same on every rank
+        """Bring to rank 0 what ranks keep for themselves, for `state` (all ranks)."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what it keeps, by parameter name, for a checkpoint to copy."""
+        return {}
+
+    def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:  # noqa: B027 - most keep nothing
+        """Replace what it keeps by what `state` returned of a former run, on any number of ranks."""
