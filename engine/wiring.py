@@ -6,8 +6,6 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -47,11 +45,9 @@ from .plan.needs import spill_pool_bytes
 from .plan.plan import Plan, Slots
 from .plan.run import budget_of_rank, check_drives, plan_run, tell_plan
 from .training import Accumulation, PendingUpdate, Training
+from .zero.exchanges import Exchanges, exchanges_of
 from .zero.gradients import GradientRules, Gradients, WholeGradients, agree_any
 from .zero.hooks import UnitHooks
-from .zero.plusplus.copies import CopiesReduction
-from .zero.plusplus.quantized_gradients import quantized_reducer
-from .zero.plusplus.secondary import SecondaryShards
 from .zero.spill import GradientSpill
 from .zero.unit_gradients import UnitGradients
 from .zero.unshard import make_sharded_units
@@ -119,12 +115,14 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         units = find_units(model, {record.parameter: record for record in records}, live_numel)
         updater, mode = Updater(store, transfers), StepMode(config.step_overlap)
         rank_groups, tier = _groups(config, sharding, world), make_tier(config, store, transfers)
-        copy_world = _copy_world(sharding, world, rank_groups)
-        hooks = _hooks(model, units, state, config, sharding, world, rank_groups)
+        exchanges = exchanges_of(config, sharding, world, rank_groups)
+        hooks = _hooks(model, units, state, config, sharding, world, exchanges)
         if hooks is not None:
             hooks.units.on_ready(updater.wait_for)
-        gradients = _gradients(state, units, hooks, config, sharding, world, rank_groups)
-        stepper = None if rule.stepper is None or config.frozen else rule.stepper(optimizer.client, state, copy_world)
+        gradients = _gradients(state, units, hooks, config, sharding, world, exchanges)
+        stepper = (
+            None if rule.stepper is None or config.frozen else rule.stepper(optimizer.client, state, exchanges.world)
+        )
         if stepper is not None and stepper.owns_gradients and isinstance(gradients, WholeGradients):
             gradients.averaged = stepper.averaged
         in_backward = None
@@ -132,7 +130,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             in_backward = OptimizerInBackward(model, state, gradients, updater)
         return Training(
             world=world,
-            copy_world=copy_world,
+            copy_world=exchanges.world,
             groups=rank_groups,
             config=config,
             accumulation=Accumulation(batch=config.batch, world_size=world.world_size),
@@ -240,11 +238,6 @@ def _groups(config: Config, sharding: Sharding, world: World) -> tuple[Groups, .
     return (groups,) if world.backend == "gloo" else (groups, make_groups(world, sharding.copy_size))
 
 
-def _copy_world(sharding: Sharding, world: World, groups: tuple[Groups, ...]) -> World:
-    """Return the ranks that hold one copy of the state."""
-    return world if sharding.num_copies == 1 else groups[0].within
-
-
 def _hooks(
     model: nn.Module,
     units: list[Unit],
@@ -252,16 +245,12 @@ def _hooks(
     config: Config,
     sharding: Sharding,
     world: World,
-    groups: tuple[Groups, ...],
+    exchanges: Exchanges,
 ) -> UnitHooks | None:
-    """Return what gathers the parameters of units for their use; None where they stay whole."""
+    """Return what gathers the parameters of units for their use; None if they stay whole."""
     if not sharding.parameters:
         return None
-    secondary = SecondaryShards(groups[0]) if groups and sharding.num_copies == 1 else None
-    copy_world = _copy_world(sharding, world, groups)
-    sharded = make_sharded_units(
-        units, config, state.store, state.transfers, world=world, copy_world=copy_world, secondary=secondary
-    )
+    sharded = make_sharded_units(units, config, state.store, state.transfers, world=world, exchanges=exchanges)
     return UnitHooks(model, units, sharded)
 
 
@@ -272,7 +261,7 @@ def _gradients(
     config: Config,
     sharding: Sharding,
     world: World,
-    groups: tuple[Groups, ...],
+    exchanges: Exchanges,
 ) -> Gradients:
     trained = [record for record in state.records if record.group is not None]
     # These get gradients that nobody asked for.
@@ -293,9 +282,8 @@ def _gradients(
         keeps_rows=config.offload_optimizer.device == "none",
         squares_at_once=in_backward,
         copies=sharding.num_copies,
+        exchanges=exchanges,
     )
-    if sharding.num_copies > 1:
-        rules = replace(rules, reduce=partial(CopiesReduction, groups[-1]))
     if not by_unit:
         everywhere = not (sharding.optimizer_state and rules.scatter)
         return WholeGradients(trained, others, world, rules, everywhere=everywhere)
@@ -304,6 +292,4 @@ def _gradients(
         budget_bytes = state.store.options.host_budget_bytes
         spill = GradientSpill(state.store, state.spilled, state.transfers, spill_pool_bytes(budget_bytes or 0))
     arrived = None if hooks is None else hooks.arrived
-    if (quantizer := quantized_reducer(config, world)) is not None:
-        rules = replace(rules, quantizer=quantizer)
     return UnitGradients(units, others, world, rules, state.transfers, spill=spill, arrived=arrived)

@@ -109,6 +109,6 @@ def held_bytes(state: OptimizerState, gradients: Gradients, units: ShardedUnits 
         master, *others = state.arrays_of(record)
         names = others if state.is_master(record) or state.is_split(record) else [master, *others]
         optimizer_state += sum(store.local(name).nbytes for name in names)
-    second = None if units is None else units.fetcher.secondary
+    second = None if units is None else units.fetcher.second_copy
     secondary = 0 if second is None else second.held_bytes
     return HeldBytes(parameters, resting, gradients.held_bytes(), optimizer_state, secondary)

@@ -7,7 +7,7 @@ send    the collectives begin. On every rank in the same order, so only the main
         rank reaches alike. It waits for this rank's rows.
 finish  `full` of every record has its values.
 
-With copies of the state, or of the parameters (see `secondary`), the ranks of a group alone take part.
+With copies of the state, or of the parameters (see `SecondCopy`), the ranks of a group alone take part.
 
 Each fetch begins with a header: which unit it is, and whether this rank has its rows. A rank that failed takes part, so
 that nobody waits for it, and all ranks raise. A rank that gathers another unit than the others is an error on all. While
@@ -36,8 +36,7 @@ from zstore.tensors import as_torch
 from ..device import Event, Transfers
 from ..params.record import ParameterRecord
 from .collectives import Bucket, over_copy, plan_buckets, unpack
-from .plusplus.quantized_gather import QuantizedGather, gathers_quantized, start_gathers
-from .plusplus.secondary import SecondaryShards
+from .exchanges import Exchanges, Gathering
 
 Ready = Callable[[Sequence[ParameterRecord]], None]
 """Waits until the records' rows are those of the last step; may be called from the reading thread."""
@@ -136,36 +135,29 @@ class Fetch:
     """This rank's rows with padding, until they are sent."""
     reading: RowRead | None = None
     near: bool = False
-    """Whether the rows are secondary ones, so that the ranks of the group alone take part."""
+    """Whether the rows are those of the second copy, so that the ranks of the group alone take part."""
     sent: bool = False
     header: torch.Tensor | None = None
     error: BaseException | None = None
     works: list[Work] = field(default_factory=list)
     buckets: list[tuple[Bucket, torch.Tensor]] = field(default_factory=list)
-    quantized: list[QuantizedGather] = field(default_factory=list)
+    others: list[Gathering] = field(default_factory=list)
+    """Gathers in another form than the rows."""
     keep: list[Any] = field(default_factory=list)
     """Memory that the collectives read."""
 
 
 class Fetcher:
-    """Carries fetches out among the ranks of `world`, which hold one copy of the parameters. `reader` is None where nothing
-    rests in the store, `secondary` where no second copy is kept; `quantizes` sends matrices as integers."""
+    """Carries fetches out among the ranks that hold one copy of the parameters. `reader` is None if nothing is in the
+    store."""
 
-    def __init__(
-        self,
-        world: World,
-        reader: RowReader | None,
-        limit_numel: int,
-        secondary: SecondaryShards | None = None,
-        *,
-        quantizes: bool = False,
-    ) -> None:
-        self._world = world
-        self.secondary = secondary
+    def __init__(self, reader: RowReader | None, limit_numel: int, exchanges: Exchanges) -> None:
+        self._world = exchanges.world
+        self.second_copy = exchanges.second_copy
+        self._gathers = exchanges.gathers
         self._reader = reader
         self._limit_numel = limit_numel
-        self._quantizes = quantizes
-        self._late = world.device.type == "cuda"
+        self._late = exchanges.world.device.type == "cuda"
         self._unseen: list[Fetch] = []
         self._apart = False
         """Whether the ranks were found to gather different units: what was sent may never be answered."""
@@ -180,7 +172,7 @@ class Fetcher:
     def read(self, name: str, number: int, records: Sequence[ParameterRecord], *, ahead: bool) -> Fetch:
         """Start to read the rows of `records`, which have no memory, for unit `number`; `ahead` of its use or for it."""
         fetch = Fetch(name, number, list(records))
-        if self.secondary is not None and self.secondary.has(records):
+        if self.second_copy is not None and self.second_copy.has(records):
             fetch.near = True
             return fetch
         alone = self._world.world_size == 1
@@ -209,7 +201,7 @@ class Fetcher:
         if fetch.reading is not None:
             fetch.error = self._wait_for(fetch.reading)
         try:
-            # Secondary rows are there since nothing changes the values.
+            # The second copy's rows are there since nothing changes the values.
             self.ready([record for record in fetch.records if record.rest is None and not fetch.near])
         except BaseException as error:
             fetch.error = fetch.error or error
@@ -235,17 +227,17 @@ class Fetcher:
         return world.start_all_gather(fetch.header, mine, kind="control")
 
     def _world_of(self, fetch: Fetch) -> World:
-        return self.secondary.world if fetch.near and self.secondary is not None else self._world
+        return self.second_copy.world if fetch.near and self.second_copy is not None else self._world
 
     def _send_rows(self, fetch: Fetch) -> None:
-        world, small, quantized = self._world_of(fetch), [], []
-        grid_of = self.secondary.grid if fetch.near and self.secondary is not None else over_copy
-        # What a second copy holds travelled as integers before.
-        quantizes = self._quantizes and not fetch.near
+        world, small, others = self._world_of(fetch), [], []
+        grid_of = self.second_copy.grid if fetch.near and self.second_copy is not None else over_copy
+        # What a second copy holds travelled so before.
+        gathers = None if fetch.near else self._gathers
         for record in fetch.records:
             record.make_room()
-            if quantizes and gathers_quantized(record):
-                quantized.append(record)
+            if gathers is not None and gathers.takes(record):
+                others.append(record)
                 continue
             padded = record.padded_full(grid_of(record).shard_numel * world.world_size)
             if record.numel < _DIRECT_NUMEL or padded.numel() > self._limit_numel:
@@ -262,14 +254,14 @@ class Fetcher:
             fetch.works.append(world.start_all_gather(matrix.view(-1), mine))
             fetch.keep.append(mine)
             fetch.buckets.append((bucket, matrix))
-        for gather in start_gathers(world, quantized, self._limit_numel, partial(self._rows, fetch)):
-            fetch.works.append(gather.work)
-            fetch.quantized.append(gather)
+        if gathers is not None:
+            fetch.others += gathers.start(world, others, self._limit_numel, partial(self._rows, fetch))
+            fetch.works += [gather.work for gather in fetch.others]
         fetch.rows.clear()
 
     def _rows(self, fetch: Fetch, record: ParameterRecord) -> torch.Tensor:
-        if fetch.near and self.secondary is not None:
-            return self.secondary.rows(record)
+        if fetch.near and self.second_copy is not None:
+            return self.second_copy.rows(record)
         return fetch.rows[record] if record in fetch.rows else record.padded_shard()
 
     def finish(self, fetch: Fetch, *, expected: bool) -> None:
@@ -291,11 +283,11 @@ class Fetcher:
             work.wait()
         for bucket, matrix in fetch.buckets:
             unpack(bucket, matrix, _full)
-        for gather in fetch.quantized:
+        for gather in fetch.others:
             gather.finish()
-        fetch.quantized.clear()
-        if self.secondary is not None and not fetch.near:
-            self.secondary.keep(fetch.records)
+        fetch.others.clear()
+        if self.second_copy is not None and not fetch.near:
+            self.second_copy.keep(fetch.records)
         fetch.buckets.clear()
         fetch.keep.clear()
         fetch.works.clear()
@@ -346,7 +338,7 @@ class Fetcher:
         fetch.works.clear()
         fetch.keep.clear()
         fetch.buckets.clear()
-        fetch.quantized.clear()
+        fetch.others.clear()
         return True
 
     def close(self) -> None:

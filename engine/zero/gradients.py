@@ -21,8 +21,8 @@ from zstore.ranks.world import World
 from ..params.gradient_types import GradientTypes, add_in, is_narrower
 from ..params.record import ParameterRecord
 from ..runtime.messages import listed
-from .collectives import Reduce, Reduction, reduce_whole
-from .plusplus.quantized_gradients import QuantizedReducer
+from .collectives import reduce_whole
+from .exchanges import Exchanges
 from .sharded_gradient import GradientActs, ShardedGradient
 
 _NAMED = 5
@@ -31,7 +31,7 @@ _NAMED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class GradientRules:
-    """How gradients are averaged over the ranks and where they wait for the update. The bits depend on `types` and `quantizer`
+    """How gradients are averaged over the ranks and where they wait for the update. The bits depend on `types` and `exchanges`
     alone."""
 
     bucket_numel: int
@@ -49,12 +49,9 @@ class GradientRules:
     """Whether gradients wait on disk on some rank: then all ranks hear of an error there before the norm is taken."""
     keeps_rows: bool = True
     """Keep the rows' memory from step to step; else it is free as soon as an update took it."""
-    reduce: Reduce = Reduction
-    """Begins a reduction of which each rank gets its rows."""
+    exchanges: Exchanges
     copies: int = 1
     """Shards of the grid over all ranks that a rank's rows are: one of each copy of the state."""
-    quantizer: QuantizedReducer | None = None
-    """Reduces what travels as integers (stages 2 and 3); None: nothing does."""
     squares_at_once: bool = False
     """Take sums of squares as gradients become final: an update may take them before the norm is asked for."""
 
@@ -378,7 +375,7 @@ class WholeGradients(Gradients):
                 self._rules.bucket_numel,
                 self._flat,
                 self._rules.reduced,
-                scatter=None if self._everywhere else self._rules.reduce,
+                scatter=None if self._everywhere else self._rules.exchanges.reduce,
                 overlap=self._rules.overlap,
             )
 

@@ -114,7 +114,7 @@ class UnitGradients(Gradients):
         self._d2h = D2HQueue(transfers)
         self._spill = spill
         self._tell = arrived
-        self._quantizer = rules.quantizer
+        self._reducer = rules.exchanges.reducer
         self.on_final: Told | None = None
         """Told each record whose gradient is complete in the last backward of a step."""
         self.comes_in_parts = True
@@ -169,8 +169,8 @@ class UnitGradients(Gradients):
         self._last = last
         self._closing = False
         self._arrivals.start()
-        if self._quantizer is not None and self._quantizer.feedback is not None:
-            self._quantizer.feedback.begin_backward()
+        if self._reducer is not None:
+            self._reducer.begin_backward()
 
     def _arrived(self, record: ParameterRecord) -> None:
         if not self._in_backward:
@@ -254,13 +254,13 @@ class UnitGradients(Gradients):
     ) -> Iterator[Reducing]:
         """Begin the reductions of the gradients that `flat` gives, bucket by bucket."""
         kind: Kind = "reduce_scatter" if self._rules.scatter else "all_reduce"
-        reduce: Reduce = self._rules.reduce if self._rules.scatter else Reduction
+        reduce: Reduce = self._rules.exchanges.reduce if self._rules.scatter else Reduction
         world_size, limit = self._world.world_size, bucket_limit(self._world, self._rules.bucket_numel)
-        if (quantizer := self._quantizer) is not None:
-            quantized = [record for record in records if quantizer.takes(record)]
-            for bucket in quantizer.buckets(quantized, world_size, limit, self._rules.reduced):
-                yield quantizer.start(bucket, pack(bucket, world_size, flat), kind)
-            records = [record for record in records if not quantizer.takes(record)]
+        if (reducer := self._reducer) is not None:
+            taken = [record for record in records if reducer.takes(record)]
+            for bucket in reducer.buckets(taken, world_size, limit, self._rules.reduced):
+                yield reducer.start(bucket, pack(bucket, world_size, flat), kind)
+            records = [record for record in records if not reducer.takes(record)]
         for bucket in plan_buckets(records, world_size, limit, self._rules.reduced):
             yield reduce(self._reduce_world, bucket, pack(bucket, world_size, flat), kind)
 
@@ -463,15 +463,15 @@ class UnitGradients(Gradients):
 
     def held_bytes(self) -> int:
         """See Gradients."""
-        feedback = None if self._quantizer is None else self._quantizer.feedback
+        lost = 0 if self._reducer is None else self._reducer.held_bytes
         # A copy: an update in the backward takes rows meanwhile.
-        return sum(rows.nbytes for rows in list(self._rows.values())) + (0 if feedback is None else feedback.nbytes)
+        return sum(rows.nbytes for rows in list(self._rows.values())) + lost
 
     def close(self) -> None:
         """See Gradients."""
         super().close()
         self._reduce_world.release()
-        if self._quantizer is not None:
-            self._quantizer.release()
+        if self._reducer is not None:
+            self._reducer.release()
         if self._spill is not None:
             self._spill.close()

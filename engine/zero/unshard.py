@@ -24,8 +24,8 @@ from ..params.record import ParameterRecord, Residency
 from ..params.units import Unit
 from ..plan.needs import parameter_pool_bytes, prefetch_limits
 from ..plan.schedule import NO_SCHEDULE, PrefetchLimits, Recorder, Schedule, Use, make_schedule
+from .exchanges import Exchanges
 from .fetch import Fetch, Fetcher, Ready, RowReader
-from .plusplus.secondary import SecondaryShards
 
 Fill = Callable[[Sequence[ParameterRecord]], None]
 """Sets `full` of the records, which has room, to the values of all ranks."""
@@ -139,11 +139,11 @@ class ShardedUnits:
     def values_change(self, *, by_step: bool = False) -> None:
         """Release what holds values that are about to change: by a step those of what is trained, else all (all ranks)."""
         self.forget()
-        secondary = self.fetcher.secondary
-        if secondary is not None and by_step:
-            secondary.expire()
-        elif secondary is not None:
-            secondary.free()
+        second = self.fetcher.second_copy
+        if second is not None and by_step:
+            second.expire()
+        elif second is not None:
+            second.free()
 
     def forget(self) -> None:
         """Release what is kept or brought ahead: the iteration is over, or values are about to change."""
@@ -340,14 +340,11 @@ def make_sharded_units(
     transfers: Transfers,
     *,
     world: World,
-    copy_world: World,
-    secondary: SecondaryShards | None,
+    exchanges: Exchanges,
 ) -> ShardedUnits:
-    """Return the sharded units of `units` as the config says; nothing is gathered. The ranks of `copy_world` hold one copy of
-    the parameters; `secondary`: where a second one is kept."""
+    """Return the sharded units of `units` as the config says; nothing is gathered."""
     reader = None
     if any(record.rest is not None for unit in units for record in unit.owned):
         reader = RowReader(store, store.make_pool(parameter_pool_bytes(config, store.options)), transfers)
-    quantizes = config.zero.zero_quantized_weights
-    fetcher = Fetcher(copy_world, reader, config.allgather_bucket_numel, secondary, quantizes=quantizes)
+    fetcher = Fetcher(reader, config.allgather_bucket_numel, exchanges)
     return ShardedUnits(units, world, fetcher, prefetch_limits(config), overlap=config.zero.overlap_comm)

@@ -14,6 +14,7 @@ from zstore.engine.device import Streams, Transfers
 from zstore.engine.params.record import ParameterRecord, Sharding, make_record
 from zstore.engine.params.units import Unit
 from zstore.engine.zero import spill as spill_module
+from zstore.engine.zero.exchanges import Exchanges
 from zstore.engine.zero.gradients import GradientRules
 from zstore.engine.zero.norm import sum_of_squares
 from zstore.engine.zero.spill import GradientSpill
@@ -181,7 +182,7 @@ def test_an_error_within_the_backward_waits_for_the_step(nvme: Path) -> None:
     files = FaultyFiles()
     with opened(nvme, files) as (spill, records):
         unit = Unit("all", (torch.nn.Module(),), tuple(records), tuple(records))
-        rules = GradientRules(bucket_numel=10**9, spills=True)
+        rules = GradientRules(bucket_numel=10**9, spills=True, exchanges=Exchanges(world=World()))
         gradients = UnitGradients([unit], [], World(), rules, Transfers(Streams(), LinkCounters()), spill=spill)
         for faulty in (True, False):
             if faulty:

@@ -22,7 +22,7 @@ from zstore.ranks.groups import Groups
 from zstore.ranks.work import Kind, Work
 from zstore.ranks.world import World
 
-from ..collectives import Bucket, mean_of_rows
+from ...zero.collectives import Bucket, mean_of_rows
 
 
 class CopiesReduction:

@@ -6,7 +6,7 @@ own too: so every rank computes with the same bits. The rows at rest stay as the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,15 +16,8 @@ from zstore.ranks.world import World
 
 from ...params.quantized import BLOCK_NUMEL, WEIGHT_BITS, BlockCode, is_matrix
 from ...params.record import ParameterRecord
-from ..collectives import Bucket, over_copy, plan_buckets, unpack
-
-Rows = Callable[[ParameterRecord], torch.Tensor]
-"""Gives this rank's rows of a parameter with padding, 1-D [shard_numel]."""
-
-
-def gathers_quantized(record: ParameterRecord) -> bool:
-    """Return whether the parameter is gathered as integers, where the config asks for it: a matrix of a floating type."""
-    return record.dtype.is_floating_point and is_matrix(record.grid)
+from ...zero.collectives import Bucket, over_copy, plan_buckets, unpack
+from ...zero.exchanges import Rows
 
 
 @dataclass
@@ -60,14 +53,21 @@ class QuantizedGather:
         return first.record.padded_full(self.gathered.shape[0] * self.bucket.cols).view(-1, self.bucket.cols)
 
 
-def start_gathers(
-    world: World, records: Iterable[ParameterRecord], limit_numel: int, rows: Rows
-) -> Iterator[QuantizedGather]:
-    """Begin to gather the parameters in buckets of at most `limit_numel` elements (all ranks, in one order)."""
-    for bucket in plan_buckets(records, world.world_size, limit_numel, grid_of=over_copy, align_numel=BLOCK_NUMEL):
-        code = BlockCode(tuple(segment.stop - segment.first for segment in bucket.segments), WEIGHT_BITS)
-        parts = [rows(segment.record)[segment.first : segment.stop] for segment in bucket.segments]
-        sent = code.encode(torch.cat(parts)[None] if len(parts) > 1 else parts[0][None])
-        gathered = sent.new_empty(world.world_size, code.row_bytes)
-        work = world.start_all_gather(gathered.view(-1), sent.view(-1))
-        yield QuantizedGather(work, bucket, code, sent, gathered)
+class QuantizedGathers:
+    """Gathers matrices of floating types as integers; see `Gathers`."""
+
+    def takes(self, record: ParameterRecord) -> bool:
+        """See Gathers."""
+        return record.dtype.is_floating_point and is_matrix(record.grid)
+
+    def start(
+        self, world: World, records: Sequence[ParameterRecord], limit_numel: int, rows: Rows
+    ) -> Iterator[QuantizedGather]:
+        """See Gathers."""
+        for bucket in plan_buckets(records, world.world_size, limit_numel, grid_of=over_copy, align_numel=BLOCK_NUMEL):
+            code = BlockCode(tuple(segment.stop - segment.first for segment in bucket.segments), WEIGHT_BITS)
+            parts = [rows(segment.record)[segment.first : segment.stop] for segment in bucket.segments]
+            sent = code.encode(torch.cat(parts)[None] if len(parts) > 1 else parts[0][None])
+            gathered = sent.new_empty(world.world_size, code.row_bytes)
+            work = world.start_all_gather(gathered.view(-1), sent.view(-1))
+            yield QuantizedGather(work, bucket, code, sent, gathered)

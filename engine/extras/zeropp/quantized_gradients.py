@@ -30,7 +30,7 @@ from zstore.ranks.world import World
 from ...config.config import Config
 from ...params.quantized import BLOCK_NUMEL, BlockCode, is_matrix
 from ...params.record import ParameterRecord
-from ..collectives import Bucket, TypeOf, plan_buckets
+from ...zero.collectives import Bucket, TypeOf, plan_buckets
 
 
 @dataclass(kw_only=True)
@@ -113,6 +113,16 @@ class QuantizedReducer:
         """Return what travels in a hop for `values` [rows, cols]."""
         return code.encode(values) if self.feedback is None else self.feedback.encode(hop, bucket, code, values)
 
+    def begin_backward(self) -> None:
+        """See Reducer."""
+        if self.feedback is not None:
+            self.feedback.begin_backward()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of what encoding lost."""
+        return 0 if self.feedback is None else self.feedback.nbytes
+
     def release(self) -> None:
         """Give the process groups back, once nothing is under way."""
         for world in self.hops:
@@ -176,10 +186,8 @@ class QuantizedReduction:
                 return self._mean().to(self.bucket.dtype)
 
 
-def quantized_reducer(config: Config, world: World) -> QuantizedReducer | None:
-    """Return what reduces gradients as the config says (all ranks); None where they travel in their own type."""
-    if not config.zero.zero_quantized_gradients or world.world_size == 1:
-        return None
+def quantized_reducer(config: Config, world: World) -> QuantizedReducer:
+    """Return what reduces gradients as the config says (all ranks)."""
     group_size = config.quantized_group(world.world_size, world.local_world_size) or world.world_size
     loco, feedback = config.zero.zeropp_loco_param, None
     if loco is not None:
