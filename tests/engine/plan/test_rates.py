@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -14,13 +15,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import zstore
 from tests.engine.models import make_net
 from tests.engine.runs import make_config, start, step
 from zstore.engine.config.config import load_config
 from zstore.engine.params.tensors import PRECISIONS
-from zstore.engine.plan.rates import SLOW_RATIO, MatmulRates, find_rates, measure_rates, tell_choice, warn_of_slow
+from zstore.engine.plan.rates import (
+    _CLOCKS,
+    SLOW_RATIO,
+    MatmulRates,
+    _timed,
+    find_rates,
+    measure_rates,
+    tell_choice,
+    warn_of_slow,
+)
 from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
 
@@ -42,24 +53,15 @@ def with_types(bf16: object, fp16: object = False) -> dict[str, object]:
     return {"train_batch_size": 2, "bf16": {"enabled": bf16}, "fp16": {"enabled": fp16}}
 
 
-def test_the_rates_are_those_of_a_loop_over_products() -> None:
-    found = measure_rates(torch.device("cpu"))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for name, rate in found.flops.items():
-            size = 256 if rate > 6e9 else 64
-            left = torch.ones(size, size, dtype=PRECISIONS[name])
-            taken = []
-            for _ in range(8):
-                started = time.thread_time()
-                for _ in range(3):
-                    left @ left
-                taken.append(time.thread_time() - started)
-            assert rate == pytest.approx(6 * size**3 / min(taken), rel=0.8)
-    finally:
-        torch.set_num_threads(threads)
-    assert set(found.flops) == set(PRECISIONS)
+def test_the_rates_are_the_operations_that_torch_counts_by_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tick_s = 1e-6
+    ticks = itertools.count()
+    monkeypatch.setitem(_CLOCKS, "cpu", lambda: next(ticks) * tick_s)
+    with FlopCounterMode(display=False) as counter:
+        _timed(torch.device("cpu"), torch.float32, 256)()
+    found = measure_rates.__wrapped__(torch.device("cpu"))
+    # A run of products is all that is between two looks at the clock.
+    assert found.flops == pytest.approx(dict.fromkeys(PRECISIONS, counter.get_total_flops() / tick_s))
 
 
 def test_the_rates_are_found_once_in_a_process_and_leave_torch_as_it_was() -> None:
