@@ -37,7 +37,7 @@ def collections_after(objects: int) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("num_arrays", "num_objects"), [(500, 5_000), pytest.param(10_000, 50_000, marks=pytest.mark.soak)]
+    ("num_arrays", "num_objects"), [(1_000, 5_000), pytest.param(10_000, 50_000, marks=pytest.mark.soak)]
 )
 def test_a_save_makes_few_objects_an_array(tmp_path: Path, num_arrays: int, num_objects: int) -> None:
     arrays = {f"model/layer.{i // 8}.w{i % 8}": np.full(4, i, np.float32) for i in range(num_arrays)}
