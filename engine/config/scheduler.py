@@ -30,8 +30,8 @@ class WarmupParams(SchedulerParams):
     """Arguments of a schedule that begins with a warm-up."""
 
     warmup_num_steps: Count | Auto = built(1000)
-    """Steps of the warm-up; 0 and 1 count as 2, as in DeepSpeed. "auto": what the caller answers, else 1000; in `zstore
-    train` a tenth of the steps, at most that."""
+    """Steps of the warm-up; 1 counts as 2, as in DeepSpeed, and so does 0, which DeepSpeed refuses since 0.19. "auto": what
+    the caller answers, else 1000; in `zstore train` a tenth of the steps, at most that."""
     warmup_type: WarmupType = built("log")
     """Shape of the rise, by default DeepSpeed's."""
 

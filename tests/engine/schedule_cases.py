@@ -22,7 +22,6 @@ KNOWN: list[tuple[str, dict[str, Any], list[float]]] = [
         [0.1, 0.1, 0.6, 0.892481250361, 1.1, 1.1, 1.1],
     ),
     ("WarmupLR", {"warmup_num_steps": 1}, [0, 0, 0.5, 0.5]),
-    ("WarmupLR", {"warmup_num_steps": 0}, [0, 0, 0.5, 0.5]),
     ("WarmupLR", {"warmup_num_steps": 2, "warmup_type": "linear"}, [0, 0, 0.25, 0.5, 0.5]),
     (
         "WarmupDecayLR",

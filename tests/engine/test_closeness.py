@@ -70,7 +70,6 @@ def _against_fsdp2(rank: int, precision: str) -> tuple[list[float], list[float]]
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        model.shift = model.shift.bfloat16()  # as the engine does with buffers
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)

@@ -42,6 +42,12 @@ def test_rates_are_deepspeeds(name: str, params: dict[str, Any], expected: list[
     assert rates(name, params, len(expected)) == pytest.approx(expected, rel=1e-9)
 
 
+def test_a_warm_up_of_0_steps_is_one_of_1() -> None:
+    """As in DeepSpeed before it refused 0; the Trainer of transformers answers "auto" with 0."""
+    ((name, params, expected),) = (case for case in KNOWN if case[1] == {"warmup_num_steps": 1})
+    test_rates_are_deepspeeds(name, params | {"warmup_num_steps": 0}, expected)
+
+
 @given(st.integers(1, 9), st.integers(1, 30), st.floats(0, 1), st.floats(0, 1), st.booleans())
 @settings(deadline=None, max_examples=50)
 def test_warm_up_and_decay_are_lines_between_points(

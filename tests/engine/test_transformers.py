@@ -184,7 +184,6 @@ def test_long_positions_are_those_of_transformers(stage: int, tmp_path: Path) ->
         engine.save_16bit_model(str(tmp_path / "16-bit"))
         engine.save_checkpoint(str(tmp_path / "saved"))
         assert consolidate_command(tmp_path / "saved", tmp_path / "consolidated", dtype=Dtype.BF16) == 0
-        model.config.save_pretrained(tmp_path / "consolidated")
         for folder in ("16-bit", "consolidated"):
             saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.bfloat16).eval()
             assert torch.equal(saved(ids).logits, expected), folder
