@@ -1,10 +1,11 @@
 """Keys that change numbers, beside the exact run: a GPT on the same text, in the same order, with the same seed.
 
-Each case of `bench.convergence_cases` trains for as many steps as the exact run of its group. Printed are the mean loss
-of all steps and of the last tenth, both as ratios to the exact run's, the bytes that a rank sent a step, the bytes of
-optimizer state that it holds, and seconds a step. Ranks are processes on gloo with one thread each, on the CPU.
+Each case of `bench.convergence_cases` trains for as many steps as the exact run of its group, once for each seed. Printed
+are the loss of the last tenth of the steps, as a ratio to that of the exact run with the same seed, one for each seed, and
+so how far exact runs of two seeds are apart; the bytes that a rank sent a step, the bytes of optimizer state that it holds,
+and seconds a step. Ranks are processes on gloo with one thread each, on the CPU.
 
-    python -m bench.convergence [--groups quantized] [--cases NAME] [--ranks 2] [--steps 200] [--json FILE]
+    python -m bench.convergence [--groups quantized] [--cases NAME] [--seeds 0 1 2] [--steps 200] [--json FILE]
 
 The text is the standard library's sources, or `--data`. Losses repeat to the last bit on one machine; seconds do not.
 """
@@ -29,7 +30,6 @@ from zstore.testing.ranks import run_ranks
 from zstore.tools.sample.corpus import open_corpus
 from zstore.tools.sample.models import build_model
 
-_SEED = 0
 _TIMEOUT_S = 3600
 
 Figures = dict[str, Any]
@@ -40,6 +40,8 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=list(GROUPS))
     parser.add_argument("--cases", nargs="+", help="only these, beside the exact run")
     parser.add_argument("--ranks", type=int, nargs="+", help="processes; by default those of each group")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the weights and of the samples")
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--model", default="gpt-tiny")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a rank and step")
@@ -63,15 +65,19 @@ def main() -> None:
 def compare(name: str, ranks: int, options: argparse.Namespace) -> list[Figures]:
     """Return the figures of the group's exact run and of its cases on so many ranks."""
     group = GROUPS[name]
-    arguments = {key: getattr(options, key) for key in ("steps", "model", "batch", "tokens", "lr", "data")}
+    arguments = {key: getattr(options, key) for key in ("steps", "model", "batch", "tokens", "lr", "data", "precision")}
     arguments |= group.args
     exact = merged(_common(arguments), group.exact)
     chosen = {case: change for case, change in group.cases.items() if not options.cases or case in options.cases}
     rows: list[Figures] = []
     for case, config in [("exact", exact), *((case, merged(exact, change)) for case, change in chosen.items())]:
-        with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as folder:
-            found = run_ranks(train, ranks, placed(config, folder), arguments, timeout_s=_TIMEOUT_S)
-        rows.append({"group": name, "case": case, "ranks": ranks, "model": options.model} | _together(found))
+        runs = []
+        for seed in options.seeds:
+            with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as folder:
+                found = run_ranks(train, ranks, placed(config, folder), arguments, seed, timeout_s=_TIMEOUT_S)
+            runs.append(_together(found))
+        about = {"group": name, "case": case, "ranks": ranks, "model": options.model, "seeds": options.seeds}
+        rows.append(about | runs[0] | {"losses": [run["losses"] for run in runs]})
         rows[-1] |= _ratios(rows[-1], rows[0])
     return rows
 
@@ -80,7 +86,7 @@ def _common(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": arguments["batch"],
         "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": arguments["precision"] == "bf16"},
         "optimizer": {"type": "AdamW", "params": {"lr": arguments["lr"]}},
         "steps_per_print": 0,
     }
@@ -104,9 +110,9 @@ def placed(config: Any, folder: str) -> Any:
     return folder if config == "FOLDER" else config
 
 
-def train(rank: int, config: dict[str, Any], arguments: dict[str, Any]) -> Figures:
+def train(rank: int, config: dict[str, Any], arguments: dict[str, Any], seed: int) -> Figures:
     """Train on one rank; return its losses, what it sent and held, and its seconds."""
-    torch.manual_seed(_SEED)
+    torch.manual_seed(seed)
     model = build_model(arguments["model"], arguments["tokens"])
     corpus, batch = open_corpus(arguments["data"]), arguments["batch"]
     losses: list[float] = []
@@ -115,7 +121,7 @@ def train(rank: int, config: dict[str, Any], arguments: dict[str, Any]) -> Figur
         ranks, before = engine.world_size, engine.statistics()
         for step in range(arguments["steps"]):
             first = (step * ranks + rank) * batch
-            ids, labels = corpus.batch(range(first, first + batch), arguments["tokens"], _SEED)
+            ids, labels = corpus.batch(range(first, first + batch), arguments["tokens"], seed)
             started = time.perf_counter()
             loss = engine(ids, labels=labels)
             engine.backward(loss)
@@ -138,33 +144,33 @@ def _together(found: Sequence[Figures]) -> Figures:
 
 
 def _ratios(row: Figures, exact: Figures) -> Figures:
-    losses, others = row["losses"], exact["losses"]
-    last = max(len(losses) // 10, 1)
-    pairs = {"mean": (losses, others), "last": (losses[-last:], others[-last:])}
-    found = {f"{name}_loss": statistics.fmean(mine) for name, (mine, _) in pairs.items()}
-    found |= {
-        f"{name}_ratio": statistics.fmean(mine) / statistics.fmean(theirs) for name, (mine, theirs) in pairs.items()
-    }
-    found["most_apart"] = max(abs(mine - theirs) for mine, theirs in zip(losses, others, strict=True))
-    return found
+    """Return the losses of the last tenth of the steps, by seed, and their ratios to the exact run's."""
+    last = max(len(row["losses"][0]) // 10, 1)
+    mine, theirs = ([statistics.fmean(losses[-last:]) for losses in one["losses"]] for one in (row, exact))
+    return {"last_losses": mine, "last_ratios": [a / b for a, b in zip(mine, theirs, strict=True)]}
 
 
 def describe(rows: Sequence[Figures]) -> str:
     """Return the figures of a group as a table in Markdown."""
     head = rows[0]
     lines = [
-        f"{head['group']}: {head['model']}, {head['ranks']} ranks, {len(head['losses'])} steps",
+        f"{head['group']}: {head['model']}, {head['ranks']} ranks, {len(head['losses'][0])} steps, seeds {head['seeds']}",
         "",
-        "| case | mean loss | ratio | last tenth | ratio | sent MB a step | state MB | s a step |",
-        "|---|---|---|---|---|---|---|---|",
+        "| case | last tenth | ratios | mean ratio | sent MB a step | state MB | s a step |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         sent = sum(nbytes for kind, nbytes in row["sent_bytes"].items() if kind != "control")
         lines.append(
-            f"| {row['case']} | {row['mean_loss']:.4f} | {row['mean_ratio']:.4f} | {row['last_loss']:.4f} | "
-            f"{row['last_ratio']:.4f} | {sent / 1e6:.2f} | {row['state_bytes'] / 1e6:.2f} | {row['seconds']:.3f} |"
+            f"| {row['case']} | {_each(row['last_losses'])} | {_each(row['last_ratios'])} | "
+            f"{statistics.fmean(row['last_ratios']):.4f} | {sent / 1e6:.2f} | {row['state_bytes'] / 1e6:.2f} | "
+            f"{row['seconds']:.3f} |"
         )
     return "\n".join(lines)
+
+
+def _each(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4f}" for value in values)
 
 
 if __name__ == "__main__":

@@ -412,13 +412,15 @@ def test_activations_benchmark_trains_the_same_in_every_row(tmp_path: Path, monk
 def test_convergence_benchmark_sets_cases_beside_the_exact_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "convergence.json"
     arguments = ["--groups", "quantized", "--cases", "both", "--ranks", "2", "--steps", "2", "--batch", "1"]
-    arguments += ["--tokens", "16"]
+    arguments += ["--tokens", "16", "--seeds", "0", "1"]
     monkeypatch.setattr(sys, "argv", ["convergence", *arguments, "--json", str(out)])
     convergence.main()
     exact, both = json.loads(out.read_text())["rows"]
-    assert exact["mean_ratio"] == 1
-    assert 0.99 < both["mean_ratio"] < 1.01
-    assert all(len(row["losses"]) == 2 for row in (exact, both))
+    assert exact["last_ratios"] == [1, 1]
+    assert exact["last_losses"] == [losses[-1] for losses in exact["losses"]]
+    assert exact["last_losses"][0] != exact["last_losses"][1]
+    assert all(0.99 < ratio < 1.01 for ratio in both["last_ratios"])
+    assert all(len(losses) == 2 for row in (exact, both) for losses in row["losses"])
 
 
 def test_benchmark_of_commands_on_ranks_plans_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
