@@ -16,8 +16,18 @@ from .arrays import (
     optimizer_array,
 )
 from .boxes import Box, flat_ranges, gather, tiles
-from .partition import ALIGN_NUMEL, BITS, Grid, grid_in_checkpoint, grid_of_blocks, make_grid, plan_reads, round_up
-from .pieces import ArrayLayout, grid_of_rows, lay_out
+from .partition import (
+    ALIGN_NUMEL,
+    BITS,
+    Grid,
+    grid_in_checkpoint,
+    grid_of_blocks,
+    grid_of_rows,
+    make_grid,
+    plan_reads,
+    round_up,
+)
+from .pieces import ArrayLayout, lay_out
 from .shardfile import ShardLayout, layout_of
 
 __all__ = [

@@ -36,6 +36,8 @@ BITS = 8
 """Elements in a byte of an array of bits."""
 MIN_CHUNK_NUMEL = 64 * 1024 // 4
 MAX_CHUNK_NUMEL = 1024 * 1024 // 4
+MOST_CHUNK_NUMEL = 4 * MAX_CHUNK_NUMEL
+"""Of a chunk that ends where rows of somebody else's choice do."""
 CHUNKS_PER_SHARD = 16
 CHUNKS_PER_ARRAY = 144
 MAX_CHUNKS_PER_SHARD = 2**20
@@ -168,6 +170,28 @@ def make_grid(stored_shape: tuple[int, ...], world_size: int, align_numel: int =
     min_rows = round_up(-(-rows // world_size), align)
     shard_rows, chunk_rows = _chunk_rows(min_rows, row_numel, align, rows * row_numel)
     return Grid(rows, row_numel, shard_rows, chunk_rows, cols)
+
+
+def grid_of_rows(stored_shape: tuple[int, ...], shard_rows: int) -> Grid | None:
+    """Return the grid of an array whose ranks have `shard_rows` rows each and the last one what is left, as FSDP2 cuts it.
+
+    A store that cuts the state of such a parameter alike has files that a checkpoint takes as they are. Chunks are of a
+    useful size and end where aligned memory does; None where none would.
+    """
+    rows, row_numel = stored_shape[0], math.prod(stored_shape[1:])
+    root = math.isqrt(shard_rows)
+    small = [d for d in range(1, root + 1) if shard_rows % d == 0]
+    fitting = [
+        d
+        for d in (*small, *(shard_rows // d for d in small))
+        if (d * row_numel % ALIGN_NUMEL == 0 and MIN_CHUNK_NUMEL <= d * row_numel <= MOST_CHUNK_NUMEL)
+        or (d == shard_rows and d * row_numel <= MAX_CHUNK_NUMEL)
+    ]
+    if not fitting:
+        return None
+    target = min(max(shard_rows * row_numel // CHUNKS_PER_SHARD, MIN_CHUNK_NUMEL), MAX_CHUNK_NUMEL)
+    chunk_rows = min(fitting, key=lambda d: abs(math.log(d * row_numel / target)))
+    return Grid(rows, row_numel, shard_rows, chunk_rows, row_numel)
 
 
 def grid_in_checkpoint(stored_shape: tuple[int, ...], itemsize: int, grid: Grid, world_size: int) -> Grid:

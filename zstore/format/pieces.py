@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from .arrays import ArraySpec
 from .boxes import Box, cut_numel
 from .partition import (
-    ALIGN_NUMEL,
     CHUNKS_PER_SHARD,
     MAX_CHUNK_NUMEL,
     MAX_CHUNKS_PER_SHARD,
     MIN_CHUNK_NUMEL,
+    MOST_CHUNK_NUMEL,
     Grid,
+    grid_of_rows,
     make_grid,
 )
 from .shardfile import layout_of
 
-_MOST_CHUNK_NUMEL = 4 * MAX_CHUNK_NUMEL
 _LEAST_RUN_BYTES = 64 * 1024
 """Shorter runs are not written one by one, unless they are few."""
 _FEW = 4
@@ -77,28 +77,6 @@ def _grid_of_pieces(spec: ArraySpec, pieces: Sequence[Box]) -> Grid | None:
     return grid_of_rows(spec.stored_shape, shard_rows)
 
 
-def grid_of_rows(stored_shape: tuple[int, ...], shard_rows: int) -> Grid | None:
-    """Return the grid of an array whose ranks have `shard_rows` rows each and the last one what is left, as FSDP2 cuts it.
-
-    A store that cuts the state of such a parameter alike has files that a checkpoint takes as they are. Chunks are of a
-    useful size and end where aligned memory does; None where none would.
-    """
-    rows, row_numel = stored_shape[0], math.prod(stored_shape[1:])
-    root = math.isqrt(shard_rows)
-    small = [d for d in range(1, root + 1) if shard_rows % d == 0]
-    fitting = [
-        d
-        for d in (*small, *(shard_rows // d for d in small))
-        if (d * row_numel % ALIGN_NUMEL == 0 and MIN_CHUNK_NUMEL <= d * row_numel <= _MOST_CHUNK_NUMEL)
-        or (d == shard_rows and d * row_numel <= MAX_CHUNK_NUMEL)
-    ]
-    if not fitting:
-        return None
-    target = min(max(shard_rows * row_numel // CHUNKS_PER_SHARD, MIN_CHUNK_NUMEL), MAX_CHUNK_NUMEL)
-    chunk_rows = min(fitting, key=lambda d: abs(math.log(d * row_numel / target)))
-    return Grid(rows, row_numel, shard_rows, chunk_rows, row_numel)
-
-
 def _fitting_grid(spec: ArraySpec, pieces: Sequence[Box], world_size: int) -> Grid | None:
     """Return a grid of which all pieces are whole chunks, with chunks near the usual size; None where there is none."""
     rows, row_numel = spec.rows, spec.row_numel
@@ -121,7 +99,7 @@ def _best_divisor(number: int, each_numel: int, target: int) -> int | None:
     """Return the divisor d of `number` for which `d * each_numel` elements are nearest to `target`, as ratios go."""
     root = math.isqrt(number)
     small = [d for d in range(1, root + 1) if number % d == 0]
-    fitting = [d for d in (*small, *(number // d for d in small)) if d * each_numel <= _MOST_CHUNK_NUMEL]
+    fitting = [d for d in (*small, *(number // d for d in small)) if d * each_numel <= MOST_CHUNK_NUMEL]
     return min(fitting, key=lambda d: abs(math.log(d * each_numel / target)), default=None)
 
 
