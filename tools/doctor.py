@@ -16,7 +16,7 @@ import typer
 from rich.table import Table
 
 from zstore._version import __version__
-from zstore.io import HUGE_PAGE_BYTES, clear_cuda_error, make_slab, num_cores, read_host_memory
+from zstore.io import HUGE_PAGE_BYTES, PinnedSlabs, make_slab, num_cores, read_host_memory
 from zstore.sizes import format_bytes
 
 from .drive import BLOCK_BYTES, NUM_THREADS, RATE_BYTES, DriveReport, FolderReport, measure_drive, probe_folder
@@ -191,15 +191,11 @@ def _describe_rates(rates: MatmulRates) -> dict[str, Any]:
 
 def _can_pin() -> bool:
     """Whether a slab can be registered with CUDA, as the buffer pool does."""
-    import torch
-
-    slab = make_slab(HUGE_PAGE_BYTES)
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    address = slab.ctypes.data
-    if int(runtime.cudaHostRegister(address, slab.size, 0)) != 0:
-        clear_cuda_error()
-        return False
-    return int(runtime.cudaHostUnregister(address)) == 0
+    slabs = PinnedSlabs()
+    try:
+        return slabs.make(HUGE_PAGE_BYTES).size > 0 and not slabs.messages
+    finally:
+        slabs.close()
 
 
 def _faults(folder: FolderReport, drive: DriveReport | None) -> Iterator[str]:

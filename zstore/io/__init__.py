@@ -5,7 +5,7 @@ from .files import Files, OpenFile, UnsyncedFiles
 from .flush import Flush
 from .hostmemory import HostMemory, count_memory_kills, read_host_memory
 from .links import LinkCounters, LinkStatistics, total_of_links
-from .pinning import clear_cuda_error
+from .pinning import PinnedSlabs
 from .pool import Workers, helpful_threads, num_cores, run_in_thread
 from .queue import Priority, Ticket
 from .shards import (
@@ -24,8 +24,8 @@ from .sink import FileSink
 
 __all__ = [
     "HUGE_PAGE_BYTES", "PAGE_BYTES", "FileSink", "Files", "Fill", "FillRuns", "Flush", "HostMemory", "IoResources",
-    "LinkCounters", "LinkStatistics", "OpenFile", "Pool", "Priority", "ShardReader", "ShardSummary", "ShardWriter",
-    "Ticket", "UnsyncedFiles", "Workers", "clear_cuda_error", "count_memory_kills", "fill_chunk", "helpful_threads",
+    "LinkCounters", "LinkStatistics", "OpenFile", "PinnedSlabs", "Pool", "Priority", "ShardReader", "ShardSummary",
+    "ShardWriter", "Ticket", "UnsyncedFiles", "Workers", "count_memory_kills", "fill_chunk", "helpful_threads",
     "make_shard_file", "make_slab", "map_large_blocks", "num_cores", "open_resources", "read_host_memory",
     "run_in_thread", "total_of_links", "write_shard",
 ]  # fmt: skip

@@ -64,13 +64,13 @@ class WholeArrays:
         self._require(spec)
         if first == stop:
             return np.empty(0, numpy_dtype(spec.dtype)) if target is None else target
-        return self._shards.read(spec.name, first, stop, target).wait()
+        return self._shards.reading(spec.name, first, stop, target)()
 
     def write(self, spec: ArraySpec, first: int, data: Array) -> None:
         """Replace the elements from `first` on."""
         self._require(spec)
         if data.size:
-            self._shards.write(spec.name, data, first).wait()
+            self._shards.writing(spec.name, data, first)()
 
     def remove(self, name: str, wait: Callable[[], None]) -> None:
         """Forget an array, if it is there."""

@@ -244,10 +244,12 @@ class TensorStore(Closing):
     # -- transfers --------------------------------------------------------------------------------------------------
 
     def write(self, name: str, data: Array | torch.Tensor, first: int = 0) -> Ticket[None]:
-        """Replace local flat elements `[first, first + len(data))`; the caller must not touch `data` until it is done.
+        """Replace local flat elements `[first, first + len(data))` by `data`: 1-D, contiguous, in host memory, of the array's
+        data type, and not to be touched by the caller until it is done."""
+        return self._order.submit(name, self.writing(name, data, first), changes=True)
 
-        `data` is 1-D, contiguous, in host memory, of the array's data type.
-        """
+    def writing(self, name: str, data: Array | torch.Tensor, first: int) -> Callable[[], None]:
+        """Return what `write` queues, for a caller that sees to the order of what is done with an array itself."""
         self._check_open()
         source = as_numpy(data, self.spec(name))
         stop = first + source.size
@@ -257,13 +259,15 @@ class TensorStore(Closing):
             for view, part in self._views(self._pass_over(name, mode), first, stop):
                 copy_into(view, source[part])
 
-        return self._order.submit(name, run, changes=True)
+        return run
 
     def read(self, name: str, first: int = 0, stop: int | None = None, out: Array | None = None) -> Ticket[Array]:
-        """Read local flat elements `[first, stop)` (all of them by default) into `out`, which the ticket gives.
+        """Read local flat elements `[first, stop)`, all by default, into `out`, which the ticket gives: 1-D, contiguous, of the
+        array's data type, and the caller's; None: a new array."""
+        return self._order.submit(name, self.reading(name, first, stop, out), changes=False)
 
-        `out` is 1-D, contiguous, of the array's data type, and the caller's; a new array where it is None.
-        """
+    def reading(self, name: str, first: int, stop: int | None, out: Array | None) -> Callable[[], Array]:
+        """Return what `read` queues; see `writing`."""
         self._check_open()
         last = self.valid_numel(name) if stop is None else stop
         local = self._require_in_shard(name, first, last)
@@ -275,7 +279,6 @@ class TensorStore(Closing):
                 f"array {name!r}: expected {last - first} contiguous, writable elements of {dtype} to read into, "
                 f"got {target.shape} of {target.dtype}"
             )
-
         chunks = (first // local.grid.chunk_numel, -(-last // local.grid.chunk_numel))
 
         def run() -> Array:
@@ -283,7 +286,7 @@ class TensorStore(Closing):
                 copy_out(view, target[part])
             return target
 
-        return self._order.submit(name, run, changes=False)
+        return run
 
     def _require_in_shard(self, name: str, first: int, stop: int) -> LocalShard:
         local = self.local(name)
