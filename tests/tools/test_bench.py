@@ -32,6 +32,7 @@ from bench import (
     scale,
     scaling,
     step,
+    store,
     trainer,
 )
 from bench.checkpoint_figures import describe, goals, medians
@@ -60,6 +61,25 @@ def test_disk_benchmark_compares_every_pattern_with_the_limit(tmp_path: Path, mo
     assert set(figures) == {"write", "read", "mixed"}
     for row in figures.values():
         assert row["percent"] == pytest.approx(100 * row["store"] / row["limit"])
+
+
+def test_store_benchmark_compares_every_store_within_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "store.json"
+    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
+    monkeypatch.setattr(store, "BUDGET_BYTES", 32 * 2**20)
+    monkeypatch.setattr(store, "WIDTH", 4)
+    arguments = ["--path", str(tmp_path), "--cases", "5x64,24x8192", "--rounds", "1", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["store", *arguments])
+    store.main()
+    small, large = json.loads(out.read_text())["cases"].values()
+    assert set(large) - set(small) == {limits.limit_name()}
+    assert {"zstore", "tensorstore", "torch.save", "aiofiles"} <= set(small)
+    assert large["zstore"]["write_ratio"] == large["zstore"]["read_ratio"] == 1
+    # 192 MiB are written in half of the budget, and read into four arrays at a time.
+    assert large["zstore"]["write_growth_bytes"] < 32 * 2**20
+    assert large["zstore"]["read_growth_bytes"] < 32 * 2**20 + 4 * 8 * 2**20
 
 
 def test_step_benchmark_counts_the_bytes_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
