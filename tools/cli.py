@@ -31,7 +31,6 @@ COMMANDS = {
     "inspect": "Show a checkpoint's step, world size and size on disk, and its arrays with shapes, types and bytes.",
     "verify": "Read a checkpoint and check every checksum; exit code 1 if one is wrong or a file is missing.",
     "diff": "Show which arrays differ between two checkpoints, by their checksums; exit code 1 if any does.",
-    "generate": "Continue a text with a checkpoint's model, token by token.",
     "consolidate": "Write a checkpoint's weights as safetensors in the Hugging Face layout.",
     "reshard": "Write a copy for another number of ranks, compressed, or to a URL.",
     "convert": "Convert a checkpoint between zstore, DCP, safetensors and torch files; reads those of DeepSpeed too.",
@@ -43,7 +42,7 @@ _MODULES = {"train": ".train.command", "run": ".run.command", "plan": ".plan.com
 """Modules of the commands that are not in a file of their name."""
 _BY_ALL_RANKS = ("verify", "diff", "consolidate", "reshard", "convert")
 """Those that several ranks of a launcher carry out together."""
-_WITH_TORCH = ("train", "generate", "run", "plan", "tune", "config", "doctor")
+_WITH_TORCH = ("train", "run", "plan", "tune", "config", "doctor")
 
 
 class Commands(TyperGroup):

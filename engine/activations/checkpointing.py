@@ -3,14 +3,14 @@
 [Note: a block]
 `checkpoint(function, *args)` keeps the tensors in `args`, and not what `function` computes from them. It is torch's
 non-reentrant checkpointing: random numbers and autocast are as they were, so the bits are those without it. The tensors
-are saved through autograd, so that the engine's saved-tensor hooks take them off the device (see `offload`), and
-`partition_activations` keeps this rank's part of them (see `partition`).
+are saved through autograd, so that the engine's saved-tensor hooks take them off the device (see `offload`).
 
 What `configure` says holds for the whole process; before it is called, the section of the engine that was made last.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -25,27 +25,25 @@ import torch.utils.checkpoint as torch_checkpoint
 
 from zstore.errors import UsageError
 
-from ..config.activations import ActivationCheckpointingSection
+from ..config.activations import NOT_PARTITIONED, ActivationCheckpointingSection
 from ..config.config import Config, load_config
 from .offload import ActivationOffload, active_offload
-from .partition import Pack, Partition, Slots, Unpack
 from .rng_tracker import RngTracker, seed_model_parallel
 from .statistics import ActivationStatistics
+
+_log = logging.getLogger("zstore")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
     """How blocks are checkpointed."""
 
-    partition: bool = False
     in_cpu: bool = False
     """Inputs go to host memory where no engine takes them off the device."""
     synchronize: bool = False
     profile: bool = False
     group: dist.ProcessGroup | None = None
-    """Ranks that share inputs."""
-    slots: Slots | None = None
-    """Buffers for their parts."""
+    """Ranks of model parallelism that the script brings along: each draws from a random stream of its own."""
 
 
 @dataclass
@@ -88,10 +86,10 @@ def configure(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
 ) -> None:
     """Say how `checkpoint` keeps the inputs of blocks in this process, until the next call.
 
-    `mpu_` tells which ranks run a block on the same inputs: an object with `get_model_parallel_group()` or
-    `get_tensor_model_parallel_group()`. `deepspeed_config`, a dict or a path, has defaults for the others in its section
-    `activation_checkpointing`, which says what they do. Raises ConfigError for a config that is wrong, UsageError for
-    `contiguous_checkpointing` without `partition_activations` and `num_checkpoints`, and for an `mpu_` without a group.
+    `mpu_`, an object with `get_model_parallel_group()` or `get_tensor_model_parallel_group()`, is for
+    `model_parallel_cuda_manual_seed`. `deepspeed_config`, a dict or a path, has defaults for the others in its section
+    `activation_checkpointing`, which says what they do, and which do not act. Raises ConfigError for a config that is wrong,
+    UsageError for an `mpu_` without a group.
     """
     section = ActivationCheckpointingSection()
     if deepspeed_config is not None:
@@ -105,11 +103,8 @@ def configure(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
         "profile": profile,
     }
     section = section.model_copy(update={name: value for name, value in given.items() if value is not None})
-    if section.contiguous_memory_optimization and not (section.partition_activations and section.number_checkpoints):
-        raise UsageError(
-            "configure(contiguous_checkpointing=True) needs partition_activations=True and num_checkpoints=N, the places of "
-            "its buffers"
-        )
+    if partition_activations or contiguous_checkpointing:
+        _log.warning("zstore.checkpointing.configure: partition_activations does not act: %s", NOT_PARTITIONED)
     choices = replace(_choices(section), group=None if mpu_ is None else _group_of(mpu_))
     _process.configured = choices
     _process.times = BlockTimes()
@@ -126,13 +121,10 @@ def _section_in(source: Any) -> ActivationCheckpointingSection:
 
 
 def _choices(section: ActivationCheckpointingSection) -> Choices:
-    number = section.number_checkpoints if section.contiguous_memory_optimization else None
     return Choices(
-        partition=section.partition_activations,
         in_cpu=section.cpu_checkpointing,
         synchronize=section.synchronize_checkpoint_boundary,
         profile=section.profile,
-        slots=None if number is None else Slots(number),
     )
 
 
@@ -159,9 +151,7 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Let go of the buffers of `contiguous_checkpointing`; the next block makes them anew."""
-    if _process.configured is not None and _process.configured.slots is not None:
-        _process.configured = replace(_process.configured, slots=_process.configured.slots.emptied())
+    """Do nothing: there are no buffers to let go of. DeepSpeed's scripts call it."""
 
 
 def block_times() -> BlockTimes:
@@ -219,41 +209,10 @@ def _keeping(choices: Choices) -> AbstractContextManager[object]:
     """Return a context in which the inputs of a block are kept as was chosen."""
     if not torch.is_grad_enabled():
         return nullcontext()
-    offload = active_offload()
-    group = choices.group if choices.partition else None
-    if group is None or dist.get_world_size(group) == 1:
-        on_cpu = choices.in_cpu and offload is None
-        return (
-            torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available(), device_type=_device_type())
-            if on_cpu
-            else nullcontext()
-        )
-    pack: Pack = _as_it_is
-    unpack: Unpack = _as_it_is
-    if offload is not None:
-        pack, unpack = offload.hooks
-    elif choices.in_cpu:
-        pack, unpack = _to_cpu, _from_cpu
-    slots = choices.slots if pack is _as_it_is else None
-    hooks = Partition(group, pack, unpack, slots)
-    return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
-
-
-def _device_type() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _to_cpu(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
-    return tensor.device, tensor.cpu()
-
-
-def _from_cpu(kept: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
-    device, tensor = kept
-    return tensor.to(device)
+    if not choices.in_cpu or active_offload() is not None:
+        return nullcontext()
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.autograd.graph.save_on_cpu(pin_memory=device_type == "cuda", device_type=device_type)
 
 
 class _Block:

@@ -32,8 +32,7 @@ def set_up_checkpointing(model: nn.Module, section: ActivationCheckpointingSecti
             )
         for block in blocks:
             _checkpoint_block(block)
-    asks = section.partition_activations or section.synchronize_checkpoint_boundary or section.profile
-    if enable or asks:
+    if enable or section.synchronize_checkpoint_boundary or section.profile:
         _use_own_function(model)
 
 

@@ -138,12 +138,6 @@ def _durability_and_activations(settings: Settings) -> Iterator[Problem]:
     if own.activations == "disk" and own.activations_path is None and not nvme:
         message = '"disk" needs a folder, and nothing else is on a drive: give the absolute path of one'
         yield Problem(("zstore.activations", "zstore.activations_path"), message)
-    checkpointing = settings.activation_checkpointing
-    if checkpointing.contiguous_memory_optimization and not (
-        checkpointing.partition_activations and checkpointing.number_checkpoints
-    ):
-        message = "true needs partition_activations and number_checkpoints, the places of its buffers; set both"
-        yield Problem(("activation_checkpointing.contiguous_memory_optimization",), message)
     if own.durability_path is not None and len(own.durability_path) > 1:
         message = f"expected one folder, got {len(own.durability_path)}: a snapshot is in one place"
         yield Problem(("zstore.durability_path",), message)

@@ -12,11 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-import zstore
 from tests.engine.deep import BLOCKS, INPUT_BYTES, SAMPLES, WIDTH, data, deep
 from tests.engine.fake_device import FakeDevice
 from tests.engine.runs import make_config, start, state_of
-from zstore import checkpointing
 from zstore.engine import Engine
 from zstore.errors import BudgetError, ConfigError, DiskFullError, StorageError, UsageError
 from zstore.io.buffers import PAGE_BYTES
@@ -258,12 +256,5 @@ def test_a_change_in_place_is_noticed_while_a_tensor_leaves(tmp_path: Path) -> N
 
 
 def test_keys_that_do_not_go_together() -> None:
-    for section, own, said in (
-        ({}, {"activations": "disk"}, "zstore.activations_path"),
-        ({"contiguous_memory_optimization": True}, {}, "number_checkpoints"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            start(config(**own) | {"activation_checkpointing": section}, deep())
-    with pytest.raises(UsageError, match="num_checkpoints"):
-        zstore.checkpointing.configure(contiguous_checkpointing=True, partition_activations=True)
-    assert not checkpointing.is_configured()
+    with pytest.raises(ConfigError, match=r"zstore\.activations_path"):
+        start(config(activations="disk"), deep())

@@ -25,11 +25,17 @@ from zstore.errors import ConfigError
 STDLIB_BYTES = 8_000_000
 """How much of the standard library's sources is taken: enough for the demo, and the same few hundred files anywhere."""
 
+_ROWS = (".jsonl", ".ndjson", ".parquet", ".arrow")
 _NOT_TEXT = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
 class Text(ABC):
     """Text that samples are cut from."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of the text."""
 
     @abstractmethod
     def sample(self, number: int, seq_len: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -62,7 +68,7 @@ class Corpus(Text):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are taken; a byte is a token."""
+        """Of the part that is taken; a byte is a token."""
         return (self.ends[-1] if self.stop is None else self.stop) - self.first
 
     def split(self, part: float) -> tuple[Corpus, Corpus]:
@@ -114,6 +120,10 @@ def open_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
     root = Path(path).expanduser()
     if not root.exists():
         raise ConfigError(f"expected a text file or a folder of them, but {root} does not exist: check --data")
+    if root.suffix in _ROWS:
+        raise ConfigError(
+            f"{root}: expected plain text, got a file of rows: write the text of its rows to a file of its own"
+        )
     if root.is_dir():
         return _corpus(_files_below(root), str(root))
     return _corpus([root], str(root))

@@ -18,7 +18,6 @@ from torch import Tensor
 from zstore.errors import ConfigError
 
 from .corpus import Corpus, Text, start_of
-from .packing import BYTES, Encoder
 
 _FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _BYTES_PER_TOKEN = 6
@@ -31,6 +30,11 @@ class TokenCorpus(Text):
 
     corpus: Corpus
     encode: Callable[[str], list[int]]
+
+    @property
+    def num_bytes(self) -> int:
+        """See Text."""
+        return self.corpus.num_bytes
 
     def require(self, seq_len: int) -> None:
         """Raise `ConfigError` unless samples of `seq_len` tokens can be made from the text."""
@@ -69,11 +73,8 @@ def has_tokenizer(model: str) -> bool:
     return folder.is_dir() and any((folder / name).is_file() for name in _FILES)
 
 
-def tokenizer_of(model: str) -> Any:
-    """Return the tokenizer in the folder `model` (extra `hf`); None where that has none."""
-    if not has_tokenizer(model):
-        return None
-    folder = Path(model).expanduser()
+def _tokenizer_in(folder: Path) -> Any:
+    """Return the tokenizer in a folder (extra `hf`)."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -87,18 +88,9 @@ def tokenizer_of(model: str) -> Any:
     return tokenizer
 
 
-def encoder_of(model: str) -> Encoder:
-    """Return what makes tokens of text for `model`: its tokenizer, or bytes where it has none."""
-    tokenizer = tokenizer_of(model)
-    if tokenizer is None:
-        return BYTES
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    return Encoder(encode=encode, end=tokenizer.eos_token_id)
-
-
 def with_tokenizer(corpus: Corpus, model: str) -> Text:
-    """Return the corpus as the tokenizer in the folder `model` sees it; as bytes where that has none (extra `hf`)."""
-    return TokenCorpus(corpus=corpus, encode=encoder_of(model).encode) if has_tokenizer(model) else corpus
+    """Return the corpus as the tokenizer in the folder `model` sees it; as bytes if that has none (extra `hf`)."""
+    if not has_tokenizer(model):
+        return corpus
+    tokenizer = _tokenizer_in(Path(model).expanduser())
+    return TokenCorpus(corpus=corpus, encode=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]))

@@ -57,7 +57,7 @@ def train_command(options: TrainOptions) -> None:
 
 def _prepare(options: TrainOptions) -> _Start:
     """Return what the run begins with. Raises what can be known before anything is built, and leaves nothing behind."""
-    from ..sample.data import DataOptions, open_data
+    from ..sample.data import open_data
 
     config = load_train_config(options)
     storage = config.storage_options
@@ -71,15 +71,7 @@ def _prepare(options: TrainOptions) -> _Start:
     position = start_position(
         options.seed, options.seq_len, None if saved is None else saved.position, options.validation_split
     )
-    data = open_data(
-        DataOptions(
-            data=options.data,
-            model=options.model,
-            text_key=options.text_key,
-            validation=options.validation,
-            validation_split=position.split,
-        )
-    )
+    data = open_data(options.data, options.model, validation=options.validation, validation_split=position.split)
     if options.eval_every is not None and data.validation is None:
         raise UsageError("--eval-every needs --validation PATH or --validation-split X, what to evaluate on")
     for text in (data.train, data.validation):

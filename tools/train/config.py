@@ -43,13 +43,9 @@ class TrainOptions:
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Text file or folder of them; JSONL file or folder of them; folder of a Hugging Face data set, saved or "
-            "parquet (extra data). Text is read as bytes where the model has no tokenizer (default: Python's standard library)."
+            help="Text file or folder of them; bytes, if the model has no tokenizer (default: Python's standard library)."
         ),
     ] = None
-    text_key: Annotated[
-        str, typer.Option(help='Column of a JSONL row or data set with the text; one with "input_ids" has tokens.')
-    ] = "text"
     validation: Annotated[
         Path | None, typer.Option(help="Text to evaluate on, of any kind that --data takes.", metavar="PATH")
     ] = None

@@ -18,7 +18,6 @@ from zstore.weights.companions import companions
 
 from ..sample.data import TrainingData, validation_samples
 from ..sample.models import loss_of
-from ..sample.packing import LanePosition, PackedRows
 from .config import TrainOptions
 from .evaluation import Evaluation
 from .metrics import MetricsFile, StepMeter, TrainProgress
@@ -32,11 +31,6 @@ class TrainLoop:
         self._options = options
         self._engine = engine
         self._corpus = data.train
-        self._packed = data.train if isinstance(data.train, PackedRows) else None
-        if self._packed is not None:
-            self._packed.begin(engine.train_batch_size(), position.samples, position.lanes)
-        self._lanes: list[LanePosition] = []
-        """Where the lanes of packed rows are after the step under way, where that is asked for."""
         self._position = position
         self._evaluation = None
         if data.validation is not None:
@@ -115,11 +109,8 @@ class TrainLoop:
         meter.start()
         model = engine.module
         model.train()
-        micro_batches = engine.gradient_accumulation_steps()
-        for micro in range(micro_batches):
+        for micro in range(engine.gradient_accumulation_steps()):
             inputs, labels = self._batch(micro)
-            if micro == micro_batches - 1 and engine.steps.enabled:  # its snapshot is taken within step()
-                self._find_lanes()
             with meter.phase("forward"):
                 loss = loss_of(engine(inputs, labels=labels))
             meter.add_loss(loss)
@@ -148,12 +139,6 @@ class TrainLoop:
             engine.journal.note(tokens=engine.train_batch_size() * length)
             self._meter.seq_len = length
 
-    def _find_lanes(self) -> None:
-        """Learn from all ranks where the lanes of packed rows are (all ranks)."""
-        if self._packed is not None:
-            everyone = self._engine.world.all_gather_object(self._packed.positions())
-            self._lanes = self._packed.all_positions(everyone)
-
     @property
     def _samples(self) -> int:
         """Samples of the run that its finished steps have seen."""
@@ -161,8 +146,7 @@ class TrainLoop:
         return self._position.samples + steps * self._engine.train_batch_size()
 
     def _state(self) -> dict[str, Any]:
-        lanes = {"lanes": [list(lane) for lane in self._lanes]} if self._packed is not None else {}
-        return {STATE_KEY: asdict(self._position) | {"samples": self._samples, "lanes": []} | lanes}
+        return {STATE_KEY: asdict(self._position) | {"samples": self._samples}}
 
     def _take_request(self, action: str) -> str | None:
         """Note what a person asks for at the end of a step; see `Engine.take_requests`."""
@@ -184,7 +168,6 @@ class TrainLoop:
         if not self._saved and self._engine.global_rank == 0:
             self._keep_model_files()
         self._saved, self._is_save_asked = True, False
-        self._find_lanes()
         handle = self._engine.save_checkpoint(
             str(self._options.save),
             client_state=self._state(),

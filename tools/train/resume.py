@@ -78,8 +78,6 @@ class Position:
     samples: int = 0
     split: float = 0.0
     """Part of the data that is held out for evaluation."""
-    lanes: tuple[tuple[int, int, int], ...] = ()
-    """Where each lane of packed rows is; see [Note: lanes] in `sample.packing`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +99,8 @@ def saved_run(folder: str, tag: str | None, *, storage_options: Mapping[str, Any
             f"{folder}: the checkpoint was not saved by `zstore train`, so its position in the data is unknown; load it "
             "with `engine.load_checkpoint` in the script that made it"
         )
-    lanes = tuple((int(a), int(b), int(c)) for a, b, c in state.get("lanes") or ())
     position = Position(
-        int(state["seed"]), int(state["seq_len"]), int(state["samples"]), float(state.get("split", 0.0)), lanes
+        int(state["seed"]), int(state["seq_len"]), int(state["samples"]), float(state.get("split", 0.0))
     )
     return SavedRun(id=record.run, step=record.step, position=position)
 
