@@ -43,6 +43,13 @@ Event = Any
 StreamContext = Callable[[], AbstractContextManager[None]]
 
 
+def labelled(phase: str, what: str = "") -> AbstractContextManager[object]:
+    """Name a phase of the engine, of `what`, in the trace of a torch.profiler that runs, as "zstore::unshard (layers.0)"."""
+    if not torch._C._autograd._profiler_enabled():
+        return nullcontext()
+    return torch.profiler.record_function(f"zstore::{phase} ({what})" if what else f"zstore::{phase}")
+
+
 class Streams:
     """Those of a device that computes in the host's memory: nothing crosses, and nothing is late.
 

@@ -19,6 +19,7 @@ from .activations.offload import ActivationOffload
 from .build.compiled import CompiledUnits, Compiler
 from .config.config import Config
 from .config.resolve import BatchSizes
+from .device import labelled
 from .loader import TrainingLoader
 from .lr_schedules import LRSchedule
 from .optim.in_backward import OptimizerInBackward
@@ -392,7 +393,8 @@ class Training:
         `step` (all ranks). With `begin` state is read meanwhile for the update that is to come next."""
         self.pending.require_whole()
         if self.gradients.sums is None:
-            self.gradients.reduce()
+            with labelled("reduce"):
+                self.gradients.reduce()
             if self._needs_gradients:
                 self.gradients.require(self.trained, self.counters.global_steps + 1, self._what_changed())
             # It takes buffers: nobody may wait for any until the update.

@@ -40,7 +40,7 @@ class FlopsProfilerSection(Section):
     module_depth: Position = built(-1)
     """Depth of modules that the summary by depth goes down to; 0: the model alone. -1: all of them."""
     top_modules: Positive = built(1)
-    """Classes of modules that the summary names at each depth, by parameters, operations and latency."""
+    """Classes of modules that the summary names at each depth, by parameters and operations."""
     detailed: Bool = built(True)
     """Report each module below the summary, down to `module_depth`."""
     output_file: Name | None = built(None)

@@ -30,7 +30,7 @@ from zstore.errors import ZstoreError
 from zstore.store import ModeName, Tile
 from zstore.tensors import as_torch
 
-from ..device import GradientTiles, H2DQueue, Room, side_by_side, threads_for
+from ..device import GradientTiles, H2DQueue, Room, labelled, side_by_side, threads_for
 from ..params.record import ParameterRecord
 from .kernel import ParameterStep, takes_threads
 from .moments import MomentTiles
@@ -231,7 +231,7 @@ class Update:
                 admit=admitted,
                 on_end=None if done is None else ended,
             )
-        with passing as tiles:
+        with labelled("update"), passing as tiles:
             side_by_side(_apply, self._changes(tiles, mine, h2d), 1 if done is not None else self._num_threads(mine))
         h2d.settle()
 

@@ -14,7 +14,7 @@ libraries, not those within kernels of its own: what is compiled is counted too 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -38,13 +38,6 @@ class Operations:
         """All of them."""
         return self.forward + self.backward + self.recomputed
 
-    def __add__(self, other: Operations) -> Operations:
-        return Operations(
-            forward=self.forward + other.forward,
-            backward=self.backward + other.backward,
-            recomputed=self.recomputed + other.recomputed,
-        )
-
 
 Formula = Callable[..., int]
 
@@ -55,19 +48,15 @@ def _formulas() -> Mapping[Any, Formula]:
     own: dict[Any, Formula] = {}
     # Missing in some versions of torch.
     if hasattr(aten, "_scaled_dot_product_flash_attention_for_cpu"):
-        own[aten._scaled_dot_product_flash_attention_for_cpu] = _attention
-        own[aten._scaled_dot_product_flash_attention_for_cpu_backward] = _attention_backward
+        own[aten._scaled_dot_product_flash_attention_for_cpu] = lambda *args, **_: _of_shapes(sdpa_flop_count, args[:3])
+        own[aten._scaled_dot_product_flash_attention_for_cpu_backward] = lambda *args, **_: _of_shapes(
+            sdpa_backward_flop_count, args[:4]
+        )
     return {**own, **flop_registry}
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
-
-
-def _attention_backward(
-    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-) -> int:
-    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+def _of_shapes(formula: Callable[..., int], tensors: Sequence[torch.Tensor]) -> int:
+    return int(formula(*(tensor.shape for tensor in tensors)))
 
 
 CAN_LEAVE_COMPILED = hasattr(TorchDispatchMode, "ignore_compile_internals")

@@ -1,42 +1,31 @@
-"""Operations, parameters and latency of a model's modules, measured while it runs."""
+"""Operations and parameters of a model's modules, counted while it runs."""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.module_tracker import ModuleTracker
 
 from zstore.errors import UsageError
 
 from .operations import OperationCounter, Operations
 from .report import ModelProfile, ModuleProfile, profile_text, rate_text, summary_text
 
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
-
-@dataclass(kw_only=True)
-class _Measured:
-    """One module's share."""
-
-    forward: int = 0
-    forward_s: float = 0.0
-    began_s: list[float] = field(default_factory=list)
-
 
 class FlopsProfiler:
     """Profiles `model` from `start_profile` to `stop_profile`, by the names of DeepSpeed's class.
 
     Numbers stay until `end_profile`. The forwards in between count, and so do backwards on this thread, apart; see
-    [Note: what counts] in `operations`. On a CUDA device each module's forward is waited for, so that latencies are true.
-    Parameters count in their true shapes, sharded or not. `recompute_fwd_factor` is how many forwards a backward repeats
-    that was not seen.
+    [Note: what counts] in `operations`. Modules are told apart by torch's `ModuleTracker`; for times by module there is
+    torch.profiler. `recompute_fwd_factor` is how many forwards a backward repeats that was not seen.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
@@ -44,123 +33,95 @@ class FlopsProfiler:
         self.world_size = 1 if ds_engine is None else ds_engine.world_size
         self.micro_batch_size = None if ds_engine is None else ds_engine.train_micro_batch_size_per_gpu()
         self.recompute_fwd_factor = recompute_fwd_factor
+        self._compiled = [name for name, module in model.named_modules() if is_compiled(module)]
+        self._ignored: tuple[type[nn.Module], ...] = ()
+        self._tracker = ModuleTracker()
+        self._opened = ExitStack()
         self.started = False
-        self._hooks: list[RemovableHandle] = []
         with OperationCounter():  # torch imports much at the first; that is no module's time
             torch.empty(0)
-        self._reset()
-
-    def _reset(self) -> None:
-        self._measured: dict[nn.Module, _Measured] = {}
-        self._inside: list[nn.Module] = []
-        self._counter = OperationCounter(self._note)
-        self._seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
-
-    # -- measuring --------------------------------------------------------------------------------------------------
+        self.reset_profile()
 
     def start_profile(self, ignore_list: Iterable[type[nn.Module]] | None = None) -> None:
-        """Begin anew; modules of the classes in `ignore_list` are not entered: their operations are those of what calls
+        """Begin anew; modules of the classes in `ignore_list` are not reported: their operations are those of what calls
         them. Raises UsageError while a profile is under way."""
         if self.started:
             raise UsageError("start_profile(): a profile of this model is under way; call stop_profile() first")
-        self._reset()
-        self.watch_modules(tuple(ignore_list or ()))
-        self._counter.__enter__()  # type: ignore[no-untyped-call]
-
-    def watch_modules(self, ignored: tuple[type[nn.Module], ...] = ()) -> None:
-        """Take the modules' times; operations count within `counting` blocks."""
-        self.started = True
-        # What is compiled has its hooks compiled with it: another hook would compile it anew.
-        compiled = {inner for outer in self.model.modules() if is_compiled(outer) for inner in outer.modules()}
-        for module in self.model.modules():
-            if module not in compiled and (not isinstance(module, ignored) or module is self.model):
-                self._hooks.append(module.register_forward_pre_hook(self._entered, prepend=True))
-                self._hooks.append(module.register_forward_hook(self._left, always_call=True))
-
-    def counting(self) -> OperationCounter:
-        """Return what counts in a `with` block, between `watch_modules` and `stop_watching`."""
-        return self._counter
+        self.reset_profile()
+        self.started, self._ignored = True, tuple(ignore_list or ())
+        self._opened.enter_context(self._counting())
+        self._opened.callback(self.model.register_forward_pre_hook(self._begin, prepend=True).remove)
+        self._opened.callback(self.model.register_forward_hook(self._end, always_call=True).remove)
 
     def stop_profile(self) -> None:
         """Take no more; a second call does nothing."""
-        if self.started:
-            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self.stop_watching()
-
-    def stop_watching(self) -> None:
-        """Take no more of the modules."""
         self.started = False
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._opened.close()
 
     def reset_profile(self) -> None:
         """Set all numbers to zero; what is under way goes on."""
-        counter, started = self._counter, self.started
-        self._reset()
-        if started:
-            counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._counter.__enter__()  # type: ignore[no-untyped-call]
+        self._counts: Counter[str] = Counter()
+        self._modules: Counter[str] = Counter()
+        self._seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+        self._began_s = 0.0
 
     def end_profile(self) -> None:
         """Stop, and forget all numbers."""
         self.stop_profile()
-        self._reset()
+        self.reset_profile()
 
-    def add_seconds(self, part: str, seconds: float) -> None:
-        """Say how long a "forward", a "backward" or a "step" took."""
-        self._seconds[part] += seconds
+    @contextmanager
+    def around(self, part: str) -> Iterator[None]:
+        """Count and time a "forward", a "backward" or a "step"."""
+        began_s = time.perf_counter()
+        with nullcontext() if part == "step" else self._counting():
+            yield
+            _wait()
+        self._seconds[part] += time.perf_counter() - began_s
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        with ExitStack() as opened:
+            # The tracker's hooks would be compiled with a compiled module, and so compile it anew.
+            if not self._compiled:
+                opened.enter_context(self._tracker)
+            opened.enter_context(OperationCounter(self._note))
+            yield
 
     def _note(self, part: str, count: int) -> None:
+        self._counts[part] += count
         if part == "forward":
-            for module in dict.fromkeys(self._inside):
-                self._measured[module].forward += count
+            self._modules.update(dict.fromkeys(self._tracker.parents, count))
 
-    def _entered(self, module: nn.Module, args: Any) -> None:
-        if torch._C._current_graph_task_id() == -1 and not torch.compiler.is_compiling():
-            self._inside.append(module)
-            measured = self._measured.setdefault(module, _Measured())
-            self.wait()
-            measured.began_s.append(time.perf_counter())
+    def _begin(self, *_: Any) -> None:
+        _wait()
+        self._began_s = time.perf_counter()
 
-    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._inside and self._inside[-1] is module and torch._C._current_graph_task_id() == -1:
-            self.wait()
-            measured = self._measured[module]
-            measured.forward_s += time.perf_counter() - measured.began_s.pop()
-            self._inside.pop()
-
-    def wait(self) -> None:
-        """Wait for a CUDA device in use."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
-
-    # -- numbers ----------------------------------------------------------------------------------------------------
+    def _end(self, *_: Any) -> None:
+        _wait()
+        self._seconds["forward"] += time.perf_counter() - self._began_s
 
     @property
     def operations(self) -> Operations:
         """Floating-point operations so far; of a backward that was not seen the usual twice the forward is not added."""
-        return self._counter.counted
+        return Operations(**self._counts)
 
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Return the floating-point operations of the forwards, as a number or as text."""
-        return _shown(self._counter.counted.forward, "FLOPS", as_string=as_string)
+        return _shown(self._counts["forward"], "FLOPS", as_string=as_string)
 
     def get_total_macs(self, as_string: bool = False) -> Any:
         """Return the multiply-accumulates of the forwards, each of which is two operations."""
-        return _shown(self._counter.counted.forward // 2, "MACs", as_string=as_string)
+        return _shown(self._counts["forward"] // 2, "MACs", as_string=as_string)
 
     def get_total_duration(self, as_string: bool = False) -> Any:
         """Return the seconds of the forwards."""
-        seconds = self._forward_s()
+        seconds = self._seconds["forward"]
         return f"{seconds * 1e3:.2f} ms" if as_string else seconds
 
     def get_total_params(self, as_string: bool = False) -> Any:
         """Return the number of parameters, of the whole model."""
         return _shown(sum(parameter.numel() for parameter in self.model.parameters()), "", as_string=as_string)
-
-    def _forward_s(self) -> float:
-        found = self._measured.get(self.model)
-        return self._seconds["forward"] or (0.0 if found is None else found.forward_s)
 
     def profile(self, profile_step: int = 1) -> ModelProfile:
         """Return everything as data."""
@@ -170,44 +131,28 @@ class FlopsProfiler:
             micro_batch_size=self.micro_batch_size,
             operations=self.operations,
             repeated_forwards=self.recompute_fwd_factor,
-            forward_s=self._forward_s(),
-            backward_s=self._seconds["backward"],
-            step_s=self._seconds["step"],
-            root=self._tree(type(self.model).__name__, self.model, set()),
-            notes=tuple(self._notes()),
+            seconds=dict(self._seconds),
+            root=self._tree("", type(self.model).__name__, self.model),
+            compiled=tuple(name or type(self.model).__name__ for name in self._compiled),
         )
 
-    def _notes(self) -> Iterable[str]:
-        unseen = [name for name, module in self.model.named_modules() if is_compiled(module)]
-        if unseen:
-            names = ", ".join(name or type(self.model).__name__ for name in unseen[:3])
-            yield (
-                f"{names}{' and others' if len(unseen) > 3 else ''}: compiled; modules within are not seen one by one, and of "
-                "operations those that torch.compile leaves to libraries alone. Profile without engine.compile() to see all"
-            )
-
-    def _tree(self, name: str, module: nn.Module, seen: set[nn.Module]) -> ModuleProfile:
-        seen.add(module)
+    def _tree(self, name: str, path: str, module: nn.Module) -> ModuleProfile:
         children = tuple(
-            self._tree(child_name, child, seen) for child_name, child in module.named_children() if child not in seen
+            self._tree(child_name, f"{path}.{child_name}", child)
+            for child_name, child in module.named_children()
+            if not isinstance(child, self._ignored)
         )
-        measured = self._measured.get(module, _Measured())
-        forward, forward_s = measured.forward, measured.forward_s
-        if module not in self._measured:  # a list of modules, which itself is never called
-            forward, forward_s = sum(one.forward for one in children), sum(one.forward_s for one in children)
-        if module is self.model:
-            forward, forward_s = self._counter.counted.forward, self._forward_s()
+        forward = self._modules[path] or sum(
+            one.forward for one in children
+        )  # a list of modules is never called itself
         return ModuleProfile(
             name=name,
             kind=type(module).__name__,
             details=module.extra_repr(),
             parameters=sum(parameter.numel() for parameter in module.parameters()),
-            forward=forward,
-            forward_s=forward_s,
+            forward=forward if name else self._counts["forward"],
             children=children,
         )
-
-    # -- text -------------------------------------------------------------------------------------------------------
 
     def print_model_profile(
         self,
@@ -222,7 +167,7 @@ class FlopsProfiler:
         write_text(text, output_file, print)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Print the classes of modules that have most parameters, operations and latency, by depth."""
+        """Print the classes of modules that have most parameters and operations, by depth."""
         print(summary_text(self.profile().root, depth=module_depth, top=top_modules))  # noqa: T201
 
 
@@ -243,6 +188,12 @@ def write_text(text: str, output_file: str | Path | None, say: Callable[[str], N
         path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"the profile cannot be written to {path}: {error}") from error
+
+
+def _wait() -> None:
+    """Wait for a CUDA device in use."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
 
 
 def _shown(number: float, unit: str, *, as_string: bool) -> Any:

@@ -1,8 +1,9 @@
-"""The report of a profile: data of a model's modules, and its text. In the order of DeepSpeed's report."""
+"""The report of a profile: data of a model's modules, and its text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from .operations import Operations
@@ -22,7 +23,6 @@ class ModuleProfile:
     parameters: int
     forward: int
     """Floating-point operations of its forwards."""
-    forward_s: float
     children: tuple[ModuleProfile, ...]
 
     def by_depth(self) -> Iterator[list[ModuleProfile]]:
@@ -43,22 +43,16 @@ class ModelProfile:
     """None: no engine ran it."""
     operations: Operations
     repeated_forwards: float
-    """Forwards that a backward repeats, where none was seen."""
-    forward_s: float
-    backward_s: float
-    step_s: float
+    """Forwards that a backward repeats, if none was seen."""
+    seconds: Mapping[str, float]
+    """Of "forward", "backward" and "step"."""
     root: ModuleProfile
-    notes: tuple[str, ...] = ()
-    """What the profile cannot see."""
-
-    @property
-    def backward(self) -> int:
-        """Operations of the backward; where none was seen, twice the forward's."""
-        return self.operations.backward or 2 * self.operations.forward
+    compiled: tuple[str, ...] = ()
+    """Modules whose calls are compiled: what is in them was not seen."""
 
     @property
     def recomputed(self) -> int:
-        """Operations of forwards that the backward repeated; where none was seen, by the factor."""
+        """Operations of forwards that the backward repeated; if none was seen, by the factor."""
         seen = self.operations
         return seen.recomputed if seen.backward else int(self.repeated_forwards * seen.forward)
 
@@ -71,22 +65,20 @@ def rate_text(number: float, unit: str) -> str:
     return f"{number:.0f} {unit}".rstrip()
 
 
-def _seconds_text(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
 def profile_text(profile: ModelProfile, *, depth: int, top: int, detailed: bool) -> str:
     """Return the whole report; `depth` -1 is all."""
     parts = [f"Profile of step {profile.step}, one micro-batch of rank 0", _totals_text(profile)]
-    if profile.notes:
-        parts.append("\n".join(f"Note: {note}" for note in profile.notes))
+    if profile.compiled:
+        parts.append(
+            f"Note: {', '.join(profile.compiled[:3])}: compiled; modules within are not seen one by one, and of operations "
+            "those that torch.compile leaves to libraries alone. Profile without engine.compile() to see all"
+        )
     parts.append(
         f"Classes of modules with most at each depth (top {top})\n" + summary_text(profile.root, depth=depth, top=top)
     )
     if detailed:
         explained = (
-            "Each module: parameters, share of all parameters, multiply-accumulates, share of all, latency of the forward, "
-            "share of it, operations per second. Work that no module of its own does is its parent's."
+            "Each module: parameters, share of all parameters, multiply-accumulates of the forward, share of all."
         )
         parts.append(f"{explained}\n" + "\n".join(_module_lines(profile.root, profile.root, depth)))
     return "\n\n".join(parts)
@@ -94,75 +86,49 @@ def profile_text(profile: ModelProfile, *, depth: int, top: int, detailed: bool)
 
 def _totals_text(profile: ModelProfile) -> str:
     seen = profile.operations
-    forward, backward = seen.forward, profile.backward + profile.recomputed
-    rows = [("world size", str(profile.world_size))]
-    if profile.micro_batch_size is not None:
-        rows.append(("micro-batch of a rank", str(profile.micro_batch_size)))
-    rows += [
-        ("parameters of the model", rate_text(profile.root.parameters, "")),
-        ("multiply-accumulates of the forward", rate_text(forward // 2, "MACs")),
-        ("operations of the forward", rate_text(forward, "FLOPs")),
-    ]
-    if seen.backward or profile.backward_s:
-        how = "" if seen.backward else " (not seen: twice the forward)"
-        rows.append(("operations of the backward", rate_text(profile.backward, "FLOPs") + how))
-    if profile.recomputed:
-        rows.append(("operations of repeated forwards", rate_text(profile.recomputed, "FLOPs")))
-    rows.append(("latency of the forward", _seconds_text(profile.forward_s)))
-    if profile.forward_s:
-        rows.append(("rate of the forward", rate_text(forward / profile.forward_s, "FLOPS")))
-    if profile.backward_s:
-        both_s = profile.forward_s + profile.backward_s
-        rows += [
-            ("latency of the backward", _seconds_text(profile.backward_s)),
-            ("rate of the backward", rate_text(backward / profile.backward_s, "FLOPS")),
-            ("rate of both", rate_text((forward + backward) / both_s, "FLOPS")),
-        ]
-    if profile.step_s:
-        rows.append(("latency of the update", _seconds_text(profile.step_s)))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+    rows = {
+        "world size": str(profile.world_size),
+        "micro-batch of a rank": str(profile.micro_batch_size or ""),
+        "parameters of the model": rate_text(profile.root.parameters, ""),
+        "multiply-accumulates of the forward": rate_text(seen.forward // 2, "MACs"),
+        "operations of the forward": rate_text(seen.forward, "FLOPs"),
+        "operations of the backward": rate_text(seen.backward, "FLOPs") if seen.backward else "",
+        "operations of repeated forwards": rate_text(profile.recomputed, "FLOPs") if profile.recomputed else "",
+    }
+    for part, name in (("forward", "the forward"), ("backward", "the backward"), ("step", "the update")):
+        if seconds := profile.seconds.get(part):
+            rows[f"latency of {name}"] = f"{seconds * 1e3:.2f} ms"
+            count = {"forward": seen.forward, "backward": seen.backward + seen.recomputed}.get(part)
+            rows[f"rate of {name}"] = rate_text(count / seconds, "FLOPS") if count else ""
+    return "\n".join(f"{name:<36} {text}" for name, text in rows.items() if text)
 
 
 def summary_text(root: ModuleProfile, *, depth: int, top: int) -> str:
-    """Return, for each depth, the `top` classes with most parameters, operations and latency."""
+    """Return the classes of modules that have most parameters and operations at each depth."""
     lines = []
     for level, modules in enumerate(root.by_depth()):
         if 0 <= depth < level:
             break
-        sums: dict[str, list[float]] = {}
+        numel: Counter[str] = Counter()
+        macs: Counter[str] = Counter()
         for one in modules:
-            mine = sums.setdefault(one.kind, [0.0, 0.0, 0.0])
-            for place, value in enumerate((one.parameters, one.forward // 2, one.forward_s)):
-                mine[place] += value
-        found = []
-        for place, unit in enumerate(("", "MACs", "s")):
-            most = sorted(sums.items(), key=lambda kind: -kind[1][place])[:top]
-            texts = (
-                f"{kind} {_seconds_text(values[2]) if unit == 's' else rate_text(values[place], unit)}"
-                for kind, values in most
-            )
-            found.append(", ".join(texts))
-        lines.append(f"depth {level}: parameters: {found[0]}; operations: {found[1]}; forward: {found[2]}")
+            numel[one.kind] += one.parameters
+            macs[one.kind] += one.forward // 2
+        found = [
+            ", ".join(f"{kind} {rate_text(count, unit)}" for kind, count in most.most_common(top))
+            for most, unit in ((numel, ""), (macs, "MACs"))
+        ]
+        lines.append(f"depth {level}: parameters: {found[0]}; operations: {found[1]}")
     return "\n".join(lines)
 
 
 def _module_lines(one: ModuleProfile, root: ModuleProfile, depth: int, level: int = 0) -> Iterator[str]:
-    rate = rate_text(one.forward / one.forward_s, "FLOPS") if one.forward_s else "0 FLOPS"
-    numbers = ", ".join(
-        (
-            rate_text(one.parameters, ""),
-            _share(one.parameters, root.parameters),
-            rate_text(one.forward // 2, "MACs"),
-            _share(one.forward, root.forward),
-            _seconds_text(one.forward_s),
-            _share(one.forward_s, root.forward_s),
-            rate,
-        )
+    numbers = (
+        f"{rate_text(one.parameters, '')}, {_share(one.parameters, root.parameters)}, "
+        f"{rate_text(one.forward // 2, 'MACs')}, {_share(one.forward, root.forward)}"
     )
     details = f", {one.details}" if one.details and "\n" not in one.details else ""
-    name = one.kind if level == 0 else f"({one.name}): {one.kind}"
-    yield f"{'  ' * level}{name}({numbers}{details})"
+    yield f"{'  ' * level}{f'({one.name}): ' if level else ''}{one.kind}({numbers}{details})"
     if depth < 0 or level < depth:
         for child in one.children:
             yield from _module_lines(child, root, depth, level + 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -54,13 +53,8 @@ class ComputationWatch:
             if not self._training.accumulation.is_new:
                 self._end_micro_batch()  # after a backward that the engine did not start
             self._begin()
-        profiler, begun_s = self._profiler, time.perf_counter()
         with self._counting(part), timed:
             yield
-            if profiler is not None:
-                profiler.wait()
-        if profiler is not None and part not in self._seen:
-            profiler.add_seconds(part, time.perf_counter() - begun_s)
         if part == "backward":
             self._end_micro_batch()
 
@@ -68,27 +62,23 @@ class ComputationWatch:
         if self._profiles and self._profiler is None:
             section, training = self._section, self._training
             if training.counters.global_steps == section.profile_step and training.accumulation.is_new:
+                self._seen = set()
                 self._profiler = FlopsProfiler(training.model, None, section.recompute_fwd_factor)
                 self._profiler.world_size = training.world.world_size
                 self._profiler.micro_batch_size = training.accumulation.batch.micro_batch_size
-                self._profiler.watch_modules()
         if self._counts and self._counter is None:
             compiled = self._training.compiled is not None or any(map(is_compiled, self._training.model.modules()))
             self._counts = not compiled
             self._counter = None if compiled else OperationCounter()
 
     def _counting(self, part: str) -> AbstractContextManager[object]:
-        if part == "step":
-            return nullcontext()
-        if self._profiler is not None and "backward" not in self._seen:
-            return self._profiler.counting()
-        return nullcontext() if self._counter is None else self._counter
+        if self._profiler is not None and part not in self._seen:
+            return self._profiler.around(part)
+        return nullcontext() if self._counter is None or part == "step" else self._counter
 
     def _end_micro_batch(self) -> None:
         self._end_count()
-        if self._profiler is not None:
-            self._seen |= {"forward", "backward"}
-            self._profiler.stop_watching()
+        self._seen |= {"forward", "backward"}
 
     def _end_count(self) -> None:
         counter, self._counter = self._counter, None
@@ -102,7 +92,6 @@ class ComputationWatch:
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
-        profiler.stop_watching()
         self._profiles = False
         section = self._section
         text = profile_text(

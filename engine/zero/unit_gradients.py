@@ -28,7 +28,7 @@ from zstore.errors import UsageError
 from zstore.ranks.work import Kind
 from zstore.ranks.world import World
 
-from ..device import Add, D2HQueue, Transfers
+from ..device import Add, D2HQueue, Transfers, labelled
 from ..params.gradient_types import add_in, is_narrower
 from ..params.record import ParameterRecord
 from ..params.units import Unit
@@ -237,14 +237,15 @@ class UnitGradients(Gradients):
             gradient = gradients[record]
             return None if gradient is None else gradient.view(-1)
 
-        for reduction in self._reductions(records, flat):
-            self._under_way.append((reduction, fresh))
-            for segment in reduction.bucket.segments:
-                self._segments_left[segment.record] += self._rules.copies
-            if self._rules.overlap and self._rules.scatter:
-                self.overlapped += 1
-            else:
-                self._add_up()
+        with labelled("reduce"):
+            for reduction in self._reductions(records, flat):
+                self._under_way.append((reduction, fresh))
+                for segment in reduction.bucket.segments:
+                    self._segments_left[segment.record] += self._rules.copies
+                if self._rules.overlap and self._rules.scatter:
+                    self.overlapped += 1
+                else:
+                    self._add_up()
         gradients.clear()
         while self._under_way and self._under_way[0][0].done():
             self._add_up()

@@ -19,7 +19,7 @@ from zstore.ranks.world import World
 from zstore.store import TensorStore
 
 from ..config.config import Config
-from ..device import Transfers
+from ..device import Transfers, labelled
 from ..params.record import ParameterRecord, Residency
 from ..params.units import Unit
 from ..plan.needs import parameter_pool_bytes, prefetch_limits
@@ -159,36 +159,38 @@ class ShardedUnits:
     def unshard(self, unit: Unit) -> None:
         """Gather the unit's parameters, which then are in use (all ranks, in one order)."""
         self._world.activity.unit = unit.name
-        number = self._recorder.begin_use(self._number[unit])
-        follows = self._recorder.follows
-        ahead, kept = unit in self._ahead, unit in self._kept
-        if not ahead and not kept:
-            self._bring(unit, ahead=False)
-            self._send(unit)
-        if follows:
-            self._read_slots(number + 1)
-        self._complete(unit)
-        self._ahead.pop(unit, None)
-        self._kept.discard(unit)
-        records = self._sharded[unit]
-        self._users.update(records)
-        self._holds.subtract(records)
-        for record in records:
-            if record.residency is Residency.RELEASED:
-                record.point_at_full()
-        self._count(taken=1, gathered_ahead=int(ahead), kept=int(kept), on_demand=int(not ahead and not kept))
-        if follows:
-            self._send_slot(number + 1)
-        else:
-            self.forget()
+        with labelled("unshard", unit.name):
+            number = self._recorder.begin_use(self._number[unit])
+            follows = self._recorder.follows
+            ahead, kept = unit in self._ahead, unit in self._kept
+            if not ahead and not kept:
+                self._bring(unit, ahead=False)
+                self._send(unit)
+            if follows:
+                self._read_slots(number + 1)
+            self._complete(unit)
+            self._ahead.pop(unit, None)
+            self._kept.discard(unit)
+            records = self._sharded[unit]
+            self._users.update(records)
+            self._holds.subtract(records)
+            for record in records:
+                if record.residency is Residency.RELEASED:
+                    record.point_at_full()
+            self._count(taken=1, gathered_ahead=int(ahead), kept=int(kept), on_demand=int(not ahead and not kept))
+            if follows:
+                self._send_slot(number + 1)
+            else:
+                self.forget()
 
     def reshard(self, unit: Unit) -> None:
         """End the use of the unit: release it, or keep it where it is used again soon."""
-        records = self._sharded[unit]
-        if self._recorder.end_use(self._number[unit]):
-            self._kept.add(unit)
-            self._holds.update(records)
-        self._let_go(records, self._users)
+        with labelled("reshard", unit.name):
+            records = self._sharded[unit]
+            if self._recorder.end_use(self._number[unit]):
+                self._kept.add(unit)
+                self._holds.update(records)
+            self._let_go(records, self._users)
 
     def _let_go(self, records: Sequence[ParameterRecord], owners: Counter[ParameterRecord]) -> None:
         for record in records:

@@ -316,3 +316,21 @@ def test_train_shows_utilisation(tmp_path: Path) -> None:
         progress.show(row | {"step_s": 1.0, "peak_memory_bytes": 0})
     assert "MFU 41.5 %" in lines[-1]
     assert json.loads(json.dumps(row))["mfu"] == 0.415
+
+
+# -- labels -------------------------------------------------------------------------------------------------------------
+
+
+def _labels(rank: int) -> set[str]:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    with zstore.initialize(model=Two(), config=config(zero_optimization=zero))[0] as engine:
+        take_step(engine)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+            take_step(engine)
+    return {event.name for event in trace.events() if event.name.startswith("zstore::")}
+
+
+def test_the_phases_have_labels_in_a_trace() -> None:
+    units = {f"zstore::{phase} (layers.{n})" for phase in ("unshard", "reshard") for n in (0, 1)}
+    for found in run_ranks(_labels, 2):
+        assert found >= units | {"zstore::reduce"}
