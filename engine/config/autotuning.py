@@ -30,12 +30,11 @@ class AutotuningSection(Section):
     """Remind whoever trains with this config that `zstore tune` acts on the section: a line says so, and the run trains with
     the config as it is."""
     metric: Annotated[Literal["throughput", "latency", "flops"], OneOf()] = built("throughput")
-    """What is best: most samples a second, least seconds a step, or most floating-point operations a second (six per
-    parameter and token, where the loop notes its tokens, else per sample)."""
-    fast: Bool = built(False)
-    """Try stages, offload and micro-batches only. false: then of the best also the step mode, and with several ranks the
-    sizes of buckets."""
-    min_train_batch_size: Positive = built(1)
+    """What is best: most samples a second, least seconds a step, or most floating-point operations a second, which for one
+    model is the same as most samples."""
+    fast: Bool = no_effect(False, "only stages, offload and micro-batches are tried, in any case")
+    """Try nothing else."""
+    min_train_batch_size: Positive = no_effect(1, "the micro-batch gives the samples of a step, if the config does not")
     """Fewest samples of a step, where the config leaves the batch "auto"."""
     max_train_batch_size: Positive | None = built(None)
     """Most samples of a step, where the config leaves the batch "auto". Unset: no limit."""
@@ -45,12 +44,14 @@ class AutotuningSection(Section):
     """Largest micro-batch to try."""
     num_tuning_micro_batch_sizes: Positive = built(3)
     """Micro-batches to try for each stage and offload: of the doublings that fit by the plan, the largest."""
-    tuner_type: Annotated[Literal["gridsearch", "random", "model_based"], OneOf()] = built("model_based")
-    """Order of the trials: from the least offload on, by chance (`seed`), or the fastest by the plan first."""
+    tuner_type: Annotated[Literal["gridsearch", "random", "model_based"], OneOf()] = no_effect(
+        "model_based", "the fastest by the plan is tried first"
+    )
+    """Order of the trials."""
     tuner_early_stopping: Positive = built(5)
     """Stop after so many trials without a better one."""
     tuner_num_trials: Positive = built(50)
-    """Most trials, those to repeat the best not counted."""
+    """Most trials."""
     start_profile_step: Positive = built(3)
     """First step of a trial that is timed; those before warm up."""
     end_profile_step: Positive = built(5)
@@ -58,10 +59,9 @@ class AutotuningSection(Section):
     results_dir: Name = built("autotuning_results")
     """Folder of the best config and the table of trials."""
     exps_dir: Name = built("autotuning_exps")
-    """Folder with a folder for each trial: its config, its output and its journal. What is there of the same task is not
-    run again."""
-    overwrite: Bool = built(False)
-    """Begin anew, and remove the trials that are in exps_dir."""
+    """Folder with a folder for each trial: its config, its output and its journal."""
+    overwrite: Bool = no_effect(False, "each search begins anew")
+    """Run trials that exps_dir has already."""
     arg_mappings: Mappings | None = built(None)
     """Options of a script that repeat keys of the config, as
     {"train_micro_batch_size_per_gpu": "--per_device_train_batch_size"}: each trial sets them too."""

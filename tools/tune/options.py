@@ -1,4 +1,4 @@
-"""What the command line of `zstore tune` says."""
+"""The command line of `zstore tune`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from zstore.errors import UsageError
 
-from ..options import parse_number, parse_size
+from ..options import parse_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +32,10 @@ class TuneOptions:
         str | None,
         typer.Option(
             help="gpt-tiny, gpt-small or gpt-base; or a transformers config.json or model folder (extra hf). Trained by "
-            "`zstore train`; with a script, the shape that the plan is made for."
+            "`zstore train`; with a script, for the plan alone (or give the section's model_info)."
         ),
     ] = None
-    params: Annotated[
-        int | None,
-        typer.Option(help="Parameters of a script's model, for the plan, like 7e9.", metavar="N", parser=parse_number),
-    ] = None
-    hidden: Annotated[int | None, typer.Option(help="Hidden size, with --params.", min=1, metavar="N")] = None
-    layers: Annotated[int | None, typer.Option(help="Layers, with --params.", min=1, metavar="N")] = None
-    data: Annotated[Path | None, typer.Option(help="Text for --model without a script, as `zstore train --data`.")] = (
-        None
-    )
+    data: Annotated[Path | None, typer.Option(help="Text for --model, as `zstore train --data`.")] = None
     seq_len: Annotated[int, typer.Option(help="Tokens in a sample.", min=2, metavar="N")] = 128
     nproc: Annotated[
         int | None,
@@ -52,18 +44,11 @@ class TuneOptions:
     memory: Annotated[
         int | None, typer.Option(help="Host memory (default: this machine's).", metavar="SIZE", parser=parse_size)
     ] = None
-    nvme_path: Annotated[
-        Path | None,
-        typer.Option(help="Folder on a drive, to try offload to it too (default: the configuration's).", metavar="DIR"),
-    ] = None
     as_deepspeed: Annotated[
         bool, typer.Option("--as-deepspeed", help="Answer `import deepspeed` in the script with zstore.")
     ] = False
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for `python -m`.")] = False
     trial_timeout: Annotated[float, typer.Option(help="Seconds that one trial may take.", min=1, metavar="S")] = 600.0
-    repeats: Annotated[
-        int, typer.Option(help="Times that each of the best three is run again, in turn.", min=0, metavar="N")
-    ] = 2
 
     def __post_init__(self) -> None:
         """Refuse what names nothing to run, or two things."""
@@ -71,10 +56,3 @@ class TuneOptions:
             raise UsageError("say what to tune for: --model M, or a script after --")
         if self.script and self.data is not None:
             raise UsageError("--data goes with --model alone: a script has its own data")
-        if not self.script and (self.as_deepspeed or self.module):
-            raise UsageError("--as-deepspeed and --module need a script after --")
-        numbers = (self.params, self.hidden, self.layers)
-        if self.model is not None and any(value is not None for value in numbers):
-            raise UsageError("--model already gives the shape: leave out --params, --hidden and --layers")
-        if None in numbers and any(value is not None for value in numbers):
-            raise UsageError("give --params, --hidden and --layers together")

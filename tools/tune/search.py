@@ -1,200 +1,189 @@
-"""The search: trials in order, those that were run before taken from their records, and the best few repeated.
+"""The search of `zstore tune`: what fits by the plan is run for some steps, in the order of the plan's estimates.
 
 [Note: the search]
-First the config as it is, then the candidates of stages, offload and micro-batches, until there are `tuner_num_trials` or
-`tuner_early_stopping` in a row are no better than the best; unless it is to be fast, then the variants of the best. After a
-trial without enough memory larger micro-batches of the same stage and offload are left out. A run's figure is the median of
-its timed steps. What else goes on at a machine makes a run slower and never faster, so the best three and the config as it is
-are run again, in turn, and of each the fastest run counts. Where that is not 2 % better than the config as it is, this one is
-the best.
+First the config as it is; then stages, offload and micro-batches, until there are `tuner_num_trials` or
+`tuner_early_stopping` in a row are no better than the best. After a trial without enough memory larger micro-batches of the
+same stage and offload are left out. A trial's figure is the median of its timed steps; what is not 2 % better than the
+config as it is does not replace it.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..run.job import Job
-from .space import Candidate, first_candidates, refinements, spaces
-from .task import Task
-from .trial import Measured, run_trial, trial_config, write_json
+from zstore.engine.config.config import load_config, read_config
+from zstore.errors import ConfigError
 
-START = "start"
-"""Name of the trial of the config as it is."""
-_FINALISTS = 3
+from ..plan.choices import Outcome, all_choices, weigh, weigh_given
+from ..plan.job import Choice, Job, make_job
+from ..plan.machine import own_gpus
+from ..plan.options import PlanOptions
+from .options import TuneOptions
+from .trial import Measured, job_of, run_trial, trial_config
+
+COLUMNS = ("trial", "result", "beside the start")
 _CLEARLY = 1.02
-
-Say = Callable[[str], None]
-RunTrial = Callable[[Job, Mapping[str, Any], Path, range, float], Measured]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A candidate and the results of its runs."""
+    """A config that was run."""
 
-    candidate: Candidate
-    runs: tuple[Measured, ...]
-    """The first, and those that repeat it."""
-    by: str
-    """The metric."""
-
-    @property
-    def status(self) -> str:
-        """That of the first run."""
-        return self.runs[0].status
-
-    @property
-    def metric(self) -> float | None:
-        """Of the fastest run, the larger the better; None: the first run is not ok."""
-        return None if self.status != "ok" else max(one.metric(self.by) for one in self.runs if one.status == "ok")
-
-    @property
-    def is_ok(self) -> bool:
-        """Whether it was timed."""
-        return self.status == "ok"
-
-    @property
-    def fastest(self) -> Measured:
-        """The fastest run of one that is ok."""
-        return min((one for one in self.runs if one.status == "ok"), key=lambda one: one.median_s)
+    name: str
+    choice: Choice
+    config: Mapping[str, Any]
+    found: Measured
 
 
-@dataclass
 class Search:
-    """The trials of one task, in `folder`."""
+    """The trials of one command. See [Note: the search]. `run_one` runs a trial."""
 
-    task: Task
-    folder: Path
-    say: Say
-    trials: list[Trial] = field(default_factory=list)
-    left_out: list[Candidate] = field(default_factory=list)
-    """What does not fit by the plan."""
-    num_run: int = 0
-    """Trials that were run, and not taken from a record."""
-    run_one: RunTrial = run_trial
-    """Runs a trial; a seam for tests."""
+    def __init__(
+        self, options: TuneOptions, say: Callable[[str], None], run_one: Callable[..., Measured] = run_trial
+    ) -> None:
+        self._options, self._say, self._run_one = options, say, run_one
+        self._base = read_config(options.config)
+        settings = load_config(self._base, name=str(options.config)).settings
+        self.section = section = settings.autotuning
+        if section.end_profile_step < section.start_profile_step:
+            raise ConfigError(
+                f"{options.config}: autotuning.end_profile_step: expected at least start_profile_step "
+                f"{section.start_profile_step}, got {section.end_profile_step}"
+            )
+        if settings.elasticity.enabled:
+            raise ConfigError(f"{options.config}: elasticity gives the batch sizes, which are searched for: disable it")
+        self._num_ranks = options.nproc or max(1, own_gpus()[0])
+        self._job = _plan_job(options, settings.autotuning.model_info.model_dump(), self._num_ranks)
+        self._is_open = "train_micro_batch_size_per_gpu" in self._job.answers
+        """Whether the config leaves the batch size open."""
+        self.folder = Path(section.results_dir)
+        self.trials: list[Trial] = []
+        self.left_out: list[Outcome] = []
+        """What does not fit by the plan."""
 
     def run(self) -> Trial | None:
-        """Run the trials; return the best, None where none is ok. Raises KeyboardInterrupt with the records kept."""
-        task = self.task
-        if task.section.overwrite and self.folder.is_dir():
-            for old in self.folder.iterdir():
-                if (old / "ds_config.json").is_file():
-                    shutil.rmtree(old)
-        start = start_candidate(task)
-        self._try(start)
-        found = first_candidates(
-            task.base,
-            task.batch,
-            task.section,
-            spaces(task.num_ranks, on_gpu=task.on_gpu, has_drive=task.nvme_path is not None),
-            num_ranks=task.num_ranks,
-            job=task.plan_job,
-            nvme_path=task.nvme_path or "",
-        )
-        self.left_out = [one for one in found if one.lacking]
-        self._try_all(one for one in found if not one.lacking and not _same(one, start))
-        best = self.best()
-        if best is not None and not task.section.fast:
-            self._try_all(refinements(best.candidate, task.context))
-        self._repeat()
-        return self.best()
-
-    def best(self) -> Trial | None:
-        """Return the best trial so far; the config as it is, where none is clearly better."""
-        found = max((one for one in self.trials if one.is_ok), key=_metric, default=None)
-        start = next((one for one in self.trials if one.is_ok and one.candidate.name == START), None)
-        if found is None or start is None:
-            return found
-        better = _metric(found) / _metric(start)
-        # Latency is a negative number of seconds.
-        return found if (1 / better if self.task.section.metric == "latency" else better) > _CLEARLY else start
-
-    def _try_all(self, candidates: Iterable[Candidate]) -> None:
-        section, since_better = self.task.section, 0
-        for candidate in candidates:
+        """Run the trials; return the best, None if none is ok."""
+        section, since_better, start = self.section, 0, weigh_given(self._job).choice
+        best = first = self._try("start", start, self._base)
+        for outcome in self._candidates(start):
             if len(self.trials) >= section.tuner_num_trials or since_better >= section.tuner_early_stopping:
-                return
-            if self._is_too_large(candidate):
-                continue
-            before = max((_metric(one) for one in self.trials if one.is_ok), default=None)
-            trial = self._try(candidate)
-            better = trial.is_ok and (before is None or _metric(trial) > before)
-            since_better = 0 if better else since_better + 1
+                break
+            if not any(_is_larger(outcome.choice, one) for one in self.trials):
+                trial = self._try(_name(outcome.choice), outcome.choice, outcome.config)
+                since_better = 0 if self._score(trial) > self._score(best) else since_better + 1
+                best = max(best, trial, key=self._score)
+        if not self._score(best):
+            return None
+        return best if self._score(best) > _CLEARLY * self._score(first) else first
 
-    def _is_too_large(self, candidate: Candidate) -> bool:
-        return any(
-            one.status == "out of memory"
-            and one.candidate.space == candidate.space
-            and one.candidate.micro_batch < candidate.micro_batch
-            for one in self.trials
-        )
+    def _score(self, one: Trial) -> float:
+        """Return a figure by the section's metric, the larger the better; 0: the trial is not ok."""
+        if not one.found.step_s:
+            return 0.0
+        return (1 if self.section.metric == "latency" else one.found.samples) / one.found.median_s
 
-    def _try(self, candidate: Candidate) -> Trial:
-        trial = Trial(candidate=candidate, runs=(self._measured(candidate, 0),), by=self.task.section.metric)
-        self.trials.append(trial)
-        return trial
+    def _candidates(self, start: Choice) -> list[Outcome]:
+        """Return what fits, the best by the plan first; what does not is left out."""
+        tiers = {"none", *(["cpu"] if self._job.machine.gpus else []), start.optimizer, start.parameters}
+        found: list[Outcome] = []
+        for space in (one.choice for one in all_choices(self._job)):
+            is_usual = space.groups is None and (self._num_ranks > 1 or space.stage in (0, 3))
+            if is_usual and {space.optimizer, space.parameters} <= tiers:
+                here = [
+                    weigh(replace(self._job, micro_batch=self._samples(size)), replace(space, micro_batch=size))
+                    for size in self._micro_batches()
+                ]
+                found += [one for one in here if one.fits][-self.section.num_tuning_micro_batch_sizes :]
+                self.left_out += [one for one in here if not one.fits][:1]
+        return sorted((one for one in found if one.choice != start), key=self._estimate)
 
-    def _repeat(self) -> None:
-        """Run the best few again, in turn."""
-        order = sorted(
-            (at for at, one in enumerate(self.trials) if one.is_ok), key=lambda at: -_metric(self.trials[at])
-        )
-        chosen = order[:_FINALISTS] + [at for at in order[_FINALISTS:] if self.trials[at].candidate.name == START]
-        for number in range(1, 1 + (self.task.options.repeats if chosen[1:] else 0)):
-            for at in chosen:
-                trial = self.trials[at]
-                again = self._measured(trial.candidate, number)
-                self.trials[at] = replace(trial, runs=(*trial.runs, again))
+    def _samples(self, micro_batch: int) -> int:
+        """Return the samples of a step on one rank: those of the config, or if that leaves them open, as many micro-batches."""
+        samples, own = self._job.micro_batch, self._job.base_micro_batch or 1
+        return micro_batch * (samples // own) if self._is_open else samples
 
-    def _measured(self, candidate: Candidate, number: int) -> Measured:
-        """Return what the record of this trial says, or run it."""
-        task, section = self.task, self.task.section
-        digest = task.digest(candidate.config)
-        folder = self.folder.absolute() / f"{candidate.name}-{digest}{f'-{number}' if number else ''}"
-        record = folder / "result.json"
-        if record.is_file():
-            found = Measured.from_json(json.loads(record.read_text(encoding="utf-8")))
-            self.say(f"{folder.name}: {told(found)} (recorded)")
-            return found
+    def _micro_batches(self) -> list[int]:
+        """Return the micro-batches to try, ascending: doublings that the section allows, and the config's own."""
+        section, size = self.section, self.section.min_train_micro_batch_size_per_gpu
+        found, most = {self._job.base_micro_batch or 1}, section.max_train_batch_size
+        while size <= min(section.max_train_micro_batch_size_per_gpu, samples := self._samples(size)):
+            if samples % size == 0 and not (self._is_open and most and samples * self._num_ranks > most):
+                found.add(size)
+            size *= 2
+        return sorted(found)
+
+    def _estimate(self, one: Outcome) -> tuple[float, ...]:
+        """Return the plan's seconds and bytes to and from the drive for a sample, and what else makes one slower."""
+        choice, samples = one.choice, self._samples(one.choice.micro_batch)
+        seconds, moved = (one.seconds.in_turn or 0.0) / samples, one.plan.traffic_total.total / samples
+        offloads = (choice.optimizer != "none") + (choice.parameters != "none")
+        return (round(seconds, 9), moved, offloads, choice.stage, -choice.micro_batch)
+
+    def _try(self, name: str, choice: Choice, config: Mapping[str, Any]) -> Trial:
+        section, options = self.section, self._options
+        config = {key: value for key, value in config.items() if key != "autotuning"}
+        folder = Path(section.exps_dir).absolute() / name
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        config: dict[str, Any] = trial_config(candidate.config, folder)
         path = folder / "ds_config.json"
-        write_json(path, config)
+        _write(path, trial_config(config, folder))
+        job = job_of(options, section, self._num_ranks, path, config)
         steps = range(section.start_profile_step, section.end_profile_step + 1)
-        found = self.run_one(task.job(path, config), config, folder, steps, task.options.trial_timeout)
-        write_json(record, found.to_json())
-        self.num_run += 1
-        self.say(f"{folder.name}: {told(found)}")
-        return found
+        found = self._run_one(job, folder, steps, options.trial_timeout)
+        self.trials.append(Trial(name=name, choice=choice, config=config, found=found))
+        self._say(f"{name}: {found}")
+        return self.trials[-1]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the table of trials, the best first, by `COLUMNS`."""
+        found: list[tuple[str, ...]] = []
+        for one in sorted(self.trials, key=self._score, reverse=True):
+            first, score = self._score(self.trials[0]), self._score(one)
+            found.append((one.name, str(one.found), f"{score / first:.2f}" if first and score else ""))
+        return found + [(_name(one.choice), f"does not fit: {'; '.join(one.lacking)}", "") for one in self.left_out]
+
+    def write(self, best: Trial | None) -> None:
+        """Write the table of trials, and if a trial was ok the best config."""
+        rows = [COLUMNS, ("---",) * len(COLUMNS), *self.rows()]
+        lines = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |\n" for row in rows]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "trials.md").write_text("".join(lines), encoding="utf-8")
+        if best is not None:
+            _write(self.folder / "ds_config_optimal.json", best.config)
 
 
-def _metric(trial: Trial) -> float:
-    return trial.metric or 0.0
-
-
-def start_candidate(task: Task) -> Candidate:
-    """Return the config as it is."""
-    return Candidate(
-        name=START,
-        config={key: value for key, value in task.base.items() if key != "autotuning"},
-        space=task.space,
-        micro_batch=task.batch.micro_batch,
+def _plan_job(options: TuneOptions, info: Mapping[str, Any], num_ranks: int) -> Job:
+    """Return what the plan is made for. Raises UsageError if the shape of the model is not known."""
+    gpus = own_gpus()[0]
+    named = {"params": "num_params", "hidden": "hidden_size", "layers": "num_layers"}
+    asked = PlanOptions(
+        config=options.config,
+        model=options.model,
+        gpus=min(gpus, num_ranks),
+        memory=options.memory,
+        seq_length=options.seq_len,
+        **({name: info[key] for name, key in named.items()} if options.model is None else {}),
     )
+    job = make_job(asked)
+    return job if gpus else replace(job, machine=replace(job.machine, cpu_ranks=num_ranks))
 
 
-def _same(candidate: Candidate, start: Candidate) -> bool:
-    return candidate.space == start.space and candidate.micro_batch == start.micro_batch
+def _write(path: Path, config: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def told(found: Measured) -> str:
-    """Return in words what a trial came to."""
-    if found.status != "ok":
-        last = found.problem.splitlines()[-1:]
-        return f"{found.status}{f': {last[0]}' if last else ''}"
-    return f"{found.samples / found.median_s:,.2f} samples/s, {found.median_s:.4g} s a step of {found.samples} samples"
+def _is_larger(choice: Choice, other: Trial) -> bool:
+    """Return whether another trial had not even the memory for a smaller micro-batch."""
+    same = replace(choice, micro_batch=other.choice.micro_batch) == other.choice
+    return same and other.found.status == "out of memory" and choice.micro_batch > other.choice.micro_batch
+
+
+def _name(choice: Choice) -> str:
+    """Return a short name of a choice, as `z3-cpu-none-mbs4`."""
+    tiers = "" if choice.optimizer == choice.parameters == "none" else f"-{choice.optimizer}-{choice.parameters}"
+    return f"z{choice.stage}{tiers}-mbs{choice.micro_batch}"
