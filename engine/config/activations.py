@@ -14,13 +14,10 @@ class ActivationCheckpointingSection(Section):
     these are is said by the model, by `zstore.checkpointing.checkpoint`, or by `zstore.gradient_checkpointing`."""
 
     partition_activations: Bool = not_built(False, NOT_PARTITIONED)
-    """Keep on each rank of a model-parallel group its share of a block's inputs."""
     cpu_checkpointing: Bool = built(False)
     """Keep activations in host memory: the same as "zstore": {"activations": "host"}, which is used where both are set."""
     contiguous_memory_optimization: Bool = not_built(False, NOT_PARTITIONED)
-    """Keep the shares of `partition_activations` in one buffer for each size."""
     number_checkpoints: Positive | None = not_built(None, NOT_PARTITIONED)
-    """Places of those buffers."""
     synchronize_checkpoint_boundary: Bool = built(False)
     """Wait for the device before and after each block of `zstore.checkpointing.checkpoint`, in both directions. Without
     a device of its own memory there is nothing to wait for."""

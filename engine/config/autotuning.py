@@ -18,7 +18,6 @@ class ModelInfoSection(Section):
     num_layers: Positive | None = built(None)
     """Layers."""
     profile: Bool = no_effect(False, "the sizes are taken as they are written")
-    """Find the sizes in a run of their own."""
 
 
 class AutotuningSection(Section):
@@ -33,9 +32,7 @@ class AutotuningSection(Section):
     """What is best: most samples a second, least seconds a step, or most floating-point operations a second, which for one
     model is the same as most samples."""
     fast: Bool = no_effect(False, "only stages, offload and micro-batches are tried, in any case")
-    """Try nothing else."""
     min_train_batch_size: Positive = no_effect(1, "the micro-batch gives the samples of a step, if the config does not")
-    """Fewest samples of a step, where the config leaves the batch "auto"."""
     max_train_batch_size: Positive | None = built(None)
     """Most samples of a step, where the config leaves the batch "auto". Unset: no limit."""
     min_train_micro_batch_size_per_gpu: Positive = built(1)
@@ -47,7 +44,6 @@ class AutotuningSection(Section):
     tuner_type: Annotated[Literal["gridsearch", "random", "model_based"], OneOf()] = no_effect(
         "model_based", "the fastest by the plan is tried first"
     )
-    """Order of the trials."""
     tuner_early_stopping: Positive = built(5)
     """Stop after so many trials without a better one."""
     tuner_num_trials: Positive = built(50)
@@ -61,14 +57,10 @@ class AutotuningSection(Section):
     exps_dir: Name = built("autotuning_exps")
     """Folder with a folder for each trial: its config, its output and its journal."""
     overwrite: Bool = no_effect(False, "each search begins anew")
-    """Run trials that exps_dir has already."""
     arg_mappings: Mappings | None = built(None)
     """Options of a script that repeat keys of the config, as
     {"train_micro_batch_size_per_gpu": "--per_device_train_batch_size"}: each trial sets them too."""
     model_info: ModelInfoSection = ModelInfoSection()
     model_info_path: Unread = no_effect(None, "nothing about the model is written to a file")
-    """File for what was found about the model."""
     metric_path: Unread = no_effect(None, "trials are timed by the journal that each writes")
-    """File in which a trial leaves its metric."""
     mp_size: Positive = refused(1, "there is no model parallelism; remove the key")
-    """Ranks that share a model."""

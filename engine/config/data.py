@@ -163,7 +163,6 @@ class SamplingCurriculumSection(Section):
     enabled: Bool = built(False)
     """Draw so, from the `training_data` of `initialize()`."""
     data_cluster_path: Unread = no_effect(None, "which samples were drawn is in the checkpoint; no files are written")
-    """Folder for lists of samples."""
     curriculum_metrics: _Metrics = built({})
     """Metrics of samples by name; a sample is drawn where every one of them allows it."""
 
@@ -204,9 +203,7 @@ class DataEfficiencySection(Section):
     """Seed of the draws of a curriculum; fixed, so that two runs that say nothing about it agree."""
     data_sampling: DataSamplingSection = DataSamplingSection()
     data_routing: Annotated[Unread, AfterValidator(_no_ltd)] = refused(None, _NO_LTD)
-    """Let layers drop tokens (random-LTD)."""
     dynamic_batching: Unread = not_built(None, "every step has train_batch_size samples")
-    """Batches of as many samples as tokens allow."""
 
     @property
     def sampling(self) -> DataSamplingSection | None:

@@ -48,9 +48,7 @@ class ElasticitySection(Section):
     ignore_non_elastic_batch_info: Bool = built(False)
     """Let batch sizes stand in the config beside this section, and do not read them. false: they are an error."""
     min_time: Count = no_effect(0, "it tells a cluster's scheduler how long to wait before it changes a job's size")
-    """Minutes between changes of the world size."""
     model_parallel_size: Positive = refused(1, "there is no model parallelism; remove the key")
-    """Ranks that share a model."""
 
     def batch(self, world_size: int | None = None) -> ElasticBatch:
         """Return the batch and the world sizes that are valid, with version 0.2 and a `world_size` that is not valid the

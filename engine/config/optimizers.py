@@ -24,19 +24,13 @@ class OptimizerParams(Section):
     lr: Real | Auto | None = built(None)
     """Learning rate."""
     max_grad_norm: Real = refused(0.0, "set gradient_clipping at the top of the config instead")
-    """Clipping inside the optimizer."""
     fused: Bool = no_effect(True, KERNEL)
-    """torch's choice of kernel."""
     foreach: Bool = no_effect(False, KERNEL)
-    """torch's choice of kernel."""
     capturable: Bool = no_effect(False, KERNEL)
-    """For CUDA graphs."""
     differentiable: Bool = refused(
         False, "no gradient passes through the engine's step; write that loop in plain torch"
     )
-    """Differentiate through the step."""
     set_grad_none: Bool = no_effect(True, "the engine owns the gradients")
-    """How gradients are cleared."""
     fp32_optimizer_states: Bool = built(True)
     """Keep moments in fp32; false: in bf16, as `zstore.moments` "bf16" does."""
 
@@ -70,25 +64,15 @@ class AdamParams(OptimizerParams):
     maximize: Bool = built(False)
     """Ascend."""
     freeze_step: Anything = no_effect(None, _OTHER)
-    """Warm-up steps of 1-bit Adam."""
     var_freeze_step: Anything = no_effect(None, _OTHER)
-    """Of 0/1 Adam."""
     var_update_scaler: Anything = no_effect(None, _OTHER)
-    """Of 0/1 Adam."""
     local_step_scaler: Anything = no_effect(None, _OTHER)
-    """Of 0/1 Adam."""
     local_step_clipper: Anything = no_effect(None, _OTHER)
-    """Of 0/1 Adam."""
     cuda_aware: Anything = no_effect(None, _OTHER)
-    """MPI of 1-bit Adam."""
     comm_backend_name: Anything = no_effect(None, _OTHER)
-    """Backend of 1-bit Adam."""
     max_coeff: Anything = no_effect(None, _OTHER)
-    """Of LAMB."""
     min_coeff: Anything = no_effect(None, _OTHER)
-    """Of LAMB."""
     momentum: Anything = no_effect(None, _OTHER)
-    """Of SGD."""
 
     def arguments(self) -> dict[str, Any]:
         """Return what the class takes, and `bias_correction` where it is off."""
@@ -132,7 +116,6 @@ class AdagradParams(_Decayed):
     eps: Real | Auto = built(1e-10)
     """Added to the denominator."""
     amsgrad: Bool = refused(False, "Adagrad has no such form; remove it")
-    """An argument of DeepSpeedCPUAdagrad."""
 
 
 class RMSpropParams(_Decayed):
@@ -259,7 +242,6 @@ class LambParams(OptimizerParams):
     min_coeff: Real = built(0.01)
     """Smallest factor of a tensor's step."""
     amsgrad: Bool = refused(False, "LAMB has no such form; remove it")
-    """An argument of FusedLamb."""
 
 
 class AdafactorParams(OptimizerParams):
@@ -304,7 +286,6 @@ class MuonParams(OptimizerParams):
     weight_decay: Real | Auto = built(0.0)
     """Decoupled decay of the weights per step, times the rate, of both."""
     ns_method: Anything = no_effect(None, "the standard iteration runs; the other gives the same up to rounding")
-    """DeepSpeed's choice between two forms of the iteration."""
 
 
 _BACKEND = "the ranks' own backend carries the signs"
@@ -324,11 +305,8 @@ class _OneBitParams(OptimizerParams):
     """Correct the moments for starting at zero, so that the warm-up is that of the exact optimizer; false: use them as
     they are, which DeepSpeed does whatever this says."""
     amsgrad: Bool = refused(False, _NO_AMSGRAD)
-    """Use the largest second moment seen."""
     cuda_aware: Anything = no_effect(None, _BACKEND)
-    """MPI that reads GPU memory."""
     comm_backend_name: Anything = no_effect(None, _BACKEND)
-    """Backend of the exchange."""
 
 
 class OneBitAdamParams(_OneBitParams):
@@ -340,7 +318,6 @@ class OneBitAdamParams(_OneBitParams):
     """Updates that are AdamW's; in later ones the variance stays, and signs are sent. Take 15 to 25% of the run, and not
     less than the warm-up of the rate; the default is DeepSpeed's."""
     eps_inside_sqrt: Anything = no_effect(None, "DeepSpeed's class does not use it either; eps is added to the root")
-    """Add eps under the square root."""
 
 
 class ZeroOneAdamParams(_OneBitParams):
@@ -358,7 +335,6 @@ class ZeroOneAdamParams(_OneBitParams):
     local_step_clipper: Positive = built(16)
     """Longest interval between exchanges, in updates; 1: ranks exchange in every one."""
     eps_inside_sqrt: Anything = no_effect(None, "DeepSpeed's class does not use it either; eps is added to the root")
-    """Add eps under the square root."""
 
 
 class OneBitLambParams(_OneBitParams):
@@ -443,7 +419,6 @@ class OptimizerSection(Section):
     every device."""
     params: Annotated[OptimizerParams, PlainValidator(_by_type)]
     legacy_fusion: Bool = no_effect(False, KERNEL)
-    """An older fused kernel."""
 
     @classmethod
     def rewrite(cls, data: object) -> object:

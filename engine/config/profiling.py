@@ -75,7 +75,6 @@ class ThroughputSection(Section):
     """Add a line of samples a second over all ranks to those of steps_per_print, the mean since the line before. Off, where
     DeepSpeed has it on: the journal has the times of all steps."""
     synchronized: Bool = no_effect(True, "a line of progress waits for its loss, and so for the device")
-    """Wait for the device before time is taken."""
 
 
 class TimersSection(Section):

@@ -205,9 +205,7 @@ class Settings(Section):
     csv_monitor: CsvMonitorSection = CsvMonitorSection()
     wandb: WandbSection = WandbSection()
     comet: Unread = not_built(None, _NO_MONITOR)
-    """Metrics for Comet."""
     trackio: Unread = not_built(None, _NO_MONITOR)
-    """Metrics for Trackio."""
     dataloader_drop_last: Bool = built(False)
     """Drop the last batch of an epoch where it is short."""
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], OneOf()] | None = built(None)
@@ -222,86 +220,59 @@ class Settings(Section):
     """Type in which gradients are sent to other ranks; their mean is summed in fp32 and rounded to it once (on gloo).
     Unset or "none": the parameters' type."""
     seq_parallel_comm_data_type: DataType | None = no_effect(None, "there is no sequence parallelism")
-    """Type of sequence-parallel traffic."""
     prescale_gradients: Bool = not_built(False, _MEAN)
-    """Divide gradients before they are reduced."""
     gradient_predivide_factor: Real = not_built(1.0, _MEAN)
-    """Part of the division that comes before the reduction."""
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], OneOf()] = refused(
         "mean", "gradients are averaged over train_batch_size; multiply the loss instead"
     )
-    """Average or sum gradients over the ranks."""
     managed_gradient_accumulation: Bool = refused(True, "step() is called after each micro-batch and acts on the last")
-    """Count micro-batches in the engine."""
     sparse_gradients: Bool = not_built(
         False, "gradients of embeddings travel whole; build them with sparse=False, a sparse gradient is an error"
     )
-    """Reduce sparse gradients of embeddings as such."""
     disable_allgather: Bool = no_effect(False, "updated shards are always all-gathered")
-    """Broadcast updated shards."""
     zero_allow_untested_optimizer: Bool = no_effect(
         False,
         "all that a config names work at every stage and tier; one passed as an object that has no place in docs/optimizers.md "
         "works at stage 0 without offload",
     )
-    """Allow optimizers that were not tested."""
     zero_force_ds_cpu_optimizer: Bool = no_effect(True, KERNEL)
-    """Insist on DeepSpeed's CPU Adam for offloaded state."""
     graph_harvesting: Bool = not_built(
         False, 'no CUDA graph is captured; engine.compile(mode="reduce-overhead") does, at stages 0 to 2'
     )
-    """Capture CUDA graphs."""
     use_data_before_expert_parallelism: Bool = no_effect(False, "there is no expert parallelism")
-    """Order of process groups."""
     vocabulary_size: Unread = no_effect(None, "it follows from the model")
-    """Size for a check of alignment."""
     timers: TimersSection = TimersSection()
     nebula: Unread = not_built(
         None,
         "checkpoints go to the folder or URL of save_checkpoint() only; with wait=False they do not hold up training",
     )
-    """Another checkpoint service."""
     datastates_ckpt: Unread = not_built(
         None, "checkpoints are written by zstore alone; save_checkpoint(wait=False) does not hold up training"
     )
-    """Another checkpoint library."""
     flops_profiler: FlopsProfilerSection = FlopsProfilerSection()
     comms_logger: CommsLoggerSection = CommsLoggerSection()
     elasticity: ElasticitySection = ElasticitySection()
     autotuning: AutotuningSection = AutotuningSection()
     amp: Unread = refused(None, "Apex's amp is no longer maintained: use bf16 or fp16")
-    """Apex mixed precision."""
     torch_autocast: Unread = refused(None, "use bf16 or fp16, or torch.autocast within the model's forward")
-    """Let the engine run torch.autocast."""
     sparse_attention: SparseAttentionSection | None = None
     compile: Unread = refused(
         None, "call engine.compile() after initialize(), which is torch.compile, unit by unit at stage 3"
     )
-    """DeepCompile."""
     pipeline: Unread = refused(None, _NO_PIPELINE)
-    """Pipeline parallelism."""
     tensor_parallel: Unread = refused(None, _NO_TENSOR)
-    """Tensor parallelism."""
     expert_parallel: Unread = refused(None, _NO_EXPERT)
-    """Expert parallelism."""
     sequence_parallel_size: Positive = refused(1, _NO_SEQUENCE)
-    """Ranks that share a sequence."""
     hybrid_engine: Unread = refused(
         None, "there is no inference engine: engine.save_16bit_model() writes weights for a server of your choice"
     )
-    """Inference within training."""
     compression_training: Unread = refused(None, _NO_COMPRESSION)
-    """Quantize and prune while training."""
     quantize_training: Unread = refused(None, _NO_COMPRESSION)
-    """Quantize while training."""
     weight_quantization: Unread = refused(None, _NO_COMPRESSION)
-    """Quantize weights at load."""
     eigenvalue: Unread = refused(None, "it serves quantize_training; remove the section")
-    """Curvature for quantization."""
     progressive_layer_drop: Unread = refused(
         None, "layers are not dropped by the engine: drop them in the model's forward, by engine.global_steps"
     )
-    """Drop layers while training."""
     curriculum_learning: CurriculumSection = CurriculumSection()
     data_efficiency: DataEfficiencySection = DataEfficiencySection()
 

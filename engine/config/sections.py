@@ -64,7 +64,6 @@ class Fp16Section(Section):
     auto_cast: Bool = built(False)
     """Cast floating tensors among the arguments of engine(...) to fp16, also in lists, tuples and dicts."""
     fp16_master_weights_and_grads: Bool = not_built(False, FP32)
-    """Keep masters in fp16."""
 
 
 class Bf16Section(Section):
@@ -75,11 +74,9 @@ class Bf16Section(Section):
     enabled: Bool | Auto = built(False)
     """Train in bf16. "auto": where the device computes bf16 natively and fp16 is not on."""
     immediate_grad_update: Bool = no_effect(False, "gradients are always accumulated as they arrive")
-    """Accumulate a gradient as soon as it exists."""
     check_grad_overflow: Bool = built(False)
     """Skip steps whose gradients are not finite; false: such a step is an error that changes nothing."""
     bf16_master_weights_and_grads: Bool = not_built(False, FP32)
-    """Keep masters in bf16."""
     bf16_optimizer_states: Bool = built(False)
     """Keep the optimizer's moments in bf16, as `zstore.moments` "bf16" does, which this is the same as."""
 
@@ -96,11 +93,8 @@ class AioSection(Section):
     thread_count: Positive = built(8)
     """I/O threads, and so requests in flight; each waits in the kernel, so there may be more than cores."""
     single_submit: Bool = no_effect(False, _IO)
-    """Submit requests one at a time."""
     overlap_events: Bool = no_effect(True, _IO)
-    """Submit before earlier requests are done."""
     use_gds: Bool = not_built(False, "offloaded state passes through host memory, where it is checked and updated")
-    """Read directly into device memory."""
 
 
 class CsvMonitorSection(Section):
@@ -147,19 +141,14 @@ class CheckpointSection(Section):
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], OneOf()] = not_built(
         "Warn", "where the ranks' tags differ, rank 0's is used, with a warning"
     )
-    """Compare the tags of all ranks."""
     load_universal: Bool = no_effect(False, "every checkpoint loads at any world size")
-    """Load a converted checkpoint."""
     use_node_local_storage: Bool = built(False)
     """Save to a drive of each machine's own: the folder that is saved to is another one on each machine. Each has the part
     of its ranks, which loads there at the same world size; for anything else bring the parts together, see docs/saving.md.
     Without it all ranks must see one folder, since that is how they save without waiting for each other."""
     parallel_write: Unread = no_effect(None, "all ranks write at once")
-    """Let pipeline stages write."""
     checkpoint_serialization: Bool = no_effect(True, "nothing is pickled")
-    """torch's zip format."""
     writer: Unread = no_effect(None, "saving does not stall training, with one writer")
-    """Another writer."""
 
 
 class DataTypesSection(Section):
@@ -169,7 +158,6 @@ class DataTypesSection(Section):
     """Type in which gradients accumulate and wait for the update. Unset or "none": fp32 over more than one micro-batch, since
     a sum in 16 bits loses small gradients; over a single one the type in which they are reduced, which loses nothing."""
     param_dtype: DataType | None = no_effect(None, "it follows from fp16 and bf16")
-    """Type of the parameters."""
     buffer_dtype: DataType | None = built(None)
     """Type of the modules' floating buffers. Unset or "none": they keep the types that the model gave them, so that
     frequencies of rotary embeddings and running statistics stay exact beside 16-bit parameters."""

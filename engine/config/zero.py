@@ -33,23 +33,17 @@ class OffloadOptimizerSection(Section):
     """fp32 elements of one buffer, 4 bytes each; a key that DeepSpeed does not have. A request to the disk is no larger
     (nor than aio.block_size)."""
     fast_init: Bool = no_effect(False, "new moments are not written at all: what was never written reads as zeros")
-    """Make new optimizer state without writing it first."""
     ratio: Fraction = built(1.0)
     """Share of the optimizer state that is updated off the device, in whole parameters; 0.3 keeps 70 % on it."""
     pipeline_read: Bool = no_effect(False, _PIPELINE)
-    """Read the next tile while one is updated."""
     pipeline_write: Bool = no_effect(False, _PIPELINE)
-    """Write the last tile while one is updated."""
     super_offload: Bool = not_built(
         False, "the update of offloaded state is the same on every machine, torch's fused kernel on the CPU"
     )
-    """A CPU update for machines whose host and device share a fast link."""
     convert_grad_on_cpu: Bool = no_effect(
         True, "the update casts what is still in 16 bits, tile by tile, where it runs"
     )
-    """Where gradients are cast to fp32."""
     cpuadam_cores_perc: Fraction = not_built(0.8, "the update uses torch's threads: set OMP_NUM_THREADS")
-    """Share of the cores for the update of `super_offload`."""
 
 
 class OffloadParamSection(Section):
@@ -146,14 +140,12 @@ class ZeroSection(Section):
     sub_group_size: Positive | None = no_effect(
         None, "an update streams tiles of 1 MiB at most through a few buffers, whatever the size of the model"
     )
-    """Elements updated at a time; DeepSpeed's default is 1e9."""
     stage3_gather_16bit_weights_on_model_save: Bool = built(False)
     """Write the weights, as the model computes with them, into every checkpoint's folder: safetensors that `from_pretrained`
     loads from there. At every stage; in the background, before the checkpoint is committed."""
     contiguous_gradients: Bool = no_effect(
         True, "gradients are always reduced from flat buckets, which are freed at once, so memory is not fragmented"
     )
-    """Copy gradients into one buffer as they come, against fragmentation."""
     reduce_scatter: Bool = built(True, stages=(1, 2))
     """Reduce-scatter gradients; false: all-reduce them, which sends twice as much and gives the same bits (stages 1, 2; at
     stage 3 they are always reduce-scattered, as in DeepSpeed)."""
@@ -161,37 +153,26 @@ class ZeroSection(Section):
         True,
         "updated shards are always all-gathered: a broadcast from each owner would send the same bytes in more calls",
     )
-    """All-gather updated parameters; false: broadcast them."""
     overlap_comm: Bool = built(True)
     """Reduce gradients and gather units while the model computes; false: wait for each at once. Reductions of stage 3 are
     not waited for, since they come at different times on different ranks. On by default: it costs a bucket of memory."""
     round_robin_gradients: Bool = no_effect(False, "each rank copies its own rows, all ranks at once")
-    """Spread the copies of gradients to the host over the ranks."""
     ignore_unused_parameters: Bool = built(True)
     """Leave a parameter as it is where no rank has a gradient for it in a whole step; false: an error that names such
     parameters."""
     elastic_checkpoint: Bool = no_effect(False, "every checkpoint loads at any world size")
-    """Checkpoints that load at another world size."""
     load_from_fp32_weights: Bool = not_built(
         True, "masters are always loaded from the fp32 weights: 16-bit ones would lose precision"
     )
-    """Load fp32 master weights, not the 16-bit ones."""
     use_multi_rank_bucket_allreduce: Bool = no_effect(True, "a bucket is reduced for all ranks in one collective")
-    """Reduce the buckets of several ranks together."""
     compute_grad_norm: Bool = no_effect(True, "the global norm is part of every step's report")
-    """Compute the global gradient norm where nothing else needs it."""
     parameter_alignment: Bool = no_effect(False, "shards are cut at multiples of 16 elements")
-    """Begin every parameter at a multiple of 16 bytes."""
     stage3_module_granularity_threshold: Count = no_effect(0, _ONE_WAY)
-    """Treat modules with few parameters per descendant as one."""
     stage3_use_all_reduce_for_fetch_params: Bool = no_effect(False, _ONE_WAY)
-    """Gather by all-reduce."""
     stage3_allgather_sequential: Bool = not_built(
         False, "a unit is gathered as a whole; against peaks of memory lower stage3_max_live_parameters"
     )
-    """Gather parameters one at a time."""
     stage3_partition_stream_chunk_size: Count = no_effect(0, "parameters are cut by rows, whatever their size")
-    """Elements of the pieces in which large parameters are sharded."""
     zero_hpz_partition_size: Count = built(1)
     """Ranks that keep a second copy of the parameters among them (ZeRO++ hpZ, stage 3): neighbouring ones, as many as a fast
     link joins. After the first gather of a step, which is from all ranks, parameters are gathered within the group. The same
@@ -204,7 +185,6 @@ class ZeroSection(Section):
     zero_quantized_nontrainable_weights: Bool = not_built(
         False, "frozen weights keep the type that the model computes in, and take that memory"
     )
-    """Keep frozen weights in 8 bits."""
     zero_quantized_gradients: Bool = built(False)
     """Reduce gradients of matrices as 4-bit integers (ZeRO++ qgZ; stages 2 and 3; `zstore.quantized_gradient_bits` takes 8):
     an all-to-all, the mean in fp32. Of several machines, or groups of `zero_hpz_partition_size` ranks, within each group
@@ -219,30 +199,20 @@ class ZeroSection(Section):
         "a group's parameters are gathered in one collective, whose way over nodes is the backend's; with a group of the ranks "
         "of one node nothing crosses nodes",
     )
-    """Gather the parameters of a group that spans nodes within and then between nodes (MiCS)."""
     memory_efficient_linear: Bool = no_effect(True, "linear layers are torch's own")
-    """Replace linear layers by ones that save less for backward."""
     override_module_apply: Bool = no_effect(True, "modules are not patched")
-    """Patch `Module.apply` to gather parameters."""
     pipeline_loading_checkpoint: Bool = no_effect(False, "each rank reads only the rows that it owns")
-    """Load checkpoints one rank after another."""
     log_trace_cache_warnings: Bool = not_built(
         False, "nothing is logged; engine.statistics().units.orders counts the orders of modules that were recorded"
     )
-    """Warn where the order of modules changes."""
     enable_sanity_checks: Bool = no_effect(False, "every transfer is checked always")
-    """Internal checks."""
     legacy_stage1: Bool = no_effect(False, "there is one implementation of all stages")
-    """An older stage 1."""
     save_muon_momentum_buffer_in_memory: Bool = no_effect(False, "it rests where all state does: see offload_optimizer")
-    """Keep Muon's momentum off the drive."""
     leaf_module: LeafModuleSection = LeafModuleSection()
     cpu_offload_use_pin_memory: Bool = no_effect(
         False, "without cpu_offload there is nothing to pin; with an offload section, write pin_memory there"
     )
-    """Old form of `pin_memory`, taken with `cpu_offload` and `cpu_offload_param`."""
     zenflow: Unread = refused(None, "delayed updates would change the result; remove the key")
-    """Update the most important gradients first, the others later."""
 
     @classmethod
     def rewrite(cls, data: object) -> object:
