@@ -26,7 +26,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from zstore.errors import UsageError
 
 from ..config.activations import NOT_PARTITIONED, ActivationCheckpointingSection
-from ..config.config import Config, load_config
+from ..config.config import Config, load_config, read_config
 from .offload import ActivationOffload, active_offload
 from .rng_tracker import RngTracker, seed_model_parallel
 from .statistics import ActivationStatistics
@@ -112,9 +112,7 @@ def configure(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
 
 def _section_in(source: Any) -> ActivationCheckpointingSection:
     """Return the section of a config; other sections are not looked at."""
-    raw = source
-    if isinstance(source, str | os.PathLike):
-        return load_config(source).settings.activation_checkpointing
+    raw = read_config(source) if isinstance(source, str | os.PathLike) else source
     if isinstance(raw, Mapping):
         raw = {"activation_checkpointing": raw.get("activation_checkpointing") or {}}
     return load_config(raw).settings.activation_checkpointing
@@ -190,6 +188,11 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         run = _Block(function, choices)
     with _keeping(choices):
         return torch_checkpoint.checkpoint(run, *args, use_reentrant=False)
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """Do as `checkpoint`, which is not reentrant either."""
+    return checkpoint(function, *args)
 
 
 def checkpoint_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

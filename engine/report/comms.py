@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Protocol
 
 from zstore.errors import UsageError
 from zstore.ranks.comms_log import CollectiveTimes, CommsLog, LoggedCollective, summary_text
@@ -26,12 +27,21 @@ def open_comms_log(section: CommsLoggerSection, world: World) -> CommsLog | None
     )
 
 
-def comms_summary(world: World, *, show_straggler: bool = False) -> str:
-    """Return a table of the collectives so far, a row for each operation and size; `show_straggler` adds the seconds beyond
-    those of the fastest rank, for which all ranks call this.
+class HasWorld(Protocol):
+    """An engine."""
 
-    Raises UsageError where the config does not switch `comms_logger` on.
+    @property
+    def world(self) -> World:
+        """Its ranks."""
+
+
+def comms_summary(engine: HasWorld, *, show_straggler: bool = False) -> str:
+    """Return a table of this rank's collectives so far, a row for each operation and size, with `"comms_logger"` enabled.
+
+    `show_straggler` adds the seconds beyond those of the rank that spent fewest; then all ranks call this. Raises UsageError
+    if collectives are not timed.
     """
+    world = engine.world
     if world.log is None:
         raise UsageError('collectives are not timed: set "comms_logger": {"enabled": true} in the config')
     times = world.log.times()
@@ -42,10 +52,10 @@ def comms_summary(world: World, *, show_straggler: bool = False) -> str:
     return summary_text(times, world.world_size)
 
 
-def log_comms_summary(world: World, *, show_straggler: bool = False) -> None:
+def log_comms_summary(engine: HasWorld, *, show_straggler: bool = False) -> None:
     """Log the table of `comms_summary`, on rank 0; all ranks call it."""
-    text = comms_summary(world, show_straggler=show_straggler)
-    if world.rank == 0:
+    text = comms_summary(engine, show_straggler=show_straggler)
+    if engine.world.rank == 0:
         _log.info("collectives of rank 0:\n%s", text)
 
 

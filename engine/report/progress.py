@@ -158,7 +158,7 @@ class RunReport:
         """Log the table of collectives, where they were timed; close monitors and journal."""
         world = self._training.world
         if world.log is not None and world.rank == 0 and world.log.times():
-            log_comms_summary(world)
+            log_comms_summary(self._training)
         self.monitors.close()
         self.journal.close()
 

@@ -14,9 +14,10 @@ from torch import nn
 
 import zstore
 from tests.engine.linear_runs import linear, settings, start
-from zstore.as_deepspeed import zero, zero_to_fp32
+from zstore.engine.adapters.deepspeed import zero
 from zstore.errors import CheckpointExistsError, UsageError
 from zstore.testing.ranks import run_ranks
+from zstore.tools import zero_to_fp32
 
 
 def _frozen_later(rank: int, stage: int, precision: str) -> list[float]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zstore
-from zstore.as_deepspeed import utils
+from zstore.engine.adapters.deepspeed import utils
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 

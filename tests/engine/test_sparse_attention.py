@@ -283,7 +283,11 @@ def test_a_section_that_cannot_be_is_an_error(section: dict[str, Any], words: st
 
 
 def test_deepspeeds_names() -> None:
-    from zstore.as_deepspeed.sparse_attention import BigBirdSparsityConfig, FixedSparsityConfig, SparseSelfAttention
+    from zstore.engine.adapters.deepspeed.sparse_attention import (
+        BigBirdSparsityConfig,
+        FixedSparsityConfig,
+        SparseSelfAttention,
+    )
 
     config = FixedSparsityConfig(2, 8, False, 2, 1, "unidirectional")
     assert config.make_layout(48).equal(

@@ -23,8 +23,8 @@ from tests.engine.schedule_cases import KNOWN, OWN_LR, adam
 from tests.integrations.tokens import texts, tokenizer
 from tests.integrations.trainers import llama
 from zstore.as_deepspeed import install
-from zstore.as_deepspeed.config import cleaned, raw_config
-from zstore.as_deepspeed.names import (
+from zstore.engine.adapters.deepspeed.config import cleaned, raw_config
+from zstore.engine.adapters.deepspeed.names import (
     _GROUPS,
     _LEAVES,
     _SAFE,
@@ -93,7 +93,7 @@ def plain_losses(steps: int) -> list[float]:
 PLAIN = """
 import runpy, sys
 import torch
-from zstore.as_deepspeed.installing import put_in_place
+from zstore.tools.as_deepspeed.installing import put_in_place
 put_in_place()
 script = runpy.run_path(sys.argv[1])
 torch.manual_seed(1234)
@@ -299,7 +299,8 @@ def test_configs_are_read_as_deepspeed_is_given_them(tmp_path: Path) -> None:
 
 
 def test_what_deepspeed_has_and_zstore_has_not_is_refused_where_it_is_asked_for() -> None:
-    from zstore.as_deepspeed import checkpointing, comm, initialize, optimizers, utils, zero
+    from zstore import checkpointing
+    from zstore.engine.adapters.deepspeed import comm, initialize, optimizers, utils, zero
     from zstore.optim import Lion
 
     parameters = [torch.nn.Parameter(torch.zeros(2))]
@@ -339,7 +340,7 @@ def test_what_deepspeed_has_and_zstore_has_not_is_refused_where_it_is_asked_for(
 def test_a_schedule_made_in_a_script_has_deepspeeds_rates(
     name: str, params: dict[str, Any], expected: list[float]
 ) -> None:
-    from zstore.as_deepspeed import lr_schedules
+    from zstore.engine.adapters.deepspeed import lr_schedules
 
     optimizer = adam()
     kind = getattr(lr_schedules, name)
@@ -353,7 +354,7 @@ def test_a_schedule_made_in_a_script_has_deepspeeds_rates(
 
 
 def test_schedules_take_deepspeeds_order_of_arguments_and_a_first_step() -> None:
-    from zstore.as_deepspeed import lr_schedules
+    from zstore.engine.adapters.deepspeed import lr_schedules
 
     optimizer = adam()
     schedule: Any = lr_schedules.WarmupLR(optimizer, 0.1, 1.1, 4, "log", 1)
@@ -367,9 +368,10 @@ def test_schedules_take_deepspeeds_order_of_arguments_and_a_first_step() -> None
 
 
 def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from zstore.as_deepspeed import engine as engines
-    from zstore.as_deepspeed import groups, initialize, lr_schedules, runtime, utils, zero, zero_to_fp32
-    from zstore.as_deepspeed.zero_types import ZeroParamStatus
+    from zstore.engine.adapters.deepspeed import engine as engines
+    from zstore.engine.adapters.deepspeed import groups, initialize, lr_schedules, runtime, utils, zero
+    from zstore.engine.adapters.deepspeed.zero_types import ZeroParamStatus
+    from zstore.tools import zero_to_fp32
 
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
@@ -446,7 +448,7 @@ def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_an_engine_without_an_optimizer_evaluates() -> None:
-    from zstore.as_deepspeed import initialize
+    from zstore.engine.adapters.deepspeed import initialize
 
     config = {"scheduler": {"type": "WarmupLR", "params": {}}, "zero_optimization": {"stage": 0}}
     engine, *others = initialize.initialize(model=torch.nn.Linear(2, 1), config=config)
@@ -461,7 +463,7 @@ def test_an_engine_without_an_optimizer_evaluates() -> None:
 
 
 def test_a_reference_model_is_built_by_the_config_of_training_and_initialized_by_another(tmp_path: Path) -> None:
-    from zstore.as_deepspeed import initialize, zero
+    from zstore.engine.adapters.deepspeed import initialize, zero
 
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     whole: dict[str, Any] = {"stage": 3, "offload_param": disk, "stage3_param_persistence_threshold": 0}

@@ -12,14 +12,15 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from zstore.as_deepspeed import constants, launcher, lr_schedules, monitor, optimizers, runtime, tiling, utils, zero
-from zstore.as_deepspeed.absent import absent
-from zstore.as_deepspeed.config import DeepSpeedConfig, DeepSpeedFP16Config, DeepSpeedZeroConfig
-from zstore.as_deepspeed.finder import KNOWN
-from zstore.as_deepspeed.initialize import initialize
-from zstore.as_deepspeed.names import ABSENT, MODULES, WITH_CONSTANTS
 from zstore.engine.access import safe_access
+from zstore.engine.adapters.deepspeed import constants, lr_schedules, monitor, optimizers, runtime, tiling, utils, zero
+from zstore.engine.adapters.deepspeed.absent import absent
+from zstore.engine.adapters.deepspeed.config import DeepSpeedConfig, DeepSpeedFP16Config, DeepSpeedZeroConfig
+from zstore.engine.adapters.deepspeed.initialize import initialize
+from zstore.engine.adapters.deepspeed.modules import KNOWN
+from zstore.engine.adapters.deepspeed.names import ABSENT, MODULES, WITH_CONSTANTS
 from zstore.errors import UsageError
+from zstore.tools.run import deepspeed as launcher
 
 STEP = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
 

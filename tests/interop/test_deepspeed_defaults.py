@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.engine.schedule_cases import KNOWN, adam
-from zstore.as_deepspeed import lr_schedules, optimizers
+from zstore.engine.adapters.deepspeed import lr_schedules, optimizers
 from zstore.engine.config.keys import Section, Status, about, known_keys, section_of
 from zstore.engine.config.optimizers import ONE_BIT, OptimizerSection
 from zstore.engine.config.resolve import default_weight_decay

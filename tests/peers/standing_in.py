@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zstore.as_deepspeed.installing import put_in_place
+from zstore.tools.as_deepspeed.installing import put_in_place
 
 if os.environ.get("STANDS_IN"):
     put_in_place()

@@ -4,6 +4,6 @@
 notebook. No module named deepspeed is ever put anywhere. `docs/deepspeed.md` says which names are there.
 """
 
-from .installing import install
+from zstore.tools.as_deepspeed.installing import install
 
 __all__ = ["install"]

@@ -10,13 +10,8 @@ from typing import Any
 import pytest
 
 from tests.engine.config.elastic_cases import elastic_cases
-from zstore.as_deepspeed.elasticity import (
-    ElasticityConfigError,
-    ElasticityIncompatibleWorldSize,
-    elasticity_enabled,
-)
-from zstore.as_deepspeed.elasticity import compute_elastic_config as as_deepspeed
-from zstore.elasticity import ElasticConfig, compute_elastic_config
+from zstore.elasticity import ElasticityConfigError, ElasticityIncompatibleWorldSize, compute_elastic_config
+from zstore.engine.adapters.deepspeed.elasticity import elasticity_enabled
 from zstore.engine.config.config import load_config
 from zstore.engine.config.elastic_batch import elastic_batch, highly_composite_numbers
 from zstore.engine.config.resolve import ResolveContext
@@ -52,11 +47,9 @@ def test_highly_composite_numbers_have_more_divisors_than_any_smaller() -> None:
 
 
 def test_the_batch_and_world_sizes_are_those_that_deepspeed_documents() -> None:
-    found = compute_elastic_config({"elasticity": DOCUMENTED}, 64)
-    assert (found.train_batch_size, len(found.valid_world_sizes)) == (9792, 23)
-    assert (found.micro_batch_size, found.accumulation_steps) == (17, 9)
-    assert as_deepspeed({"elasticity": DOCUMENTED}, "0.19", world_size=64) == (9792, list(found.valid_world_sizes), 17)
-    for count in found.valid_world_sizes:
+    batch, valid, micro = compute_elastic_config({"elasticity": DOCUMENTED}, "0.19", world_size=64)
+    assert (batch, len(valid), micro) == (9792, 23, 17)
+    for count in valid:
         assert any(9792 % (count * micro) == 0 for micro in DOCUMENTED["micro_batch_sizes"])
 
 
@@ -91,9 +84,9 @@ def test_a_config_takes_its_batch_sizes_from_the_world_size() -> None:
 
 def test_nodes_are_counted_whole_with_version_2() -> None:
     nodes = config(num_gpus_per_node=2, version=0.2)
-    assert compute_elastic_config(nodes).valid_world_sizes == (2, 4, 6, 12)
-    assert compute_elastic_config(config(num_gpus_per_node=2, version=0.1)).valid_world_sizes == (1, 2, 3, 4, 6, 12)
-    assert compute_elastic_config(config(min_gpus=2, max_gpus=4)).valid_world_sizes == (2, 3, 4)
+    assert compute_elastic_config(nodes)[1] == [2, 4, 6, 12]
+    assert compute_elastic_config(config(num_gpus_per_node=2, version=0.1))[1] == [1, 2, 3, 4, 6, 12]
+    assert compute_elastic_config(config(min_gpus=2, max_gpus=4), return_microbatch=True)[1:] == ([2, 3, 4], None)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +103,7 @@ def test_a_section_that_cannot_be_served_is_an_error(raw: dict[str, Any], messag
         load_config(raw)
     if "train_batch_size" not in raw:  # DeepSpeed's function looks at the section alone.
         with pytest.raises(ElasticityConfigError, match=message):
-            as_deepspeed(raw)
+            compute_elastic_config(raw)
 
 
 def test_the_answers_are_those_of_deepspeed() -> None:
@@ -123,7 +116,7 @@ def test_the_answers_are_those_of_deepspeed() -> None:
     for (section, world_size), theirs in zip(elastic_cases(), answers, strict=True):
         ours: list[int] | None
         try:
-            batch, valid, micro = as_deepspeed({"elasticity": section}, world_size=world_size)
+            batch, valid, micro = compute_elastic_config({"elasticity": section}, world_size=world_size)
             ours = [batch, len(valid), sum(valid), micro]
         except ConfigError:
             ours = None
@@ -133,9 +126,11 @@ def test_the_answers_are_those_of_deepspeed() -> None:
     assert not wrong
 
 
-def test_a_world_size_that_is_not_valid_has_a_batch_of_its_own_or_is_an_error_that_names_the_valid_ones() -> None:
+def test_a_world_size_that_is_not_valid_has_a_batch_of_its_own_or_is_an_error_that_names_the_valid_ones(
+    tmp_path: Path,
+) -> None:
     assert sizes(config(), 5) == (10, 2, 1)
-    assert as_deepspeed(config() | {"train_batch_size": 8}, world_size=5) == (10, [5], 2)
+    assert compute_elastic_config(config() | {"train_batch_size": 8}, world_size=5) == (10, [5], 2)
     with pytest.raises(ConfigError, match="12 samples are less than a micro-batch of 3 on each of 13 ranks"):
         sizes(config(), 13)
     first = config(version=0.1)
@@ -143,15 +138,17 @@ def test_a_world_size_that_is_not_valid_has_a_batch_of_its_own_or_is_an_error_th
     with pytest.raises(ConfigError, match=message):
         sizes(first, 5)
     with pytest.raises(ElasticityIncompatibleWorldSize, match=message):
-        as_deepspeed(first, world_size=5)
+        compute_elastic_config(first, world_size=5)
     with pytest.raises(ConfigError, match="none from 5 to 5 is valid"):
         sizes(config(version=0.1, min_gpus=5, max_gpus=5), 5)
     with pytest.raises(ConfigError, match="got none that is enabled"):
         compute_elastic_config({})
     assert elasticity_enabled(config())
     assert not elasticity_enabled({})
-    assert as_deepspeed(config()) == (12, [1, 2, 3, 4, 6, 12])
-    assert compute_elastic_config(config()) == ElasticConfig(train_batch_size=12, valid_world_sizes=(1, 2, 3, 4, 6, 12))
+    assert compute_elastic_config(config()) == (12, [1, 2, 3, 4, 6, 12])
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config()))
+    assert compute_elastic_config(path) == (12, [1, 2, 3, 4, 6, 12])
 
 
 def test_autotuning_says_that_tune_acts_on_it() -> None:

@@ -19,7 +19,7 @@ def main():
     import deepspeed.runtime.lr_schedules
 
     from zstore.as_deepspeed import install
-    from zstore.as_deepspeed.names import MODULES
+    from zstore.engine.adapters.deepspeed.names import MODULES
 
     install()  # a second time
     for dotted, homes in MODULES.items():

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from zstore.errors import ConfigError, UsageError
-from zstore.tools.run.hosts import parse_hostfile
+
+from .hosts import parse_hostfile
 
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 

@@ -171,7 +171,7 @@ class DeepSpeedEngine(Engine):
         self.tput_timer = ThroughputTimer(self)
         self._managed = True
         self._coalesces = self._has_coalesced = False  # within such a block; between one and its step
-        comm.know(self.world)
+        comm.know(self)
         optimizer = self.optimizer
         if optimizer is not None:
             optimizer.overflow = False  # whether the last step was skipped

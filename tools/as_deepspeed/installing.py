@@ -8,9 +8,10 @@ import os
 import sys
 from pathlib import Path
 
+from zstore._version import __version__
 from zstore.errors import UsageError
 
-from .finder import VERSION, AnswerFinder, installed_finder
+from .finder import AnswerFinder, installed_finder
 
 _log = logging.getLogger("zstore")
 
@@ -61,7 +62,9 @@ def put_in_place() -> None:
     sys.meta_path.insert(0, AnswerFinder())
     _tell_children()
     if other is not None and os.environ.get("RANK", "0") == "0":
-        _log.warning("DeepSpeed %s is installed here; in this run `import deepspeed` gives zstore (%s)", other, VERSION)
+        _log.warning(
+            "DeepSpeed %s is installed here; in this run `import deepspeed` gives zstore %s", other, __version__
+        )
 
 
 def _other_version() -> str | None:

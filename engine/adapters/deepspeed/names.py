@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_VERSION_PARTS = ("__version_major__", "__version_minor__", "__version_patch__")
+from zstore._version import __version__
+
+ANSWERS_FOR = "0.19.8"
+"""The DeepSpeed whose names these are."""
+VERSION = f"{ANSWERS_FOR}+zstore.{__version__.replace('+', '.')}"
+"""DeepSpeed's version, as it is told."""
+
 _OPTIMIZERS = ("DeepSpeedCPUAdam", "FusedAdam")
 _SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
 _INIT = ("GatheredParameters", "Init", "MiCS_Init", "register_external_parameter", "unregister_external_parameter")
@@ -138,11 +144,13 @@ _GROUPS = tuple(
     if kind != "expert" or what != "group"
 )
 
-_ACCESS, _PROFILING = "zstore.engine.access.safe_access", "zstore.profiling"
+_ACCESS = "zstore.engine.access.safe_access"
+_CHECKPOINTING_HOME = "zstore.engine.activations.checkpointing"
+_PROFILER_HOME, _MEMORY_HOME = "zstore.engine.profile.profiler", "zstore.engine.profile.memory_needs"
+_TO_FP32_HOME, _LAUNCHER_HOME = "zstore.tools.zero_to_fp32", "zstore.tools.run.deepspeed"
 
 MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed": {
-        "root": ("__git_branch__", "__git_hash__", "__version__", "version", *_VERSION_PARTS),
         "engine": ("DeepSpeedEngine",),
         "initialize": ("add_config_arguments", "init_distributed", "initialize"),
         "utils": ("OnDevice", "log_dist", "logger"),
@@ -152,16 +160,15 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed.accelerator.real_accelerator": {"accelerator": ("get_accelerator",)},
     "deepspeed.checkpoint": {},
     "deepspeed.checkpoint.utils": {"utils": ("clone_tensors_for_torch_save",)},
-    "deepspeed.checkpointing": {"checkpointing": _CHECKPOINTING},
+    "deepspeed.checkpointing": {_CHECKPOINTING_HOME: _CHECKPOINTING},
     "deepspeed.comm": {"comm": _COMM},
     "deepspeed.comm.comm": {"comm": _COMM},
     "deepspeed.compression": {},
     "deepspeed.compression.helper": {"utils": ("recursive_getattr", "recursive_setattr")},
     "deepspeed.elasticity": {"elasticity": _ELASTICITY},
     "deepspeed.elasticity.elasticity": {"elasticity": _ELASTICITY},
-    "deepspeed.git_version_info": {"root": ("version",)},
     "deepspeed.launcher": {},
-    "deepspeed.launcher.runner": {"launcher": _LAUNCHER},
+    "deepspeed.launcher.runner": {_LAUNCHER_HOME: _LAUNCHER},
     "deepspeed.moe": {},
     "deepspeed.moe.utils": {"utils": ("is_moe_param", "split_params_into_different_moe_groups_for_optimizer")},
     "deepspeed.monitor": {},
@@ -182,11 +189,11 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed.ops.lion.fused_lion": {"optimizers": ("FusedLion",)},
     "deepspeed.ops.sparse_attention": {"sparse_attention": _SPARSE},
     "deepspeed.profiling": {},
-    "deepspeed.profiling.flops_profiler": {_PROFILING: _PROFILER},
-    "deepspeed.profiling.flops_profiler.profiler": {_PROFILING: _PROFILER},
+    "deepspeed.profiling.flops_profiler": {_PROFILER_HOME: _PROFILER},
+    "deepspeed.profiling.flops_profiler.profiler": {_PROFILER_HOME: _PROFILER},
     "deepspeed.runtime": {},
     "deepspeed.runtime.activation_checkpointing": {},
-    "deepspeed.runtime.activation_checkpointing.checkpointing": {"checkpointing": _CHECKPOINTING},
+    "deepspeed.runtime.activation_checkpointing.checkpointing": {_CHECKPOINTING_HOME: _CHECKPOINTING},
     "deepspeed.runtime.engine": {"engine": ("DeepSpeedEngine",)},
     "deepspeed.runtime.lr_schedules": {"lr_schedules": (*_SCHEDULES, "VALID_LR_SCHEDULES")},
     "deepspeed.runtime.utils": {"runtime": _RUNTIME_UTILS},
@@ -208,8 +215,8 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zero_types": ("ZeroParamStatus",),
         "accelerator": ("get_accelerator",),
     },
-    "deepspeed.runtime.zero.stage3": {_PROFILING: _ZERO3_MEMORY, "zero": ("unwrap_model_for_generation",)},
-    "deepspeed.runtime.zero.stage_1_and_2": {_PROFILING: _ZERO2_MEMORY},
+    "deepspeed.runtime.zero.stage3": {_MEMORY_HOME: _ZERO3_MEMORY, "zero": ("unwrap_model_for_generation",)},
+    "deepspeed.runtime.zero.stage_1_and_2": {_MEMORY_HOME: _ZERO2_MEMORY},
     "deepspeed.runtime.zero.tiling": {"tiling": ("TiledLinear",)},
     "deepspeed.runtime.zero.utils": {"zero": ("ZeRORuntimeException", "is_zero_param")},
     "deepspeed.utils": {
@@ -224,12 +231,13 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed.utils.tensor_fragment": {_ACCESS: _SAFE},
     "deepspeed.utils.timer": {"utils": ("trim_mean",)},
     "deepspeed.utils.torch": {"runtime": ("required_torch_version",)},
-    "deepspeed.utils.zero_to_fp32": {"zero_to_fp32": (*_TO_FP32, "get_optim_files")},
+    "deepspeed.utils.zero_to_fp32": {_TO_FP32_HOME: (*_TO_FP32, "get_optim_files")},
     "deepspeed.zero": {"zero": _INIT, "tiling": ("TiledLinear",)},
 }
 """DeepSpeed's module -> this package's module, or one by its whole name -> names that it gives."""
 
 WITH_CONSTANTS = (
+    "deepspeed",
     "deepspeed.checkpoint",
     "deepspeed.checkpoint.constants",
     "deepspeed.git_version_info",

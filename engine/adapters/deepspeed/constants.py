@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .names import ANSWERS_FOR, VERSION
+
 
 def _keys(*names: str) -> dict[str, str]:
     """Return names whose value is the name in lower case."""
@@ -40,6 +42,9 @@ _OPS = {
 """Name of a builder -> DeepSpeed's name of its operator, and whether what it serves is there."""
 
 
+_PARTS = ("major", "minor", "patch")
+
+
 def _version(text: str | None) -> str:
     return ".".join((text or "0.0").partition("+")[0].split(".")[:2])
 
@@ -49,6 +54,11 @@ _NCCL = ".".join(map(str, _nccl()[:2])) if torch.cuda.is_available() else "0.0"
 _OLD_LR = ("WarmupLR", "WARMUP_LR"), ("WarmupDecayLR", "WARMUP_DECAY_LR"), ("WarmupCosineLR", "WARMUP_COSINE_LR")
 
 CONSTANTS: Mapping[str, Mapping[str, Any]] = {
+    "deepspeed": {
+        **dict.fromkeys(("__version__", "version"), VERSION),
+        **dict.fromkeys(("__git_branch__", "__git_hash__")),
+        **{f"__version_{part}__": int(n) for part, n in zip(_PARTS, ANSWERS_FOR.split("."), strict=True)},
+    },
     "deepspeed.checkpoint": _keys("UNIVERSAL_CHECKPOINT_INFO"),
     "deepspeed.checkpoint.constants": {
         **_keys(
@@ -67,6 +77,7 @@ CONSTANTS: Mapping[str, Mapping[str, Any]] = {
         "ZERO_FILE_PREFIX": "zero_pp_rank_",
     },
     "deepspeed.git_version_info": {
+        "version": VERSION,
         "torch_info": {
             "version": _version(torch.__version__),
             "bf16_support": True,

@@ -11,9 +11,8 @@ from torch.distributed import *  # noqa: F403 - `names` lists what is given on
 from torch.distributed import get_backend, get_global_rank, monitored_barrier
 
 from zstore.engine import init_distributed
-from zstore.engine.report.comms import log_comms_summary
+from zstore.engine.report.comms import HasWorld, log_comms_summary
 from zstore.errors import UsageError
-from zstore.ranks.world import World
 
 __all__ = [
     "get_all_ranks_from_group",
@@ -29,13 +28,13 @@ __all__ = [
 
 
 inference_all_reduce = torch_dist.all_reduce
-_worlds: list[weakref.ref[World]] = []
-"""That of the engine that was made last."""
+_engines: list[weakref.ref[HasWorld]] = []
+"""The one that was made last."""
 
 
-def know(world: World) -> None:
-    """Let `log_summary` be of this world's collectives."""
-    _worlds[:] = [weakref.ref(world)]
+def know(engine: HasWorld) -> None:
+    """Let `log_summary` be of this engine's collectives."""
+    _engines[:] = [weakref.ref(engine)]
 
 
 def log_summary(show_straggler: bool = False) -> None:
@@ -44,10 +43,10 @@ def log_summary(show_straggler: bool = False) -> None:
     `show_straggler` adds the seconds beyond those of the rank that spent fewest. Collectives that the script itself starts
     are torch's, and not in it. Raises UsageError where nothing is timed.
     """
-    world = _worlds[0]() if _worlds else None
-    if world is None:
+    engine = _engines[0]() if _engines else None
+    if engine is None:
         raise UsageError("deepspeed.comm.log_summary(): there is no engine; call it after deepspeed.initialize()")
-    log_comms_summary(world, show_straggler=show_straggler)
+    log_comms_summary(engine, show_straggler=show_straggler)
 
 
 def get_world_group() -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zstore.profiling import see_memory_usage
+from zstore.engine.profile.memory_usage import see_memory_usage
 
 __all__ = [
     "call_to_str",

@@ -1,0 +1,1 @@
+"""DeepSpeed's names, answered by zstore: `names` lists them, and `zstore.as_deepspeed` lets `import deepspeed` give them."""

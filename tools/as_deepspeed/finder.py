@@ -1,0 +1,52 @@
+"""What `sys.meta_path` and `importlib.metadata` ask for by the name deepspeed. Nothing is installed: it is gone with the
+process. Imported at the start of every Python of such a run, so without torch, which comes with the first name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from types import ModuleType
+from typing import Any
+
+
+class _AnswerDistribution(Distribution):
+    """What `importlib.metadata` knows of a distribution named deepspeed."""
+
+    def read_text(self, filename: str) -> str | None:
+        """See Distribution."""
+        from zstore.engine.adapters.deepspeed.names import VERSION
+
+        metadata = f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\n"
+        return {"METADATA": metadata, "top_level.txt": "deepspeed\n"}.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        """Raise FileNotFoundError: there are no files."""
+        raise FileNotFoundError(f"deepspeed is answered by zstore in this process and has no file {path}")
+
+
+class AnswerFinder(DistributionFinder):
+    """The entry of `sys.meta_path`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a module of DeepSpeed's name, None for any other. Raises ModuleNotFoundError for one that is
+        not there."""
+        if fullname.partition(".")[0] != "deepspeed":
+            return None
+        from zstore.engine.adapters.deepspeed.modules import spec_of
+
+        return spec_of(fullname)
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
+        """Yield the distribution, if that name or any is asked for."""
+        name = None if context is None else context.name
+        if name is None or name.lower() == "deepspeed":
+            yield _AnswerDistribution()
+
+
+def installed_finder() -> AnswerFinder | None:
+    """Return the finder of this process; None if there is none."""
+    return next((finder for finder in sys.meta_path if isinstance(finder, AnswerFinder)), None)

@@ -1,0 +1,131 @@
+"""`deepspeed.utils.zero_to_fp32`: whole fp32 weights out of a checkpoint, of zstore's or DeepSpeed's."""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import logging
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zstore.engine import gather
+from zstore.engine.access.access import live
+from zstore.errors import CheckpointExistsError, ZstoreError
+from zstore.open.checkpoint import open_checkpoint
+from zstore.ranks.world import World
+from zstore.weights.choose import frozen_weights
+
+from .consolidate import Which, consolidate_command
+from .options import Dtype, parse_size
+
+_log = logging.getLogger("zstore")
+_ONE_FILE_BYTES = 2**62
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint, by default the newest, in fp32 on the CPU, by their names in the model.
+
+    With `lazy_mode` too they are tensors, all in memory. Raises CheckpointNotFoundError where there is none.
+    """
+    with open_checkpoint(checkpoint_dir, tag) as checkpoint:
+        weights = checkpoint.consolidated("fp32")
+        frozen = frozen_weights(checkpoint.source) if exclude_frozen_parameters else set()
+        return weights.load([name for name in weights if name not in frozen])
+
+
+def get_optim_files(checkpoint_dir: str) -> list[str]:
+    """Return DeepSpeed's files of optimizer state in a tag's folder, by their numbers. Raises FileNotFoundError if there are
+    none."""
+    found = [os.fspath(path) for path in Path(checkpoint_dir).glob("*_optim_states.pt")]
+    if not found:
+        raise FileNotFoundError(f"{checkpoint_dir}: expected DeepSpeed's files *_optim_states.pt, got none")
+    return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
+
+
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
+    """Load the fp32 weights of a checkpoint into `model` and return it: moved to the CPU, but for an engine's, which goes on
+    training with them (all ranks)."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    if any(access.record_of(parameter) is not None for access in live() for parameter in model.parameters()):
+        with gather(model, modifier_rank=0):
+            model.load_state_dict(state, strict=False)
+        return model
+    model = model.cpu()
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str,
+    output_dir: str,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the weights of a checkpoint in fp32 into the new folder `output_dir`, as safetensors, in bounded memory.
+
+    Where `safe_serialization` asks for pickles, a line says that these are safetensors. Any rank may call it, or all: each
+    writes, and the first one's folder stays. Raises CheckpointExistsError if the folder exists, with other content.
+    """
+    if not safe_serialization:
+        _log.warning(
+            "convert_zero_checkpoint_to_fp32_state_dict: writing safetensors into %s; nothing is pickled", output_dir
+        )
+    size = _ONE_FILE_BYTES if max_shard_size is None else parse_size(max_shard_size)
+    which = Which(tag=tag, exclude_frozen=exclude_frozen_parameters)
+    world, target = World.current(), Path(output_dir)
+    own = target if world.world_size == 1 else target.with_name(f"{target.name}.rank-{world.rank}")
+    consolidate_command(checkpoint_dir, own, Dtype.FP32, size, which=which)
+    if own != target:
+        _publish(own, target)
+
+
+def _publish(own: Path, target: Path) -> None:
+    """Rename a folder; if another rank was first, compare and remove it."""
+    try:
+        own.rename(target)
+        return
+    except OSError:
+        names = sorted(path.name for path in own.iterdir())
+        same = target.is_dir() and names == sorted(path.name for path in target.iterdir())
+        same = same and not any(filecmp.cmpfiles(own, target, names, shallow=False)[1:])
+    shutil.rmtree(own)
+    if not same:
+        raise CheckpointExistsError(f"{target} exists and has other content: remove it, or choose another folder")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run DeepSpeed's command `zero_to_fp32.py CHECKPOINT OUT`, with its options; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="zero_to_fp32.py",
+        description="Write the fp32 weights of a checkpoint, of zstore or DeepSpeed, as safetensors.",
+    )
+    parser.add_argument("checkpoint_dir", help="the folder with `latest`, or a tag's own")
+    parser.add_argument("output_dir", help="the folder to make")
+    parser.add_argument("--max_shard_size", default="5GB", help="size of the largest file")
+    parser.add_argument("--safe_serialization", action="store_true", help="no effect: safetensors it is")
+    parser.add_argument("-t", "--tag", help="the checkpoint, by default the newest")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
+    parser.add_argument("-d", "--debug", action="store_true", help="no effect")
+    given = parser.parse_args(words)
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(
+            given.checkpoint_dir,
+            given.output_dir,
+            given.max_shard_size,
+            safe_serialization=given.safe_serialization,
+            tag=given.tag,
+            exclude_frozen_parameters=given.exclude_frozen_parameters,
+        )
+    except (ZstoreError, OSError) as error:
+        parser.exit(1, f"zero_to_fp32.py: {error}\n")
+    return 0
