@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -252,6 +253,8 @@ class Training:
         self.gradients.acts = self
         self._needs_gradients = not self.config.zero.ignore_unused_parameters
         self._gather_numel = self.config.allgather_bucket_numel
+        self._is_coalescing = False
+        """Whether gradients wait that a backward of the block of `coalesced` left."""
         self._error_behind: BaseException | None = None
         """What ended the update behind the step before, to be agreed on by the backward under way."""
 
@@ -323,13 +326,16 @@ class Training:
                 "a backward after the norm of the gradients was taken, and before step(): take it after the last backward"
             )
         self._error_behind = self.pending.wait()
-        in_backward = self.pending.in_backward if self.accumulation.is_boundary else None
+        updates = self.accumulation.is_boundary and not self.gradients.waits
+        in_backward = self.pending.in_backward if updates else None
         if in_backward is not None:
             self.pending.require_whole()
             self.before_change()
             in_backward.start(self._settings(scale_factor(0.0, 0.0, self.scaler.scale)))
         try:
-            self.gradients.start_backward(last=self.accumulation.is_boundary)
+            if not self._is_coalescing:
+                self.gradients.start_backward(last=self.accumulation.is_boundary and not self.gradients.waits)
+                self._is_coalescing = self.gradients.waits
             if self.hooks is not None:
                 self.hooks.start_backward()
         except BaseException as raised:
@@ -339,7 +345,8 @@ class Training:
     def end_backward(self) -> None:
         """Take the gradients of a backward that is done (all ranks)."""
         try:
-            self.gradients.end_backward()
+            if not self._is_coalescing:
+                self.gradients.end_backward()
             if self.hooks is not None:
                 self.hooks.end_backward()
             # Not before: ranks whose forwards differ meet in the backward's own collectives, which tell them.
@@ -347,7 +354,8 @@ class Training:
             self.pending.agree(error)
             if self.activations is not None:
                 self.activations.end_backward()
-            self.gradients.show(whole=self.scaler.scale == 1.0)
+            if not self._is_coalescing:
+                self.gradients.show(whole=self.scaler.scale == 1.0)
         except BaseException as raised:
             self.abandon_backward(raised)
             raise
@@ -356,6 +364,23 @@ class Training:
             if self.hooks is not None:
                 self.hooks.units.values_change(by_step=True)
         self.accumulation.backwards += 1
+
+    @contextlib.contextmanager
+    def coalesced(self) -> Iterator[None]:
+        """Leave each rank's own sums in `.grad` within the block, and reduce them at its end as those of one backward, not the
+        last of its step (all ranks). The accumulation starts over if the block raises."""
+        self.gradients.waits = True
+        try:
+            yield
+        except BaseException:
+            self.gradients.waits = False
+            self.restart_accumulation()
+            raise
+        self.gradients.waits = False
+        if self._is_coalescing:
+            self._is_coalescing = False
+            self.gradients.end_backward()
+            self.gradients.show(whole=self.scaler.scale == 1.0)
 
     def abandon_backward(self, raised: BaseException) -> None:
         """Forget a backward that failed, and with it the accumulation; what `raised` is told where that cannot be."""
@@ -375,6 +400,7 @@ class Training:
 
     def _forget_gradients(self) -> None:
         self._raw_norm = self._clip_factor = None
+        self._is_coalescing = False
         self.gradients.drop()
 
     def name_boundary(self, is_boundary: bool | None) -> None:
@@ -392,6 +418,10 @@ class Training:
         """Return the norm of the gradients accumulated, with the loss scale, once a step: no backward may follow before
         `step` (all ranks). With `begin` state is read meanwhile for the update that is to come next."""
         self.pending.require_whole()
+        if self.gradients.waits:
+            raise UsageError(
+                "the norm within coalesce_grad_reduction(), before gradients are reduced: take it after the block"
+            )
         if self.gradients.sums is None:
             with labelled("reduce"):
                 self.gradients.reduce()

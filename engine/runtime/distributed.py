@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
+from zstore.ranks.mpi import take_mpi_ranks
+
 _log = logging.getLogger("zstore")
 
 
@@ -27,14 +29,15 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start torch.distributed from the variables that torchrun sets; nothing to do where it runs, or for a process
-    alone.
+    """Start torch.distributed from the variables that torchrun sets, or mpirun; nothing to do where it runs, or for a
+    process alone.
 
     A collective in which a rank waits for longer than `timeout` fails; by default 30 minutes, or as many as the variable
     DEEPSPEED_TIMEOUT says. Ranks that fail, die or stop are noticed much earlier, by the engine's watch.
     `dist_backend` "nccl" on a machine without CUDA is gloo, with one warning, of rank 0. By default it is NCCL where
     there is CUDA.
-    `auto_mpi_discovery`, `verbose` and `config` are accepted for scripts that pass them.
+    Without `auto_mpi_discovery` mpirun's variables do not count. `verbose` and `config` are accepted for scripts that pass
+    them.
     """
     cuda = torch.cuda.is_available()
     backend = dist_backend or ("nccl" if cuda else "gloo")
@@ -44,6 +47,8 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             _say_gloo()
     if torch_dist.is_initialized() or dist_init_required is False:
         return
+    if auto_mpi_discovery and rank < 0:
+        take_mpi_ranks(os.environ)
     if init_method is None and rank < 0 and not {"RANK", "WORLD_SIZE"} <= set(os.environ):
         return
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -90,6 +90,8 @@ class Gradients(ABC):
         self._several = False
         """Whether this step has more than one backward, as far as is known."""
         self._handles: list[RemovableHandle] = []
+        self.waits = False
+        """Whether backwards leave each rank's own sums in `.grad`, to be reduced as those of one backward."""
         self.acts: GradientActs | None = None
         """Does what a training loop asks of gradients that it cannot have whole; None: `.grad` stays None."""
         self.sums: dict[ParameterRecord, Sequence[float]] | None = None
@@ -302,7 +304,7 @@ class WholeGradients(Gradients):
         return wanted != record.dtype or (held is not None and held.dtype != wanted)
 
     def _arrived(self, record: ParameterRecord) -> None:
-        if record in self._folded:
+        if record in self._folded and not self.waits:
             self._fired[record] += 1
             if self._fired[record] >= self._expected[record]:
                 self._fold(record)

@@ -178,10 +178,10 @@ class UnitGradients(Gradients):
                 "a backward that the engine does not know of: call the engine and not its module, or engine.backward(loss)"
             )
         is_complete = self._arrivals.note(record)
-        if self._world.world_size > 1:
+        if self._world.world_size > 1 and not self.waits:
             for records in self._arrivals.ready():
                 self._send(records)
-        elif is_complete:
+        elif is_complete and not self.waits:
             self._send([record])
         if self._tell is not None:
             self._tell(record)

@@ -9,17 +9,33 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from torch import nn
 
 from zstore.engine.access import safe_access
-from zstore.engine.adapters.deepspeed import constants, lr_schedules, monitor, optimizers, runtime, tiling, utils, zero
+from zstore.engine.adapters.deepspeed import (
+    constants,
+    lr_schedules,
+    monitor,
+    optimizers,
+    reshape,
+    runtime,
+    tiling,
+    utils,
+    zero,
+)
 from zstore.engine.adapters.deepspeed.absent import absent
-from zstore.engine.adapters.deepspeed.config import DeepSpeedConfig, DeepSpeedFP16Config, DeepSpeedZeroConfig
+from zstore.engine.adapters.deepspeed.config import (
+    DeepSpeedConfig,
+    DeepSpeedConfigModel,
+    DeepSpeedFP16Config,
+    DeepSpeedZeroConfig,
+)
 from zstore.engine.adapters.deepspeed.initialize import initialize
 from zstore.engine.adapters.deepspeed.modules import KNOWN
-from zstore.engine.adapters.deepspeed.names import ABSENT, MODULES, WITH_CONSTANTS
+from zstore.engine.adapters.deepspeed.names import ABSENT, MODULES
 from zstore.errors import UsageError
+from zstore.testing.ranks import run_ranks
 from zstore.tools.run import deepspeed as launcher
 
 STEP = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
@@ -41,7 +57,6 @@ def test_what_is_not_built_raises_when_it_is_used(dotted: str) -> None:
 
 
 def test_values_have_one_home() -> None:
-    assert set(WITH_CONSTANTS) == set(constants.CONSTANTS)
     for module, values in constants.CONSTANTS.items():
         others = {name for names in MODULES.get(module, {}).values() for name in names} | set(ABSENT.get(module, ()))
         assert not others & set(values)
@@ -289,6 +304,124 @@ def test_calls_at_a_wrong_time_raise_deepspeeds_kinds_of_errors() -> None:
             assert _kind(engine.coalesce_grad_reduction().__enter__) is AssertionError
         with engine.no_sync():
             assert _kind(engine.coalesce_grad_reduction().__enter__) is AssertionError
+
+
+def _own_gradients(rank: int, config: dict[str, Any]) -> list[torch.Tensor]:
+    """Return what `.grad` and `safe_get_full_grad` say within a block, then the mean after it and the weight after the step."""
+    torch.set_num_threads(1)
+    engine, *_ = initialize(model=_model(), config=config)
+    with engine:
+        weight = next(engine.module.parameters())
+        with engine.coalesce_grad_reduction():
+            for value in (1, 2):
+                engine.backward(engine(torch.full((1, 8), float(value + rank))).square().sum())
+            own, full = weight.grad, safe_access.safe_get_full_grad(weight)
+            assert own is not None
+            assert full is not None
+            found = [own.clone(), full]
+            assert _kind(engine.save_checkpoint, "unused") is AssertionError
+            with pytest.raises(UsageError, match="after the block"):
+                engine.clip_grad_norm_(1.0)
+        mean = safe_access.safe_get_full_grad(weight)
+        engine.step()
+        whole = safe_access.safe_get_full_fp32_param(weight)
+        assert mean is not None
+        assert whole is not None
+        return [*found, mean, whole]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_are_each_ranks_own_until_the_block_ends(stage: int) -> None:
+    """The truth is a plain loop on each rank's samples."""
+    config = {**STEP, "train_batch_size": 2, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+    grads = []
+    for rank in range(2):
+        plain = _model()
+        sum((plain(torch.full((1, 8), float(v + rank))).square().sum() for v in (1, 2)), torch.zeros(())).backward()
+        grads.append(next(plain.parameters()).grad)
+    weight = next(_model().parameters())
+    weight.grad = mean = (grads[0] + grads[1]) / 2
+    torch.optim.Adam([weight], lr=0.1).step()
+    for rank, found in enumerate(run_ranks(_own_gradients, 2, config)):
+        for value, expected in zip(found, (grads[rank], grads[rank], mean, weight.data), strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+
+
+def _fail_in_a_block(engine: Any) -> None:
+    with engine.coalesce_grad_reduction():
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        raise KeyError
+
+
+def test_a_block_that_raises_leaves_no_gradients() -> None:
+    engine, *_ = initialize(model=_model(), config={**STEP, "zero_optimization": {"stage": 2}})
+    with engine:
+        before = engine.get_full_parameter("0.weight")
+        with pytest.raises(KeyError):
+            _fail_in_a_block(engine)
+        engine.set_gradient_accumulation_boundary(None)
+        engine.backward(0 * engine(torch.ones(1, 8)).sum())
+        engine.step()
+        assert torch.equal(engine.get_full_parameter("0.weight"), before)
+
+
+class SimpleConf(DeepSpeedConfigModel):
+    """As in DeepSpeed's tests/unit/runtime/test_ds_config_model.py."""
+
+    param_1: int = 0
+    old: str | None = Field(
+        None, json_schema_extra={"deprecated": True, "new_param": "new", "new_param_fn": lambda x: [x]}
+    )
+    new: list[str] | None = None
+    param_3: int = Field(0, alias="param_3_alias")
+
+
+def test_a_scripts_own_config_class_has_old_names_and_aliases() -> None:
+    assert SimpleConf(param_1=42, param_3=10).model_dump() == {"param_1": 42, "old": None, "new": None, "param_3": 10}
+    assert SimpleConf(old="DS").new == ["DS"]
+    assert (SimpleConf(param_1="auto").param_1, SimpleConf(param_3_alias=2).param_3) == (0, 2)
+    for wrong in ({"param_1": "DS"}, {"new": "DS"}, {"param_1_typo": 0}, {"strict": True, "param_1": "auto"}):
+        with pytest.raises(ValidationError):
+            SimpleConf(**wrong)
+    with pytest.raises(AssertionError, match="got both"):
+        SimpleConf(new=["DS"], old="DS")
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ((1, 1, 1), [[[[0, 4, 1, 5, 2, 6, 3, 7]]]]),
+        ((1, 2, 1), [[[[0, 4, 2, 6], [1, 5, 3, 7]]]]),
+        ((1, 2, 2), [[[[0, 4], [1, 5]]], [[[2, 6], [3, 7]]]]),
+        ((2, 1, 1), [[[[0, 4, 1, 5]], [[2, 6, 3, 7]]]]),
+    ],
+)
+def test_fewer_ranks_get_the_parts_that_deepspeed_gives_them(target: tuple[int, ...], expected: Any) -> None:
+    """The numbers of DeepSpeed's tests/unit/checkpoint/test_reshape_checkpoint.py."""
+    source = reshape.model_3d_desc(2, 2, 2)
+    grids = source.reshape(reshape.model_3d_desc(*target))
+    found = [[[grid.get_data(p, t) for t in range(target[1])] for p in range(target[0])] for grid in grids]
+    assert found == expected
+    with pytest.raises(AssertionError, match="PP: 2 ---> 3"):
+        source.reshape(reshape.model_3d_desc(pp_degree=3))
+    assert source.is_valid(1, 2, 1) == (False, ["TP indexing error: index 2 >= degree 2"])
+
+
+def test_mpirun_starts_a_script_by_deepspeeds_runners() -> None:
+    args = launcher.parse_args(
+        ["--launcher_args", "--mca btl_tcp_if_include ib0", "--module", "pkg.train", "--lr", "1"]
+    )
+    pool = {"a": 4, "b": 4}
+    runner = launcher.OpenMPIRunner(args, launcher.encode_world_info(pool), pool)
+    runner.add_export("MINE", "1")
+    *words, start, module, script, name, value = runner.get_cmd({}, pool)
+    assert (start, module, script, name, value) == ("zstore.as_deepspeed", "-m", "pkg.train", "--lr", "1")
+    assert words[:5] == ["mpirun", "-n", "8", "--host", "a:4,b:4"]
+    assert {"ib0", "MINE=1", "MASTER_ADDR=a", "UCX_TLS=tcp"} <= set(words)
+    for kind in (launcher.MPICHRunner, launcher.IMPIRunner, launcher.MVAPICHRunner):
+        assert kind(args, "", pool).get_cmd({}, pool)[:7] == ["mpirun", "-n", "8", "-ppn", "4", "-hosts", "a,b"]
+    with pytest.raises(ValueError, match="all slots of the hostfile"):
+        launcher.OpenMPIRunner(launcher.parse_args(["--num_gpus", "1", "train.py"]), "", pool)
 
 
 def test_a_rate_that_is_a_tensor_stays_that_tensor() -> None:

@@ -1,4 +1,4 @@
-"""Machines for tests of `zstore run`: programs named ssh and srun that start what they are asked to on this one."""
+"""Machines for tests of `zstore run`: programs named ssh, srun and mpirun that start what they are asked to on this one."""
 
 from __future__ import annotations
 
@@ -58,9 +58,26 @@ os._exit(code)
 """
 
 
+MPIRUN = """
+import os, subprocess, sys
+words = sys.argv[1 : sys.argv.index(sys.executable)]
+exported = dict(word.split("=", 1) for before, word in zip(words, words[1:]) if before == "-x" and "=" in word)
+exported |= {words[at + 1]: words[at + 2] for at, word in enumerate(words) if word == "-genv"}
+count = words[words.index("-n") + 1]
+open_mpi = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")]
+names = ["PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"] if "-genv" in words else open_mpi
+ranks = []
+for rank in range(int(count)):
+    own = dict(zip(names, [str(rank), str(rank), count, count]))
+    ranks.append(subprocess.Popen(sys.argv[len(words) + 1 :], env=os.environ | exported | own))
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+"""With the variables that Open MPI 5.0 and MPICH's Hydra give ranks."""
+
+
 def with_programs(folder: Path) -> dict[str, str]:
-    """Return variables with which `ssh` and `srun` are found in `folder`."""
-    for name, text in (("ssh", SSH), ("srun", SRUN)):
+    """Return variables with which `ssh`, `srun` and `mpirun` are found in `folder`."""
+    for name, text in (("ssh", SSH), ("srun", SRUN), ("mpirun", MPIRUN)):
         path = folder / name
         path.write_text(f"#!{sys.executable}\n{text}")
         path.chmod(0o700)

@@ -246,6 +246,18 @@ def test_nodes_of_a_job_of_slurm_are_one_run(tmp_path: Path, environment: dict[s
     assert out == [f"{rank}/2 3 {['0', '1', None, None]} []" for rank in (0, 1)]
 
 
+@pytest.mark.parametrize(("launcher", "code"), [("openmpi", 0), ("mpich", 3)])
+def test_mpirun_starts_ranks_that_zstore_numbers(
+    tmp_path: Path, environment: dict[str, str], free_port: str, launcher: str, code: int
+) -> None:
+    text = SUMS.replace('dist.init_process_group("gloo")', "import zstore; zstore.init_distributed()")
+    (tmp_path / "sums.py").write_text(text + f"sys.exit({code})\n")
+    more = ["--launcher", launcher, "--nproc", "2", "--master-port", free_port, "--export", "MINE=1"]
+    found, out, _ = finish(tmp_path, environment, *more, "sums.py", "a b")
+    assert found == code
+    assert out == [f"{rank}/2 3 {[str(rank), '2', None, '1']} ['a b']" for rank in (0, 1)]
+
+
 def test_machines_started_by_hand_meet(tmp_path: Path, environment: dict[str, str], free_port: str) -> None:
     words = [*RUN, "--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", f"127.0.0.1:{free_port}", "sums.py"]
     runs = [warm.Popen(words, stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path) for _ in range(2)]

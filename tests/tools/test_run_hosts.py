@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zstore.errors import UsageError
+from zstore.ranks.mpi import take_mpi_ranks
 from zstore.tools import cli
 from zstore.tools.run import plan as planning
 from zstore.tools.run.command import EPILOG
@@ -267,8 +268,9 @@ def test_machines_started_by_hand(hostfile: Path) -> None:
         ({"nnodes": 2}, "which machines"),
         ({"launcher": "ssh"}, "which machines"),
         ({"launcher": "slurm"}, "no job of Slurm"),
-        ({"launcher": "openmpi"}, "there is none for MPI"),
-        ({"launcher": "cow"}, "expected one of auto, ssh, slurm, none, got 'cow'"),
+        ({"launcher": "openmpi", "node_rank": 0}, "cannot both be given"),
+        ({"launcher": "openmpi", "include": "localhost:1"}, "first slots of localhost; choose whole hosts"),
+        ({"launcher": "cow"}, "expected one of auto, ssh, slurm, openmpi, mpich, impi, mvapich, none, got 'cow'"),
         ({"launcher": "none", "nnodes": 2}, "--node-rank: expected 0 to 1"),
         ({"nnodes": 2, "node_rank": 2, "master_addr": "a"}, "expected 0 to 1 for --nnodes 2, got 2"),
         ({"nnodes": 2, "node_rank": 0}, "--master-addr: expected"),
@@ -286,6 +288,37 @@ def test_machines_started_by_hand(hostfile: Path) -> None:
 def test_what_cannot_be_met_is_wrong_usage(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         planned(**options)
+
+
+def test_mpirun_gets_the_hosts_and_the_names_of_variables(hostfile: Path) -> None:
+    environment = {"AWS_SECRET_ACCESS_KEY": "secret"}
+    plan = planned(environment, hostfile=hostfile, launcher="openmpi", launcher_args="--mca btl_tcp_if_include ib0")
+    *words, python, _, script = plan.instead
+    assert (python, script) == (sys.executable, "train.py")
+    assert words[:5] == ["mpirun", "-n", "6", "--host", "a:2,b:4"]
+    assert ("eth0" in words, "ib0" in words) == (False, True)
+    assert {"AWS_SECRET_ACCESS_KEY", "MASTER_ADDR=a", "MASTER_PORT=29500"} <= set(words)
+    assert plan.job.environment == environment
+    with pytest.raises(UsageError, match=r"same number of slots on each host, got \{'a': 2, 'b': 4\}"):
+        planned(hostfile=hostfile, launcher="mpich")
+    words = list(planned(environment, hostfile=hostfile, launcher="mpich", nproc=2).instead)
+    assert words[:7] == ["mpirun", "-n", "4", "-ppn", "2", "-hosts", "a,b"]
+    assert words[words.index("-genvlist") + 1] == "AWS_SECRET_ACCESS_KEY"
+    assert "secret" not in " ".join(words)
+
+
+def test_ranks_of_mpirun_on_several_machines_are_told_where_they_meet() -> None:
+    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    environment = dict(zip(names, ("2", "4", "0", "2"), strict=True))
+    with pytest.raises(UsageError, match="MASTER_ADDR is not set"):
+        take_mpi_ranks(environment)
+    environment["MASTER_ADDR"] = "a"
+    take_mpi_ranks(environment)
+    ranks = [environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    assert ranks == ["2", "4", "0", "2"]
+    alone = {"PMI_RANK": "1", "PMI_SIZE": "2"}  # of srun, which says nothing of ranks on a machine
+    take_mpi_ranks(alone)
+    assert "RANK" not in alone
 
 
 def test_several_machines_do_not_start_ranks_anew(hostfile: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
@@ -26,6 +27,22 @@ class _AnswerDistribution(Distribution):
         raise FileNotFoundError(f"deepspeed is answered by zstore in this process and has no file {path}")
 
 
+class _AnswerLoader(Loader):
+    """Makes the modules."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """See Loader."""
+        from zstore.engine.adapters.deepspeed.modules import AnsweredModule
+
+        return AnsweredModule(spec.name, f"zstore's answer to `import {spec.name}`; see docs/deepspeed.md.")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """See Loader."""
+        from zstore.engine.adapters.deepspeed.modules import fill
+
+        fill(module)
+
+
 class AnswerFinder(DistributionFinder):
     """The entry of `sys.meta_path`."""
 
@@ -36,9 +53,12 @@ class AnswerFinder(DistributionFinder):
         not there."""
         if fullname.partition(".")[0] != "deepspeed":
             return None
-        from zstore.engine.adapters.deepspeed.modules import spec_of
+        if fullname != "deepspeed":
+            from zstore.engine.adapters.deepspeed.modules import require
 
-        return spec_of(fullname)
+            require(fullname)
+        # Every module is a package, so that `from MODULE import NAME` comes here for a name that it lacks.
+        return ModuleSpec(fullname, _AnswerLoader(), origin="zstore.as_deepspeed", is_package=True)
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
         """Yield the distribution, if that name or any is asked for."""

@@ -1,9 +1,12 @@
-"""`zstore run`: starts a script's ranks on this machine, or on several over ssh or srun."""
+"""`zstore run`: starts a script's ranks on this machine, or on several over ssh, srun or mpirun."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
+
+from zstore.errors import UsageError
 
 from .ending import Ended, leave
 from .options import RunOptions
@@ -25,6 +28,7 @@ Examples:
   zstore run --hostfile hosts --include a@b:0,1 train.py
   zstore run --hostfile hosts --exclude b:3 train.py
   zstore run --nnodes 4 train.py                     # in a job of Slurm: four of its nodes, over srun
+  zstore run --launcher openmpi --hostfile hosts train.py            # over mpirun
   zstore run --nnodes 2 --node-rank 1 --master-addr a train.py       # on each machine, with its rank
   zstore run --nnodes 2 --rdzv-endpoint a:29500 train.py             # the same command on each
   zstore run --as-deepspeed train.py --deepspeed_config ds.json      # a script that imports deepspeed
@@ -42,9 +46,18 @@ def run_command(options: RunOptions) -> None:
     plan = make_plan(options, os.environ, _count_gpus)
     if plan.note:
         print(plan.note, file=sys.stderr)
+    if plan.instead:
+        _become(plan.instead, plan.job.environment)
     ended = _run(plan)
     ended.say()
     leave(ended.exit_code)
+
+
+def _become(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    try:
+        os.execvpe(command[0], command, {**os.environ, **environment})
+    except FileNotFoundError:
+        raise UsageError(f"no program {command[0]!r} on PATH; install MPI, or take --launcher ssh") from None
 
 
 def _run(plan: Plan) -> Ended:

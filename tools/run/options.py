@@ -10,9 +10,10 @@ import typer
 
 from zstore.errors import UsageError
 
-LAUNCHERS = ("auto", "ssh", "slurm", "none")
+from .mpi import MPI
+
+LAUNCHERS = ("auto", "ssh", "slurm", *MPI, "none")
 _SAME = {"pdsh": "ssh"}
-_MPI = ("openmpi", "mpich", "mvapich", "impi", "jsrun")
 
 _RANKS = "Ranks on each machine. Default: its slots, else its GPUs, or 1."
 _EXPORT = "Variable that ranks on other machines get too, NAME or NAME=VALUE; may be repeated."
@@ -57,10 +58,11 @@ class RunOptions:
     ] = False
     launcher: Annotated[
         str,
-        typer.Option("--launcher", help="How other machines are reached: auto, ssh, slurm or none.", metavar="NAME"),
+        typer.Option("--launcher", help=f"How other machines are reached: {', '.join(LAUNCHERS)}.", metavar="NAME"),
     ] = "auto"
     launcher_args: Annotated[
-        str, typer.Option("--launcher-args", help="More arguments for ssh or srun, as one word.", metavar="ARGS")
+        str,
+        typer.Option("--launcher-args", help="More arguments for ssh, srun or mpirun, as one word.", metavar="ARGS"),
     ] = ""
     ssh_port: Annotated[int | None, typer.Option("--ssh-port", help="Port of ssh.", min=1, max=65535)] = None
     no_ssh: Annotated[bool, typer.Option("--no-ssh", help="As --launcher none: this starts one machine.")] = False
@@ -111,8 +113,6 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         launcher = _SAME.get(self.launcher.lower(), self.launcher.lower())
-        if launcher in _MPI:
-            raise UsageError(f"--launcher {launcher}: there is none for MPI; use ssh, slurm, or none on each machine")
         if launcher not in LAUNCHERS:
             raise UsageError(f"--launcher: expected one of {', '.join(LAUNCHERS)}, got {self.launcher!r}")
         if self.no_ssh:
@@ -140,6 +140,13 @@ class RunOptions:
             ("--node-rank", self.node_rank is not None, "--launcher ssh", self.launcher == "ssh"),
             ("--node-rank", self.node_rank is not None, "--launcher slurm", self.launcher == "slurm"),
         ]
+        if self.launcher in MPI:
+            given = f"--launcher {self.launcher}"
+            together += [
+                (given, True, "--node-rank", self.node_rank is not None),
+                (given, True, "--rdzv-endpoint", bool(self.rdzv_endpoint)),
+                (given, True, "--standalone", self.standalone),
+            ]
         for one, has_one, other, has_other in together:
             if has_one and has_other:
                 raise UsageError(f"{one} and {other} cannot both be given; leave one out")

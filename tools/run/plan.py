@@ -16,6 +16,7 @@ from zstore.errors import UsageError
 from .environment import deepspeed_file, exported, passed_on
 from .hosts import Host, limit, parse_filter, parse_hostfile, parse_nodelist, select
 from .job import Job
+from .mpi import MPI, mpi_command
 from .options import RunOptions
 
 _JOB_HOSTFILE = Path("/job/hostfile")
@@ -40,6 +41,8 @@ class Plan:
     job: Job
     starts: tuple[Start, ...] = ()
     """Empty: `job` runs here."""
+    instead: tuple[str, ...] = ()
+    """The program that this process becomes, with `job.environment`: mpirun."""
     note: str = ""
     """Said on stderr first."""
 
@@ -49,6 +52,8 @@ def make_plan(options: RunOptions, environment: Mapping[str, str], count_gpus: C
 
     Raises UsageError where they cannot be met.
     """
+    if options.launcher in MPI:
+        return _over_mpi(options, environment, count_gpus)
     if _started_by_hand(options, environment):
         return Plan(job=_one_of_several(options, environment))
     if _under_slurm(options, environment):
@@ -286,6 +291,24 @@ def _over_srun(options: RunOptions, environment: Mapping[str, str]) -> Plan:
         *shlex.split(options.launcher_args),
     ]
     return Plan(job=job, starts=(Start(name="srun", command=(*srun, *_far_end({})), job=job),))
+
+
+def _over_mpi(options: RunOptions, environment: Mapping[str, str], count_gpus: Callable[[], int]) -> Plan:
+    """mpirun places ranks by their number, so that slots are the first ones of each host."""
+    here = Host(name="localhost", slots=tuple(range(options.nproc or count_gpus() or 1)))
+    hosts = limit(_hosts(options, count_gpus) or [here], num_hosts=options.nnodes, ranks_per_host=options.nproc)
+    slots = {host.name: host.slots or () for host in hosts}
+    chosen = next((name for name, numbers in slots.items() if numbers != tuple(range(len(numbers)))), None)
+    if chosen is not None:
+        raise UsageError(
+            f"--launcher {options.launcher}: mpirun starts ranks on the first slots of {chosen}; choose whole hosts"
+        )
+    job = _travelling(options, environment)
+    exports: dict[str, str | None] = {**MPI[options.launcher].exports, **dict.fromkeys(job.environment)}
+    exports |= {"MASTER_ADDR": options.master_addr or hosts[0].name, "MASTER_PORT": str(options.master_port or _PORT)}
+    counts = {name: len(numbers) for name, numbers in slots.items()}
+    words = mpi_command(options.launcher, counts, job.command, exports, shlex.split(options.launcher_args))
+    return Plan(job=job, instead=tuple(words))
 
 
 # -- notes ----------------------------------------------------------------------------------------------------------------

@@ -6,19 +6,24 @@ import base64
 import binascii
 import copy
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
-from pydantic import BaseModel, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from zstore.engine.config.config import load_config, read_config
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.config.schema import Settings
 from zstore.engine.config.sections import Bf16Section, CsvMonitorSection, Fp16Section, TensorboardSection, WandbSection
 from zstore.engine.config.zero import Device, OffloadOptimizerSection, OffloadParamSection, ZeroSection
+from zstore.errors import ConfigError
 from zstore.ranks.world import World
+
+_log = logging.getLogger("zstore")
 
 GRADIENT_CLIPPING_DEFAULT: float = Settings.model_fields["gradient_clipping"].default
 
@@ -53,6 +58,45 @@ def raw_config(source: Any) -> Any:
     if isinstance(source, str | os.PathLike):
         return read_config(source)
     return source
+
+
+class GivenTwiceError(ConfigError, AssertionError):
+    """A key under its old name and its new one, against which DeepSpeed has an assertion."""
+
+
+class DeepSpeedConfigModel(BaseModel):
+    """The base of a script's own config classes. "auto" leaves a key at its default unless `strict` is true.
+
+    A field with `json_schema_extra={"deprecated": True, "new_param": "NAME"}` is taken with a warning, and its value, which
+    `new_param_fn` may change, goes to the field NAME, which may be a dotted one, unless `set_new_param` is false.
+    """
+
+    model_config = ConfigDict(
+        validate_default=True, validate_assignment=True, use_enum_values=True, populate_by_name=True, extra="forbid",
+        arbitrary_types_allowed=True, protected_namespaces=(),
+    )  # fmt: skip
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        kept = {key: value for key, value in data.items() if strict or value != "auto" or key == "replace_method"}
+        super().__init__(**kept)
+        for name, field in type(self).model_fields.items():
+            extra = field.json_schema_extra
+            if name in self.model_fields_set and isinstance(extra, dict) and extra.get("deprecated"):
+                self._replace(name, extra)
+
+    def _replace(self, name: str, extra: Mapping[str, Any]) -> None:
+        new = str(extra.get("new_param", ""))
+        instead = f"; use {new}" if new else ""
+        _log.warning("the config's key %s is deprecated%s. %s", name, instead, extra.get("deprecated_msg", ""))
+        if not new or not extra.get("set_new_param", True):
+            return
+        *path, last = new.split(".")
+        holder = reduce(getattr, path, self)
+        if last in holder.model_fields_set:
+            raise GivenTwiceError(f"{name} is the old name of {new}: expected one of them, got both; remove {name}")
+        value = getattr(self, name)
+        delattr(self, name)
+        setattr(holder, last, extra.get("new_param_fn", lambda old: old)(value))
 
 
 class DeepSpeedBF16Config(Bf16Section):

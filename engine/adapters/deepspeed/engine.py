@@ -226,6 +226,8 @@ class DeepSpeedEngine(Engine):
 
         A checkpoint of that name is replaced, as in DeepSpeed, and beside it is a `zero_to_fp32.py`, which writes its weights.
         """
+        if self._coalesces:
+            raise CallError("engine.save_checkpoint() within coalesce_grad_reduction(): call it after the block")
         options.setdefault("overwrite", True)
         handle = super().save_checkpoint(
             save_dir,
@@ -305,7 +307,8 @@ class DeepSpeedEngine(Engine):
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Let several backwards in the block be one step's: gradients are reduced with the last of them.
+        """Let several backwards in the block be one step's: each rank's own gradients add up in `.grad`, in the parameters'
+        type, which `safe_get_full_grad` returns there, and are reduced once, at the end of the block (all ranks).
 
         The `step()` after the block is the step's. Raises StageError at stage 0, CallError within `no_sync()` or another such
         block and if every `step()` ends a step; a `step()` in the block raises CallError too.
@@ -320,7 +323,8 @@ class DeepSpeedEngine(Engine):
         self._coalesces = True
         self.set_gradient_accumulation_boundary(False)
         try:
-            yield
+            with self.training_state.coalesced():
+                yield
         finally:
             self._coalesces, self._has_coalesced = False, True
             self.set_gradient_accumulation_boundary(True)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from importlib.abc import Loader
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from .absent import absent
-from .names import ABSENT, MODULES, WITH_CONSTANTS, missing
+from .constants import CONSTANTS
+from .names import ABSENT, MODULES, missing
 
-KNOWN = frozenset({*MODULES, *ABSENT, *WITH_CONSTANTS})
+KNOWN = frozenset({*MODULES, *ABSENT, *CONSTANTS})
 """The modules that are there."""
 
 
@@ -34,32 +33,21 @@ class AnsweredModule(ModuleType):
         return sorted({*self.__dict__, *(name for name in inner if "." not in name)})
 
 
-class _AnswerLoader(Loader):
-    """Makes the modules."""
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """See Loader."""
-        return AnsweredModule(spec.name, f"zstore's answer to `import {spec.name}`; see docs/deepspeed.md.")
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Give the module the names that are listed for it."""
-        for home, names in MODULES.get(module.__name__, {}).items():
-            source = importlib.import_module(home if "." in home else f"{__package__}.{home}")
-            for name in names:
-                setattr(module, name, getattr(source, name))
-        for name in ABSENT.get(module.__name__, ()):
-            setattr(module, name, absent(f"{module.__name__}.{name}"))
-        if module.__name__ in WITH_CONSTANTS:
-            vars(module).update(importlib.import_module(f"{__package__}.constants").CONSTANTS[module.__name__])
+def fill(module: ModuleType) -> None:
+    """Give a module the names that are listed for it."""
+    for home, names in MODULES.get(module.__name__, {}).items():
+        source = importlib.import_module(home if "." in home else f"{__package__}.{home}")
+        for name in names:
+            setattr(module, name, getattr(source, name))
+    for name in ABSENT.get(module.__name__, ()):
+        setattr(module, name, absent(f"{module.__name__}.{name}"))
+    vars(module).update(CONSTANTS.get(module.__name__, {}))
 
 
-def spec_of(fullname: str) -> ModuleSpec:
-    """Return the spec of a module of DeepSpeed's name.
+def require(dotted: str) -> None:
+    """Raise ModuleNotFoundError, which says what to use instead, for a module that is not there.
 
-    Raises ModuleNotFoundError for one that is not there. Its `name` stays empty: with it, `from deepspeed import NAME`
-    would drop this message for Python's own.
+    Its `name` stays empty: with it, `from deepspeed import NAME` would drop this message for Python's own.
     """
-    if fullname not in KNOWN:
-        raise ModuleNotFoundError(missing(fullname))
-    # Every module is a package, so that `from MODULE import NAME` comes here for a name that it lacks.
-    return ModuleSpec(fullname, _AnswerLoader(), origin="zstore.as_deepspeed", is_package=True)
+    if dotted not in KNOWN:
+        raise ModuleNotFoundError(missing(dotted))

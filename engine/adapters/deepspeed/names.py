@@ -83,6 +83,7 @@ _LAUNCHER = (
     "_parse_hostfile",
     "encode_world_info",
     "fetch_hostfile",
+    "parse_args",
     "parse_inclusion_exclusion",
     "parse_resource_filter",
 )
@@ -158,7 +159,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "deepspeed.accelerator": {"accelerator": ("get_accelerator", "is_current_accelerator_supported")},
     "deepspeed.accelerator.real_accelerator": {"accelerator": ("get_accelerator",)},
-    "deepspeed.checkpoint": {},
+    "deepspeed.checkpoint": {"reshape": ("model_3d_desc",)},
     "deepspeed.checkpoint.utils": {"utils": ("clone_tensors_for_torch_save",)},
     "deepspeed.checkpointing": {_CHECKPOINTING_HOME: _CHECKPOINTING},
     "deepspeed.comm": {"comm": _COMM},
@@ -168,6 +169,9 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed.elasticity": {"elasticity": _ELASTICITY},
     "deepspeed.elasticity.elasticity": {"elasticity": _ELASTICITY},
     "deepspeed.launcher": {},
+    "deepspeed.launcher.multinode_runner": {
+        _LAUNCHER_HOME: ("IMPIRunner", "MPICHRunner", "MVAPICHRunner", "MultiNodeRunner", "OpenMPIRunner"),
+    },
     "deepspeed.launcher.runner": {_LAUNCHER_HOME: _LAUNCHER},
     "deepspeed.moe": {},
     "deepspeed.moe.utils": {"utils": ("is_moe_param", "split_params_into_different_moe_groups_for_optimizer")},
@@ -199,6 +203,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "deepspeed.runtime.utils": {"runtime": _RUNTIME_UTILS},
     "deepspeed.runtime.base_optimizer": {},
     "deepspeed.runtime.config": {"config": ("DeepSpeedConfig", "get_gradient_clipping")},
+    "deepspeed.runtime.config_utils": {"config": ("DeepSpeedConfigModel",)},
     "deepspeed.runtime.constants": {"config": ("GRADIENT_CLIPPING_DEFAULT",)},
     "deepspeed.runtime.dataloader": {"utils": ("RepeatingLoader",)},
     "deepspeed.runtime.precision_config": {
@@ -236,40 +241,15 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """DeepSpeed's module -> this package's module, or one by its whole name -> names that it gives."""
 
-WITH_CONSTANTS = (
-    "deepspeed",
-    "deepspeed.checkpoint",
-    "deepspeed.checkpoint.constants",
-    "deepspeed.git_version_info",
-    "deepspeed.ops",
-    "deepspeed.ops.aio",
-    "deepspeed.ops.op_builder",
-    "deepspeed.runtime.config",
-    "deepspeed.runtime.constants",
-    "deepspeed.runtime.lr_schedules",
-    "deepspeed.runtime.swap_tensor",
-    "deepspeed.runtime.zero.config",
-    "deepspeed.runtime.zero.leaf_module_config",
-)
-"""Modules of which `constants` has values."""
-
 ABSENT: Mapping[str, tuple[str, ...]] = {
     "deepspeed": ("InferenceEngine", "PipelineEngine", "PipelineModule"),
-    "deepspeed.checkpoint": ("DeepSpeedCheckpoint", "ZeROCheckpoint", "get_model_3d_descriptor", "model_3d_desc"),
+    "deepspeed.checkpoint": ("DeepSpeedCheckpoint", "ZeROCheckpoint", "get_model_3d_descriptor"),
     "deepspeed.checkpoint.utils": ("get_model_ckpt_name_for_rank",),
-    "deepspeed.checkpoint.ds_to_universal": ("main",),
+    "deepspeed.checkpoint.ds_to_universal": ("_aggregate_autoep_zero12_metadata", "main"),
     "deepspeed.compression.compress": ("init_compression", "redundancy_clean"),
     "deepspeed.inference": (),
     "deepspeed.inference.config": ("DeepSpeedInferenceConfig",),
-    "deepspeed.launcher.multinode_runner": (
-        "IMPIRunner",
-        "MPICHRunner",
-        "MVAPICHRunner",
-        "MultiNodeRunner",
-        "OpenMPIRunner",
-        "PDSHRunner",
-        "SlurmRunner",
-    ),
+    "deepspeed.launcher.multinode_runner": ("PDSHRunner", "SlurmRunner"),
     "deepspeed.moe.layer": ("MoE",),
     "deepspeed.moe.sharded_moe": ("MOELayer", "TopKGate"),
     "deepspeed.moe.utils": (
@@ -278,15 +258,15 @@ ABSENT: Mapping[str, tuple[str, ...]] = {
         "split_params_grads_into_shared_and_expert_params",
         "split_params_into_shared_and_expert_params",
     ),
-    "deepspeed.launcher.runner": ("main", "parse_args"),
+    "deepspeed.launcher.runner": ("main",),
     "deepspeed.monitor.comet": ("CometMonitor",),
     "deepspeed.monitor.monitor": ("Monitor",),
     "deepspeed.ops.op_builder": ("OpBuilder",),
     "deepspeed.pipe": ("LayerSpec", "PipelineModule", "ProcessTopology", "TiedLayerSpec"),
     "deepspeed.runtime.base_optimizer": ("DeepSpeedOptimizer", "ZeROOptimizer"),
     "deepspeed.runtime.bf16_optimizer": ("BF16_Optimizer",),
-    "deepspeed.runtime.config_utils": ("DeepSpeedConfigModel",),
     "deepspeed.runtime.data_pipeline": (),
+    "deepspeed.runtime.engine": ("_checkpoint_parallel_metadata",),
     "deepspeed.runtime.fp16": (),
     "deepspeed.runtime.fp16.fused_optimizer": ("FP16_Optimizer",),
     "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", "LossScaler"),
