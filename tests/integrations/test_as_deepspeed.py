@@ -25,19 +25,19 @@ from tests.integrations.trainers import llama
 from zstore.as_deepspeed import install
 from zstore.engine.adapters.deepspeed.config import cleaned, raw_config
 from zstore.engine.adapters.deepspeed.names import (
-    _GROUPS,
-    _LEAVES,
-    _SAFE,
-    _SCHEDULES,
-    _TORCH_COMM,
     ENGINE_INSTEAD,
     INSTEAD,
+    LEAVES,
     MODULES,
+    SAFE,
+    SCHEDULES,
+    TORCH_COMM,
     missing,
     missing_of_engine,
 )
 from zstore.errors import ConfigError, UsageError
 from zstore.journal.names import run_of
+from zstore.profiling import see_memory_usage
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -369,8 +369,9 @@ def test_schedules_take_deepspeeds_order_of_arguments_and_a_first_step() -> None
 
 def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from zstore.engine.adapters.deepspeed import engine as engines
-    from zstore.engine.adapters.deepspeed import groups, initialize, lr_schedules, runtime, utils, zero
-    from zstore.engine.adapters.deepspeed.zero_types import ZeroParamStatus
+    from zstore.engine.adapters.deepspeed import initialize, lr_schedules, utils, zero
+    from zstore.engine.adapters.deepspeed.config import ZeroParamStatus
+    from zstore.engine.adapters.deepspeed.constants import CONSTANTS
     from zstore.tools import zero_to_fp32
 
     torch.manual_seed(0)
@@ -395,7 +396,9 @@ def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCapt
         assert engine.zero_offload_param() == {"device": "cpu"}
         assert (engine.zero_offload_optimizer(), engine.zero_cpu_offload()) == (None, False)
         assert not engine.zero_gather_16bit_weights_on_model_save()
-        assert (groups.get_data_parallel_world_size(), groups._get_sequence_parallel_world_size()) == (1, 1)
+        groups = CONSTANTS["deepspeed.utils.groups"]
+        kinds = ("get_data_parallel_world_size", "_get_sequence_parallel_world_size", "get_model_parallel_rank")
+        assert [groups[name]() for name in kinds] == [1, 1, 0]
         weight: Any = model.weight
         bias: Any = model.bias
         assert (weight.ds_shape, weight.ds_numel, bias.ds_id) == (weight.shape, 16, weight.ds_id + 1)
@@ -441,7 +444,7 @@ def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCapt
         assert torch.equal(weights["weight"], engine.get_full_parameter("weight"))
         zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(tmp_path / "out"))
         assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], weights["weight"])
-        runtime.see_memory_usage("here", force=True)
+        see_memory_usage("here", force=True)
         assert utils.clone_tensors_for_torch_save({"a": [weight]})["a"][0].shape == weight.shape
     batches = utils.RepeatingLoader([1, 2])
     assert [next(batches) for _ in range(5)] == [1, 2, 1, 2, 1]
@@ -485,7 +488,7 @@ def test_the_page_lists_the_names_that_are_there() -> None:
     there = {name for homes in MODULES.values() for names in homes.values() for name in names}
     modules = {dotted.rpartition(".")[2] for dotted in MODULES} | set(MODULES)
     assert {name.rpartition(".")[2] for name in listed if name not in modules} <= there | {"__version__"}
-    plain = there - set(_TORCH_COMM) - set(_GROUPS) - set(_SCHEDULES) - set(_LEAVES) - set(_SAFE)
+    plain = there - set(f"{TORCH_COMM} {SCHEDULES} {LEAVES} {SAFE}".split())
     unlisted = plain - {name.rpartition(".")[2] for name in listed}
     assert unlisted == {
         "_parse_hostfile",

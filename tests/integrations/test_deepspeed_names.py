@@ -24,7 +24,6 @@ from zstore.engine.adapters.deepspeed import (
     utils,
     zero,
 )
-from zstore.engine.adapters.deepspeed.absent import absent
 from zstore.engine.adapters.deepspeed.config import (
     DeepSpeedConfig,
     DeepSpeedConfigModel,
@@ -32,7 +31,7 @@ from zstore.engine.adapters.deepspeed.config import (
     DeepSpeedZeroConfig,
 )
 from zstore.engine.adapters.deepspeed.initialize import initialize
-from zstore.engine.adapters.deepspeed.modules import KNOWN
+from zstore.engine.adapters.deepspeed.modules import KNOWN, absent
 from zstore.engine.adapters.deepspeed.names import ABSENT, MODULES
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks

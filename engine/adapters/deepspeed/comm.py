@@ -1,4 +1,4 @@
-"""`deepspeed.comm`: torch.distributed, which these collectives are."""
+"""`deepspeed.comm`, beside torch.distributed's functions, which its collectives are."""
 
 from __future__ import annotations
 
@@ -7,25 +7,9 @@ import weakref
 from typing import Any
 
 import torch.distributed as torch_dist
-from torch.distributed import *  # noqa: F403 - `names` lists what is given on
-from torch.distributed import get_backend, get_global_rank, monitored_barrier
 
-from zstore.engine import init_distributed
 from zstore.engine.report.comms import HasWorld, log_comms_summary
 from zstore.errors import UsageError
-
-__all__ = [
-    "get_all_ranks_from_group",
-    "get_backend",
-    "get_global_rank",
-    "get_local_rank",
-    "get_world_group",
-    "inference_all_reduce",
-    "init_distributed",
-    "log_summary",
-    "monitored_barrier",
-]
-
 
 inference_all_reduce = torch_dist.all_reduce
 _engines: list[weakref.ref[HasWorld]] = []
@@ -41,7 +25,7 @@ def log_summary(show_straggler: bool = False) -> None:
     """Log, on rank 0, a table of the collectives of the engine that was made last, with `"comms_logger"` enabled (all ranks).
 
     `show_straggler` adds the seconds beyond those of the rank that spent fewest. Collectives that the script itself starts
-    are torch's, and not in it. Raises UsageError where nothing is timed.
+    are torch's, and not in it. Raises UsageError if nothing is timed.
     """
     engine = _engines[0]() if _engines else None
     if engine is None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as torch_dist
@@ -22,10 +23,9 @@ from zstore.errors import UsageError
 from zstore.remote.url import is_url
 
 from . import comm
-from .absent import wrapper_names
+from .config import ZeroParamStatus
 from .names import missing_of_engine
 from .zero import mark
-from .zero_types import ZeroParamStatus
 
 _TO_FP32 = "zero_to_fp32.py"
 _TO_FP32_TEXT = """#!/usr/bin/env python3
@@ -71,83 +71,73 @@ class ParameterOffload:
         """Do nothing: the engine's hooks stayed."""
 
 
-class LossScaleView:
-    """The loss scale under the names of DeepSpeed's scalers, to be read."""
+class _View:
+    """Something of the engine's under DeepSpeed's names, to be read; `answers` has them."""
 
-    def __init__(self, scaler: LossScaler) -> None:
-        self._scaler = scaler
+    answers: ClassVar[Mapping[str, Callable[[Any], Any]]]
 
-    @property
-    def cur_scale(self) -> float:
-        """Factor of the loss."""
-        return self._scaler.scale
+    def __init__(self, source: Any) -> None:
+        self._source = source
 
-    loss_scale = cur_scale
-
-    @property
-    def cur_iter(self) -> int:
-        """Steps seen, skipped ones too."""
-        return self._scaler.iteration
-
-    @property
-    def cur_hysteresis(self) -> int:
-        """Overflows until the scale halves."""
-        return self._scaler.hysteresis_left
-
-    @property
-    def last_overflow_iter(self) -> int:
-        """Iteration of the last overflow; -1: none."""
-        return self._scaler.last_overflow
-
-    @property
-    def scale_window(self) -> int:
-        """Steps without overflow after which the scale doubles."""
-        settings = self._scaler.settings
-        return 1 if settings is None else settings.loss_scale_window
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the scale changes."""
-        return self._scaler.settings is not None and not self._scaler.settings.loss_scale
-
-    dynamic = dynamic_loss_scale
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.answers:
+            raise AttributeError(
+                f"{type(self).__name__} has {', '.join(self.answers)}, not {name}", name=name, obj=self
+            )
+        return self.answers[name](self._source)
 
 
-class ThroughputTimer:
-    """The engine's throughput under the names of DeepSpeed's timer, to be read, and a count of epochs."""
+def _is_dynamic(scaler: LossScaler) -> bool:
+    return scaler.settings is not None and not scaler.settings.loss_scale
+
+
+class LossScaleView(_View):
+    """A LossScaler: its factor, the steps seen, overflows until it halves, the last of them, and steps until it doubles."""
+
+    answers: ClassVar = {
+        "cur_scale": lambda scaler: scaler.scale,
+        "loss_scale": lambda scaler: scaler.scale,
+        "cur_iter": lambda scaler: scaler.iteration,
+        "cur_hysteresis": lambda scaler: scaler.hysteresis_left,
+        "last_overflow_iter": lambda scaler: scaler.last_overflow,
+        "scale_window": lambda scaler: 1 if scaler.settings is None else scaler.settings.loss_scale_window,
+        "dynamic_loss_scale": _is_dynamic,
+        "dynamic": _is_dynamic,
+    }
+
+
+def _elapsed_s(engine: Engine) -> float:
+    spent = engine.statistics()
+    return float(spent.forward_s + spent.backward_s + spent.optimizer_s)
+
+
+def _samples(engine: Engine) -> int:
+    return int(engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps())
+
+
+class ThroughputTimer(_View):
+    """An engine's throughput: samples of this rank in a step, steps, micro-batches of the step under way, seconds within the
+    engine's calls; and a count of epochs."""
+
+    answers: ClassVar = {
+        "batch_size": _samples,
+        "global_step_count": lambda engine: int(engine.global_steps),
+        "micro_step_count": lambda engine: int(engine.micro_steps % engine.gradient_accumulation_steps()),
+        "total_elapsed_time": _elapsed_s,
+    }
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.proxy(engine)
+        super().__init__(weakref.proxy(engine))
         self.epoch_count = 0
 
     def update_epoch_count(self) -> None:
         """Count an epoch."""
         self.epoch_count += 1
 
-    @property
-    def batch_size(self) -> int:
-        """Samples of this rank in a step."""
-        return int(self._engine.train_micro_batch_size_per_gpu() * self._engine.gradient_accumulation_steps())
-
-    @property
-    def global_step_count(self) -> int:
-        """Steps taken."""
-        return int(self._engine.global_steps)
-
-    @property
-    def micro_step_count(self) -> int:
-        """Micro-batches of the step under way."""
-        return int(self._engine.micro_steps % self._engine.gradient_accumulation_steps())
-
-    @property
-    def total_elapsed_time(self) -> float:
-        """Seconds within the engine's calls."""
-        spent = self._engine.statistics()
-        return float(spent.forward_s + spent.backward_s + spent.optimizer_s)
-
     def avg_samples_per_sec(self) -> float:
         """Return the samples of this rank in a second within the engine's calls; 0 before a step."""
-        return self.global_step_count * self.batch_size / self.total_elapsed_time if self.total_elapsed_time else 0.0
+        seconds = _elapsed_s(self._source)
+        return self.global_step_count * self.batch_size / seconds if seconds else 0.0
 
 
 def get_state_devices(model: DeepSpeedEngine, state: Any) -> set[torch.device]:
@@ -160,6 +150,63 @@ def get_state_devices(model: DeepSpeedEngine, state: Any) -> set[torch.device]:
     return {torch.device("cpu") if on_host else training.world.device}
 
 
+WRAPPERS = {
+    0: "FP16_UnfusedOptimizer DeepSpeedOptimizer",
+    1: "ZeROOptimizer DeepSpeedOptimizer DeepSpeedZeroOptimizer",
+    2: "ZeROOptimizer DeepSpeedOptimizer DeepSpeedZeroOptimizer",
+    3: "ZeROOptimizer DeepSpeedOptimizer DeepSpeedZeroOptimizer_Stage3",
+}
+"""Stage -> the classes that DeepSpeed's optimizer is an instance of; at stage 0 in 16 bits alone."""
+
+
+def _zero_key(engine: DeepSpeedEngine, key: str) -> Any:
+    return (engine.config.get("zero_optimization") or {}).get(key)
+
+
+def _client(engine: DeepSpeedEngine) -> Any:
+    return None if engine.optimizer is None else engine.optimizer.client
+
+
+def _scheduler_name(engine: DeepSpeedEngine) -> str | None:
+    section = engine.training_state.config.scheduler
+    return None if section is None else section.type
+
+
+def _curriculum_enabled(engine: DeepSpeedEngine) -> bool:
+    return engine.training_dataloader is not None and engine.training_dataloader.curriculum is not None
+
+
+def _is_scaled_dynamically(engine: DeepSpeedEngine) -> bool:
+    scaling = engine.training_state.config.loss_scaling
+    return scaling is not None and not scaling.loss_scale
+
+
+_ATTRIBUTES: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
+    "dp_world_size": lambda engine: engine.world_size,
+    "mp_world_size": lambda _: 1,  # there is no model parallelism
+    "data_parallel_group": lambda _: torch_dist.group.WORLD if torch_dist.is_initialized() else None,
+    "client_optimizer": _client,
+    "basic_optimizer": _client,
+}
+"""Attribute of DeepSpeed's engine -> its value."""
+_CALLS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
+    "managed_gradient_accumulation": lambda engine: engine.is_managed,
+    "zero_gather_16bit_weights_on_model_save": lambda engine: bool(
+        _zero_key(engine, "stage3_gather_16bit_weights_on_model_save")
+    ),
+    "zero_offload_optimizer": lambda engine: _zero_key(engine, "offload_optimizer"),
+    "zero_offload_param": lambda engine: _zero_key(engine, "offload_param"),
+    "zero_cpu_offload": lambda engine: engine.training_state.config.offload_optimizer.device == "cpu",
+    "dynamic_loss_scale": _is_scaled_dynamically,
+    "optimizer_name": lambda engine: None if engine.optimizer is None else type(_client(engine)).__name__.lower(),
+    "scheduler_name": _scheduler_name,
+    "curriculum_enabled_legacy": lambda engine: engine.curriculum is not None,
+    "curriculum_learning_enabled": _curriculum_enabled,
+    "empty_partition_cache": lambda _: None,  # gathered parameters are released by themselves
+}
+"""Method of DeepSpeed's engine without arguments -> what a call returns."""
+
+
 class DeepSpeedEngine(Engine):
     """zstore's engine under DeepSpeed's name. `config` is the dict that it was made from."""
 
@@ -169,7 +216,7 @@ class DeepSpeedEngine(Engine):
         super().__init__(training, monitors)
         self.config = {}
         self.tput_timer = ThroughputTimer(self)
-        self._managed = True
+        self.is_managed = True
         self._coalesces = self._has_coalesced = False  # within such a block; between one and its step
         comm.know(self)
         optimizer = self.optimizer
@@ -177,7 +224,8 @@ class DeepSpeedEngine(Engine):
             optimizer.overflow = False  # whether the last step was skipped
             optimizer.optimizer = optimizer.client
             optimizer.parameter_offload = ParameterOffload()
-            optimizer.wrappers = wrapper_names(training.config.stage, self.fp16_enabled() or self.bfloat16_enabled())
+            wraps = training.config.stage > 0 or self.fp16_enabled() or self.bfloat16_enabled()
+            optimizer.wrappers = WRAPPERS[training.config.stage].split() if wraps else ()
             if optimizer.scaler is not None:
                 optimizer.loss_scaler = optimizer.loss_scale_config = LossScaleView(optimizer.scaler)
         # Scripts ask on every rank, and save what rank 0 has: what DeepSpeed gives there, which nothing takes for weights.
@@ -201,10 +249,10 @@ class DeepSpeedEngine(Engine):
         if self._coalesces:
             raise CallError("engine.step() within `with engine.coalesce_grad_reduction()`: call it after the block")
         skipped = self.skipped_steps
-        if not self._managed:
+        if not self.is_managed:
             super().set_gradient_accumulation_boundary(True)
         super().step()
-        if not self._managed:
+        if not self.is_managed:
             super().set_gradient_accumulation_boundary(False)
         self.optimizer.overflow = self.skipped_steps > skipped
         if self._has_coalesced:
@@ -278,32 +326,7 @@ class DeepSpeedEngine(Engine):
         """Do as `_zero3_consolidated_16bit_state_dict`, which serves every stage."""
         return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
-    # -- what is asked of it ----------------------------------------------------------------------------------------
-
-    @property
-    def dp_world_size(self) -> int:
-        """Number of ranks."""
-        return self.world_size
-
-    @property
-    def mp_world_size(self) -> int:
-        """Return 1: there is no model parallelism."""
-        return 1
-
-    @property
-    def data_parallel_group(self) -> Any:
-        """The group of all ranks; None where torch.distributed is not started."""
-        return torch_dist.group.WORLD if torch_dist.is_initialized() else None
-
-    @property
-    def client_optimizer(self) -> Any:
-        """The optimizer that was given, or made from the config; None without one."""
-        return None if self.optimizer is None else self.optimizer.client
-
-    @property
-    def basic_optimizer(self) -> Any:
-        """Another name of `client_optimizer`."""
-        return self.client_optimizer
+    # -- backwards and steps -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -315,7 +338,7 @@ class DeepSpeedEngine(Engine):
         """
         if not self.zero_optimization_stage():
             raise StageError("engine.coalesce_grad_reduction() needs ZeRO stage 1, 2 or 3; set zero_optimization.stage")
-        if self._coalesces or self._open_no_syncs or not self._managed:
+        if self._coalesces or self._open_no_syncs or not self.is_managed:
             raise CallError(
                 "engine.coalesce_grad_reduction() cannot be nested in another such block or in no_sync(), and is not needed "
                 'with "managed_gradient_accumulation": false, where gradients add up until step()'
@@ -329,70 +352,26 @@ class DeepSpeedEngine(Engine):
             self._coalesces, self._has_coalesced = False, True
             self.set_gradient_accumulation_boundary(True)
 
-    def managed_gradient_accumulation(self) -> bool:
-        """Return whether the engine counts the micro-batches of a step; else every `step()` ends one."""
-        return self._managed
-
     def leave_accumulation(self) -> None:
         """Let every `step()` from now on end a step, whatever the number of backwards before it."""
         self.set_gradient_accumulation_boundary(False)
-        self._managed = False
+        self.is_managed = False
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """See `zstore.engine.Engine`. Raises CallError with `"managed_gradient_accumulation": false`."""
-        if not self._managed:
+        if not self.is_managed:
             raise CallError(
                 'engine.set_gradient_accumulation_boundary(): with "managed_gradient_accumulation": false every step() ends a '
                 "step; leave it out"
             )
         super().set_gradient_accumulation_boundary(is_boundary)
 
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Return whether the config wants whole weights where a model is saved at stage 3."""
-        return bool(self._zero("stage3_gather_16bit_weights_on_model_save"))
-
-    def zero_offload_optimizer(self) -> Any:
-        """Return the config's `offload_optimizer`; None without it."""
-        return self._zero("offload_optimizer")
-
-    def zero_offload_param(self) -> Any:
-        """Return the config's `offload_param`; None without it."""
-        return self._zero("offload_param")
-
-    def zero_cpu_offload(self) -> bool:
-        """Return whether optimizer state rests in host memory."""
-        return self.training_state.config.offload_optimizer.device == "cpu"
-
-    def _zero(self, key: str) -> Any:
-        return (self.config.get("zero_optimization") or {}).get(key)
-
-    def dynamic_loss_scale(self) -> bool:
-        """Return whether the loss scale adapts itself: in fp16 without a fixed one."""
-        scaling = self.training_state.config.loss_scaling
-        return scaling is not None and not scaling.loss_scale
-
-    def optimizer_name(self) -> str | None:
-        """Return the class of the optimizer in lower case, as "adamw"; None without one."""
-        return None if self.optimizer is None else type(self.optimizer.client).__name__.lower()
-
-    def scheduler_name(self) -> str | None:
-        """Return the name of the config's schedule; None without one."""
-        section = self.training_state.config.scheduler
-        return None if section is None else section.type
-
-    def curriculum_enabled_legacy(self) -> bool:
-        """Return whether `curriculum_learning` is on."""
-        return self.curriculum is not None
-
-    def curriculum_learning_enabled(self) -> bool:
-        """Return whether samples are drawn by a curriculum of `data_efficiency`."""
-        return self.training_dataloader is not None and self.training_dataloader.curriculum is not None
-
-    def empty_partition_cache(self) -> None:
-        """Do nothing: gathered parameters are released by themselves."""
-
     def __getattr__(self, name: str) -> Any:
-        """Return the model's attribute where the engine has none of that name."""
+        """Return what DeepSpeed's engine has of that name, else the model's attribute."""
+        if name in _ATTRIBUTES:
+            return _ATTRIBUTES[name](self)
+        if name in _CALLS:
+            return partial(_CALLS[name], self)
         text = missing_of_engine(name)
         if text is not None:
             raise AttributeError(text, name=name, obj=self)

@@ -12,22 +12,20 @@ from zstore.engine.config.scheduler import SCHEDULES
 from zstore.engine.lr_schedules import NamedSchedule, named_schedule
 from zstore.errors import UsageError
 
+from .names import by_place
+
 VALID_LR_SCHEDULES = list(SCHEDULES)
 
 
 class _Schedule(type):
     """A class whose call makes the engine's schedule of that name, and whose instances these are. Arguments are those of the
-    config's `scheduler.params`, by name or in the order of `arguments`."""
+    config's `scheduler.params`, by name or in the `order` of DeepSpeed's."""
 
-    arguments: tuple[str, ...]
+    order: str
 
     def __call__(cls, optimizer: torch.optim.Optimizer, *values: Any, **params: Any) -> NamedSchedule:
-        named = dict(zip(cls.arguments, values, strict=False))
-        if len(values) > len(cls.arguments) or named.keys() & params.keys():
-            raise UsageError(
-                f"{cls.__name__}(optimizer, ...): expected each of {', '.join(cls.arguments)} at most once"
-            )
-        config = {"scheduler": {"type": cls.__name__, "params": named | params}}
+        named = by_place(cls.__name__, cls.order, values, params)
+        config = {"scheduler": {"type": cls.__name__, "params": named}}
         section = load_config(config, name=f"{cls.__name__}(...)").settings.scheduler
         if section is None:
             raise UsageError(f"{cls.__name__}: there is no such schedule")
@@ -42,40 +40,20 @@ class _Schedule(type):
         return isinstance(instance, getattr(engine_schedules, cls.__name__))
 
 
-class LRRangeTest(metaclass=_Schedule):
-    """A rate that grows without limit."""
-
-    arguments = (
-        "lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate", "lr_range_test_staircase",
-        "last_batch_iteration",
-    )  # fmt: skip
+def _made(name: str, order: str) -> type:
+    return _Schedule(name, (), {"order": f"{order} last_batch_iteration", "__doc__": f"The schedule {name}."})
 
 
-class OneCycle(metaclass=_Schedule):
-    """One cycle, then a decay."""
-
-    arguments = (
-        "cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size", "cycle_second_step_size",
-        "cycle_first_stair_count", "cycle_second_stair_count", "decay_step_size", "cycle_momentum", "cycle_min_mom",
-        "cycle_max_mom", "decay_mom_rate", "last_batch_iteration",
-    )  # fmt: skip
-
-
-class WarmupLR(metaclass=_Schedule):
-    """A warm-up."""
-
-    arguments = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
-
-
-class WarmupDecayLR(metaclass=_Schedule):
-    """A warm-up, then a line down."""
-
-    arguments = ("total_num_steps", *WarmupLR.arguments)
-
-
-class WarmupCosineLR(metaclass=_Schedule):
-    """A warm-up, then half a cosine wave down."""
-
-    arguments = (
-        "total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type", "last_batch_iteration",
-    )  # fmt: skip
+_WARMUP = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type"
+LRRangeTest = _made(
+    "LRRangeTest",
+    "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase",
+)
+OneCycle = _made(
+    "OneCycle",
+    "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size cycle_first_stair_count "
+    "cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate",
+)
+WarmupLR = _made("WarmupLR", _WARMUP)
+WarmupDecayLR = _made("WarmupDecayLR", f"total_num_steps {_WARMUP}")
+WarmupCosineLR = _made("WarmupCosineLR", "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type")

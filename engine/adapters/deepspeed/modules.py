@@ -6,12 +6,14 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from .absent import absent
+from zstore.errors import UsageError
+
 from .constants import CONSTANTS
 from .names import ABSENT, MODULES, missing
 
-KNOWN = frozenset({*MODULES, *ABSENT, *CONSTANTS})
-"""The modules that are there."""
+_LISTED = [dotted.split(".") for dotted in (*MODULES, *ABSENT, *CONSTANTS)]
+KNOWN = frozenset(".".join(parts[:depth]) for parts in _LISTED for depth in range(1, len(parts) + 1))
+"""The modules that are there, those included that have modules alone."""
 
 
 class AnsweredModule(ModuleType):
@@ -51,3 +53,21 @@ def require(dotted: str) -> None:
     """
     if dotted not in KNOWN:
         raise ModuleNotFoundError(missing(dotted))
+
+
+class _ByMark(type):
+    """The type of classes whose instances are told by what `wrappers` of an object lists: see `engine.WRAPPERS`."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return cls.__name__ in getattr(instance, "wrappers", ())
+
+
+def absent(dotted: str) -> type:
+    """Return a class of the name `dotted`, a call of which raises UsageError saying what to use instead."""
+    text = missing(dotted)
+
+    def refuse(cls: type, *args: object, **kwargs: object) -> Any:
+        raise UsageError(text)
+
+    module, _, name = dotted.rpartition(".")
+    return _ByMark(name, (), {"__new__": refuse, "__doc__": text, "__module__": module, "NAME": name})

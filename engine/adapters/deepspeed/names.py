@@ -2,298 +2,205 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from zstore._version import __version__
+from zstore.errors import UsageError
 
 ANSWERS_FOR = "0.19.8"
 """The DeepSpeed whose names these are."""
 VERSION = f"{ANSWERS_FOR}+zstore.{__version__.replace('+', '.')}"
 """DeepSpeed's version, as it is told."""
 
-_OPTIMIZERS = ("DeepSpeedCPUAdam", "FusedAdam")
-_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
-_INIT = ("GatheredParameters", "Init", "MiCS_Init", "register_external_parameter", "unregister_external_parameter")
-_ENUMS = ("OffloadDeviceEnum", "OffloadStateTypeEnum")
-_SAFE = (
-    *(
-        f"safe_{verb}_{part}_{what}"
-        for verb in ("get", "set")
-        for part in ("full", "local")
-        for what in ("fp32_param", "grad", "optimizer_state")
-    ),
-    "safe_update_full_grad_vectorized",
-)
-_LOGGING = ("log_dist", "log_dist_once", "logger", "set_log_level_from_string")
-_LEAVES = (
-    "get_z3_leaf_modules",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-)
-_TO_FP32 = (
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "load_state_dict_from_zero_checkpoint",
-)
-_TORCH_COMM = (
-    "ReduceOp",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "destroy_process_group",
-    "gather",
-    "get_backend",
-    "get_global_rank",
-    "get_rank",
-    "get_world_size",
-    "irecv",
-    "is_available",
-    "is_initialized",
-    "isend",
-    "monitored_barrier",
-    "new_group",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
-    "send",
-)
-_COMM = (
-    *_TORCH_COMM,
-    "get_all_ranks_from_group",
-    "get_local_rank",
-    "get_world_group",
-    "inference_all_reduce",
-    "init_distributed",
-    "log_summary",
-)
-_LAUNCHER = (
-    "DEEPSPEED_ENVIRONMENT_NAME",
-    "_parse_hostfile",
-    "encode_world_info",
-    "fetch_hostfile",
-    "parse_args",
-    "parse_inclusion_exclusion",
-    "parse_resource_filter",
-)
-_RUNTIME_UTILS = (
-    "call_to_str",
-    "clip_grad_norm_",
-    "copy_to_device",
-    "ensure_directory_exists",
-    "get_global_norm",
-    "is_model_parallel_parameter",
-    "move_to_device",
-    "partition_balanced",
-    "partition_uniform",
-    "prefix_sum_inc",
-    "see_memory_usage",
-    "set_random_seed",
-)
-_ZERO_CONFIGS = ("DeepSpeedZeroConfig", "DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig")
-_PROFILER = ("FlopsProfiler", "get_model_profile")
-_ZERO2_MEMORY = tuple(f"estimate_zero2_model_states_mem_needs{which}" for which in ("", "_all_cold", "_all_live"))
-_ZERO3_MEMORY = tuple(f"estimate_zero3_model_states_mem_needs{which}" for which in ("", "_all_cold", "_all_live"))
-_SPARSE = (
-    "BSLongformerSparsityConfig",
-    "BigBirdSparsityConfig",
-    "DenseSparsityConfig",
-    "FixedSparsityConfig",
-    "SparseSelfAttention",
-    "SparsityConfig",
-    "VariableSparsityConfig",
-)
-_CHECKPOINTING = (
-    "checkpoint",
-    "configure",
-    "get_cuda_rng_tracker",
-    "is_configured",
-    "model_parallel_cuda_manual_seed",
-    "non_reentrant_checkpoint",
-    "reset",
-)
-_ELASTICITY = (
-    "ElasticityConfigError",
-    "ElasticityError",
-    "ElasticityIncompatibleWorldSize",
-    "compute_elastic_config",
-    "elasticity_enabled",
-    "ensure_immutable_elastic_config",
-)
-_GROUPS = tuple(
-    f"{start}get_{kind}_parallel_{what}"
-    for kind in ("data", "model", "tensor_model", "sequence", "sequence_data", "expert")
-    for start, what in (
-        ("", "world_size"),
-        ("", "rank"),
-        ("", "group"),
-        ("_", "world_size"),
-        ("_", "rank"),
-        ("_", "group"),
-    )
-    if kind != "expert" or what != "group"
-)
+_ENGINE = "zstore.engine"
+_ACCESS, _CHECKPOINTING = f"{_ENGINE}.access.safe_access", f"{_ENGINE}.activations.checkpointing"
+_PROFILER, _MEMORY = f"{_ENGINE}.profile.profiler", f"{_ENGINE}.profile.memory_needs"
+_TO_FP32, _LAUNCHER = "zstore.tools.zero_to_fp32", "zstore.tools.run.deepspeed"
 
-_ACCESS = "zstore.engine.access.safe_access"
-_CHECKPOINTING_HOME = "zstore.engine.activations.checkpointing"
-_PROFILER_HOME, _MEMORY_HOME = "zstore.engine.profile.profiler", "zstore.engine.profile.memory_needs"
-_TO_FP32_HOME, _LAUNCHER_HOME = "zstore.tools.zero_to_fp32", "zstore.tools.run.deepspeed"
+SCHEDULES = "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR"
+LEAVES = (
+    "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix "
+    "unset_z3_leaf_modules z3_leaf_module"
+)
+TORCH_COMM = (
+    "ReduceOp all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier broadcast "
+    "broadcast_object_list destroy_process_group gather get_backend get_global_rank get_rank get_world_size irecv is_available "
+    "is_initialized isend monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_tensor scatter send"
+)
+SAFE = " ".join(
+    f"safe_{verb}_{part}_{what}"
+    for verb in ("get", "set")
+    for part in ("full", "local")
+    for what in ("fp32_param", "grad", "optimizer_state")
+)
+_INIT = "GatheredParameters Init MiCS_Init register_external_parameter unregister_external_parameter"
+_OFFLOADS = "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig"
+_LOGGING = "log_dist log_dist_once logger set_log_level_from_string"
 
-MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "deepspeed": {
-        "engine": ("DeepSpeedEngine",),
-        "initialize": ("add_config_arguments", "init_distributed", "initialize"),
-        "utils": ("OnDevice", "log_dist", "logger"),
-        "accelerator": ("get_accelerator",),
+
+def _table(rows: Mapping[str, Mapping[str, str]]) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+    """Return the table that `rows` write in short: a row is for all modules, within deepspeed, that its key names."""
+    return {
+        f"deepspeed.{module}".removesuffix(".root"): {home: tuple(names.split()) for home, names in homes.items()}
+        for modules, homes in rows.items()
+        for module in modules.split()
+    }
+
+
+def _estimators(stage: int) -> str:
+    return " ".join(f"estimate_zero{stage}_model_states_mem_needs{which}" for which in ("", "_all_cold", "_all_live"))
+
+
+MODULES = _table({
+    "root": {
+        "engine": "DeepSpeedEngine", "initialize": "add_config_arguments init_distributed initialize",
+        "utils": "OnDevice log_dist logger", "accelerator": "get_accelerator",
     },
-    "deepspeed.accelerator": {"accelerator": ("get_accelerator", "is_current_accelerator_supported")},
-    "deepspeed.accelerator.real_accelerator": {"accelerator": ("get_accelerator",)},
-    "deepspeed.checkpoint": {"reshape": ("model_3d_desc",)},
-    "deepspeed.checkpoint.utils": {"utils": ("clone_tensors_for_torch_save",)},
-    "deepspeed.checkpointing": {_CHECKPOINTING_HOME: _CHECKPOINTING},
-    "deepspeed.comm": {"comm": _COMM},
-    "deepspeed.comm.comm": {"comm": _COMM},
-    "deepspeed.compression": {},
-    "deepspeed.compression.helper": {"utils": ("recursive_getattr", "recursive_setattr")},
-    "deepspeed.elasticity": {"elasticity": _ELASTICITY},
-    "deepspeed.elasticity.elasticity": {"elasticity": _ELASTICITY},
-    "deepspeed.launcher": {},
-    "deepspeed.launcher.multinode_runner": {
-        _LAUNCHER_HOME: ("IMPIRunner", "MPICHRunner", "MVAPICHRunner", "MultiNodeRunner", "OpenMPIRunner"),
+    "accelerator": {"accelerator": "get_accelerator is_current_accelerator_supported"},
+    "accelerator.real_accelerator": {"accelerator": "get_accelerator"},
+    "checkpoint": {"reshape": "model_3d_desc"},
+    "checkpoint.utils": {"utils": "clone_tensors_for_torch_save"},
+    "checkpointing runtime.activation_checkpointing.checkpointing": {
+        _CHECKPOINTING: (
+            "checkpoint configure get_cuda_rng_tracker is_configured model_parallel_cuda_manual_seed "
+            "non_reentrant_checkpoint reset"
+        ),
     },
-    "deepspeed.launcher.runner": {_LAUNCHER_HOME: _LAUNCHER},
-    "deepspeed.moe": {},
-    "deepspeed.moe.utils": {"utils": ("is_moe_param", "split_params_into_different_moe_groups_for_optimizer")},
-    "deepspeed.monitor": {},
-    "deepspeed.monitor.config": {"config": ("DeepSpeedMonitorConfig",)},
-    "deepspeed.monitor.csv_monitor": {"monitor": ("csvMonitor",)},
-    "deepspeed.monitor.monitor": {"monitor": ("MonitorMaster",)},
-    "deepspeed.monitor.tensorboard": {"monitor": ("TensorBoardMonitor",)},
-    "deepspeed.monitor.wandb": {"monitor": ("WandbMonitor",)},
-    "deepspeed.ops": {},
-    "deepspeed.ops.adagrad": {"optimizers": ("DeepSpeedCPUAdagrad",)},
-    "deepspeed.ops.adam": {"optimizers": _OPTIMIZERS},
-    "deepspeed.ops.adam.cpu_adam": {"optimizers": ("DeepSpeedCPUAdam",)},
-    "deepspeed.ops.adam.fused_adam": {"optimizers": ("FusedAdam",)},
-    "deepspeed.ops.lamb": {"optimizers": ("FusedLamb",)},
-    "deepspeed.ops.lamb.fused_lamb": {"optimizers": ("FusedLamb",)},
-    "deepspeed.ops.lion": {"optimizers": ("DeepSpeedCPULion", "FusedLion")},
-    "deepspeed.ops.lion.cpu_lion": {"optimizers": ("DeepSpeedCPULion",)},
-    "deepspeed.ops.lion.fused_lion": {"optimizers": ("FusedLion",)},
-    "deepspeed.ops.sparse_attention": {"sparse_attention": _SPARSE},
-    "deepspeed.profiling": {},
-    "deepspeed.profiling.flops_profiler": {_PROFILER_HOME: _PROFILER},
-    "deepspeed.profiling.flops_profiler.profiler": {_PROFILER_HOME: _PROFILER},
-    "deepspeed.runtime": {},
-    "deepspeed.runtime.activation_checkpointing": {},
-    "deepspeed.runtime.activation_checkpointing.checkpointing": {_CHECKPOINTING_HOME: _CHECKPOINTING},
-    "deepspeed.runtime.engine": {"engine": ("DeepSpeedEngine",)},
-    "deepspeed.runtime.lr_schedules": {"lr_schedules": (*_SCHEDULES, "VALID_LR_SCHEDULES")},
-    "deepspeed.runtime.utils": {"runtime": _RUNTIME_UTILS},
-    "deepspeed.runtime.base_optimizer": {},
-    "deepspeed.runtime.config": {"config": ("DeepSpeedConfig", "get_gradient_clipping")},
-    "deepspeed.runtime.config_utils": {"config": ("DeepSpeedConfigModel",)},
-    "deepspeed.runtime.constants": {"config": ("GRADIENT_CLIPPING_DEFAULT",)},
-    "deepspeed.runtime.dataloader": {"utils": ("RepeatingLoader",)},
-    "deepspeed.runtime.precision_config": {
-        "config": ("DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config"),
+    "comm comm.comm": {
+        "torch.distributed": TORCH_COMM, _ENGINE: "init_distributed",
+        "comm": "get_all_ranks_from_group get_local_rank get_world_group inference_all_reduce log_summary",
     },
-    "deepspeed.runtime.zero": {"zero": (*_INIT, "unwrap_model_for_generation"), "zero_types": ("ZeroParamStatus",)},
-    "deepspeed.runtime.zero.config": {"config": _ZERO_CONFIGS, "zero_types": ("ZeroStageEnum",)},
-    "deepspeed.runtime.zero.muon": {},
-    "deepspeed.runtime.zero.muon.original_muon": {"optimizers": ("Muon", "MuonWithAuxAdam")},
-    "deepspeed.runtime.zero.offload_states": {"engine": ("get_state_devices",)},
-    "deepspeed.runtime.zero.offload_config": {"config": _ZERO_CONFIGS[1:], "zero_types": _ENUMS},
-    "deepspeed.runtime.zero.partition_parameters": {
-        "zero": (*_INIT, "zero_wrapper_for_fp_tensor_constructor"),
-        "zero_types": ("ZeroParamStatus",),
-        "accelerator": ("get_accelerator",),
+    "compression.helper": {"utils": "recursive_getattr recursive_setattr"},
+    "elasticity elasticity.elasticity": {
+        "elasticity": (
+            "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize compute_elastic_config elasticity_enabled "
+            "ensure_immutable_elastic_config"
+        ),
     },
-    "deepspeed.runtime.zero.stage3": {_MEMORY_HOME: _ZERO3_MEMORY, "zero": ("unwrap_model_for_generation",)},
-    "deepspeed.runtime.zero.stage_1_and_2": {_MEMORY_HOME: _ZERO2_MEMORY},
-    "deepspeed.runtime.zero.tiling": {"tiling": ("TiledLinear",)},
-    "deepspeed.runtime.zero.utils": {"zero": ("ZeRORuntimeException", "is_zero_param")},
-    "deepspeed.utils": {
-        "utils": ("OnDevice", "RepeatingLoader", "instrument_w_nvtx", *_LOGGING, *_LEAVES),
-        _ACCESS: _SAFE,
+    "launcher.multinode_runner": {
+        _LAUNCHER: "IMPIRunner MPICHRunner MVAPICHRunner MultiNodeRunner OpenMPIRunner",
     },
-    "deepspeed.utils.groups": {"groups": _GROUPS},
-    "deepspeed.utils.logging": {"utils": _LOGGING},
-    "deepspeed.utils.nvtx": {"utils": ("instrument_w_nvtx",)},
-    "deepspeed.utils.z3_leaf_module": {"utils": _LEAVES},
-    "deepspeed.utils.numa": {"utils": ("parse_range", "parse_range_list")},
-    "deepspeed.utils.tensor_fragment": {_ACCESS: _SAFE},
-    "deepspeed.utils.timer": {"utils": ("trim_mean",)},
-    "deepspeed.utils.torch": {"runtime": ("required_torch_version",)},
-    "deepspeed.utils.zero_to_fp32": {_TO_FP32_HOME: (*_TO_FP32, "get_optim_files")},
-    "deepspeed.zero": {"zero": _INIT, "tiling": ("TiledLinear",)},
-}
+    "launcher.runner": {
+        _LAUNCHER: (
+            "DEEPSPEED_ENVIRONMENT_NAME _parse_hostfile encode_world_info fetch_hostfile parse_args "
+            "parse_inclusion_exclusion parse_resource_filter"
+        ),
+    },
+    "moe.utils": {"utils": "is_moe_param split_params_into_different_moe_groups_for_optimizer"},
+    "monitor.config": {"config": "DeepSpeedMonitorConfig"},
+    "monitor.csv_monitor": {"monitor": "csvMonitor"},
+    "monitor.monitor": {"monitor": "MonitorMaster"},
+    "monitor.tensorboard": {"monitor": "TensorBoardMonitor"},
+    "monitor.wandb": {"monitor": "WandbMonitor"},
+    "ops.adagrad": {"optimizers": "DeepSpeedCPUAdagrad"},
+    "ops.adam": {"optimizers": "DeepSpeedCPUAdam FusedAdam"},
+    "ops.adam.cpu_adam": {"optimizers": "DeepSpeedCPUAdam"},
+    "ops.adam.fused_adam": {"optimizers": "FusedAdam"},
+    "ops.lamb ops.lamb.fused_lamb": {"optimizers": "FusedLamb"},
+    "ops.lion": {"optimizers": "DeepSpeedCPULion FusedLion"},
+    "ops.lion.cpu_lion": {"optimizers": "DeepSpeedCPULion"},
+    "ops.lion.fused_lion": {"optimizers": "FusedLion"},
+    "ops.sparse_attention": {
+        "sparse_attention": (
+            "BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig FixedSparsityConfig SparseSelfAttention "
+            "SparsityConfig VariableSparsityConfig"
+        ),
+    },
+    "profiling.flops_profiler profiling.flops_profiler.profiler": {_PROFILER: "FlopsProfiler get_model_profile"},
+    "runtime.config": {"config": "DeepSpeedConfig get_gradient_clipping"},
+    "runtime.config_utils": {"config": "DeepSpeedConfigModel"},
+    "runtime.constants": {"config": "GRADIENT_CLIPPING_DEFAULT"},
+    "runtime.dataloader": {"utils": "RepeatingLoader"},
+    "runtime.engine": {"engine": "DeepSpeedEngine"},
+    "runtime.lr_schedules": {"lr_schedules": f"{SCHEDULES} VALID_LR_SCHEDULES"},
+    "runtime.precision_config": {"config": "DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config"},
+    "runtime.utils": {
+        f"{_ENGINE}.profile.memory_usage": "see_memory_usage",
+        "runtime": (
+            "call_to_str clip_grad_norm_ copy_to_device ensure_directory_exists get_global_norm is_model_parallel_parameter "
+            "move_to_device partition_balanced partition_uniform prefix_sum_inc set_random_seed"
+        ),
+    },
+    "runtime.zero": {"zero": f"{_INIT} unwrap_model_for_generation", "config": "ZeroParamStatus"},
+    "runtime.zero.config": {"config": f"DeepSpeedZeroConfig {_OFFLOADS} ZeroStageEnum"},
+    "runtime.zero.muon.original_muon": {"optimizers": "Muon MuonWithAuxAdam"},
+    "runtime.zero.offload_config": {"config": f"{_OFFLOADS} OffloadDeviceEnum OffloadStateTypeEnum"},
+    "runtime.zero.offload_states": {"engine": "get_state_devices"},
+    "runtime.zero.partition_parameters": {
+        "zero": f"{_INIT} zero_wrapper_for_fp_tensor_constructor", "config": "ZeroParamStatus",
+        "accelerator": "get_accelerator",
+    },
+    "runtime.zero.stage3": {_MEMORY: _estimators(3), "zero": "unwrap_model_for_generation"},
+    "runtime.zero.stage_1_and_2": {_MEMORY: _estimators(2)},
+    "runtime.zero.tiling": {"tiling": "TiledLinear"},
+    "runtime.zero.utils": {"zero": "ZeRORuntimeException is_zero_param"},
+    "utils": {
+        "utils": f"OnDevice RepeatingLoader instrument_w_nvtx {_LOGGING} {LEAVES}",
+        _ACCESS: f"{SAFE} safe_update_full_grad_vectorized",
+    },
+    "utils.logging": {"utils": _LOGGING},
+    "utils.numa": {"utils": "parse_range parse_range_list"},
+    "utils.nvtx": {"utils": "instrument_w_nvtx"},
+    "utils.tensor_fragment": {_ACCESS: f"{SAFE} safe_update_full_grad_vectorized"},
+    "utils.timer": {"utils": "trim_mean"},
+    "utils.torch": {"runtime": "required_torch_version"},
+    "utils.z3_leaf_module": {"utils": LEAVES},
+    "utils.zero_to_fp32": {
+        _TO_FP32: (
+            "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint get_optim_files "
+            "load_state_dict_from_zero_checkpoint"
+        ),
+    },
+    "zero": {"zero": _INIT, "tiling": "TiledLinear"},
+})  # fmt: skip
 """DeepSpeed's module -> this package's module, or one by its whole name -> names that it gives."""
 
-ABSENT: Mapping[str, tuple[str, ...]] = {
-    "deepspeed": ("InferenceEngine", "PipelineEngine", "PipelineModule"),
-    "deepspeed.checkpoint": ("DeepSpeedCheckpoint", "ZeROCheckpoint", "get_model_3d_descriptor"),
-    "deepspeed.checkpoint.utils": ("get_model_ckpt_name_for_rank",),
-    "deepspeed.checkpoint.ds_to_universal": ("_aggregate_autoep_zero12_metadata", "main"),
-    "deepspeed.compression.compress": ("init_compression", "redundancy_clean"),
-    "deepspeed.inference": (),
-    "deepspeed.inference.config": ("DeepSpeedInferenceConfig",),
-    "deepspeed.launcher.multinode_runner": ("PDSHRunner", "SlurmRunner"),
-    "deepspeed.moe.layer": ("MoE",),
-    "deepspeed.moe.sharded_moe": ("MOELayer", "TopKGate"),
-    "deepspeed.moe.utils": (
-        "has_moe_layers",
-        "is_moe_param_group",
-        "split_params_grads_into_shared_and_expert_params",
-        "split_params_into_shared_and_expert_params",
-    ),
-    "deepspeed.launcher.runner": ("main",),
-    "deepspeed.monitor.comet": ("CometMonitor",),
-    "deepspeed.monitor.monitor": ("Monitor",),
-    "deepspeed.ops.op_builder": ("OpBuilder",),
-    "deepspeed.pipe": ("LayerSpec", "PipelineModule", "ProcessTopology", "TiedLayerSpec"),
-    "deepspeed.runtime.base_optimizer": ("DeepSpeedOptimizer", "ZeROOptimizer"),
-    "deepspeed.runtime.bf16_optimizer": ("BF16_Optimizer",),
-    "deepspeed.runtime.data_pipeline": (),
-    "deepspeed.runtime.engine": ("_checkpoint_parallel_metadata",),
-    "deepspeed.runtime.fp16": (),
-    "deepspeed.runtime.fp16.fused_optimizer": ("FP16_Optimizer",),
-    "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", "LossScaler"),
-    "deepspeed.runtime.fp16.onebit": ("OnebitAdam", "OnebitLamb", "ZeroOneAdam"),
-    "deepspeed.runtime.fp16.onebit.lamb": ("OnebitLamb",),
-    "deepspeed.runtime.fp16.unfused_optimizer": ("FP16_UnfusedOptimizer",),
-    "deepspeed.runtime.pipe": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
-    "deepspeed.runtime.pipe.engine": ("PipelineEngine",),
-    "deepspeed.runtime.pipe.module": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
-    "deepspeed.runtime.pipe.topology": (
-        "PipeDataParallelTopology",
-        "PipeModelDataParallelTopology",
-        "PipelineParallelGrid",
-        "ProcessTopology",
-    ),
-    "deepspeed.runtime.torch_autocast": ("get_comm_dtype", "has_comm_dtype"),
-    "deepspeed.runtime.zero.linear": (
-        "LinearFunctionForZeroStage3",
-        "LinearModuleForZeroStage3",
-        "zero3_linear_wrap",
-    ),
-    "deepspeed.runtime.zero.partition_parameters": ("CUDAQuantizer", "MultipleAllGatherHandles"),
-    "deepspeed.runtime.zero.stage3": ("DeepSpeedZeroOptimizer_Stage3",),
-    "deepspeed.runtime.zero.stage_1_and_2": ("DeepSpeedZeroOptimizer",),
-    "deepspeed.runtime.zero.tiling": ("TiledLinearReturnBias",),
-    "deepspeed.utils.comms_logging": ("CommsLogger",),
-    "deepspeed.utils.timer": ("SynchronizedWallClockTimer", "ThroughputTimer"),
+ABSENT = {
+    f"deepspeed.{module}".removesuffix(".root"): tuple(names.split())
+    for module, names in {
+        "root": "InferenceEngine PipelineEngine PipelineModule",
+        "checkpoint": "DeepSpeedCheckpoint ZeROCheckpoint get_model_3d_descriptor",
+        "checkpoint.ds_to_universal": "_aggregate_autoep_zero12_metadata main",
+        "checkpoint.utils": "get_model_ckpt_name_for_rank",
+        "compression.compress": "init_compression redundancy_clean",
+        "inference.config": "DeepSpeedInferenceConfig",
+        "launcher.multinode_runner": "PDSHRunner SlurmRunner",
+        "launcher.runner": "main",
+        "moe.layer": "MoE",
+        "moe.sharded_moe": "MOELayer TopKGate",
+        "moe.utils": (
+            "has_moe_layers is_moe_param_group split_params_grads_into_shared_and_expert_params "
+            "split_params_into_shared_and_expert_params"
+        ),
+        "monitor.comet": "CometMonitor",
+        "monitor.monitor": "Monitor",
+        "ops.op_builder": "OpBuilder",
+        "pipe": "LayerSpec PipelineModule ProcessTopology TiedLayerSpec",
+        "runtime.base_optimizer": "DeepSpeedOptimizer ZeROOptimizer",
+        "runtime.bf16_optimizer": "BF16_Optimizer",
+        "runtime.data_pipeline": "",
+        "runtime.engine": "_checkpoint_parallel_metadata",
+        "runtime.fp16.fused_optimizer": "FP16_Optimizer",
+        "runtime.fp16.loss_scaler": "DynamicLossScaler LossScaler",
+        "runtime.fp16.onebit": "OnebitAdam OnebitLamb ZeroOneAdam",
+        "runtime.fp16.onebit.lamb": "OnebitLamb",
+        "runtime.fp16.unfused_optimizer": "FP16_UnfusedOptimizer",
+        "runtime.pipe": "LayerSpec PipelineModule TiedLayerSpec",
+        "runtime.pipe.engine": "PipelineEngine",
+        "runtime.pipe.module": "LayerSpec PipelineModule TiedLayerSpec",
+        "runtime.pipe.topology": (
+            "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology"
+        ),
+        "runtime.torch_autocast": "get_comm_dtype has_comm_dtype",
+        "runtime.zero.linear": "LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap",
+        "runtime.zero.partition_parameters": "CUDAQuantizer MultipleAllGatherHandles",
+        "runtime.zero.stage3": "DeepSpeedZeroOptimizer_Stage3",
+        "runtime.zero.stage_1_and_2": "DeepSpeedZeroOptimizer",
+        "runtime.zero.tiling": "TiledLinearReturnBias",
+        "utils.comms_logging": "CommsLogger",
+        "utils.timer": "SynchronizedWallClockTimer ThroughputTimer",
+    }.items()
 }
 """DeepSpeed's module -> names that can be imported, and raise when they are used."""
 
@@ -367,3 +274,12 @@ def missing_of_engine(name: str) -> str | None:
     """Return the message about an attribute of DeepSpeed's engine that is not there; None where nothing is known of it."""
     instead = ENGINE_INSTEAD.get(name)
     return None if instead is None else f"engine.{name} is not there: {_WHO}. Instead: {instead}. {_WHERE}"
+
+
+def by_place(call: str, order: str, values: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call by their names, of which `order` has those that may come by place."""
+    names = order.split()
+    named = dict(zip(names, values, strict=False))
+    if len(values) > len(names) or named.keys() & given.keys():
+        raise UsageError(f"{call}(...): expected each of {', '.join(names)} at most once")
+    return named | dict(given)

@@ -12,24 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from zstore.engine.profile.memory_usage import see_memory_usage
-
-__all__ = [
-    "call_to_str",
-    "clip_grad_norm_",
-    "copy_to_device",
-    "ensure_directory_exists",
-    "get_global_norm",
-    "is_model_parallel_parameter",
-    "move_to_device",
-    "partition_balanced",
-    "partition_uniform",
-    "prefix_sum_inc",
-    "required_torch_version",
-    "see_memory_usage",
-    "set_random_seed",
-]
-
 
 def set_random_seed(seed: int) -> None:
     """Seed the generators of random, numpy and torch."""

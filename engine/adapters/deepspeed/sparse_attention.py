@@ -11,26 +11,28 @@ from zstore.attention import attend
 from zstore.attention.patterns import Pattern, pattern_of
 from zstore.errors import UsageError
 
+from .names import by_place
+
+_FIRST = "num_heads block different_layout_per_head"
+
 
 class SparsityConfig:
-    """A pattern for `num_heads` heads; the other arguments are those of the config's section `sparse_attention`."""
+    """A pattern for `num_heads` heads; the other arguments are those of the config's section `sparse_attention`, by name or
+    in the `order` of DeepSpeed's."""
 
-    mode = "dense"
+    mode, order = "dense", _FIRST
 
-    def __init__(self, num_heads: int, *args: Any, **kwargs: Any) -> None:
-        names = _ORDER[self.mode]
-        if len(args) > len(names):
-            raise UsageError(f"{type(self).__name__}: expected at most {len(names) + 1} arguments, got {len(args) + 1}")
-        given = dict(zip(names, args, strict=False)) | kwargs
-        self.num_heads = num_heads
-        self.pattern: Pattern = pattern_of(self.mode, **{n: v for n, v in given.items() if v is not None})
+    def __init__(self, *values: Any, **given: Any) -> None:
+        named = by_place(type(self).__name__, self.order, values, given)
+        self.num_heads = int(named.pop("num_heads"))
+        self.pattern: Pattern = pattern_of(self.mode, **{n: v for n, v in named.items() if v is not None})
         self.block = self.pattern.block
         self.different_layout_per_head = self.pattern.different_layout_per_head
 
     def make_layout(self, seq_len: int) -> torch.Tensor:
         """Return which blocks attend to which: int64 [heads, blocks, blocks] of 0 and 1.
 
-        Raises ValueError where `seq_len` is not a multiple of the block.
+        Raises ValueError if `seq_len` is not a multiple of the block.
         """
         if seq_len % self.block:
             raise ValueError(f"expected a sequence of a multiple of block ({self.block}) tokens, got {seq_len}")
@@ -46,56 +48,31 @@ class FixedSparsityConfig(SparsityConfig):
     """See zstore.attention.Fixed."""
 
     mode = "fixed"
+    order = f"{_FIRST} num_local_blocks num_global_blocks attention horizontal_global_attention num_different_global_patterns"
 
 
 class VariableSparsityConfig(SparsityConfig):
     """See zstore.attention.Variable."""
 
     mode = "variable"
+    order = (
+        f"{_FIRST} num_random_blocks local_window_blocks global_block_indices global_block_end_indices attention "
+        "horizontal_global_attention"
+    )
 
 
 class BigBirdSparsityConfig(SparsityConfig):
     """See zstore.attention.BigBird."""
 
     mode = "bigbird"
+    order = f"{_FIRST} num_random_blocks num_sliding_window_blocks num_global_blocks attention"
 
 
 class BSLongformerSparsityConfig(SparsityConfig):
     """See zstore.attention.BSLongformer."""
 
     mode = "bslongformer"
-
-
-_FIRST = ("block", "different_layout_per_head")
-_ORDER = {
-    "dense": _FIRST,
-    "fixed": (
-        *_FIRST,
-        "num_local_blocks",
-        "num_global_blocks",
-        "attention",
-        "horizontal_global_attention",
-        "num_different_global_patterns",
-    ),
-    "variable": (
-        *_FIRST,
-        "num_random_blocks",
-        "local_window_blocks",
-        "global_block_indices",
-        "global_block_end_indices",
-        "attention",
-        "horizontal_global_attention",
-    ),
-    "bigbird": (*_FIRST, "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks", "attention"),
-    "bslongformer": (
-        *_FIRST,
-        "num_sliding_window_blocks",
-        "global_block_indices",
-        "global_block_end_indices",
-        "attention",
-    ),
-}
-"""Arguments after `num_heads` by place, as DeepSpeed's classes have them."""
+    order = f"{_FIRST} num_sliding_window_blocks global_block_indices global_block_end_indices attention"
 
 
 class SparseSelfAttention(nn.Module):
@@ -137,5 +114,5 @@ class SparseSelfAttention(nn.Module):
 
 
 def _allowed(mask: torch.Tensor, mode: str) -> torch.Tensor:
-    """Return where a mask lets attend."""
+    """Return whether a mask lets attend."""
     return mask > -1000 if mode == "add" else mask != 0

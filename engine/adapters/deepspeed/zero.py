@@ -30,8 +30,7 @@ from zstore.engine import gather
 from zstore.engine.config.config import load_config
 from zstore.errors import UsageError
 
-from .config import cleaned
-from .zero_types import ZeroParamStatus
+from .config import ZeroParamStatus, cleaned
 
 _numbers = itertools.count()
 
