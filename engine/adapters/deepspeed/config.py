@@ -210,29 +210,17 @@ class ZeroParamStatus(Enum):
     """They are on their way; a parameter is never said to be in this state."""
 
 
-class ZeroStageEnum(IntEnum):
-    """ZeRO's stages."""
-
-    disabled = 0
-    optimizer_states = 1
-    gradients = 2
-    weights = 3
-    max_stage = 3
+def _words(name: str, words: str) -> Any:
+    """Return an enumeration of texts that are their names."""
+    return Enum(name, {word: word for word in words.split()}, type=str, module=__name__)
 
 
-class OffloadDeviceEnum(str, Enum):  # noqa: UP042 - DeepSpeed's base
-    """Where state is offloaded to."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
-class OffloadStateTypeEnum(str, Enum):  # noqa: UP042 - DeepSpeed's base
-    """Which state `engine.offload_states` is about."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
+ZeroStageEnum = IntEnum(
+    "ZeroStageEnum",
+    {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3},
+    module=__name__,
+)
+OffloadDeviceEnum = _words("OffloadDeviceEnum", "none cpu nvme")
+OffloadStateTypeEnum = _words(
+    "OffloadStateTypeEnum", "optim_states hp_params lp_params lp_grads contiguous_grad_buffer"
+)

@@ -38,19 +38,6 @@ class _OfOne(MonitorMaster):
         return getattr(getattr(self.monitor_config, self.key), name)
 
 
-class csvMonitor(_OfOne):  # noqa: N801 - DeepSpeed's name
-    """CSV files."""
-
-    key = "csv_monitor"
-
-
-class TensorBoardMonitor(_OfOne):
-    """TensorBoard."""
-
-    key = "tensorboard"
-
-
-class WandbMonitor(_OfOne):
-    """Weights & Biases."""
-
-    key = "wandb"
+csvMonitor = type("csvMonitor", (_OfOne,), {"key": "csv_monitor", "__doc__": "CSV files."})  # noqa: N816 - DeepSpeed's name
+TensorBoardMonitor = type("TensorBoardMonitor", (_OfOne,), {"key": "tensorboard", "__doc__": "TensorBoard."})
+WandbMonitor = type("WandbMonitor", (_OfOne,), {"key": "wandb", "__doc__": "Weights & Biases."})

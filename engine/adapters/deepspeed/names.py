@@ -204,44 +204,50 @@ ABSENT = {
 }
 """DeepSpeed's module -> names that can be imported, and raise when they are used."""
 
-INSTEAD: Mapping[str, str] = {
-    "autotuning": "`zstore tune --config FILE -- SCRIPT` searches for a config",
-    "checkpointing": "configure() and checkpoint() are there; the rest is torch.utils.checkpoint's",
-    "comm": "use torch.distributed, whose groups these are",
-    "compression": "nothing is compressed; quantize or prune with torchao after `zstore consolidate`",
-    "runtime.config_utils": "a config is a dict or a path",
-    "add_tuning_arguments": "write arguments of the script's own; the schedule stands in the config",
-    "DeepSpeedTransformerConfig": "there are no transformer kernels; use torch's attention",
-    "DeepSpeedTransformerLayer": "there are no transformer kernels; use torch's attention",
-    "elasticity.elastic_agent": "`zstore run` and torchrun start ranks anew",
-    "HybridEngine": "there is no inference engine",
-    "inference": "there is no inference engine; `zstore consolidate` writes safetensors for a server",
-    "InferenceEngine": "there is no inference engine; `zstore consolidate` writes safetensors for a server",
-    "init_inference": "there is no inference engine; `zstore consolidate` writes safetensors for a server",
-    "launcher": "`zstore run` starts the ranks",
-    "linear": "take LoRA from peft",
-    "module_inject": "modules are not replaced; use torch's attention",
-    "moe": "there is no expert parallelism; the experts of transformers' models are parameters like any others",
-    "monitor": "monitor.monitor.MonitorMaster and engine.monitor take a script's values; the config says where they go",
-    "ops": "kernels are torch's; optimizers are in ops.adam, ops.adagrad, ops.lamb and ops.lion, masks in ops.sparse_attention",
-    "pipe": "there is no pipeline parallelism; use ZeRO stage 3, with offload_param for models larger than memory",
-    "PipelineEngine": "there is no pipeline parallelism; use ZeRO stage 3",
-    "PipelineModule": "there is no pipeline parallelism; use ZeRO stage 3, with offload_param for models larger than memory",
-    "profiling": "use profiling.flops_profiler, or torch.profiler",
-    "runtime.config": "a config is a dict or a path",
-    "runtime.lr_schedules.add_tuning_arguments": "write arguments of the script's own; the schedule stands in the config",
-    "runtime.pipe": "there is no pipeline parallelism; use ZeRO stage 3",
-    "runtime.sequence_parallel": "there is no sequence parallelism; checkpointing takes activations off the device",
-    "runtime.zero.stage_1_and_2": "the memory estimators are there; the optimizer is engine.optimizer",
-    "runtime.zero.stage3": "the memory estimators are there; the optimizer is engine.optimizer",
-    "runtime.zero.tiling.TiledLinearReturnBias": "TiledLinear is there, for layers that add their bias themselves",
-    "sequence": "there is no sequence parallelism",
-    "tp_model_init": "there is no tensor parallelism; use ZeRO stage 3",
-    "utils.groups": "there is one group, of all ranks",
-    "utils.timer": 'set "wall_clock_breakdown": true, or read engine.statistics()',
-    "zero.estimate_zero2_model_states_mem_needs_all_live": "it is in runtime.zero.stage_1_and_2",
-    "zero.estimate_zero3_model_states_mem_needs_all_live": "it is in runtime.zero.stage3",
-    "zero.TiledLinearReturnBias": "TiledLinear is there, for layers that add their bias themselves",
+INSTEAD = {
+    name: text
+    for names, text in {
+        "add_tuning_arguments runtime.lr_schedules.add_tuning_arguments": (
+            "write arguments of the script's own; the schedule is in the config"
+        ),
+        "autotuning": "`zstore tune --config FILE -- SCRIPT` searches for a config",
+        "checkpointing": "configure() and checkpoint() are there; the rest is torch.utils.checkpoint's",
+        "comm": "use torch.distributed, whose groups these are",
+        "compression": "nothing is compressed; quantize or prune with torchao after `zstore consolidate`",
+        "DeepSpeedTransformerConfig DeepSpeedTransformerLayer": "there are no transformer kernels; use torch's attention",
+        "elasticity.elastic_agent": "`zstore run` and torchrun start ranks anew",
+        "HybridEngine inference InferenceEngine init_inference": (
+            "there is no inference engine; `zstore consolidate` writes safetensors for a server"
+        ),
+        "launcher": "`zstore run` starts the ranks",
+        "linear": "take LoRA from peft",
+        "module_inject": "modules are not replaced; use torch's attention",
+        "moe": "there is no expert parallelism; the experts of transformers' models are parameters like any others",
+        "monitor": "monitor.monitor.MonitorMaster and engine.monitor take a script's values; the config says where they go",
+        "ops": (
+            "kernels are torch's; optimizers are in ops.adam, ops.adagrad, ops.lamb and ops.lion, masks in ops.sparse_attention"
+        ),
+        "pipe runtime.pipe PipelineEngine PipelineModule": (
+            "there is no pipeline parallelism; use ZeRO stage 3, with offload_param for models larger than memory"
+        ),
+        "profiling": "use profiling.flops_profiler, or torch.profiler",
+        "runtime.config": "a config is a dict or a path",
+        "sequence runtime.sequence_parallel": (
+            "there is no sequence parallelism; checkpointing takes activations off the device"
+        ),
+        "runtime.zero.stage_1_and_2 runtime.zero.stage3": (
+            "the memory estimators are there; the optimizer is engine.optimizer"
+        ),
+        "zero.TiledLinearReturnBias runtime.zero.tiling.TiledLinearReturnBias": (
+            "TiledLinear is there, for layers that add their bias themselves"
+        ),
+        "tp_model_init": "there is no tensor parallelism; use ZeRO stage 3",
+        "utils.groups": "there is one group, of all ranks",
+        "utils.timer": 'set "wall_clock_breakdown": true, or read engine.statistics()',
+        "zero.estimate_zero2_model_states_mem_needs_all_live": "it is in runtime.zero.stage_1_and_2",
+        "zero.estimate_zero3_model_states_mem_needs_all_live": "it is in runtime.zero.stage3",
+    }.items()
+    for name in names.split()
 }
 """Name within deepspeed, or a module's -> what to use instead, for it and all in it."""
 
