@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from .errors import ZstoreError
     from .open.checkpoint import load_state_dict, open_checkpoint
-    from .open.store import Store, open_store
+    from .open.opening import open_store
+    from .open.store import Store
     from .store import TensorStore
 
 __all__ = [
@@ -54,7 +55,7 @@ _HOMES = {
     "initialize": "zstore.engine",
     "load_state_dict": "zstore.open.checkpoint",
     "open_checkpoint": "zstore.open.checkpoint",
-    "open_store": "zstore.open.store",
+    "open_store": "zstore.open.opening",
     "profiling": "zstore.profiling",
     "zero": "zstore.zero",
 }

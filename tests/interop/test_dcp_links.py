@@ -22,7 +22,7 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import UsageError
 from zstore.format import grid_of_rows
 from zstore.format.arrays import ArraySpec
-from zstore.format.partition import make_grid
+from zstore.format.partition import grid_of_rows, make_grid
 from zstore.optim import Offloaded
 from zstore.store import StoreOptions, TensorStore
 from zstore.testing.ranks import run_ranks

@@ -1,7 +1,8 @@
-"""Whole arrays in the shards of a store: what its threads do, one after the other for each array."""
+"""What a rank holds of arrays, in the shards of a store: what its threads do, one after the other for each array."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -9,15 +10,17 @@ from typing import Any
 
 import numpy as np
 
+from ..checkpoint.source import ArraySource
 from ..errors import UsageError
-from ..format.arrays import Array, ArraySpec, numpy_dtype
-from ..format.partition import make_grid
+from ..format.arrays import Array, numpy_dtype
 from ..store import TensorStore
 from ..store.store import TierName
+from ..store.tiers.views import copy_into
+from .ranks import Held
 from .values import copy_view
 
 
-class WholeArrays:
+class HeldArrays:
     """Makes, moves and removes the arrays of `shards`, and moves their elements, flat, in the calling thread.
 
     Nobody else changes which arrays there are. `wait` waits for pins that will be released by themselves.
@@ -28,49 +31,67 @@ class WholeArrays:
         self._lock = threading.Lock()
         """Held while arrays come, go and move."""
 
-    def put(self, spec: ArraySpec, data: Array, tier: TierName | None, wait: Callable[[], None]) -> None:
-        """Make an array of all of `data`, or change the one that is there if it is alike. A failure leaves no new one."""
-        is_new = self._make(spec, tier, wait)
+    def put(self, held: Held, fill: Callable[[Held], None], tier: TierName | None, wait: Callable[[], None]) -> None:
+        """Make an array that `fill` gives all values, or let it do so with the one that is there if it is alike. A failure
+        leaves no new one."""
+        is_new = self._make(held, tier, wait)
         try:
-            self.write(spec, 0, data)
+            fill(held)
         except BaseException:
             if is_new:
-                self.remove(spec.name, wait)
+                self.remove(held.spec.name, wait)
             raise
 
-    def _make(self, spec: ArraySpec, tier: TierName | None, wait: Callable[[], None]) -> bool:
+    def _make(self, held: Held, tier: TierName | None, wait: Callable[[], None]) -> bool:
         """Make an array, unless one that is alike is there; return whether it is new."""
-        shards, name = self._shards, spec.name
+        shards, name = self._shards, held.spec.name
         with self._lock:
             former: Any = shards.tier_of(name) if name in shards.names() else None
             if former is not None:
-                if shards.spec(name) == spec and tier in (None, former):
+                if self.has(held) and tier in (None, former):
                     return False
                 _unpinned(partial(shards.remove, name), wait)
             usual: Any = "disk" if shards.options.all_paths else "host"
-            shards.create(spec, grid=make_grid(spec.stored_shape, 1, 1), shard=0, tier=tier or former or usual)
+            shards.create(held.spec, grid=held.grid, shard=held.shard, tier=tier or former or usual)
             return True
 
-    def has(self, spec: ArraySpec) -> bool:
-        """Return whether there is an array as `spec` has it."""
-        return spec.name in self._shards.names() and self._shards.spec(spec.name) == spec
+    def has(self, held: Held) -> bool:
+        """Return whether there is an array as `held` has it."""
+        return held.spec.name in self._shards.names() and self._shards.local(held.spec.name) == held.local
 
-    def _require(self, spec: ArraySpec) -> None:
-        if not self.has(spec):
-            raise UsageError(f"array {spec.name!r} is not what was put last, for that failed: put it again")
+    def _require(self, held: Held) -> None:
+        if not self.has(held):
+            raise UsageError(f"array {held.spec.name!r} is not what was put last, for that failed: put it again")
 
-    def read(self, spec: ArraySpec, first: int, stop: int, target: Array | None) -> Array:
-        """Read elements `[first, stop)` into `target`, or new memory."""
-        self._require(spec)
+    def read(self, held: Held, first: int, stop: int, target: Array | None) -> Array:
+        """Read elements `[first, stop)` of what is held into `target`, or new memory."""
+        self._require(held)
         if first == stop:
-            return np.empty(0, numpy_dtype(spec.dtype)) if target is None else target
-        return self._shards.reading(spec.name, first, stop, target)()
+            return np.empty(0, numpy_dtype(held.spec.dtype)) if target is None else target
+        return self._shards.reading(held.spec.name, first, stop, target)()
 
-    def write(self, spec: ArraySpec, first: int, data: Array) -> None:
+    def write(self, data: Array, first: int, held: Held) -> None:
         """Replace the elements from `first` on."""
-        self._require(spec)
+        self._require(held)
         if data.size:
-            self._shards.writing(spec.name, data, first)()
+            self._shards.writing(held.spec.name, data, first)()
+
+    def load(self, source: ArraySource, held: Held) -> None:
+        """Replace all values by those of a checkpoint: link its file, if it is as the array's on disk is to be, else read."""
+        self._require(held)
+        name, stored, shards = held.spec.name, source.array(held.spec.name), self._shards
+        if not held.numel:
+            return
+        if shards.tier_of(name) == "disk" and (stored.grid, stored.spec.dtype) == (held.grid, held.spec.dtype):
+            path, crcs = source.file_of(name, held.shard), source.shard_crcs(name, held.shard)
+            if path is not None and crcs is not None and shards.adopt(name, path, crcs):
+                return
+        base, dtype = held.require(0, 0), numpy_dtype(held.spec.dtype)
+        with contextlib.closing(shards.stream([[name]], "fill")) as tiles:
+            for tile in tiles:
+                values = np.empty(tile.stop - tile.first, dtype)
+                source.read(name, base + tile.first, base + tile.stop, values)
+                copy_into(tile.views[0], values)
 
     def remove(self, name: str, wait: Callable[[], None]) -> None:
         """Forget an array, if it is there."""

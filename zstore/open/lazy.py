@@ -46,6 +46,8 @@ class LazyArray:
         num_readers: int = 1,
     ) -> None:
         self.name = name
+        self.spec = spec
+        """What the array is where it is stored."""
         self.shape = spec.shape
         self.dtype: np.dtype[Any] = numpy_dtype(dtype)
         """numpy's data type."""

@@ -4,6 +4,10 @@
 A checkpoint has what the arrays held when it was asked for: its pins are queued among the operations on each array. An
 operation that takes an array away waits for the checkpoints that were asked for before it, and for no later one, whose pins
 wait for it in their turn.
+
+[Note: checkpoints of several ranks]
+All ranks call `checkpoint`, in the same order. Each begins its part, in one thread for all checkpoints, and the ranks agree
+that all could: else each raises and gives its part up. What follows is any save of several ranks, see `zstore.checkpoint.save`.
 """
 
 from __future__ import annotations
@@ -13,27 +17,46 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.catalog import check_tag_is_free
+from ..checkpoint.handle import SaveHandle
 from ..checkpoint.names import new_save_id
 from ..checkpoint.request import SaveRequest, SaveSummary
+from ..checkpoint.retention import Keep
 from ..checkpoint.reuse import KnownFile
 from ..checkpoint.save import save_checkpoint
-from ..io.pool import run_in_thread
+from ..io.pool import Workers, run_in_thread
 from ..io.queue import Ticket
+from ..ranks.agreement import Agreement
 from ..store import TensorStore
 from ..store.snapshot import Snapshot
+from .ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How a checkpoint is to be kept."""
+
+    place: Path
+    extra: Mapping[str, Any]
+    step: int
+    keep: int | None
+    overwrite: bool
 
 
 class Saves:
     """The checkpoints of the arrays of `shards`."""
 
-    def __init__(self, shards: TensorStore) -> None:
-        self._shards = shards
+    def __init__(self, shards: TensorStore, ranks: Ranks) -> None:
+        self._shards, self._ranks = shards, ranks
         self._run = uuid.uuid4().hex
+        self._turns: Workers | None = None
+        """One thread, that agrees with the other ranks."""
+        self._agreement: Agreement | None = None
         self._known: Mapping[str, KnownFile] = {}
         self._expected: list[Future[None]] = []
         self._unheard: list[Ticket[SaveSummary]] = []
@@ -58,19 +81,52 @@ class Saves:
         return wait
 
     def start(
-        self, over: Future[None], begin: Callable[[], Ticket[SaveSummary]], *, behind: bool
+        self, over: Future[None], pinned: Callable[[], Snapshot], wish: Wish, *, behind: bool
     ) -> Ticket[SaveSummary]:
-        """Return the ticket of the checkpoint that `begin` begins, which waits for changes under way, here or `behind` the
-        caller. Raises what `begin` does here."""
+        """Return the ticket of a checkpoint, which waits for changes under way here, or `behind` the caller, as it does for
+        other ranks. Raises here what keeps it from beginning here."""
         try:
-            save = run_in_thread(lambda: begin().wait(), "zstore-checkpoint") if behind else begin()
+            if self._ranks.world_size > 1:
+                save = self._begin_in_turn(partial(self._begin_together, pinned, wish))
+            elif behind:
+                save = _behind(partial(self._begin, pinned, wish))
+            else:
+                save = self._begin(pinned, wish).ticket
         except BaseException:
             self._end(over)
             raise
         save.when_done(partial(self._end, over))
         with self._lock:
             self._unheard = [one for one in self._unheard if not one.done() or one.error() is not None] + [save]
-        return save.then(lambda summary: summary, partial(self._hear, save))
+        return save.then(self._note, partial(self._hear, save))
+
+    def _begin_in_turn(self, begin: Callable[[], SaveHandle]) -> Ticket[SaveSummary]:
+        """Begin a checkpoint after those before it."""
+        with self._lock:
+            self._turns = self._turns or Workers(1, "zstore-agree")
+            begun = self._turns.submit(begin)
+        return _behind(begun.wait)
+
+    def _begin_together(self, pinned: Callable[[], Snapshot], wish: Wish) -> SaveHandle:
+        """Begin this rank's part of a checkpoint, once all ranks can. See [Note: checkpoints of several ranks]."""
+        agreement = self._agreement = self._agreement or self._ranks.agreement()
+        try:
+            handle = self._begin(pinned, wish, agreement)
+        except Exception as error:
+            agreement.agree(error)
+            raise
+        try:
+            agreement.agree(None)
+        except BaseException:
+            handle.cancel()
+            handle.wait_for_end()
+            raise
+        return handle
+
+    def close(self) -> None:
+        """End the thread that agrees with other ranks."""
+        if self._turns is not None:
+            self._turns.close()
 
     def _end(self, over: Future[None]) -> None:
         with self._lock:
@@ -87,35 +143,54 @@ class Saves:
         with self._lock:
             return list(self._unheard)
 
-    def begin(
-        self, place: Path, pinned: Callable[[], Snapshot], *, overwrite: bool, fields: Mapping[str, Any]
-    ) -> Ticket[SaveSummary]:
-        """Begin to save what `pinned` returns as the checkpoint `place`, and release it in any case."""
-        snapshot = pinned()
+    def _begin(self, pinned: Callable[[], Snapshot], wish: Wish, agreement: Agreement | None = None) -> SaveHandle:
+        """Begin to save what `pinned` returns, and release it in any case."""
+        snapshot, ranks, place = pinned(), self._ranks, wish.place
         try:
-            check_tag_is_free(place.parent, place.name, overwrite=overwrite)
+            held = {name: ranks.held_as(pin.local) for name, pin in snapshot.pins.items()}
+            if ranks.rank == 0:
+                check_tag_is_free(place.parent, place.name, overwrite=wish.overwrite)
+            save_id = new_save_id() if agreement is None else agreement.step_id
+            run = self._run if agreement is None else agreement.run_id
         except BaseException:
             snapshot.release()
             raise
+        # What every rank has all of, rank 0 saves.
+        pins = {name: pin for name, pin in snapshot.pins.items() if held[name].by_rows or ranks.rank == 0}
+        for name in snapshot.pins.keys() - pins.keys():
+            snapshot.pins[name].release()
+        whole = [name for name, one in held.items() if one.spec.shape and not one.by_rows]
         request = SaveRequest(
             resources=self._shards.resources,
             folder=place.parent,
             tag=place.name,
-            rank=0,
-            world_size=1,
-            save_id=new_save_id(),
-            run_id=self._run,
-            specs={name: pin.local.spec for name, pin in snapshot.pins.items()},
-            grids={name: pin.local.grid for name, pin in snapshot.pins.items()},
-            pins=snapshot.pins,
-            overwrite=overwrite,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            save_id=save_id,
+            run_id=run,
+            record={"extra": wish.extra, **({"whole": whole} if ranks.world_size > 1 else {})},
+            step=wish.step,
+            specs={name: one.spec for name, one in held.items()},
+            grids={name: one.grid_in_checkpoint for name, one in held.items()},
+            pieces={name: one.grid for name, one in held.items() if one.grid_in_checkpoint != one.grid},
+            pins=pins,
+            keep=None if wish.keep is None else Keep(last=wish.keep),
+            overwrite=wish.overwrite,
             known=self._known,
             disk_folders=self._shards.disk_folders(),
-            **fields,
         )
-        return save_checkpoint(request).ticket.then(self._note)
+        return save_checkpoint(request)
 
     def _note(self, summary: SaveSummary) -> SaveSummary:
         with self._lock:
             self._known = {**self._known, **summary.known}
         return summary
+
+
+def _behind(begin: Callable[[], SaveHandle]) -> Ticket[SaveSummary]:
+    """Return the ticket of a save that `begin` begins, or waits for, in a thread of its own."""
+
+    def save() -> SaveSummary:
+        return begin().ticket.wait()
+
+    return run_in_thread(save, "zstore-checkpoint")

@@ -14,92 +14,35 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
 from ..checkpoint.request import SaveSummary
-from ..checkpoint.retention import Keep
 from ..closing import Closing, closing_with
-from ..errors import BudgetError, UsageError
+from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec, numpy_dtype
-from ..io.files import Files
 from ..io.pool import Workers, run_in_thread
-from ..io.queue import Ticket
-from ..store import StoreOptions, TensorStore
+from ..io.queue import Ticket, settle
+from ..store import TensorStore
 from ..store.order import ArrayOrder
 from ..store.snapshot import Snapshot
 from ..store.statistics import StoreStatistics
 from ..store.store import TierName
-from .arrays import WholeArrays
+from .ahead import Ahead
+from .arrays import HeldArrays
 from .checkpoint import open_checkpoint
 from .lazy import LazyArray
-from .saves import Saves
+from .ranks import ALONE, Held, Ranks
+from .saves import Saves, Wish
 from .stream import Mode, Values
-from .values import Value, flat_rows, flat_target, flatten, shaped, spec_of
+from .values import Entry, Value, distributed, entry_of, flat_target, flatten, loaded_entry, local_of, shaped
 
 _NUM_OPERATIONS = 8
 """Operations on arrays under way at a time."""
-
-
-def open_store(  # noqa: PLR0913 - options of one thing, all but the first by name
-    path: str | os.PathLike[str] | None = None,
-    *,
-    host_budget_bytes: float | None = None,
-    buffer_count: int | None = None,
-    buffer_size: int | None = None,
-    pin_memory: bool = False,
-    num_threads: int = 8,
-    verify: bool = True,
-    device: str = "cpu",
-) -> Store:
-    """Open a store whose arrays rest in a folder of its own below `path`, on a fast drive, or without a path in memory.
-
-    What is put lives as long as the store is open; `Store.checkpoint` keeps it, and `Store.load` brings it back, both by links
-    where drive and layout allow. All memory that the store takes is counted against `host_budget_bytes`: transfer buffers,
-    arrays in host memory, what is read ahead; None: buffers of 64 MiB, and no bound for the rest. `buffer_count` buffers of
-    `buffer_size` bytes are what transfers go through, in place of that. `pin_memory` registers them with CUDA. `num_threads`
-    read and write; `verify` checks the crc32c of all that is read from the drive; `device` is where tier "device" is.
-
-    Raises UsageError for what makes no sense, StorageError for a folder that cannot be written, BudgetError where the budget
-    has no room for the buffers.
-    """
-    numbers = {"host_budget_bytes": host_budget_bytes, "buffer_count": buffer_count, "buffer_size": buffer_size}
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise UsageError(f"open_store({name}={number!r}): expected a number of at least 1")
-    run_path = None if path is None else Path(os.path.abspath(path))
-    if run_path is not None:
-        Files().make_folder(run_path)
-    options = StoreOptions(
-        run_path=run_path,
-        host_budget_bytes=None if host_budget_bytes is None else int(host_budget_bytes),
-        buffer_count=buffer_count,
-        buffer_size=buffer_size,
-        shares_folders=True,
-        num_threads=num_threads,
-        verify=verify,
-        device=device,
-        pin_buffers=pin_memory,
-    )
-    if options.host_budget_bytes is not None and options.pool_bytes > options.host_budget_bytes:
-        raise BudgetError(
-            f"open_store(): buffers of {options.pool_bytes} bytes do not fit into "
-            f"host_budget_bytes={options.host_budget_bytes}: raise it, or take fewer or smaller buffers"
-        )
-    return Store(TensorStore(options))
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """What is known of an array at once, whatever is still under way for it."""
-
-    spec: ArraySpec
-    is_torch: bool
-    """Whether it was put as a tensor of torch, and is given back as one."""
 
 
 class Store(Closing):
@@ -109,41 +52,58 @@ class Store(Closing):
     change whose ticket is dropped is not lost: `flush` waits for it and raises its error.
     """
 
-    def __init__(self, shards: TensorStore) -> None:
+    def __init__(self, shards: TensorStore, ranks: Ranks = ALONE) -> None:
+        self.ranks = ranks
+        """Which process this is of those that share the arrays."""
         self._shards = shards
-        self._arrays = WholeArrays(shards)
-        self._entries: dict[str, _Entry] = {}
+        self._arrays = HeldArrays(shards)
+        self._entries: dict[str, Entry] = {}
         self._lock = threading.RLock()
         """Of what is known of arrays: held shortly, so that no coroutine waits for it."""
         self._order = ArrayOrder(_NUM_OPERATIONS)
         self._workers = Workers(2, "zstore-passes")
-        self._saves = Saves(shards)
-        self._ahead: dict[str, _Ahead] = {}
+        self._saves = Saves(shards, ranks)
+        self._ahead = Ahead(shards.budget)
         self._closed = False
-        self._end = closing_with(self, _close, self._order, self._workers, self._shards)
+        self._end = closing_with(self, _close, self._saves, self._order, self._workers, self._shards)
 
     # -- arrays -----------------------------------------------------------------------------------------------------
 
-    def put(self, name: str, value: Value, *, tier: TierName | None = None, dims: Sequence[str] = ()) -> Ticket[None]:
+    def put(
+        self,
+        name: str,
+        value: Value,
+        *,
+        tier: TierName | None = None,
+        dims: Sequence[str] = (),
+        shape: Sequence[int] | None = None,
+    ) -> Ticket[None]:
         """Store `value` under `name`, `group/name` or a name alone, in place of what is there.
 
         Any shape and any of the format's data types; not to be changed until the ticket is done. The array rests on disk, or
         in host memory for a store without a path, or where it rests already, unless `tier` says otherwise; under 64 KiB it
-        rests in host memory in any case. `dims` are names of its extents, which checkpoints keep. Raises UsageError for a
-        value that cannot be stored; the ticket BudgetError or DiskFullError where there is no room.
+        rests in host memory in any case. `dims` are names of its extents, which checkpoints keep.
+
+        Of several ranks, each puts its part of a DTensor that is placed as `Shard(0)`, or with `shape`, that of the whole
+        array, the rows `own_rows(shape[0])` of it; of any other value each has all, and rank 0's is saved. Raises UsageError
+        for a value that cannot be stored; the ticket BudgetError or DiskFullError if there is no room.
         """
-        data, is_torch = flatten(name, value)
-        spec = spec_of(name, tuple(np.shape(value)), data.dtype.name, tuple(dims))
+        entry, data = entry_of(name, value, self.ranks, shape=shape, dims=tuple(dims))
+        return self._put(entry, partial(self._arrays.write, data, 0), tier)
+
+    def _put(self, entry: Entry, fill: Callable[[Held], None], tier: TierName | None) -> Ticket[None]:
+        name = entry.spec.name
         with self._lock:
             self._check_open()
-            self._forget_ahead(name)
+            self._ahead.take(name)
             former = self._entries.get(name)
-            if former is not None and not dims and former.spec.shape == spec.shape:
-                spec = replace(spec, dims=former.spec.dims)
-            self._entries[name] = _Entry(spec, is_torch)
-            return self._replace(name, former, partial(self._arrays.put, spec, data, tier, self._saves.asked_for()))
+            if former is not None and not entry.spec.dims and former.spec.shape == entry.spec.shape:
+                entry = replace(entry, held=replace(entry.held, spec=replace(entry.spec, dims=former.spec.dims)))
+            self._entries[name] = entry
+            put = partial(self._arrays.put, entry.held, fill, tier, self._saves.asked_for())
+            return self._replace(name, former, put)
 
-    def _replace(self, name: str, former: _Entry | None, operation: Callable[[], None]) -> Ticket[None]:
+    def _replace(self, name: str, former: Entry | None, operation: Callable[[], None]) -> Ticket[None]:
         """Queue what replaces or removes an array; where that fails, the array is `former` again, if that is still there."""
         entry = self._entries.get(name)
 
@@ -154,7 +114,7 @@ class Store(Closing):
                 with self._lock:
                     if self._entries.get(name) is entry:
                         self._entries.pop(name, None)
-                        if former is not None and self._arrays.has(former.spec):
+                        if former is not None and self._arrays.has(former.held):
                             self._entries[name] = former
                 raise
 
@@ -171,38 +131,46 @@ class Store(Closing):
         """Read an array, or `rows` of its first extent (a slice without a step), as what it was put as.
 
         Into `out`, if it is given: of the rows' shape and the array's data type, contiguous, in host memory; else into new
-        memory, which is the caller's. With `device` it is a tensor there. Raises KeyError for a name that is not there.
+        memory, which is the caller's. With `device` it is a tensor there. Of several ranks, each has its own rows of an array
+        that they share, as a DTensor if it was put as one; `rows` are counted in the whole array, and are a tensor. Raises
+        KeyError for a name that is not there, UsageError for rows of other ranks.
         """
         with self._lock:
             entry = self._entry(name)
-            first, stop, shape = flat_rows(entry.spec, rows)
-            ahead = self._ahead.pop(name, None) if rows is None and out is None else None
+            first, stop, shape = entry.held.flat_rows(rows)
+            whole = rows is None and out is None
             is_torch = entry.is_torch or device is not None or (out is not None and not isinstance(out, np.ndarray))
-            if ahead is not None:
-                ticket = ahead.ticket.then(lambda data: data.view(numpy_dtype(entry.spec.dtype)))
-                ticket.when_done(ahead.release)
-            else:
+            ticket = self._ahead.take(name) if whole else None
+            if ticket is None:
                 target = None if out is None else flat_target(entry.spec, out, shape)
-                read = partial(self._arrays.read, entry.spec, first, stop, target)
+                read = partial(self._arrays.read, entry.held, first, stop, target)
                 ticket = self._order.submit(name, read, changes=False)
-        return ticket.then(lambda data: shaped(data, shape, is_torch, device) if out is None else out)
+
+        def give(data: Array) -> Any:
+            if out is not None:
+                return out
+            value = shaped(data.view(numpy_dtype(entry.spec.dtype)), shape, is_torch, device)
+            return distributed(value, entry, self.ranks) if whole and entry.placements else value
+
+        return ticket.then(give)
 
     def update(self, name: str, value: Value, *, rows: slice | None = None) -> Ticket[None]:
         """Replace an array's values, or those of `rows` of its first extent, by `value`, of their shape and data type.
 
-        `value` must not be changed until the ticket is done. Raises UsageError where it does not fit, KeyError for a name that
-        is not there.
+        Of several ranks, each replaces its own rows of an array that they share. `value` must not be changed until the ticket
+        is done. Raises UsageError if it does not fit, KeyError for a name that is not there.
         """
+        value = local_of(value)
         with self._lock:
             entry = self._entry(name)
-            first, _, shape = flat_rows(entry.spec, rows)
+            first, _, shape = entry.held.flat_rows(rows)
             data, _ = flatten(name, value)
             if tuple(np.shape(value)) != shape or data.dtype.name != entry.spec.dtype:
                 raise UsageError(
                     f"array {name!r}: expected {entry.spec.dtype} of shape {shape}, got {data.dtype.name} of {np.shape(value)}"
                 )
-            self._forget_ahead(name)
-            return self._order.submit(name, partial(self._arrays.write, entry.spec, first, data), changes=True)
+            self._ahead.take(name)
+            return self._order.submit(name, partial(self._arrays.write, data, first, entry.held), changes=True)
 
     def delete(self, name: str) -> Ticket[None]:
         """Forget an array and free its room, once checkpoints that are being written from it are done.
@@ -212,7 +180,7 @@ class Store(Closing):
         with self._lock:
             former = self._entry(name)
             del self._entries[name]
-            self._forget_ahead(name)
+            self._ahead.take(name)
             return self._replace(name, former, partial(self._arrays.remove, name, self._saves.asked_for()))
 
     def move(self, names: str | Iterable[str], *, tier: TierName) -> Ticket[None]:
@@ -231,35 +199,29 @@ class Store(Closing):
 
         Raises BudgetError where there is no room for all of them: then none is read ahead.
         """
+
+        def read(name: str) -> Ticket[Array]:
+            held = self._entries[name].held
+            operation = partial(self._arrays.read, held, 0, held.numel, None)
+            return self._order.submit(name, operation, changes=False)
+
         with self._lock:
             chosen = [names] if isinstance(names, str) else list(names)
-            wanted = [self._entry(name).spec for name in chosen if name not in self._ahead]
-            budget = self._shards.budget
-            budget.require(sum(spec.nbytes for spec in wanted), "what is read ahead")
-            for spec in wanted:
-                budget.take(spec.nbytes)
-                read = partial(self._arrays.read, spec, 0, spec.numel, None)
-                ticket = self._order.submit(spec.name, read, changes=False)
-                self._ahead[spec.name] = _Ahead(ticket, partial(budget.release, spec.nbytes))
-            return self._all([self._ahead[name].ticket for name in chosen])
-
-    def _forget_ahead(self, name: str) -> None:
-        ahead = self._ahead.pop(name, None)
-        if ahead is not None:
-            ahead.ticket.when_done(ahead.release)
+            return self._all(self._ahead.begin({name: self._entry(name).held.nbytes for name in chosen}, read))
 
     def stream(self, names: Iterable[str] | None = None, *, prefetch: int = 2, mode: Mode = "update") -> Values:
         """Return (name, value) of arrays one after the other, all of them by default: `for` and `async for` alike.
 
         `prefetch` arrays are read ahead, within the budget. With "update" a value is changed in place and stored behind the
-        loop, that at hand too when the loop is left; with "read" changes are lost. A value is valid until the next one. Raises
-        KeyError for a name that is not there, BudgetError where the budget has no room for the largest array.
+        loop, that at hand too when the loop is left; with "read" changes are lost. A value is valid until the next one; of
+        several ranks, each goes over its own rows. Raises KeyError for a name that is not there, BudgetError if the budget has
+        no room for the largest array.
         """
         with self._lock:
-            specs = [self._entry(name).spec for name in (self._entries if names is None else names)]
+            entries = [self._entry(name) for name in (self._entries if names is None else names)]
         if prefetch < 0:
             raise UsageError(f"prefetch={prefetch}: expected a number of arrays")
-        return Values(self, self._shards, specs, prefetch, mode)
+        return Values(self, entries, shards=self._shards, workers=self._workers, prefetch=prefetch, mode=mode)
 
     # -- what there is ----------------------------------------------------------------------------------------------
 
@@ -269,9 +231,13 @@ class Store(Closing):
             return list(self._entries)
 
     def spec(self, name: str) -> ArraySpec:
-        """Return name, shape and data type of an array. Raises KeyError for a name that is not there."""
+        """Return name, shape and data type of an array, of all ranks' rows. Raises KeyError for a name that is not there."""
         with self._lock:
             return self._entry(name).spec
+
+    def own_rows(self, num_rows: int) -> slice:
+        """Return which of so many rows are this rank's, as torch's `Shard(0)` has it; alone, all of them."""
+        return slice(*self.ranks.rows(num_rows))
 
     def tier_of(self, name: str) -> Ticket[str]:
         """Return where an array rests once what is under way for it is done: "disk", "host" or "device"."""
@@ -281,12 +247,15 @@ class Store(Closing):
 
     def __getitem__(self, name: str) -> LazyArray:
         """Return the array as one that is read when it is indexed, as numpy's are."""
-        spec = self.spec(name)
+        with self._lock:
+            held = self._entry(name).held
 
         def read(first: int, stop: int, out: Array) -> None:
-            self._order.submit(name, partial(self._arrays.read, spec, first, stop, out), changes=False).wait()
+            base = held.require(first, stop)
+            operation = partial(self._arrays.read, held, first - base, stop - base, out)
+            self._order.submit(name, operation, changes=False).wait()
 
-        return LazyArray(name, spec, spec.dtype, read)
+        return LazyArray(name, held.spec, held.spec.dtype, read)
 
     def __contains__(self, name: object) -> bool:
         with self._lock:
@@ -302,7 +271,7 @@ class Store(Closing):
         """Return what the store holds and did since it was opened."""
         return self._shards.statistics()
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> Entry:
         self._check_open()
         try:
             return self._entries[name]
@@ -366,20 +335,24 @@ class Store(Closing):
         `zstore.open_checkpoint` and zarr read it. `extra` is JSON to keep beside the arrays, `step` a number to know it by.
         With `keep` only so many of this store's checkpoints stay in the folder. `of` belongs to the save, which releases it.
 
-        Raises CheckpointExistsError unless `overwrite`, StorageError, DiskFullError; in a coroutine the ticket does.
+        Of several ranks, all call it, in the same order and with the same arrays: each saves its rows, rank 0 commits, and the
+        ticket is done, or raises, on all.
+
+        Raises CheckpointExistsError unless `overwrite`, StorageError, DiskFullError; in a coroutine, and of several ranks, the
+        ticket does.
         """
-        place = Path(os.path.abspath(path))
-        fields = {
-            "record": {"extra": dict(extra or {})},
-            "step": step,
-            "keep": None if keep is None else Keep(last=keep),
-        }
+        wish = Wish(Path(os.path.abspath(path)), dict(extra or {}), step=step, keep=keep, overwrite=overwrite)
         with self._lock:
-            pinned = self._pin(names).wait if of is None else lambda: of
+            pinned: Callable[[], Snapshot]
+            try:
+                pinned = self._pin(names).wait if of is None else lambda: of
+            except KeyError as error:
+                if self.ranks.world_size == 1:
+                    raise
+                pinned = partial(_raise, error)  # once the other ranks know of it
             over = self._saves.expect()
-        begin = partial(self._saves.begin, place, pinned, overwrite=overwrite, fields=fields)
         # A loop must not wait for changes under way; without one, what makes no sense is said here and now.
-        return self._saves.start(over, begin, behind=_in_event_loop())
+        return self._saves.start(over, pinned, wish, behind=_in_event_loop())
 
     def load(
         self,
@@ -390,18 +363,28 @@ class Store(Closing):
         tier: TierName | None = None,
     ) -> Ticket[dict[str, Any]]:
         """Put the arrays of a checkpoint, all of them by default, in place of those of the same names; the ticket gives its
-        `extra`. See `zstore.open_checkpoint` for what `path` and `tag` may be, and what is raised."""
+        `extra`. See `zstore.open_checkpoint` for what `path` and `tag` may be, and what is raised.
+
+        Files on the same drive that are cut as this store has them are linked. Of several ranks, however many saved it, each
+        reads its own rows alone: of arrays that are here already as they are here, of others but scalars, and what each rank
+        had all of when it was saved, by `own_rows`.
+        """
         self._check_open()
         return self._workers.submit(partial(self._load, path, tag, names, tier))
 
     def _load(
         self, path: str | os.PathLike[str], tag: str | float | None, names: Iterable[str] | None, tier: TierName | None
     ) -> dict[str, Any]:
-        is_torch = "torch" in sys.modules
         with open_checkpoint(path, tag) as checkpoint:
-            for name in checkpoint if names is None else names:
-                values = checkpoint[name]
-                self.put(name, values.torch() if is_torch else values.numpy(), tier=tier).wait()
+            chosen = list(checkpoint if names is None else names)
+            found = {name: checkpoint[name].spec for name in chosen}
+            whole = checkpoint.state.get("whole", ())
+            with self._lock:
+                entries = [
+                    loaded_entry(spec, self._entries.get(name), self.ranks, by_rows=name not in whole)
+                    for name, spec in found.items()
+                ]
+            settle([self._put(entry, partial(self._arrays.load, checkpoint.source), tier) for entry in entries])
             extra: dict[str, Any] = dict(checkpoint.state.get("extra", {}))
         return extra
 
@@ -439,22 +422,15 @@ class Store(Closing):
         await run_in_thread(self.close, "zstore-close")
 
 
-def _close(order: ArrayOrder, workers: Workers, shards: TensorStore) -> None:
+def _close(saves: Saves, order: ArrayOrder, workers: Workers, shards: TensorStore) -> None:
+    saves.close()
     workers.close()
     order.close()
     shards.close()
 
 
-@dataclass(frozen=True)
-class _Ahead:
-    """An array that is read ahead."""
-
-    ticket: Ticket[Array]
-    _free: Any
-
-    def release(self) -> None:
-        """Count its memory as free, or as the caller's."""
-        self._free()
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _in_event_loop() -> bool:

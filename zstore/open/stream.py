@@ -5,22 +5,30 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Coroutine, Generator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from ..errors import UsageError
-from ..format.arrays import ArraySpec, numpy_dtype
+from ..format.arrays import numpy_dtype
 from ..format.partition import round_up
 from ..io.buffers import PAGE_BYTES, Buffer, Pool
+from ..io.pool import Workers
 from ..io.queue import Ticket
 from ..store import TensorStore
-from .values import shaped
-
-if TYPE_CHECKING:
-    from .store import Store
+from .values import Entry, Value, shaped
 
 Mode = Literal["update", "read"]
+
+
+class Arrays(Protocol):
+    """What a pass asks of a store."""
+
+    def get(self, name: str, *, out: Value) -> Ticket[Any]:
+        """Read what the rank holds of an array into `out`."""
+
+    def update(self, name: str, value: Value) -> Ticket[None]:
+        """Replace it."""
 
 
 class Values:
@@ -30,15 +38,22 @@ class Values:
     """
 
     def __init__(
-        self, store: Store, shards: TensorStore, specs: Sequence[ArraySpec], prefetch: int, mode: Mode
+        self,
+        arrays: Arrays,
+        entries: Sequence[Entry],
+        *,
+        shards: TensorStore,
+        workers: Workers,
+        prefetch: int,
+        mode: Mode,
     ) -> None:
-        self._store, self._shards, self._mode = store, shards, mode
-        self._coming = list(reversed(specs))
+        self._arrays, self._shards, self._workers, self._mode = arrays, shards, workers, mode
+        self._coming = list(reversed(entries))
         self._prefetch = prefetch
         self._pool: Pool | None = None
-        self._ahead: list[tuple[ArraySpec, Buffer | None, Ticket[Any]]] = []
+        self._ahead: list[tuple[Entry, Buffer | None, Ticket[Any]]] = []
         self._behind: list[Ticket[None]] = []
-        self._current: tuple[ArraySpec, Buffer | None, Any] | None = None
+        self._current: tuple[Entry, Buffer | None, Any] | None = None
         """What the loop has."""
         self._closed = False
         self._lock = threading.Lock()
@@ -56,10 +71,9 @@ class Values:
         return _AsyncPass(self)
 
     async def _anext(self) -> tuple[str, Any]:
-        workers = self._store._workers
         self._retire()  # at once: what the loop asks for next comes after it
-        if not await workers.submit(self._advance):
-            await workers.submit(self.close)
+        if not await self._workers.submit(self._advance):
+            await self._workers.submit(self.close)
             raise StopAsyncIteration
         return self._hand_out()
 
@@ -69,7 +83,7 @@ class Values:
             with contextlib.suppress(KeyError, UsageError):  # the array is gone
                 self._retire()
             with contextlib.suppress(RuntimeError):  # the store is closed
-                self._store._workers.submit(self.close)
+                self._workers.submit(self.close)
 
     def _advance(self) -> bool:
         """Read ahead, and wait for what comes next; return whether there is something."""
@@ -80,45 +94,43 @@ class Values:
             return bool(self._ahead)
 
     def _hand_out(self) -> tuple[str, Any]:
-        spec, buffer, ticket = self._ahead.pop(0)
-        self._current = spec, buffer, ticket.wait()
-        return spec.name, self._current[2]
+        entry, buffer, ticket = self._ahead.pop(0)
+        self._current = entry, buffer, ticket.wait()
+        return entry.spec.name, self._current[2]
 
     def _retire(self) -> None:
         """Store what the loop is done with."""
         if self._current is None:
             return
-        (spec, buffer, value), self._current = self._current, None
+        (entry, buffer, value), self._current = self._current, None
         if self._mode == "read":
             if buffer is not None:
                 buffer.release()
             return
-        ticket = self._store.update(spec.name, value)
+        ticket = self._arrays.update(entry.spec.name, value)
         if buffer is not None:
             ticket.when_done(buffer.release)
         self._behind = [one for one in self._behind if not one.done() or one.error() is not None] + [ticket]
 
     def _read_ahead(self) -> None:
         while self._coming and len(self._ahead) <= self._prefetch:
-            spec, buffer = self._coming[-1], None
-            if spec.nbytes:
+            entry, buffer = self._coming[-1], None
+            if entry.held.nbytes:
                 pool = self._pool = self._pool or self._make_pool()
-                buffer = pool.try_acquire(spec.nbytes) if self._ahead else pool.acquire(spec.nbytes)
+                buffer = pool.try_acquire(entry.held.nbytes) if self._ahead else pool.acquire(entry.held.nbytes)
                 if buffer is None:
                     return
             self._coming.pop()
-            self._ahead.append((spec, buffer, self._read(spec, buffer)))
+            self._ahead.append((entry, buffer, self._read(entry, buffer)))
 
-    def _read(self, spec: ArraySpec, buffer: Buffer | None) -> Ticket[Any]:
+    def _read(self, entry: Entry, buffer: Buffer | None) -> Ticket[Any]:
         memory = np.empty(0, np.uint8) if buffer is None else buffer.bytes
-        flat = memory.view(numpy_dtype(spec.dtype))
-        is_torch = self._store._entry(spec.name).is_torch
-        value = shaped(flat, spec.shape, is_torch, None)
-        return self._store.get(spec.name, out=value)
+        flat = memory.view(numpy_dtype(entry.spec.dtype))
+        return self._arrays.get(entry.spec.name, out=shaped(flat, entry.held.shape, entry.is_torch))
 
     def _make_pool(self) -> Pool:
         """Return memory for the arrays at hand, read ahead, and on their way back, as far as the budget has it."""
-        sizes = sorted((round_up(spec.nbytes, PAGE_BYTES) for spec in self._coming), reverse=True)
+        sizes = sorted((round_up(entry.held.nbytes, PAGE_BYTES) for entry in self._coming), reverse=True)
         wanted, free = sum(sizes[: self._prefetch + 2]), self._shards.budget.free_bytes
         return self._shards.make_pool(
             wanted if free is None else max(sizes[0], min(wanted, free // PAGE_BYTES * PAGE_BYTES))

@@ -5,13 +5,17 @@ torch is imported where somebody has a tensor, or wants one.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec, numpy_dtype
+from .ranks import Held, Ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,10 +26,104 @@ Value = Any
 """A torch tensor, a numpy array, or a number."""
 
 
+@dataclass(frozen=True)
+class Entry:
+    """What is known of an array at once, whatever is still under way for it."""
+
+    held: Held
+    is_torch: bool
+    """Whether it was put as a tensor of torch, and is given back as one."""
+    placements: tuple[Any, ...] = ()
+    """Of a DTensor, as which it is given back then."""
+
+    @property
+    def spec(self) -> ArraySpec:
+        """Of the whole array."""
+        return self.held.spec
+
+
+def entry_of(
+    name: str, value: Value, ranks: Ranks, *, shape: Sequence[int] | None, dims: tuple[str, ...]
+) -> tuple[Entry, Array]:
+    """Return what `value` is to be in a store, and the elements that this rank has of it, 1-D.
+
+    `shape` is that of the whole array, if `value` is this rank's rows of it. Raises UsageError for what cannot be stored.
+    """
+    data, is_torch = flatten(name, value)
+    placements = _placements(name, value, ranks)
+    whole = tuple(value.shape) if shape is None and placements else tuple(np.shape(value) if shape is None else shape)
+    by_rows = shape is not None or any(placement.is_shard() for placement in placements)
+    if shape is not None and (placements or not whole):
+        raise UsageError(
+            f"array {name!r}: shape={whole} is for a plain value that has this rank's rows of such an array"
+        )
+    held = ranks.hold(_spec(name, whole, data.dtype.name, dims), by_rows=by_rows)
+    local = tuple(np.shape(value)) if shape is not None else None
+    if (local is not None and local != held.shape) or data.size != held.numel:
+        raise UsageError(
+            f"array {name!r} of shape {whole}: rank {ranks.rank} of {ranks.world_size} has rows [{held.first}, {held.stop}), "
+            f"so expected shape {held.shape}, got {local or data.shape}"
+        )
+    return Entry(held, is_torch, placements), data
+
+
+def loaded_entry(stored: ArraySpec, former: Entry | None, ranks: Ranks, *, by_rows: bool) -> Entry:
+    """Return what an array of a checkpoint is to be in a store that has `former` under its name: as that, if it is alike;
+    else by the rows of the ranks, unless it has none, or they fit no chunks."""
+    if former is not None and (former.spec.shape, former.spec.dtype) == (stored.shape, stored.dtype):
+        return former
+    dims = stored.dims if len(stored.dims) == len(stored.shape) else ()
+    spec = _spec(stored.name, stored.shape, stored.dtype, dims)
+    held = ranks.hold(spec, by_rows=False)
+    if by_rows and spec.shape:
+        with contextlib.suppress(UsageError):
+            held = ranks.hold(spec, by_rows=True)
+    is_torch = "torch" in sys.modules
+    if not (is_torch and held.by_rows and ranks.mesh is not None):
+        return Entry(held, is_torch)
+    from torch.distributed.tensor import Shard
+
+    return Entry(held, is_torch, (Shard(0),))
+
+
+def _placements(name: str, value: Value, ranks: Ranks) -> tuple[Any, ...]:
+    """Return those of a DTensor; none of another value. Raises UsageError for a DTensor that the ranks cannot hold."""
+    if not is_dtensor(value):
+        return ()
+    from torch.distributed.tensor import Replicate, Shard
+
+    if value.device_mesh != ranks.mesh:
+        raise UsageError(
+            f"array {name!r} is a DTensor on {value.device_mesh}, the store is on {ranks.mesh}: open it with "
+            "open_store(mesh=tensor.device_mesh), or put tensor.to_local()"
+        )
+    (placement,) = value.placements
+    if type(placement) not in (Replicate, Shard) or not (placement.is_replicate() or placement.is_shard(0)):
+        raise UsageError(
+            f"array {name!r}: expected a DTensor placed as Shard(0) or Replicate(), got {placement}: put "
+            "tensor.redistribute(placements=[Shard(0)])"
+        )
+    return tuple(value.placements)
+
+
+def is_dtensor(value: Value) -> bool:
+    """Return whether `value` is a DTensor of torch."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_of(value: Value) -> Value:
+    """Return a DTensor's local part, once it is there; any other value as it is."""
+    if not is_dtensor(value):
+        return value
+    local = value.detach().to_local()
+    return local.wait() if hasattr(local, "wait") else local  # of a collective that nobody waited for yet
+
+
 def flatten(name: str, value: Value) -> tuple[Array, bool]:
     """Return a value's elements, 1-D, without a copy where that can be, and whether it is a tensor of torch."""
-    is_torch = is_tensor(value)
-    if is_torch:
+    value = local_of(value)
+    if is_tensor(value):
         from ..tensors import as_numpy, dtype_name
 
         dtype_name(value.dtype, name)
@@ -44,23 +142,9 @@ def is_tensor(value: Value) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def flat_rows(spec: ArraySpec, rows: slice | None) -> tuple[int, int, tuple[int, ...]]:
-    """Return (first, stop, shape) of the flat elements of `rows`. Raises UsageError for what is not rows in a row."""
-    if rows is None:
-        return 0, spec.numel, spec.shape
-    is_slice = isinstance(rows, slice)  # whatever callers without types hand in
-    if not spec.shape or not is_slice or rows.step not in (None, 1):
-        raise UsageError(
-            f"array {spec.name!r} of shape {spec.shape}: expected rows of its first extent as a slice without a step, got "
-            f"{rows!r}; `store[{spec.name!r}]` takes any of numpy's basic indices"
-        )
-    low, high, _ = rows.indices(spec.shape[0])
-    row_numel = spec.numel // spec.shape[0] if spec.shape[0] else 0
-    return low * row_numel, max(low, high) * row_numel, (max(high - low, 0), *spec.shape[1:])
-
-
 def flat_target(spec: ArraySpec, out: Value, shape: tuple[int, ...]) -> Array:
     """Return `out` as 1-D memory to read into."""
+    out = local_of(out)
     if is_tensor(out):
         fits = out.device.type == "cpu" and out.is_contiguous()
     else:
@@ -74,7 +158,7 @@ def flat_target(spec: ArraySpec, out: Value, shape: tuple[int, ...]) -> Array:
     return flat
 
 
-def shaped(data: Array, shape: tuple[int, ...], is_torch: bool, device: Any) -> Array | Tensor:
+def shaped(data: Array, shape: tuple[int, ...], is_torch: bool, device: Any = None) -> Array | Tensor:
     """Return flat elements in their shape: as numpy's, or as a tensor of torch, on `device` where there is one."""
     values = data.reshape(shape)
     if not is_torch:
@@ -85,7 +169,17 @@ def shaped(data: Array, shape: tuple[int, ...], is_torch: bool, device: Any) -> 
     return tensor if device is None else tensor.to(device)
 
 
-def spec_of(name: str, shape: tuple[int, ...], dtype: str, dims: tuple[str, ...]) -> ArraySpec:
+def distributed(local: Any, entry: Entry, ranks: Ranks) -> Any:
+    """Return the DTensor that the array was put as, of this rank's part of it."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size(entry.spec.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, ranks.mesh, entry.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _spec(name: str, shape: tuple[int, ...], dtype: str, dims: tuple[str, ...]) -> ArraySpec:
     """Return the spec of an array that keeps its shape. Raises UsageError for what cannot be one."""
     try:
         return ArraySpec(name=name, shape=shape, dtype=dtype, keeps_shape=len(shape) not in (1, 2), dims=dims)

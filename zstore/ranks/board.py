@@ -11,13 +11,14 @@ if TYPE_CHECKING:
 
 
 class StoreBoard:
-    """A connection of its own to the store by which the ranks found each other; for one thread at a time."""
+    """A connection of its own to the store by which the ranks found each other; for one thread at a time. Its keys are those
+    of the board `name`."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
         store: Store = torch_dist.distributed_c10d._get_default_store()
         clone = getattr(store, "clone", None)  # not in every version of torch that is served
         own: Store = store if clone is None else clone()
-        self._store: Store = torch_dist.PrefixStore("zstore/board", own)  # type: ignore[attr-defined]
+        self._store: Store = torch_dist.PrefixStore(f"zstore/board{name}", own)  # type: ignore[attr-defined]
 
     def post(self, key: str, text: str) -> None:
         """Set a key."""

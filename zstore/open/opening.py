@@ -1,0 +1,71 @@
+"""How a store is opened."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import BudgetError, UsageError
+from ..io.files import Files
+from ..store import StoreOptions, TensorStore
+from .ranks import Ranks
+from .store import Store
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def open_store(  # noqa: PLR0913 - options of one thing, all but the first by name
+    path: str | os.PathLike[str] | None = None,
+    *,
+    host_budget_bytes: float | None = None,
+    buffer_count: int | None = None,
+    buffer_size: int | None = None,
+    pin_memory: bool = False,
+    num_threads: int = 8,
+    verify: bool = True,
+    device: str = "cpu",
+    mesh: DeviceMesh | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> Store:
+    """Open a store whose arrays rest in a folder of its own below `path`, on a fast drive, or without a path in memory.
+
+    What is put lives as long as the store is open; `Store.checkpoint` keeps it, and `Store.load` brings it back, both by links
+    if drive and layout allow. All memory that the store takes is counted against `host_budget_bytes`: transfer buffers,
+    arrays in host memory, what is read ahead; None: buffers of 64 MiB, and no bound for the rest. `buffer_count` buffers of
+    `buffer_size` bytes are what transfers go through, in place of that. `pin_memory` registers them with CUDA. `num_threads`
+    read and write; `verify` checks the crc32c of all that is read from the drive; `device` is where tier "device" is.
+
+    With `mesh`, a DeviceMesh of one dimension, or `rank` and `world_size`, several processes share the arrays, each with a
+    store of its own and a budget of its own: see `Store.put` and `Store.checkpoint`, which all of them call.
+
+    Raises UsageError for what makes no sense, StorageError for a folder that cannot be written, BudgetError where the budget
+    has no room for the buffers.
+    """
+    numbers = {"host_budget_bytes": host_budget_bytes, "buffer_count": buffer_count, "buffer_size": buffer_size}
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise UsageError(f"open_store({name}={number!r}): expected a number of at least 1")
+    run_path = None if path is None else Path(os.path.abspath(path))
+    if run_path is not None:
+        Files().make_folder(run_path)
+    options = StoreOptions(
+        run_path=run_path,
+        host_budget_bytes=None if host_budget_bytes is None else int(host_budget_bytes),
+        buffer_count=buffer_count,
+        buffer_size=buffer_size,
+        shares_folders=True,
+        num_threads=num_threads,
+        verify=verify,
+        device=device,
+        pin_buffers=pin_memory,
+    )
+    if options.host_budget_bytes is not None and options.pool_bytes > options.host_budget_bytes:
+        raise BudgetError(
+            f"open_store(): buffers of {options.pool_bytes} bytes do not fit into "
+            f"host_budget_bytes={options.host_budget_bytes}: raise it, or take fewer or smaller buffers"
+        )
+    ranks = Ranks.of(rank, world_size, mesh, run_path)
+    return Store(TensorStore(options, rank=ranks.rank), ranks)
