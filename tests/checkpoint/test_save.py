@@ -156,6 +156,21 @@ def test_a_damaged_checkpoint_may_be_overwritten_but_a_foreign_folder_never(fold
     assert (folder / "mine/thesis.txt").read_text() == "years"
 
 
+def test_an_empty_folder_that_is_there_becomes_the_checkpoint(folder: Path, tmp_path: Path) -> None:
+    (folder / "best").mkdir(parents=True)
+    arrays = make_arrays()
+    save_arrays(folder, arrays, tag="best")
+    assert values(folder) == as_bytes(arrays)
+    assert sorted(p.name for p in folder.iterdir()) == ["best", "latest"]
+    (folder / "hidden").mkdir()
+    (folder / "hidden/.thesis").write_text("years")
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    for tag in ("hidden", "link"):
+        with pytest.raises(CheckpointError, match="not a checkpoint of zstore: move it away"):
+            save_arrays(folder, arrays, tag=tag)
+
+
 def test_only_the_newest_of_the_own_run_are_kept(folder: Path, run_path: Path) -> None:
     arrays = make_arrays()
     save_arrays(folder, arrays, step=1, run_id="another run")

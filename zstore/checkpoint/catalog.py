@@ -343,7 +343,7 @@ def check_tag_is_free(place: FolderLike, tag: str, *, overwrite: bool, run: str 
             f"checkpoint {tag!r} is committed in {folder}{whose} (step {existing.record.step}): {resume}save under another "
             "tag, or pass overwrite=True to replace it"
         )
-    if existing is None and _is_there(folder, name):
+    if existing is None and _is_in_use(folder, name):
         raise CheckpointError(f"{target} exists and is not a checkpoint of zstore: move it away, or use another tag")
     return existing
 
@@ -353,9 +353,13 @@ def replaced_text(info: TagInfo) -> str:
     return f"checkpoint {info.tag!r} of this run (step {info.record.step}) was replaced in {info.folder.parent}"
 
 
-def _is_there(folder: Folder, name: str) -> bool:
+def _is_in_use(folder: Folder, name: str) -> bool:
+    """Whether there is something of that name; a folder that somebody made for the checkpoint is empty, and free."""
     try:
         entries = folder.entries()
     except (FileNotFoundError, NotADirectoryError):
         return False
-    return name in entries.folders or name in entries.files
+    if name not in entries.folders or not folder.is_local:
+        return name in entries.folders or name in entries.files
+    path = folder.path / name
+    return path.is_symlink() or any(path.iterdir())
