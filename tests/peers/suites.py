@@ -7,20 +7,143 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
 HERE = Path(__file__).parent
 SOURCES = HERE / "sources"
 """Where whoever runs a suite puts it, a folder a project; nothing of it is committed."""
+NOT_PUBLIC = "not public: "
+"""Begins the reason of tests of a project's inside, which do not count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """A project's tests of which a list is run, `chosen/NAME.txt`, and those that need not pass, in `allowed.toml`."""
+
+    name: str
+    repository: str
+    needs: str
+    """Package that is tested."""
+    fetched: tuple[str, ...]
+    """Folders of the repository to fetch."""
+    folder: str
+    """Where pytest runs, in the repository."""
+    plugin: str
+    """Puts zstore in place when the variable STANDS_IN is set; takes marks off that ask for a GPU."""
+    share: float
+    """Least share of tests that pass, of those that count; bench/results has the figures."""
+    ini: str = "pytest.ini"
+    """The project's settings for pytest, within `folder`; made empty if there is none."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def cwd(self) -> Path:
+        """Where pytest runs."""
+        return SOURCES / self.repository.rpartition("/")[2].lower() / self.folder
+
+    @property
+    def fetch(self) -> str:
+        """Commands that bring the tests."""
+        into = f"tests/peers/sources/{self.repository.rpartition('/')[2].lower()}"
+        return (
+            f"{self.name}: the tests are not there, or {self.needs} is not installed (pip install 'zstore[bench]'):\n"
+            f"git clone --depth 1 --filter blob:none --sparse https://github.com/{self.repository} {into}\n"
+            f"git -C {into} sparse-checkout set {' '.join(self.fetched)}"
+        )
+
+    @property
+    def chosen(self) -> Sequence[str]:
+        """Node ids of the tests that are run."""
+        return (HERE / "chosen" / f"{self.name}.txt").read_text().splitlines()
+
+    def passed(self, chosen: Sequence[str], report: Path, *, stands_in: bool) -> Sequence[str]:
+        """Run the chosen tests that are there; return those that pass."""
+        files = sorted({line.partition("::")[0] for line in chosen})
+        words = ["-c", self.ini, *(file for file in files if (self.cwd / file).is_file())]
+        (self.cwd / self.ini).touch()
+        listed = report.with_suffix(".txt")
+        listed.write_text("\n".join(chosen))
+        variables = {**self.variables, "CHOSEN": os.fspath(listed)} | ({"STANDS_IN": "1"} if stands_in else {})
+        found = passed(self.cwd, words, report, plugins=("choosing", self.plugin), variables=variables)
+        return [line for line in chosen if reported(line) in found]
+
+
+_OF_DEEPSPEED = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+_TIMEOUT = "--timeout=200 --timeout-method=signal --continue-on-collection-errors"
+SUITES = (
+    Suite(
+        name="deepspeed",
+        repository="deepspeedai/DeepSpeed",
+        needs="deepspeed",
+        fetched=("tests/unit",),
+        folder="tests",
+        plugin="standing_in",
+        share=0.89,
+        variables={
+            **_OF_DEEPSPEED,
+            "CUDA_VISIBLE_DEVICES": "0,1,2,3",  # not read on the CPU, but looked for
+            "DS_DISABLE_REUSE_DIST_ENV": "1",
+            "DS_UNITTEST_TIMEOUT": "60",
+            "LOCAL_SIZE": "4",
+            "PYTEST_ADDOPTS": "--timeout=120 --timeout-method=signal --continue-on-collection-errors",
+        },
+    ),
+    Suite(
+        name="accelerate",
+        repository="huggingface/accelerate",
+        needs="deepspeed",
+        fetched=("tests/deepspeed",),
+        folder="",
+        plugin="standing_in",
+        share=0.95,
+        variables={**_OF_DEEPSPEED, "PYTEST_ADDOPTS": _TIMEOUT, "UNMARKED": "accelerate.test_utils.testing"},
+    ),
+    Suite(
+        name="transformers_deepspeed",
+        repository="huggingface/transformers",
+        needs="deepspeed",
+        fetched=("tests/deepspeed", "tests/trainer", "tests/fixtures"),
+        folder="",
+        plugin="standing_in",
+        share=0.95,
+        ini="pyproject.toml",
+        variables={**_OF_DEEPSPEED, "PYTEST_ADDOPTS": _TIMEOUT, "UNMARKED": "transformers.testing_utils"},
+    ),
+    Suite(
+        name="dcp",
+        repository="pytorch/pytorch",
+        needs="torch",
+        fetched=("test/distributed/checkpoint",),
+        folder="test",
+        plugin="replacing_dcp",
+        share=0.95,
+        variables={"OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": _TIMEOUT},
+    ),
+    Suite(
+        name="lightning",
+        repository="Lightning-AI/pytorch-lightning",
+        needs="lightning",
+        fetched=("tests",),
+        folder="",
+        plugin="replacing_lightning",
+        share=0.95,
+        ini="pyproject.toml",
+        variables={"OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": _TIMEOUT},
+    ),
+)
 
 
 def passed(
-    folder: Path, what: Sequence[str], report: Path, *, plugin: str | None = None, variables: Mapping[str, str]
+    folder: Path, words: Sequence[str], report: Path, *, plugins: Sequence[str] = (), variables: Mapping[str, str]
 ) -> set[str]:
-    """Return the tests that pass of those in `what`, paths in a project's `folder`, with a plugin where one is named."""
-    command = [sys.executable, "-m", "pytest", *what, "-q", f"--junitxml={report}", "-p", "no:cacheprovider"]
-    command += ["-o", "junit_family=xunit1"] + ([] if plugin is None else ["-p", plugin])
+    """Run pytest in a project's `folder` with `words` and plugins of this folder; return the tests that pass."""
+    command = [sys.executable, "-m", "pytest", *words, "-q", f"--junitxml={report}", "-p", "no:cacheprovider"]
+    command += ["-o", "junit_family=xunit1", *(word for plugin in plugins for word in ("-p", plugin))]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.fspath(HERE), **variables}
     subprocess.run(command, cwd=folder, env=environment, check=False, stdout=subprocess.DEVNULL)
     cases = ElementTree.parse(report).iter("testcase")
@@ -31,7 +154,14 @@ def passed(
     }
 
 
+def reported(node_id: str) -> str:
+    """Return how a report names the test `node_id`."""
+    path, bracket, parameters = node_id.partition("[")
+    file, _, names = path.partition(".py::")
+    return f"{file.replace('/', '.')}.{names.replace('::', '.')}{bracket}{parameters}"
+
+
 def allowed_failures(suite: str) -> Mapping[str, str]:
     """Return the tests of a suite that need not pass on zstore, each with the reason."""
     found: dict[str, Mapping[str, str]] = tomllib.loads((HERE / "allowed.toml").read_text())
-    return found[suite]
+    return found.get(suite, {})

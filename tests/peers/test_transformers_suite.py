@@ -35,7 +35,7 @@ def test_what_passes_with_transformers_passes_on_zstore(tmp_path: Path, stage: s
         folder,
         ["tests/trainer"],
         tmp_path / "ours.xml",
-        plugin="replacing",
+        plugins=["replacing"],
         variables={"ZSTORE_CONFIG": _config(stage, tmp_path / "nvme")},
     )
     allowed = {

@@ -1,0 +1,40 @@
+"""A plugin of pytest for Lightning's tests: with STANDS_IN=1 a Trainer whose strategy is named gets zstore's in its place.
+
+`PYTHONPATH=tests/peers python -m pytest -p replacing_lightning FOLDER`, since theirs is a package of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning.pytorch.trainer.connectors import accelerator_connector
+
+import zstore.lightning  # noqa: F401  # enters its names
+
+NAMES = {
+    "auto": "zstore",
+    "ddp": "zstore",
+    "ddp_spawn": "zstore_spawn",
+    "ddp_fork": "zstore_fork",
+    "fsdp": "zstore_stage_3",
+    "deepspeed": "zstore_stage_2",
+    "deepspeed_stage_1": "zstore_stage_1",
+    "deepspeed_stage_2": "zstore_stage_2",
+    "deepspeed_stage_3": "zstore_stage_3",
+    "deepspeed_stage_3_offload": "zstore_stage_3_offload",
+}
+"""Lightning's name of a strategy -> zstore's."""
+
+
+class _Connector(accelerator_connector._AcceleratorConnector):
+    def __init__(self, *, strategy: Any = "auto", accelerator: Any = "auto", **options: Any) -> None:
+        if isinstance(strategy, str) and accelerator in ("auto", "cpu"):
+            strategy = NAMES.get(strategy, strategy)
+        super().__init__(strategy=strategy, accelerator=accelerator, **options)
+
+
+if os.environ.get("STANDS_IN"):
+    from lightning.pytorch.trainer import trainer
+
+    trainer._AcceleratorConnector = _Connector
