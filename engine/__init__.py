@@ -1,7 +1,7 @@
 """A compact ZeRO training engine on top of the tensor store.
 
 Packages from the bottom: runtime, config, params and device, plan, zero, optim, build; then `training` and `wiring`; then
-access, checkpoint and report; then `engine` and `initialize`. `docs/design/0011-floors.md` follows a parameter through them.
+access, checkpoint and report; then `engine` and `initialize`. `docs/how-it-works.md` follows a parameter through them.
 """
 
 from . import extras as extras

@@ -10,7 +10,7 @@ forward   `step()` takes the norm and fixes what the step is: skipped or not, le
           goes on. Gathering a parameter waits for its update, in evaluation too. The next backward waits for all that
           is left, and so does every call that reads the state. A save takes each array as its update is done.
 All give the same bits. An error is raised, with the number of its step, in whatever waits for the update, and the state
-is torn from then on. What may go wrong, and what follows from it, is in docs/design/0005-step-modes.md.
+is torn from then on. What may go wrong, and what follows from it, is in docs/design/0005-step.md.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ SUITES = (
         fetched=("tests/unit",),
         folder="tests",
         plugin="standing_in",
-        share=0.89,
+        share=0.96,
         variables={
             **_OF_DEEPSPEED,
             "CUDA_VISIBLE_DEVICES": "0,1,2,3",  # not read on the CPU, but looked for

@@ -1,4 +1,4 @@
-"""What a wheel contains: one top-level package, each file once. See docs/design/0001-packaging.md."""
+"""What a wheel contains: one top-level package, each file once. See docs/design/0001-packages.md."""
 
 import configparser
 import re

@@ -43,7 +43,7 @@ _NUM_REQUESTS = 12
 """Requests of `read_into` under way at a time, at least, and of `use_spans` at most."""
 _LEAST_USERS = 4
 _USERS_PER_CORE = 2
-"""Threads of `use_spans` that read what lies here: more take each other's cores and caches (docs/design/0015-casts.md)."""
+"""Threads of `use_spans` that read what is here: more take each other's cores and caches (docs/design/0006-checkpoints.md)."""
 
 
 @dataclass(eq=False)

@@ -1,6 +1,6 @@
 """The Zarr v3 data type `bfloat16` for zarr-python, registered when this module is imported.
 
-Entry points import it (see `pyproject.toml` and `docs/design/0002-bfloat16.md`), so that plain `zarr.open_group` reads
+Entry points import it (see `pyproject.toml` and `docs/design/0002-format.md`), so that plain `zarr.open_group` reads
 our 16-bit arrays wherever zstore is installed; to open a single array by its own path, import this module first.
 tensorstore knows the type by itself, under the same name and with the same fill values.
 """
