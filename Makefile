@@ -20,7 +20,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench gpu oldest newest pythons soak clean FORCE
+.PHONY: help demo test lint format docs bench gpu oldest newest pythons soak clean FORCE
 
 help: ## list what there is to make
 	@grep -E '^[a-z]+:.* ## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.* ## (.*)/make \1\t\2/' | expand -t 14
@@ -46,6 +46,7 @@ soak: $(VENV)/stamp-test ## run the long tests, and those of the oldest and newe
 	$(PY) -m pytest --new-processes
 	$(PY) -m pytest --sqrt-errs tests/engine tests/integrations/test_offloaded*.py
 	$(PY) -m pytest -m soak --timeout 14400
+	@$(MAKE) --no-print-directory docs
 	@$(MAKE) --no-print-directory oldest
 	@$(MAKE) --no-print-directory newest
 
@@ -58,6 +59,10 @@ lint: $(VENV)/stamp-dev ## run ruff, mypy and the import contract
 format: $(VENV)/stamp-dev ## format, and apply ruff's fixes
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
+
+docs: $(VENV)/stamp-docs ## build the site into build/docs; a dead link or a bad docstring is an error
+	$(PY) -m sphinx --fail-on-warning --keep-going --quiet -c docs . build/docs
+	@echo "The site is in build/docs/index.html"
 
 bench: $(VENV)/stamp-test ## run the benchmarks; BENCHMARKS=disk runs one
 	@for name in $(BENCHMARKS); do echo "== bench.$$name" && $(PY) -m bench.$$name $(BENCH_ARGS) || exit 1; done
