@@ -1,0 +1,89 @@
+"""Links of all pages lead somewhere, every page is on the site, and the tree and the charts are those that are there."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from bench import plots
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "CHANGELOG.md",
+        *DOCS.rglob("*.md"),
+        *ROOT.glob("bench/results/*.md"),
+    ]
+)
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    found: Counter[str] = Counter()
+    names = set()
+    for heading in re.findall(r"^#{1,6} (.*)$", prose(page), re.MULTILINE):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        name = re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
+        names.add(f"{name}-{found[name]}" if found[name] else name)
+        found[name] += 1
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page if not path else (page.parent / path).resolve()
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(link)
+    assert dead == []
+
+
+def test_every_page_is_on_the_site() -> None:
+    listed = [DOCS / f"{name}.md" for name in re.findall(r"^[\w\-./]+$", (DOCS / "index.md").read_text(), re.MULTILINE)]
+    notes = set(re.findall(r"\((0\d+-[\w-]+\.md)\)", (DOCS / "design/index.md").read_text()))
+    assert {page.resolve() for page in listed} >= set(DOCS.glob("*.md")) - {DOCS / "index.md"}
+    assert notes == {page.name for page in DOCS.glob("design/0*.md")}
+    assert [name[:4] for name in sorted(notes)] == [f"{number:04}" for number in range(1, len(notes) + 1)]
+
+
+def test_the_tree_of_the_page_is_there() -> None:
+    page = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
+    tree = page.partition("## Source tree")[2].partition("```\n")[2].partition("```")[0]
+    top, found = ROOT, 0
+    for line in tree.splitlines():
+        names = re.match(r"\s*((?:[\w.]+(?:/|\.py) )*[\w.]+(?:/|\.py))", line)
+        assert names, line
+        if not line.startswith(" "):
+            top = ROOT / names[1].split()[0]
+        for name in names[1].split():
+            path = top / name if line.startswith(" ") else ROOT / name
+            assert path.exists(), f"{path.relative_to(ROOT)} is not there"
+            found += 1
+    assert found > 30
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert {"make demo", "make test"} <= set(re.findall(r"^make \w+", text, re.MULTILINE))
+    for picture in DOCS.glob("pictures/*"):
+        assert picture.stat().st_size < 200_000, picture
+
+
+def test_the_charts_are_those_of_the_results() -> None:
+    assert plots.PICTURE.read_text(encoding="utf-8") == plots.figures(), "run: python -m bench.plots"
