@@ -20,7 +20,6 @@ import zstore.dcp
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import UsageError
-from zstore.format import grid_of_rows
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import grid_of_rows, make_grid
 from zstore.optim import Offloaded
