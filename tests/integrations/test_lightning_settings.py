@@ -27,10 +27,10 @@ from torch.nn import functional as F
 
 import zstore
 from tests.integrations.lightning_runs import SEED, Batches, LateNet, Net, fit, make_net, make_trainer, quiet
+from zstore.engine.adapters.lightning.content import decode, encode
+from zstore.engine.adapters.lightning.settings import TrainerValues, for_trainer, read_source
 from zstore.errors import CheckpointError, CheckpointMismatchError, ConfigError, UsageError
 from zstore.lightning import ZstoreStrategy, load_checkpoint
-from zstore.lightning.content import decode, encode
-from zstore.lightning.settings import TrainerValues, for_trainer, read_source
 from zstore.optim import Offloaded
 from zstore.testing.ranks import run_ranks
 from zstore.tools.consolidate import consolidate_command

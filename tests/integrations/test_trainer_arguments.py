@@ -21,8 +21,8 @@ from transformers.optimization import Adafactor, AdafactorSchedule
 
 import zstore.hf
 from tests.integrations.trainers import Texts, arguments, config, history, llama
+from zstore.engine.adapters.huggingface.arguments import check_arguments
 from zstore.errors import CheckpointNotFoundError, ConfigError, UsageError
-from zstore.hf.arguments import check_arguments
 from zstore.journal import journals
 from zstore.journal.names import request_file, run_of
 

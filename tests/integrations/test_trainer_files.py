@@ -25,8 +25,8 @@ from tests.integrations.tokens import tokenizer
 from tests.integrations.trainers import QUIET, Texts, arguments, config, history, llama
 from tests.tools.commands import run
 from zstore.checkpoint.folder import folder_at
+from zstore.engine.adapters.huggingface.checkpoints import committed, rotate, wait_for_removal
 from zstore.errors import ConfigError
-from zstore.hf.checkpoints import committed, rotate, wait_for_removal
 from zstore.journal import read
 from zstore.journal.names import run_of
 from zstore.serve.views.history import History

@@ -55,7 +55,7 @@ def run_command(options: RunOptions) -> None:
 
 def _become(command: Sequence[str], environment: Mapping[str, str]) -> None:
     try:
-        os.execvpe(command[0], command, {**os.environ, **environment})
+        os.execvpe(command[0], [*command], {**os.environ, **environment})
     except FileNotFoundError:
         raise UsageError(f"no program {command[0]!r} on PATH; install MPI, or take --launcher ssh") from None
 

@@ -211,6 +211,8 @@ class DeepSpeedEngine(Engine):
     """zstore's engine under DeepSpeed's name. `config` is the dict that it was made from."""
 
     config: dict[str, Any]
+    is_managed: bool
+    """Whether the engine counts the micro-batches of a step."""
 
     def __init__(self, training: Training, monitors: Monitors) -> None:
         super().__init__(training, monitors)

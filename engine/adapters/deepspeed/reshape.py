@@ -24,12 +24,12 @@ class RankMap:
     @property
     def pp_degree(self) -> int:
         """Stages of the pipeline."""
-        return self.ranks.shape[0]
+        return int(self.ranks.shape[0])
 
     @property
     def tp_degree(self) -> int:
         """Ranks that share a tensor."""
-        return self.ranks.shape[1]
+        return int(self.ranks.shape[1])
 
     def get_data(self, pp_index: int | None = None, tp_index: int | None = None) -> list[int]:
         """Return the ranks of one place, or of all places of a row or a column, in order."""

@@ -32,11 +32,11 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
-from zstore.accelerate.accelerator import Accelerator
-from zstore.accelerate.config import read_source
-from zstore.accelerate.optimizer import EngineOptimizer, EngineScheduler
-from zstore.accelerate.weights import adapter_names, adapter_state, replace_weights
 from zstore.engine import gather
+from zstore.engine.adapters.accelerate.accelerator import Accelerator
+from zstore.engine.adapters.accelerate.config import read_source
+from zstore.engine.adapters.accelerate.optimizer import EngineOptimizer, EngineScheduler
+from zstore.engine.adapters.accelerate.weights import adapter_names, adapter_state, replace_weights
 from zstore.engine.checkpoint.record import plain, restored
 from zstore.engine.engine import Engine
 from zstore.errors import CheckpointNotFoundError, UsageError

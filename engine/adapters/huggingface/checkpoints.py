@@ -15,8 +15,8 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.trainer_utils import sort_checkpoints
 
-from zstore.accelerate.weights import move_weights, weight_files
 from zstore.checkpoint import TagInfo, list_tags, resolve
+from zstore.engine.adapters.accelerate.weights import move_weights, weight_files
 from zstore.engine.engine import Engine
 from zstore.errors import CheckpointError, CheckpointNotFoundError, CorruptionError
 from zstore.io import Ticket, run_in_thread

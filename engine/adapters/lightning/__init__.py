@@ -2,7 +2,7 @@
 `Trainer(strategy=ZstoreStrategy("ds.json"))`.
 
 `ZstoreStrategy` is for `import lightning`; where `pytorch_lightning` alone is imported or installed, for that. A program that
-uses both takes it from `zstore.lightning.unified` and `zstore.lightning.classic`.
+uses both takes it from this package's `unified` and `classic`.
 """
 
 from __future__ import annotations
