@@ -19,21 +19,13 @@ _TOPS = ("engine", "zstore", "tools")
 # Packages of the engine that move parameters, gradients and optimizer state in every step.
 _CORE = ("engine/params/", "engine/zero/", "engine/optim/", "engine/device", "engine/training.py", "engine/wiring.py")
 # They hand out names of the engine and do nothing else, so that they alone may import upwards.
-SHORT_MODULES = frozenset(
+SHORT_MODULES = frozenset({
     f"zstore/{name}.py"
     for name in (
-        *(
-            "__init__",
-            "__main__",
-            "accelerate",
-            "as_deepspeed/__init__",
-            "as_deepspeed/__main__",
-            "checkpointing",
-            "data",
-        ),
-        *("elasticity", "hf", "lightning", "optim", "profiling", "torchtitan", "zero"),
+        "__init__", "__main__", "accelerate", "as_deepspeed/__init__", "as_deepspeed/__main__", "as_deepspeed/zero_to_fp32",
+        "checkpointing", "data", "elasticity", "hf", "lightning", "optim", "profiling", "torchtitan", "zero",
     )
-)
+})  # fmt: skip
 
 
 class Layout:

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zstore.engine import gather
 from zstore.engine.access.access import live
+from zstore.engine.access.gather import gather
 from zstore.errors import CheckpointExistsError, ZstoreError
 from zstore.open.checkpoint import open_checkpoint
 from zstore.ranks.world import World

@@ -197,13 +197,13 @@ class Gradients(ABC):
         Raises UsageError where the gradient is not complete, or waits on disk.
         """
 
-    @abstractmethod
     def take(self, record: ParameterRecord) -> torch.Tensor | None:
         """Return what `owned` returns, for the update, which may change it; whoever takes it keeps it alive."""
+        return self.owned(record)
 
-    @abstractmethod
     def squares(self, record: ParameterRecord) -> float | None:
-        """Return the sum of squares of this rank's rows where it is known already; None: take it from `owned`."""
+        """Return the sum of squares of this rank's rows if it is known already; None: take it from `owned`."""
+        return None
 
     @property
     def backwards(self) -> int:
@@ -273,6 +273,7 @@ class WholeGradients(Gradients):
         super().__init__(records, others, world, rules)
         self.averaged: Callable[[], set[ParameterRecord]] | None = None
         """Returns those of the step that are averaged over ranks; of others each rank keeps its own. None: all are."""
+        self._alone = world.world_size == 1
         self._everywhere = everywhere
         """Each rank gets all of the mean; else its own rows."""
         self._held: dict[ParameterRecord, torch.Tensor] = {}
@@ -333,10 +334,6 @@ class WholeGradients(Gradients):
                 self._held[record] = gradient
         self._folded.clear()
         forget_gradients(self._others)
-
-    @property
-    def _alone(self) -> bool:
-        return self._world.world_size == 1
 
     def show(self, *, whole: bool) -> None:
         """See Gradients."""
@@ -438,14 +435,6 @@ class WholeGradients(Gradients):
     def _take_up(self, record: ParameterRecord, rows: torch.Tensor) -> None:
         """See Gradients."""
         self._held[record] = rows.view(record.shape).to(record.full.device)
-
-    def take(self, record: ParameterRecord) -> torch.Tensor | None:
-        """See Gradients."""
-        return self.owned(record)
-
-    def squares(self, record: ParameterRecord) -> float | None:
-        """See Gradients."""
-        return None
 
     def drop(self) -> None:
         """See Gradients."""

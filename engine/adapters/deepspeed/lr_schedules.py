@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from zstore.engine import lr_schedules as engine_schedules
 from zstore.engine.config.config import load_config
 from zstore.engine.config.scheduler import SCHEDULES
 from zstore.engine.lr_schedules import NamedSchedule, named_schedule
@@ -37,7 +36,7 @@ class _Schedule(type):
         return schedule
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, getattr(engine_schedules, cls.__name__))
+        return cls.__name__ in [kind.__name__ for kind in type(instance).__mro__]
 
 
 def _made(name: str, order: str) -> type:
