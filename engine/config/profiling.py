@@ -38,11 +38,10 @@ class FlopsProfilerSection(Section):
     """Optimizer steps before the one that is profiled, whose first micro-batch counts. 1, so that the first step has warmed
     everything up."""
     module_depth: Position = built(-1)
-    """Depth of modules that the summary by depth goes down to; 0: the model alone. -1: all of them."""
-    top_modules: Positive = built(1)
-    """Classes of modules that the summary names at each depth, by parameters and operations."""
+    """Depth of modules that the report goes down to; 0: the model alone. -1: all of them."""
+    top_modules: Positive = no_effect(1, "the report has every module, and no summary by class")
     detailed: Bool = built(True)
-    """Report each module below the summary, down to `module_depth`."""
+    """Report each module below the totals, down to `module_depth`."""
     output_file: Name | None = built(None)
     """File that the report is written to; a relative path is relative to the working folder. Unset: to the log."""
 

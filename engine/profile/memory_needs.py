@@ -97,14 +97,27 @@ def _plan(model: _Model, stage: int, world_size: int, optimizer: Device, param: 
     return make_plan(needs, placement_settings(config, budget_bytes=None, device_is_host=False), model.units)
 
 
-def _need(
-    model: _Model, stage: int, ranks: tuple[int, int], optimizer: Device, param: Device, factor: float, zero_init: bool
-) -> MemoryNeed:
-    per_node, nodes = ranks
-    plan = _plan(model, stage, per_node * nodes, optimizer, param)
-    host_bytes = int(plan.host_bytes * per_node * factor)
+@dataclass(frozen=True, kw_only=True)
+class _Gpus:
+    """GPUs, checked."""
+
+    per_node: int
+    nodes: int
+    factor: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("num_gpus_per_node", self.per_node), ("num_nodes", self.nodes)):
+            if type(value) is not int or value < 1:
+                raise UsageError(f"{name}: expected a whole number of at least 1, got {value!r}")
+        if not self.factor >= 1:
+            raise UsageError(f"additional_buffer_factor: expected a number of at least 1, got {self.factor!r}")
+
+
+def _need(model: _Model, stage: int, ranks: _Gpus, optimizer: Device, param: Device, zero_init: bool) -> MemoryNeed:
+    plan = _plan(model, stage, ranks.per_node * ranks.nodes, optimizer, param)
+    host_bytes = int(plan.host_bytes * ranks.per_node * ranks.factor)
     if not zero_init:
-        host_bytes = max(host_bytes, int(model.numel * _FP32_BYTES * per_node * factor))
+        host_bytes = max(host_bytes, int(model.numel * _FP32_BYTES * ranks.per_node * ranks.factor))
     return MemoryNeed(
         stage=stage,
         offload_optimizer=optimizer,
@@ -115,50 +128,30 @@ def _need(
     )
 
 
-_CHOICES: dict[int, tuple[tuple[Device, Device, bool], ...]] = {
-    2: (("cpu", "none", False), ("none", "none", False)),
-    3: (
-        ("cpu", "cpu", True),
-        ("cpu", "cpu", False),
-        ("cpu", "none", True),
-        ("cpu", "none", False),
-        ("none", "none", True),
-        ("none", "none", False),
-    ),
-}
-"""By stage: `offload_optimizer`, `offload_param`, `zero_init`."""
+_DEVICES: tuple[Device, ...] = ("cpu", "none")
 
 
 def _all(model: _Model, stage: int, per_node: int, nodes: int, factor: float) -> list[MemoryNeed]:
     """Print the table of a stage, and return its rows."""
-    _check(per_node, nodes, factor)
-    rows = [_need(model, stage, (per_node, nodes), *choice[:2], factor, choice[2]) for choice in _CHOICES[stage]]
-    print(needs_text(rows, model.numel, model.largest_numel, per_node, nodes))  # noqa: T201 - that is what it is for
-    return rows
-
-
-def _check(per_node: int, nodes: int, factor: float) -> None:
-    for name, value in (("num_gpus_per_node", per_node), ("num_nodes", nodes)):
-        if type(value) is not int or value < 1:
-            raise UsageError(f"{name}: expected a whole number of at least 1, got {value!r}")
-    if not factor >= 1:
-        raise UsageError(f"additional_buffer_factor: expected a number of at least 1, got {factor!r}")
-
-
-def needs_text(rows: Sequence[MemoryNeed], numel: int, largest_numel: int, per_node: int, nodes: int) -> str:
-    """Return the table that is printed."""
+    ranks = _Gpus(per_node=per_node, nodes=nodes, factor=factor)
+    if stage == 2:
+        rows = [_need(model, 2, ranks, device, "none", False) for device in _DEVICES]
+    else:
+        pairs: list[tuple[Device, Device]] = [("cpu", "cpu"), ("cpu", "none"), ("none", "none")]
+        rows = [_need(model, 3, ranks, *pair, zero_init) for pair in pairs for zero_init in (True, False)]
     machines = f"{format_count(nodes, 'machine')} of {format_count(per_node, 'GPU')}"
     lines = [
-        f"Parameters, gradients and AdamW state in bf16 at stage {rows[0].stage}, on {machines}",
-        f"{numel:,} parameters, {largest_numel:,} in the largest unit",
+        f"Parameters, gradients and AdamW state in bf16 at stage {stage}, on {machines}",
+        f"{model.numel:,} parameters, {model.largest_numel:,} in the largest unit",
         f"{'per machine':>12}  {'per GPU':>12}  options",
     ]
     for row in rows:
         options = f"offload_optimizer={row.offload_optimizer}"
-        if row.stage == 3:
+        if stage == 3:
             options += f", offload_param={row.offload_param}, zero_init={int(row.zero_init)}"
         lines.append(f"{format_bytes(row.host_bytes):>12}  {format_bytes(row.device_bytes):>12}  {options}")
-    return "\n".join(lines)
+    print("\n".join(lines))  # noqa: T201 - that is what it is for
+    return rows
 
 
 # -- DeepSpeed's names --------------------------------------------------------------------------------------------------
@@ -211,9 +204,8 @@ def estimate_zero2_model_states_mem_needs(
     additional_buffer_factor: float = 1.0,
 ) -> tuple[int, int]:
     """Return (bytes of each machine, bytes of each GPU) at stage 2, with the optimizer offloaded or not."""
-    _check(num_gpus_per_node, num_nodes, additional_buffer_factor)
-    model, device = _cold(total_params, total_params), _device(cpu_offload)
-    found = _need(model, 2, (num_gpus_per_node, num_nodes), device, "none", additional_buffer_factor, False)
+    ranks = _Gpus(per_node=num_gpus_per_node, nodes=num_nodes, factor=additional_buffer_factor)
+    found = _need(_cold(total_params, total_params), 2, ranks, _device(cpu_offload), "none", False)
     return found.host_bytes, found.device_bytes
 
 
@@ -228,10 +220,9 @@ def estimate_zero3_model_states_mem_needs(  # noqa: PLR0913, PLR0917 - DeepSpeed
     additional_buffer_factor: float = 1.0,
 ) -> tuple[int, int, int]:
     """Return (bytes of each machine, bytes of each GPU, bytes of the largest unit) at stage 3."""
-    _check(num_gpus_per_node, num_nodes, additional_buffer_factor)
-    model, ranks = _cold(total_params, largest_layer_params), (num_gpus_per_node, num_nodes)
-    devices = _device(cpu_offload), _device(cpu_offload_params)
-    found = _need(model, 3, ranks, *devices, additional_buffer_factor, zero_init)
+    ranks = _Gpus(per_node=num_gpus_per_node, nodes=num_nodes, factor=additional_buffer_factor)
+    model, devices = _cold(total_params, largest_layer_params), (_device(cpu_offload), _device(cpu_offload_params))
+    found = _need(model, 3, ranks, *devices, zero_init)
     return found.host_bytes, found.device_bytes, 2 * largest_layer_params
 
 

@@ -17,7 +17,6 @@ from torch.utils.module_tracker import ModuleTracker
 from zstore.errors import UsageError
 
 from .operations import OperationCounter, Operations
-from .report import ModelProfile, ModuleProfile, profile_text, rate_text, summary_text
 
 
 class FlopsProfiler:
@@ -123,36 +122,56 @@ class FlopsProfiler:
         """Return the number of parameters, of the whole model."""
         return _shown(sum(parameter.numel() for parameter in self.model.parameters()), "", as_string=as_string)
 
-    def profile(self, profile_step: int = 1) -> ModelProfile:
-        """Return everything as data."""
-        return ModelProfile(
-            step=profile_step,
-            world_size=self.world_size,
-            micro_batch_size=self.micro_batch_size,
-            operations=self.operations,
-            repeated_forwards=self.recompute_fwd_factor,
-            seconds=dict(self._seconds),
-            root=self._tree("", type(self.model).__name__, self.model),
-            compiled=tuple(name or type(self.model).__name__ for name in self._compiled),
-        )
+    def text(self, step: int, depth: int = -1, *, detailed: bool = True) -> str:
+        """Return the report: the totals and, with `detailed`, each module down to `depth` (-1: all)."""
+        seen, numel = self.operations, self.get_total_params()
+        recomputed = seen.recomputed if seen.backward else int(self.recompute_fwd_factor * seen.forward)
+        rows = {
+            "world size": str(self.world_size),
+            "micro-batch of a rank": str(self.micro_batch_size or ""),
+            "parameters of the model": rate_text(numel, ""),
+            "multiply-accumulates of the forward": rate_text(seen.forward // 2, "MACs"),
+            "operations of the forward": rate_text(seen.forward, "FLOPs"),
+            "operations of the backward": rate_text(seen.backward, "FLOPs") if seen.backward else "",
+            "operations of repeated forwards": rate_text(recomputed, "FLOPs") if recomputed else "",
+        }
+        counts = {"forward": seen.forward, "backward": seen.backward + seen.recomputed, "step": 0}
+        for part, seconds in self._seconds.items():
+            if seconds:
+                rows[f"latency of the {part}"] = f"{seconds * 1e3:.2f} ms"
+                rows[f"rate of the {part}"] = rate_text(counts[part] / seconds, "FLOPS") if counts[part] else ""
+        lines = [f"Profile of step {step}, one micro-batch of rank 0", ""]
+        lines += [f"{name:<36} {text}" for name, text in rows.items() if text]
+        if self._compiled:
+            lines.append(
+                f"Note: {', '.join(self._compiled[:3])}: compiled; modules within are not seen one by one, and of operations "
+                "those that torch.compile leaves to libraries alone. Profile without engine.compile() to see all"
+            )
+        if detailed:
+            lines += ["", "Each module: parameters, their share, multiply-accumulates of the forward, their share"]
+            lines += self._module_lines("", type(self.model).__name__, self.model, depth)
+        return "\n".join(lines)
 
-    def _tree(self, name: str, path: str, module: nn.Module) -> ModuleProfile:
-        children = tuple(
-            self._tree(child_name, f"{path}.{child_name}", child)
-            for child_name, child in module.named_children()
-            if not isinstance(child, self._ignored)
+    def _module_lines(self, name: str, path: str, module: nn.Module, depth: int) -> Iterator[str]:
+        level = path.count(".")
+        numel, forward = sum(parameter.numel() for parameter in module.parameters()), self._forward(path, module)
+        numbers = (
+            f"{rate_text(numel, '')}, {_share(numel, self.get_total_params())}, "
+            f"{rate_text(forward // 2, 'MACs')}, {_share(forward, self._counts['forward'])}"
         )
-        forward = self._modules[path] or sum(
-            one.forward for one in children
-        )  # a list of modules is never called itself
-        return ModuleProfile(
-            name=name,
-            kind=type(module).__name__,
-            details=module.extra_repr(),
-            parameters=sum(parameter.numel() for parameter in module.parameters()),
-            forward=forward if name else self._counts["forward"],
-            children=children,
-        )
+        details = module.extra_repr()
+        details = f", {details}" if details and "\n" not in details else ""
+        yield f"{'  ' * level}{f'({name}): ' if name else ''}{type(module).__name__}({numbers}{details})"
+        for child_name, child in module.named_children() if depth < 0 or level < depth else ():
+            if not isinstance(child, self._ignored):
+                yield from self._module_lines(child_name, f"{path}.{child_name}", child, depth)
+
+    def _forward(self, path: str, module: nn.Module) -> int:
+        """Return the operations of a module; of one that is never called itself, as a list of modules, its children's."""
+        if module is self.model:
+            return self._counts["forward"]
+        found = self._modules[path]
+        return found or sum(self._forward(f"{path}.{name}", child) for name, child in module.named_children())
 
     def print_model_profile(
         self,
@@ -162,13 +181,23 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | Path | None = None,
     ) -> None:
-        """Print the report, or write it to `output_file`."""
-        text = profile_text(self.profile(profile_step), depth=module_depth, top=top_modules, detailed=detailed)
-        write_text(text, output_file, print)
+        """Print the report, or write it to `output_file`; `top_modules` does not act."""
+        write_text(self.text(profile_step, module_depth, detailed=detailed), output_file, print)
 
-    def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Print the classes of modules that have most parameters and operations, by depth."""
-        print(summary_text(self.profile().root, depth=module_depth, top=top_modules))  # noqa: T201
+
+_SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"))
+
+
+def rate_text(number: float, unit: str) -> str:
+    """Return a number in units of thousands, as "1.05 GFLOPS"."""
+    for scale, prefix in _SCALES:
+        if number >= scale:
+            return f"{number / scale:.2f} {prefix}{unit}".rstrip()
+    return f"{number:.0f} {unit}".rstrip()
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.2f} %" if whole else "0.00 %"
 
 
 def is_compiled(module: nn.Module) -> bool:

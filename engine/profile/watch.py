@@ -11,7 +11,6 @@ import torch
 
 from .operations import CAN_LEAVE_COMPILED, OperationCounter
 from .profiler import FlopsProfiler, is_compiled, write_text
-from .report import profile_text
 from .utilisation import StepUtilisation
 
 if TYPE_CHECKING:
@@ -94,10 +93,5 @@ class ComputationWatch:
             return
         self._profiles = False
         section = self._section
-        text = profile_text(
-            profiler.profile(section.profile_step),
-            depth=section.module_depth,
-            top=section.top_modules,
-            detailed=section.detailed,
-        )
+        text = profiler.text(section.profile_step, section.module_depth, detailed=section.detailed)
         write_text(text, section.output_file, lambda found: _log.info("flops_profiler:\n%s", found))

@@ -174,33 +174,27 @@ def _outcome(job: Job, choice: Choice, title: str, config: dict[str, Any], plan:
 
 def make_config(job: Job, choice: Choice, budget_bytes: int | None = None) -> dict[str, Any]:
     """Return the config of a choice; `budget_bytes` is the machine's host budget."""
-    if job.base is not None:
-        return changed_config(job.base, choice, job.micro_batch, str(job.nvme_path), budget_bytes)
-    zero: dict[str, Any] = {"stage": choice.stage}
-    if choice.groups is not None:
-        zero[choice.groups] = job.machine.num_ranks
+    base = _default_config(job, choice) if job.base is None else job.base
+    return changed_config(base, choice, job.micro_batch, str(job.nvme_path), budget_bytes)
+
+
+def _default_config(job: Job, choice: Choice) -> dict[str, Any]:
+    """Return what is proposed if no config is given, without what `choice` changes."""
+    precision: dict[str, Any] = {} if job.precision == "fp32" else {job.precision: {"enabled": True}}
+    if job.precision_is_auto:
+        precision = {"fp16" if job.precision == "fp16" else "bf16": {"enabled": "auto"}}
+    zero: dict[str, Any] = {"stage": 0} | ({} if choice.groups is None else {choice.groups: job.machine.num_ranks})
     if job.machine.world_size > 1:
         zero |= {"reduce_bucket_size": BUCKET_NUMEL, "allgather_bucket_size": BUCKET_NUMEL}
-    for key, tier in (("offload_optimizer", choice.optimizer), ("offload_param", choice.parameters)):
-        if tier != "none":
-            zero[key] = {"device": tier} | ({"nvme_path": str(job.nvme_path)} if tier == "nvme" else {})
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": choice.micro_batch,
-        "gradient_accumulation_steps": max(1, job.micro_batch // choice.micro_batch),
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "gradient_clipping": 1.0,
+        **precision,
+        "zero_optimization": zero,
+        **({} if job.moments == "fp32" else {"zstore": {"moments": job.moments}}),
     }
-    if job.precision_is_auto:
-        config["fp16" if job.precision == "fp16" else "bf16"] = {"enabled": "auto"}
-    elif job.precision != "fp32":
-        config[job.precision] = {"enabled": True}
-    config["zero_optimization"] = zero
-    own: dict[str, Any] = {} if job.moments == "fp32" else {"moments": job.moments}
-    if choice.checkpointing:
-        own["gradient_checkpointing"] = True
-    if budget_bytes is not None:
-        own["host_budget_bytes"] = budget_bytes
-    return config | ({"zstore": own} if own else {})
 
 
 def changed_config(

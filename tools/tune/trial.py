@@ -73,12 +73,10 @@ def trial_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def run_trial(job: Job, folder: Path, steps: range, timeout_s: float) -> Measured:
     """Run `job`, whose config is in `folder`, and return the times of `steps`."""
     command = [sys.executable, "-u", "-m", "zstore.tools.run.remote"]
-    with (
-        open(folder / "output.log", "wb") as log,
+    deadline_s = time.monotonic() + timeout_s
+    with open(folder / "output.log", "wb") as log:
         # In a session of its own: a Ctrl-C is this process's.
-        subprocess.Popen(command, stdin=PIPE, stdout=log, stderr=STDOUT, text=True, start_new_session=True) as process,
-    ):
-        deadline_s = time.monotonic() + timeout_s
+        process = subprocess.Popen(command, stdin=PIPE, stdout=log, stderr=STDOUT, text=True, start_new_session=True)
         try:
             print(job.to_json(), file=process.stdin, flush=True)
             while (found := measured(folder / "journal", steps)) is None and process.returncode is None:
@@ -88,8 +86,7 @@ def run_trial(job: Job, folder: Path, steps: range, timeout_s: float) -> Measure
                     process.wait(_LOOK_S)
             return found or failed((folder / "output.log").read_bytes(), process.returncode)
         finally:
-            with suppress(OSError):  # it has just ended
-                print("kill", file=process.stdin, flush=True)
+            process.communicate("kill\n")  # without effect once it has ended
 
 
 def measured(journal: Path, steps: range) -> Measured | None:
