@@ -11,7 +11,7 @@ import numpy as np
 from zstore.checkpoint import ArraySource, ReadAhead
 from zstore.format import Bytes, numpy_dtype
 from zstore.interop.torch_archive import Tensor, write_archive
-from zstore.io import Files, FileSink
+from zstore.io import Files, NewFile
 from zstore.weights.cast import cast_into
 from zstore.weights.from_checkpoint import list_weights, whole_values
 from zstore.weights.layout import Weight
@@ -57,7 +57,7 @@ def write_state_dict(source: ArraySource, path: Path, dtype: str | None, advance
     files.require_room(path.parent, nbytes, f"the weights need {nbytes} bytes")
     lost: dict[str, int] = {}
     with ExitStack() as opened:
-        sink = FileSink(files, path, opened)
+        sink = NewFile(files, path, opened)
         ranges = [(weight.array, 0, weight.numel) for weight in weights if weight.numel]
         ahead = opened.enter_context(ReadAhead(source, ranges))
 

@@ -21,7 +21,7 @@ from zstore.interop.dcp_names import Path as KeyPath
 from zstore.interop.dcp_names import key_of
 from zstore.interop.dcp_values import PICKLE, DcpState, decode_value
 from zstore.interop.torch_archive import Tensor, write_archive
-from zstore.io import Files, FileSink
+from zstore.io import Files, NewFile
 from zstore.ranks.division import items_of
 from zstore.ranks.team import ALONE, Team
 from zstore.weights.from_checkpoint import whole_dtype
@@ -45,7 +45,7 @@ def write_dcp(source: ArraySource, folder: Path, advance: Advance, team: Team = 
         if team.rank == 0:
             files.require_room(folder, nbytes, f"the checkpoint needs {nbytes} bytes")
     with team.agreeing(), ExitStack() as opened:
-        sink = FileSink(files, folder / data_file(team.rank), opened)
+        sink = NewFile(files, folder / data_file(team.rank), opened)
         writer = _DcpWriter(source, sink, advance, team)
         writer.write_tensors()
         if team.rank == 0:
@@ -66,7 +66,7 @@ def data_file(rank: int) -> str:
 class _DcpWriter:
     """One checkpoint on its way into a data file, or of several ranks a part of it."""
 
-    def __init__(self, source: ArraySource, sink: FileSink, advance: Advance, team: Team) -> None:
+    def __init__(self, source: ArraySource, sink: NewFile, advance: Advance, team: Team) -> None:
         self._team = team
         self._source = source
         self._sink = sink

@@ -13,7 +13,7 @@ from zstore.errors import CheckpointError
 from zstore.format import Bytes
 from zstore.interop.deepspeed.universal import HINT, Document, Stored, UniversalFolder, folder_of
 from zstore.interop.torch_archive import write_archive
-from zstore.io import Files, FileSink
+from zstore.io import Files, NewFile
 from zstore.ranks.division import items_of
 from zstore.ranks.team import ALONE, Team
 
@@ -74,7 +74,7 @@ class _Writer:
         with ReadAhead(self._source, ranges) as ahead:
             for path, document in documents:
                 with ExitStack() as opened:
-                    sink = FileSink(self._files, path, opened)
+                    sink = NewFile(self._files, path, opened)
                     parts = ((each.nbytes, self._parts(ahead, each)) for each in document.storages)
                     write_archive(sink, document.value, parts)
                     sink.finish()

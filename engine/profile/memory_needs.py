@@ -48,7 +48,7 @@ class MemoryNeed:
 
 
 @dataclass(frozen=True)
-class _Model:
+class _Sizes:
     shapes: Sequence[ParameterShape]
     units: Sequence[Sequence[str]]
     trained: frozenset[str]
@@ -63,24 +63,24 @@ class _Model:
         return max((sum(numel[name] for name in unit) for unit in self.units), default=0)
 
 
-def _live(model: nn.Module) -> _Model:
+def _live(model: nn.Module) -> _Sizes:
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
     trained = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    return _Model(shapes_of_model(model, "bf16"), units_of_model(model), trained)
+    return _Sizes(shapes_of_model(model, "bf16"), units_of_model(model), trained)
 
 
-def _cold(total: int, largest: int) -> _Model:
+def _cold(total: int, largest: int) -> _Sizes:
     if type(total) is not int or type(largest) is not int or not 1 <= largest <= total:
         raise UsageError(
             f"expected whole numbers of parameters, of the largest layer at most those of all; got {total!r} and {largest!r}"
         )
     sizes = [largest] * (total // largest) + ([total % largest] if total % largest else [])
     shapes = [ParameterShape(name=f"layer.{n}", shape=(numel,), dtype="bfloat16") for n, numel in enumerate(sizes)]
-    return _Model(shapes, [[one.name] for one in shapes], frozenset(one.name for one in shapes))
+    return _Sizes(shapes, [[one.name] for one in shapes], frozenset(one.name for one in shapes))
 
 
-def _plan(model: _Model, stage: int, world_size: int, optimizer: Device, param: Device) -> Plan:
+def _plan(model: _Sizes, stage: int, world_size: int, optimizer: Device, param: Device) -> Plan:
     zero: dict[str, Any] = {"stage": stage}
     zero |= {"offload_optimizer": {"device": optimizer}} if optimizer != "none" else {}
     zero |= {"offload_param": {"device": param}} if param != "none" else {}
@@ -113,7 +113,7 @@ class _Gpus:
             raise UsageError(f"additional_buffer_factor: expected a number of at least 1, got {self.factor!r}")
 
 
-def _need(model: _Model, stage: int, ranks: _Gpus, optimizer: Device, param: Device, zero_init: bool) -> MemoryNeed:
+def _need(model: _Sizes, stage: int, ranks: _Gpus, optimizer: Device, param: Device, zero_init: bool) -> MemoryNeed:
     plan = _plan(model, stage, ranks.per_node * ranks.nodes, optimizer, param)
     host_bytes = int(plan.host_bytes * ranks.per_node * ranks.factor)
     if not zero_init:
@@ -131,7 +131,7 @@ def _need(model: _Model, stage: int, ranks: _Gpus, optimizer: Device, param: Dev
 _DEVICES: tuple[Device, ...] = ("cpu", "none")
 
 
-def _all(model: _Model, stage: int, per_node: int, nodes: int, factor: float) -> list[MemoryNeed]:
+def _all(model: _Sizes, stage: int, per_node: int, nodes: int, factor: float) -> list[MemoryNeed]:
     """Print the table of a stage, and return its rows."""
     ranks = _Gpus(per_node=per_node, nodes=nodes, factor=factor)
     if stage == 2:

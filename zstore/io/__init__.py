@@ -20,10 +20,10 @@ from .shards import (
     open_resources,
     write_shard,
 )
-from .sink import FileSink
+from .sink import NewFile
 
 __all__ = [
-    "HUGE_PAGE_BYTES", "PAGE_BYTES", "FileSink", "Files", "Fill", "FillRuns", "Flush", "HostMemory", "IoResources",
+    "HUGE_PAGE_BYTES", "PAGE_BYTES", "NewFile", "Files", "Fill", "FillRuns", "Flush", "HostMemory", "IoResources",
     "LinkCounters", "LinkStatistics", "OpenFile", "PinnedSlabs", "Pool", "Priority", "ShardReader", "ShardSummary",
     "ShardWriter", "Ticket", "UnsyncedFiles", "Workers", "count_memory_kills", "fill_chunk", "helpful_threads",
     "make_shard_file", "make_slab", "map_large_blocks", "num_cores", "open_resources", "read_host_memory",

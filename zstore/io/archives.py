@@ -21,7 +21,7 @@ from ..format.shardfile import BLOCK_BYTES, CRC_BYTES, checksum_error, layout_of
 from .buffers import Buffer
 from .queue import Priority, Ticket, in_order, settle
 from .shards import Fill, IoResources, ShardReader, ShardSummary, Target, fill_chunk
-from .sink import FileSink
+from .sink import NewFile
 
 _MOST_IN_FLIGHT = 8
 
@@ -50,7 +50,7 @@ def write_packed(
     sizes: list[int] = []
     crcs: list[int] = []
     with contextlib.ExitStack() as opened:
-        out = FileSink(res.files, path, opened)
+        out = NewFile(res.files, path, opened)
         out.write(bytes(layout.data_offset))  # of the index, which comes last
         for stored, crc in opened.enter_context(contextlib.closing(in_order(chunks(), in_flight))):
             out.write(stored + struct.pack("<I", crc))

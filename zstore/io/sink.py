@@ -11,7 +11,7 @@ from ..format.arrays import Bytes
 from .files import Files, OpenFile
 
 
-class FileSink:
+class NewFile:
     """The new file `path`, closed with `opened`. Goes through the page cache, so that pieces need no alignment."""
 
     def __init__(self, files: Files, path: str | Path, opened: ExitStack) -> None:
