@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from zstore.engine.config.autotuning import ModelInfoSection
 from zstore.engine.config.config import load_config, read_config
 from zstore.errors import ConfigError
 
@@ -58,7 +59,7 @@ class Search:
         if settings.elasticity.enabled:
             raise ConfigError(f"{options.config}: elasticity gives the batch sizes, which are searched for: disable it")
         self._num_ranks = options.nproc or max(1, own_gpus()[0])
-        self._job = _plan_job(options, settings.autotuning.model_info.model_dump(), self._num_ranks)
+        self._job = _plan_job(options, section.model_info, self._num_ranks)
         self._is_open = "train_micro_batch_size_per_gpu" in self._job.answers
         """Whether the config leaves the batch size open."""
         self.folder = Path(section.results_dir)
@@ -156,17 +157,18 @@ class Search:
             _write(self.folder / "ds_config_optimal.json", best.config)
 
 
-def _plan_job(options: TuneOptions, info: Mapping[str, Any], num_ranks: int) -> Job:
+def _plan_job(options: TuneOptions, info: ModelInfoSection, num_ranks: int) -> Job:
     """Return what the plan is made for. Raises UsageError if the shape of the model is not known."""
     gpus = own_gpus()[0]
-    named = {"params": "num_params", "hidden": "hidden_size", "layers": "num_layers"}
     asked = PlanOptions(
         config=options.config,
         model=options.model,
+        params=None if options.model else info.num_params,
+        hidden=None if options.model else info.hidden_size,
+        layers=None if options.model else info.num_layers,
         gpus=min(gpus, num_ranks),
         memory=options.memory,
         seq_length=options.seq_len,
-        **({name: info[key] for name, key in named.items()} if options.model is None else {}),
     )
     job = make_job(asked)
     return job if gpus else replace(job, machine=replace(job.machine, cpu_ranks=num_ranks))

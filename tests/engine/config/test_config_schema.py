@@ -94,13 +94,37 @@ def test_every_key_that_does_not_act_is_reported_when_set() -> None:
     """Sets each such key to another value than its default, alone in its section."""
     switches: dict[str, dict[str, Any]] = {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}
     switches |= {key: {"device": "cpu"} for key in ("offload_param", "offload_optimizer")}
-    sections = ("fp16", "bf16", "tensorboard", "csv_monitor", "wandb", "throughput", "autotuning", "data_efficiency")
+    sections = (
+        "fp16",
+        "bf16",
+        "tensorboard",
+        "csv_monitor",
+        "wandb",
+        "throughput",
+        "autotuning",
+        "data_efficiency",
+        "flops_profiler",
+    )
     metric = {"min_difficulty": 1, "max_difficulty": 2, "schedule_type": "custom", "clustering_type": "single_cluster"}
     switches["curriculum_learning"] = {"enabled": True, "curriculum_metrics": {"depth": metric}}
     switches["data_sampling"] = {"enabled": True}
     switches |= {key: {"enabled": True} for key in sections}
     switches["elasticity"] = {"enabled": True, "max_train_batch_size": 4, "micro_batch_sizes": [1]}
-    values: list[Any] = [True, False, 7, 0.5, "fp32", "x", "Ignore", "/x", {"enabled": True}, "cpu", "step", "forward"]
+    values: list[Any] = [
+        True,
+        False,
+        7,
+        0.5,
+        "fp32",
+        "x",
+        "Ignore",
+        "/x",
+        {"enabled": True},
+        "cpu",
+        "step",
+        "forward",
+        "random",
+    ]
     for path, field in known_keys(Settings):
         status, _ = about(field)
         if section_of(field) is not None or status not in (Status.NOT_BUILT, Status.NO_EFFECT):
