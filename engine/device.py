@@ -189,7 +189,7 @@ class Transfers:
         """Return what a thread that works for the caller enters."""
         return self.streams.stream_context()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Return when the device has done what this thread asked of it: others may read its memory on streams of theirs."""
         self.streams.wait(self.streams.record())
 
@@ -287,7 +287,7 @@ class H2DQueue:
         self._under_way: deque[Copy] = deque()
 
     def put(self, rows: torch.Tensor, master: torch.Tensor) -> None:
-        """Cast `master`, which is the caller's again on return, into `rows`; those are there after `settle`."""
+        """Cast `master`, which is the caller's again on return, into `rows`; those are there after `drain`."""
         if self._transfers.link(master, rows) != "host_to_device":
             self._transfers.copy_into(rows, master)
             return
@@ -297,7 +297,7 @@ class H2DQueue:
         while len(self._under_way) > _MOST_UP:
             self._transfers.finish(self._under_way.popleft())
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Return when all rows are there."""
         while self._under_way:
             self._transfers.finish(self._under_way.popleft())
@@ -340,7 +340,7 @@ class D2HQueue:
             _combine(rows, values, add)
         arrived()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Return when everything has arrived."""
         while self._under_way:
             self._arrive()

@@ -80,7 +80,7 @@ def _phase(
         @functools.wraps(method)
         def call(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> R:
             if self._loss_backward.task is not None:
-                self._loss_backward.settle()
+                self._loss_backward.abandon_failed()
             if self.training_state.away:
                 self.training_state.require_here(f"engine.{method.__name__}()", *_NEEDED_BY.get(method.__name__, ()))
             with self.training_state.world.calling(name, meeting=meeting):
@@ -546,7 +546,7 @@ class Engine(nn.Module):
 
         Raises UsageError in the middle of a step, BudgetError and DiskFullError where there is no room: nothing is moved.
         """
-        self._loss_backward.settle()
+        self._loss_backward.abandon_failed()
         with self.world.calling("access"):
             self._offloaded.offload(include, device)
 
@@ -631,7 +631,7 @@ class Engine(nn.Module):
         that is not there, CheckpointMismatchError for another model or a batch size that cannot be.
         """
         chosen = LoadOptions.of(options, names)
-        self._loss_backward.settle()
+        self._loss_backward.abandon_failed()
         self.training_state.require_here("engine.load_checkpoint()")
         self._batches = None  # the next `train_batch` begins where the loader is by then
         self.access.require_no_block("engine.load_checkpoint()")

@@ -83,7 +83,7 @@ class LossBackward:
             return None
         task = torch._C._current_graph_task_id()
         if task != self.task:
-            self.settle()
+            self.abandon_failed()
             self._begin(task, loss)
         return self._scaled(gradient) if self._trains else None
 
@@ -135,7 +135,7 @@ class LossBackward:
             elif training.hooks is not None:
                 training.hooks.end_backward(more=True)
 
-    def settle(self) -> None:
+    def abandon_failed(self) -> None:
         """Abandon a backward that was begun and failed."""
         if self.task is None or torch._C._current_graph_task_id() == self.task:
             return

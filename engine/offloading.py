@@ -144,7 +144,7 @@ class OffloadedStates:
             store.remove(name)
             raise
         self._copied[record] = name, record.residency
-        self._training.state.transfers.settle()
+        self._training.state.transfers.synchronize()
         if self._is_parameter(record, model_array(record.name)):
             store.change_memory(model_array(record.name), None)
         # Whatever still has the memory, as a graph or a numpy array, keeps it.

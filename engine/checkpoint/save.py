@@ -274,7 +274,7 @@ class Checkpoints:
         grids |= self._gradients
         pins: dict[str, PinnedShard] = {}
         try:
-            state.transfers.settle()  # the save reads memory of the device from threads of its own
+            state.transfers.synchronize()  # the save reads memory of the device from threads of its own
             for one in records:
                 pins |= training.pending.updater.pin(one, state.arrays_of(one))
             pins |= store.snapshot(list(self._gradients)).pins

@@ -214,7 +214,7 @@ class Update:
         h2d = H2DQueue(self._state.transfers)
 
         def ended(group: int) -> None:
-            h2d.settle()
+            h2d.drain()
             if done is not None:
                 done(mine[group])
 
@@ -233,7 +233,7 @@ class Update:
             )
         with labelled("update"), passing as tiles:
             side_by_side(_apply, self._changes(tiles, mine, h2d), 1 if done is not None else self._num_threads(mine))
-        h2d.settle()
+        h2d.drain()
 
     def _changes(
         self, tiles: Iterable[Tile], mine: Sequence[ParameterRecord], h2d: H2DQueue

@@ -111,7 +111,7 @@ class Updater:
     def _done(self, record: ParameterRecord) -> None:
         with self._changed:
             if self._pending.get(record):
-                self._transfers.settle()
+                self._transfers.synchronize()
             for pin in self._pending.pop(record, []):
                 pin.resolve(self._store, None)
             self._changed.notify_all()

@@ -315,7 +315,7 @@ class Fetcher:
                 dict.fromkeys(failed, f"reading the parameters of unit {fetch.name!r} failed"),
             )
 
-    def settle(self) -> None:
+    def check_arrived(self) -> None:
         """Look at the headers that were not looked at yet."""
         unseen, self._unseen = self._unseen, []
         for fetch in unseen:

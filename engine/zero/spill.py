@@ -56,7 +56,7 @@ class GradientSpill:
         Raises the error of an earlier write.
         """
         if record in self._squares:
-            self.settle()
+            self.drain()
             rows = self._read(record, on_host=self._transfers.streams.is_host(rows)).to(total).add_(rows)
         elif is_narrower(total, rows.dtype):
             rows = rows.to(total)
@@ -75,7 +75,7 @@ class GradientSpill:
         former = self._store.spec(self._arrays[record])
         if not is_narrower(getattr(torch, former.dtype), rows.dtype):
             return
-        self.settle()
+        self.drain()
         wider = record.spec(f"gradient_{dtype_name(rows.dtype)}", rows.dtype)
         self._store.create(wider, grid=record.state_grid, shard=record.state_shard, tier="disk")
         self._arrays[record] = wider.name
@@ -99,7 +99,7 @@ class GradientSpill:
                 self._transfers.copy_into(rows[tile.first : tile.stop], as_torch(tile.views[0]))
         return rows
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Return when everything is on disk; raise the error of a write."""
         while self._under_way:
             self._under_way.popleft()[0].wait()
@@ -112,7 +112,7 @@ class GradientSpill:
         """Return a copy of the rows of this step, 1-D; None where there are none."""
         if record not in self._squares:
             return None
-        self.settle()
+        self.drain()
         return self._read(record)
 
     def drop(self) -> None:

@@ -188,7 +188,7 @@ class UnitGradients(Gradients):
 
     def end_backward(self) -> None:
         """See Gradients."""
-        self._d2h.settle()
+        self._d2h.drain()
         self._closing = True
         if self._world.world_size > 1:
             for records in self._arrivals.ready(rest=True):
@@ -198,7 +198,7 @@ class UnitGradients(Gradients):
         self._send([record for record, late in zip(self._records, came[len(left) :], strict=True) if late])
         while self._under_way:
             self._add_up()
-        self._d2h.settle()
+        self._d2h.drain()
         fired = [record for record, any_ in zip(self._records, came[: len(left)], strict=True) if any_]
         self._arrivals.expect(fired)
         self._agreed.update(fired)
@@ -359,7 +359,7 @@ class UnitGradients(Gradients):
         if self.on_final is None:
             return
         if (spill := self._spill_of(record)) is not None:
-            self._on_disk(spill.settle)
+            self._on_disk(spill.drain)
         if self._lost is None:
             self.on_final(record)
 
@@ -377,7 +377,7 @@ class UnitGradients(Gradients):
     def reduce(self) -> None:
         """See Gradients."""
         if self._spill is not None:
-            self._on_disk(self._spill.settle)
+            self._on_disk(self._spill.drain)
         if self._rules.spills:
             self._world.raise_together(self._lost)
 
@@ -396,7 +396,7 @@ class UnitGradients(Gradients):
     def begun(self) -> dict[ParameterRecord, torch.Tensor | None]:
         """See Gradients."""
         if self._spill is not None:
-            self._on_disk(self._spill.settle)
+            self._on_disk(self._spill.drain)
         if self._lost is not None:
             raise self._lost
         agreed = [record for record in self._records if record in self._agreed]
@@ -408,7 +408,7 @@ class UnitGradients(Gradients):
         self._filled.add(record)
         if (spill := self._spill_of(record)) is not None:
             spill.add(record, rows, rows.dtype)
-            spill.settle()
+            spill.drain()
         else:
             self._rows[record] = self._empty(record, rows).copy_(rows)
 

@@ -113,7 +113,7 @@ class ShardedUnits:
         kind, self._kind = self._kind, None
         uses = self._recorder.end()
         self.forget()
-        self.fetcher.settle()
+        self.fetcher.check_arrived()
         if kind is not None and uses:
             self._schedules[kind] = make_schedule(self._agreed(uses), self._numel, self._limits)
             self._count(orders=1)

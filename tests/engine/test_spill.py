@@ -114,7 +114,7 @@ def test_the_next_step_begins_anew(nvme: Path) -> None:
         assert spill.owned(other) is None
 
 
-@pytest.mark.parametrize("call", ["settle", "owned", "add again"])
+@pytest.mark.parametrize("call", ["drain", "owned", "add again"])
 def test_the_error_of_a_write_is_raised_by_the_next_call(call: str, nvme: Path) -> None:
     files = FaultyFiles()
     with opened(nvme, files) as (spill, (one, other, _)):
@@ -122,7 +122,7 @@ def test_the_error_of_a_write_is_raised_by_the_next_call(call: str, nvme: Path) 
         spill.add(one, rows(1), torch.bfloat16)
         with pytest.raises(StorageError, match="No space left"):
             {
-                "settle": spill.settle,
+                "drain": spill.drain,
                 "owned": lambda: spill.owned(one),
                 "add again": lambda: spill.add(one, rows(2), torch.bfloat16),
             }[call]()
@@ -139,7 +139,7 @@ def test_drop_forgets_errors_too(nvme: Path) -> None:
         files.inject(Fault(kind="write", pattern="*gradient*", error_number=errno.EIO))
         spill.add(one, rows(1), torch.bfloat16)
         spill.drop()
-        spill.settle()
+        spill.drain()
         spill.add(one, rows(2), torch.bfloat16)
         assert torch.equal(kept(spill, one), rows(2))
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 import pytest
 
 from zstore.errors import UsageError
-from zstore.io.queue import IoQueue, Priority, Ticket, promise, settle
+from zstore.io.queue import IoQueue, Priority, Ticket, promise, wait_all
 
 
 class Holder:
@@ -30,7 +30,7 @@ class Holder:
 
     def let_go(self) -> None:
         self.gate.set()
-        settle(self.tickets)
+        wait_all(self.tickets)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def finished(value: int) -> Ticket[int]:
 
 def test_results_come_with_the_tickets(queue: IoQueue) -> None:
     tickets = [queue.submit(lambda n=n: n * n, Priority.READ) for n in range(50)]
-    assert settle(tickets) == [n * n for n in range(50)]
+    assert wait_all(tickets) == [n * n for n in range(50)]
     assert all(ticket.done() and ticket.error() is None for ticket in tickets)
 
 
@@ -63,7 +63,7 @@ def test_lower_priority_values_go_first_and_equals_in_order(queue: IoQueue) -> N
     assert order == []
     assert queue.statistics().waiting == len(tickets)
     holder.let_go()
-    settle(tickets)
+    wait_all(tickets)
     assert order == [(priority, number) for priority in Priority for number in range(3)]
 
 
@@ -86,7 +86,7 @@ def test_a_full_queue_blocks_the_producer_until_there_is_room() -> None:
     holder.let_go()
     assert submitted.wait(30)
     assert blocked[0].wait(30) == "late"
-    settle(tickets)
+    wait_all(tickets)
     assert queue.statistics().blocked_s > 0.04
     queue.close()
 
@@ -126,7 +126,7 @@ def test_an_idle_thread_keeps_nothing_of_what_it_carried_out(queue: IoQueue) -> 
         assert time.monotonic() < deadline
 
 
-def test_settle_waits_for_all_and_raises_the_first_error(queue: IoQueue) -> None:
+def test_wait_all_waits_for_all_and_raises_the_first_error(queue: IoQueue) -> None:
     done: list[int] = []
 
     def work(number: int) -> None:
@@ -136,7 +136,7 @@ def test_settle_waits_for_all_and_raises_the_first_error(queue: IoQueue) -> None
 
     tickets = [queue.submit(lambda n=n: work(n), Priority.READ) for n in range(5)]
     with pytest.raises(ValueError, match="1"):
-        settle(tickets)
+        wait_all(tickets)
     assert done == [0, 1, 2, 3, 4]
 
 
@@ -257,7 +257,7 @@ def test_await_of_a_ticket_that_is_done() -> None:
 
 def test_statistics_count_by_priority() -> None:
     queue = IoQueue(3)
-    settle([queue.submit(lambda: None, Priority.PREFETCH, 100) for _ in range(4)])
+    wait_all([queue.submit(lambda: None, Priority.PREFETCH, 100) for _ in range(4)])
     queue.submit(lambda: 1 // 0, Priority.WRITE_BACK, 7).error()
     found = queue.statistics()
     assert found.operations == {"read": 0, "prefetch": 4, "write_back": 1, "checkpoint": 0}
@@ -269,7 +269,7 @@ def test_statistics_count_by_priority() -> None:
 
 def test_statistics_count_by_subject() -> None:
     queue = IoQueue(3)
-    settle(
+    wait_all(
         [queue.submit(lambda: None, Priority.READ, n, subject=s) for n, s in ((1, "model"), (2, "a b"), (4, "model"))]
     )
     queue.submit(lambda: None, Priority.WRITE_BACK, 8, subject="model").wait()
@@ -296,7 +296,7 @@ def test_close_carries_out_what_is_queued_and_takes_no_more() -> None:
     holder.let_go()
     closer.join(30)
     assert not closer.is_alive()
-    settle(tickets)
+    wait_all(tickets)
     assert sorted(done) == list(range(50))
     with pytest.raises(UsageError, match="closed"):
         queue.submit(lambda: None, Priority.READ)
@@ -347,7 +347,7 @@ def test_many_producers_and_threads() -> None:
             total[0] += 1
 
     def produce() -> None:
-        settle([queue.submit(add, Priority.WRITE_BACK) for _ in range(200)])
+        wait_all([queue.submit(add, Priority.WRITE_BACK) for _ in range(200)])
 
     producers = [threading.Thread(target=produce, daemon=True) for _ in range(4)]
     for producer in producers:

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from zstore.errors import StorageError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
-from zstore.io.queue import Priority, Ticket, settle
+from zstore.io.queue import Priority, Ticket, wait_all
 from zstore.io.shards import ShardReader
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.store import Snapshot
@@ -200,7 +200,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(which=st.sampled_from([0, 1]), seed=seeds, well=st.integers(0, 3), kind=st.sampled_from(["read", "write"]))
     def fail(self, which: int, seed: int, well: int, kind: str) -> None:
         """An update of arrays on disk hits an error: each has its former version, or says that it is lost."""
-        settle(self.behind)
+        wait_all(self.behind)
         self.files.inject(Fault(kind=kind, first=well, times=None, error_number=errno.EIO))  # type: ignore[arg-type]
         held = {name for pinned in self.pinned for name in pinned.expected if name not in pinned.superseded}
         failure: StorageError | None = None

@@ -19,7 +19,7 @@ from ..format.codecs import Codec, CodecError
 from ..format.partition import Grid, round_up
 from ..format.shardfile import BLOCK_BYTES, CRC_BYTES, checksum_error, layout_of
 from .buffers import Buffer
-from .queue import Priority, Ticket, in_order, settle
+from .queue import Priority, Ticket, in_order, wait_all
 from .shards import Fill, IoResources, ShardReader, ShardSummary, Target, fill_chunk
 from .sink import NewFile
 
@@ -129,7 +129,7 @@ class PackedReader(ShardReader):
                 self._res.queue.submit(partial(read_span, first, stop, low, high, buffer), priority, high - low)
             )
             first = stop
-        return [crc for part in settle(tickets) for crc in part]
+        return [crc for part in wait_all(tickets) for crc in part]
 
     def _decode(self, chunk: int, stored: Bytes, base: int, room: Bytes, target: Target | None) -> int:
         """Decode chunk number `chunk`, which is in `stored`, file offset `base` and on; return its crc32c."""

@@ -134,7 +134,7 @@ def promise(operation: Callable[[], T]) -> tuple[Ticket[T], Callable[[], None]]:
     return Ticket(future), carry_out
 
 
-def settle(tickets: list[Ticket[T]]) -> list[T]:
+def wait_all(tickets: list[Ticket[T]]) -> list[T]:
     """Wait for all `tickets`, then return their results or raise the first error: nothing is left in flight."""
     errors = [error for ticket in tickets if (error := ticket.error()) is not None]
     if errors:

@@ -28,7 +28,7 @@ from ..format.shardfile import (
 )
 from .buffers import Buffer, Pool
 from .files import LARGE_BYTES, Files
-from .queue import IoQueue, Priority, Ticket, settle
+from .queue import IoQueue, Priority, Ticket, wait_all
 from .slots import Slots, runs
 
 Fill = Callable[[int, int, Bytes], None]
@@ -219,7 +219,7 @@ class ShardWriter:
             # The last one this thread would only wait for.
             start = res.queue.carry_out if is_last else res.queue.submit
             tickets.append(start(task, self._priority, 0 if self._path is None else slots.nbytes))
-        return [crc for part in settle(tickets) for crc in part]
+        return [crc for part in wait_all(tickets) for crc in part]
 
     def _at_rest(self, fill: FillRuns, chunk: int) -> Bytes | None:
         first = self._shard * self._grid.shard_numel + chunk * self._grid.chunk_numel
@@ -407,7 +407,7 @@ class ShardReader:
             # The last one the caller would only wait for.
             start = res.queue.carry_out if slots.stop == stop_chunk else res.queue.submit
             tickets.append(start(partial(read_slots, slots, buffer), priority, slots.nbytes))
-        return [crc for part in settle(tickets) for crc in part]
+        return [crc for part in wait_all(tickets) for crc in part]
 
 
 class Target:

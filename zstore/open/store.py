@@ -26,7 +26,7 @@ from ..closing import Closing, closing_with
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec, numpy_dtype
 from ..io.pool import Workers, run_in_thread
-from ..io.queue import Ticket, settle
+from ..io.queue import Ticket, wait_all
 from ..store import TensorStore
 from ..store.order import ArrayOrder
 from ..store.snapshot import Snapshot
@@ -292,7 +292,7 @@ class Store(Closing):
         return self._workers.submit(partial(self._flush, self._order.names()))
 
     def _flush(self, names: Sequence[str]) -> None:
-        self._order.settle(names)
+        self._order.wait(names)
         self._order.raise_failed(names)
 
     def pin(self, names: Iterable[str] | None = None) -> Snapshot:
@@ -384,7 +384,7 @@ class Store(Closing):
                     loaded_entry(spec, self._entries.get(name), self.ranks, by_rows=name not in whole)
                     for name, spec in found.items()
                 ]
-            settle([self._put(entry, partial(self._arrays.load, checkpoint.source), tier) for entry in entries])
+            wait_all([self._put(entry, partial(self._arrays.load, checkpoint.source), tier) for entry in entries])
             extra: dict[str, Any] = dict(checkpoint.state.get("extra", {}))
         return extra
 

@@ -72,7 +72,7 @@ class ArrayOrder:
         with self._lock:
             return list({*self._pending, *self._failed})
 
-    def settle(self, names: Iterable[str]) -> None:
+    def wait(self, names: Iterable[str]) -> None:
         """Wait for all operations on `names`; errors stay with their tickets."""
         with self._lock:
             pending = [each for name in names if (each := self._pending.pop(name, None)) is not None]

@@ -165,7 +165,7 @@ class TensorStore(Closing):
         """Return the tier of an array once nothing is under way for it, for a call that changes where or what it is."""
         self.local(name)
         self._planned.clear()
-        self._order.settle([name])
+        self._order.wait([name])
         self._order.forget(name)
         return self._tiers[name]
 
@@ -342,7 +342,7 @@ class TensorStore(Closing):
         self._check_open()
         chosen = {name: Mode(other) for name, other in (modes or {}).items()}
         what = Pass(groups=groups, mode=Mode(mode), pool=self.resources.pool, modes=chosen)
-        self._order.settle(what.names)
+        self._order.wait(what.names)
         return what
 
     def memory(self, name: str) -> Any:
@@ -363,7 +363,7 @@ class TensorStore(Closing):
         """Give the memory where shards rest, 1-D, without padding, for the length of a `with` block: every element is set
         there, by as many threads as the caller likes. A failure leaves what was done."""
         self._check_open()
-        self._order.settle(names)
+        self._order.wait(names)
         for name in names:
             if not self.may_fill(name):
                 raise UsageError(
@@ -416,7 +416,7 @@ class TensorStore(Closing):
         Raises, once, the error of a write that failed and that no later write of its array made good.
         """
         self._check_open()
-        self._order.settle(list(self._shards))
+        self._order.wait(list(self._shards))
         self._order.raise_failed(list(self._shards))
         self._version += 1
         return self._version
@@ -436,7 +436,7 @@ class TensorStore(Closing):
         """Pin the present version of `names` (all arrays by default) without moving a byte; raises as `commit` does."""
         self._check_open()
         chosen = list(self._shards) if names is None else list(names)
-        self._order.settle(chosen)
+        self._order.wait(chosen)
         self._order.raise_failed(chosen)
         snapshot = Snapshot(self._version, {})
         try:
@@ -485,7 +485,7 @@ class TensorStore(Closing):
             return
         self._host.stop_waiting()
         self._device.stop_waiting()
-        self._order.settle(list(self._shards))
+        self._order.wait(list(self._shards))
         self._closed = True
         with contextlib.ExitStack() as last_to_first:
             last_to_first.callback(self._folders.close)

@@ -63,7 +63,7 @@ class Gradients:
 
     def collect(self, records: Mapping[torch.Tensor, LocalRecord]) -> dict[LocalRecord, torch.Tensor]:
         """Return this rank's rows of each gradient of the step, 1-D; those that were held are held no longer."""
-        self._queue.settle()
+        self._queue.drain()
         found, self._held = self._held, {}
         for parameter, record in records.items():
             if parameter.grad is None:

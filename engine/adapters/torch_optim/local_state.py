@@ -30,20 +30,20 @@ MASTER = "master"
 _MASTER_SLOT = SlotArray(MASTER)
 Tier = Literal["host", "disk"]
 OffloadedKernel = FusedAdam | TorchKernel | BlockKernel | TensorKernel | Averaging
-Settle = Callable[[Iterable[LocalRecord]], None]
+Wait = Callable[[Iterable[LocalRecord]], None]
 
 
 class LocalState:
-    """Records, arrays and scalars of the parameters that are trained; `settle` waits until no update of them runs."""
+    """Records, arrays and scalars of the parameters that are trained; `wait` waits until no update of them runs."""
 
-    def __init__(self, arrays: OptimizerState, tier: Tier, settle: Settle) -> None:
+    def __init__(self, arrays: OptimizerState, tier: Tier, wait: Wait) -> None:
         self.arrays = arrays
         self.records: dict[torch.Tensor, LocalRecord] = {}
         """By parameter, in order."""
         self.whole = WholeTensors(arrays)
         """Takes the steps that need whole matrices."""
         self._tier = tier
-        self._settle = settle
+        self._wait = wait
         self.before_change: Callable[[], None] = _nothing_waits
         """Called before somebody else than a step changes the state."""
         self._kernels: list[OffloadedKernel] = []
@@ -171,7 +171,7 @@ class LocalState:
     def entry(self, record: LocalRecord) -> dict[str, Any]:
         """Return a parameter's state as torch's class has it; 16-bit parameters have their master besides."""
         kernel = self._kernels[record.group or 0]
-        self._settle([record])
+        self._wait([record])
         slots = self.arrays.slots_of(record)
         if isinstance(kernel, BlockKernel):
             stored = {slot.name: self._stored(record, slot) for slot in slots}
@@ -197,7 +197,7 @@ class LocalState:
             name=model_array(record.name) if is_master else optimizer_array(slot.name, record.name),
             record=record,
             state=self.arrays,
-            settle=self._settle,
+            wait=self._wait,
             changed=self._doubt_master if is_master else self._note_change,
             dtype=slot.dtype,
             block=slot.block,
@@ -289,7 +289,7 @@ class LocalState:
 
     def reset(self, record: LocalRecord) -> None:
         """Let a parameter's state be that of one that was never updated."""
-        self._settle([record])
+        self._wait([record])
         self.before_change()
         kernel = self._kernels[record.group or 0]
         slots = self.arrays.slots_of(record) if record.owned_numel else ()

@@ -165,7 +165,7 @@ class Snapshots:
             if error is not None:
                 raise error
             self._stepping.wait(self._state.records.values())
-            self._state.arrays.transfers.settle()
+            self._state.arrays.transfers.synchronize()
             small["optim"]["state"] = self._entries()
         writer = Writer(
             self._folder / step_tag(step), step=step, overwrite=True, link_unchanged=False, _files=self._files

@@ -43,7 +43,7 @@ class StoredArray:
     name: str
     record: LocalRecord
     state: OptimizerState
-    settle: Callable[[Iterable[LocalRecord]], None]
+    wait: Callable[[Iterable[LocalRecord]], None]
     """Waits until no update of a record is under way."""
     changed: Callable[[LocalRecord], None]
     """Told before somebody writes to the array."""
@@ -58,7 +58,7 @@ class StoredArray:
 
     def read(self) -> torch.Tensor:
         """Return the values, in new host memory."""
-        self.settle([self.record])
+        self.wait([self.record])
         flat = torch.empty(math.prod(self.shape), dtype=self.dtype)
         if flat.numel():
             with self.state.passing([[self.name]], "read") as tiles:
@@ -68,7 +68,7 @@ class StoredArray:
 
     def write(self, box: Box, values: torch.Tensor) -> None:
         """Set the elements of `box` to `values`, of its shape; an fp32 array takes any floating type."""
-        self.settle([self.record])
+        self.wait([self.record])
         self.changed(self.record)
         whole = box == Box.whole(box.shape)
         if not (whole or self.block > 1 or self.record.is_contiguous):
@@ -199,7 +199,7 @@ class RestingTensor(StoredTensor):
     def pin_shard(self) -> PinnedShard:
         """Return the present version, which no later update changes; the caller releases it."""
         array = self.array
-        array.settle([array.record])
+        array.wait([array.record])
         return array.state.store.snapshot([array.name]).copied_when_changed().pins[array.name]
 
 

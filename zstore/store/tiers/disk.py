@@ -31,7 +31,7 @@ from ...errors import CorruptionError, UsageError
 from ...format.arrays import Bytes, numpy_dtype
 from ...format.partition import Grid
 from ...format.shardfile import ShardLayout, checksum, finish_slots, layout_of, slot_views, stored_crcs, verify_slots
-from ...io.queue import Priority, Ticket, settle
+from ...io.queue import Priority, Ticket, wait_all
 from ...io.shards import IoResources, ShardSummary, make_shard_file
 from .base import ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
 from .drives import Drives
@@ -487,7 +487,7 @@ class DiskPin:
             ticket = res.queue.submit(copy, priority, buffer.bytes.size)
             ticket.when_done(buffer.release)
             tickets.append(ticket)
-        crcs = [crc for part in settle(tickets) for crc in part]
+        crcs = [crc for part in wait_all(tickets) for crc in part]
         if res.sync:
             res.files.sync_file(path)
         return ShardSummary(self.local.spec.name, self.local.shard, layout.file_bytes, tuple(crcs))
