@@ -20,7 +20,8 @@ from ..ranks.team import ALONE, Team
 from ..weights.layout import natural_key
 
 Array = npt.NDArray[Any]
-Status = Literal["same", "values", "added", "removed", "shape", "dtype"]
+Status = Literal["same", "values", "added", "removed", "shape", "dtype", "unknown"]
+"""unknown: checksums cannot tell, as the two are cut differently or compressed; compare by values."""
 
 _TILE_NUMEL = 64 * 1024
 _PIECE_BYTES = 8 * 1024 * 1024

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from ..open.compare import Comparison
+
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -281,23 +283,6 @@ class ArrayStatistics(_Model):
     histogram: HistogramData
 
 
-class ArrayDifference(_Model):
-    """How one array differs; None: not compared."""
-
-    name: str
-    status: Literal["same", "values", "added", "removed", "shape", "dtype", "unknown"]
-    """unknown: checksums cannot tell, as the two are cut differently or compressed; ask for the array by name."""
-    before: str | None = None
-    after: str | None = None
-    chunks: int | None = None
-    chunks_changed: int | None = None
-    numel: int | None = None
-    changed: int | None = None
-    max_abs: float | None = None
-    rms: float | None = None
-    nonfinite: int | None = None
-
-
 class Difference(_Model):
     """`GET /api/runs/{run}/diff?before=&after=`: by checksums; with `array=`, that one by its values."""
 
@@ -305,7 +290,7 @@ class Difference(_Model):
     after: str
     counts: dict[str, int]
     """Arrays by status."""
-    arrays: list[ArrayDifference]
+    arrays: list[Comparison]
     """Those that differ, or the one that was asked for."""
 
 

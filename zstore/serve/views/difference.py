@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ...errors import CheckpointNotFoundError, CorruptionError
 from ...open.compare import Comparison, ComparisonPlan, compare_values, plan_comparison
-from ..models import ArrayDifference, Difference
+from ..models import Difference
 from ..runs import Run
 from .library import Library
 
@@ -55,8 +55,9 @@ def _describe(plan: ComparisonPlan, places: list[str], array: str | None) -> Dif
     )
 
 
-def _difference_of(one: Comparison, unknown: set[str]) -> ArrayDifference:
+def _difference_of(one: Comparison, unknown: set[str]) -> Comparison:
+    """Return a comparison as JSON has it, without numbers that are not finite."""
     fields = one.document()
     if one.name in unknown and one.status == "same":
         fields["status"] = "unknown"
-    return ArrayDifference(**fields)
+    return Comparison(**fields)
