@@ -38,7 +38,7 @@ COMMANDS = {
     "serve": "Serve runs and checkpoints over HTTP, with a page that shows them; reads Zarr, weights and JSON.",
     "report": "Write the page of a run as one file with its data inside, to pass on.",
 }
-_MODULES = {"train": ".train.command", "run": ".run.command", "plan": ".plan.command", "tune": ".tune.command"}
+_MODULES = {"train": ".train.command", "run": ".run.command", "plan": ".plan.command"}
 """Modules of the commands that are not in a file of their name."""
 _BY_ALL_RANKS = ("verify", "diff", "consolidate", "reshard", "convert")
 """Those that several ranks of a launcher carry out together."""

@@ -13,9 +13,16 @@ from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
 from zstore.errors import ConfigError, UsageError
 from zstore.tools.run.job import Job
-from zstore.tools.tune.options import TuneOptions
-from zstore.tools.tune.search import Search
-from zstore.tools.tune.trial import Measured, failed, mapped, measured, replaced_config, trial_config
+from zstore.tools.tune import (
+    Measured,
+    Search,
+    TuneOptions,
+    failed,
+    mapped,
+    measured,
+    replaced_config,
+    trial_config,
+)
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "tuned.py"
 BASE: dict[str, Any] = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}

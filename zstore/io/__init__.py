@@ -23,9 +23,9 @@ from .shards import (
 from .sink import NewFile
 
 __all__ = [
-    "HUGE_PAGE_BYTES", "PAGE_BYTES", "NewFile", "Files", "Fill", "FillRuns", "Flush", "HostMemory", "IoResources",
-    "LinkCounters", "LinkStatistics", "OpenFile", "PinnedSlabs", "Pool", "Priority", "ShardReader", "ShardSummary",
+    "HUGE_PAGE_BYTES", "PAGE_BYTES", "Files", "Fill", "FillRuns", "Flush", "HostMemory", "IoResources", "LinkCounters",
+    "LinkStatistics", "NewFile", "OpenFile", "PinnedSlabs", "Pool", "Priority", "ShardReader", "ShardSummary",
     "ShardWriter", "Ticket", "UnsyncedFiles", "Workers", "count_memory_kills", "fill_chunk", "helpful_threads",
-    "make_shard_file", "make_slab", "map_large_blocks", "num_cores", "open_resources", "read_host_memory",
-    "run_in_thread", "total_of_links", "write_shard",
+    "make_shard_file", "make_slab", "map_large_blocks", "num_cores", "open_resources", "read_host_memory", "run_in_thread",
+    "total_of_links", "write_shard",
 ]  # fmt: skip

@@ -1,1 +1,0 @@
-"""`zstore tune`: finds the fastest config by the plan and by short runs."""
