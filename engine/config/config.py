@@ -142,6 +142,8 @@ class Config:
         asked = self.own.step_overlap
         gathers = self.stage == 3 and (world_size > 1 or self.offload_param.device != "none")
         message = None
+        if asked == "forward" and self.stage < 3:
+            return None  # the config alone tells so
         if asked in ("backward", "forward") and self.whole_tensors:
             message = (
                 'acts as "none": this optimizer needs whole tensors, which ranks exchange, and only one thread of a rank may '
