@@ -177,6 +177,7 @@ class Engine(nn.Module):
         if self.curriculum is not None and self.module.training:
             args, kwargs = self.curriculum.cut(args, kwargs, self.global_steps + 1)
         self.require_parameters()
+        self.report.look_at((*args, *kwargs.values()))
         activations = self.training_state.activations
         around = contextlib.nullcontext() if activations is None else activations.around_forward()
         with self._timed("forward_s"), self.access.during("forward"), around:

@@ -31,6 +31,7 @@ from .lr_schedules import LRSchedule, named_schedule
 from .optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from .optim.rules import steps_tiles
 from .params.units import mark_leaves, of_classes
+from .plan.activations import hidden_size
 from .plan.rates import MatmulRates, find_rates, tell_choice, warn_of_slow
 from .plan.rungs import leave_advice
 from .report.comms import open_comms_log
@@ -106,7 +107,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     resolved = loaded.resolve(
         ResolveContext(
             world_size=world.world_size,
-            hidden_size=_hidden_size(model),
+            hidden_size=hidden_size(model),
             device_supports_bf16=rates is not None and "bf16" in rates.native,
             device_supports_fp16=rates is not None and "fp16" in rates.native,
             client_optimizer=optimizer is not None,
@@ -229,19 +230,6 @@ def _config_source(args: Namespace | None, config: Any, config_params: Any) -> A
     if any(other != first for other in others):
         raise ConfigError(f"initialize() got different configs in {' and '.join(found)}: pass one")
     return first
-
-
-def _hidden_size(model: nn.Module) -> int | None:
-    """Return the width that the model's own config names, as transformers has it; for buckets that are "auto"."""
-    config = getattr(model, "config", None)
-    for holder in (config, getattr(config, "text_config", None)):
-        for name in ("hidden_size", "d_model", "n_embd", "hidden", "hidden_sizes"):
-            width = getattr(holder, name, None)
-            if isinstance(width, list | tuple) and width:
-                width = max(width)
-            if isinstance(width, int):
-                return width
-    return None
 
 
 def _optimizer(

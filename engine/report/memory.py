@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zstore.io.hostmemory import read_host_memory
 from zstore.sizes import format_bytes
 
+from ..params.tensors import PRECISIONS
+from ..plan.activations import Activations, Width
+from ..plan.rungs import advice
 from ..profile.memory_usage import MAXRSS_UNIT_BYTES, resident_bytes
 
 if TYPE_CHECKING:
     from zstore.store import StoreStatistics, TensorStore
 
     from ..optim.state import OptimizerState
+    from ..training import Training
     from ..zero.gradients import Gradients
     from ..zero.unshard import ShardedUnits
 
@@ -75,6 +81,38 @@ def memory_now(store: StoreStatistics, device: torch.device) -> dict[str, int]:
         "process": resident_bytes(),
         "cuda": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
     }
+
+
+def lack_of_memory(training: Training, inputs: Iterable[Any]) -> str | None:
+    """Return what to say if a forward of `inputs` and its backward are about to take more host memory than is available; None
+    if they are not, or if the model's config does not say how large it is.
+
+    The kernel would end the process in the middle of it. Gradients count with the activations: the plan's other bytes are
+    taken already.
+    """
+    width, config, world = Width.of(training.model), training.config, training.world
+    ids = next((x for x in inputs if isinstance(x, torch.Tensor) and x.dim() == 2 and not x.is_floating_point()), None)
+    memory = read_host_memory()
+    if width is None or ids is None or memory.available_bytes is None:
+        return None
+    own = any(getattr(module, "gradient_checkpointing", False) for module in training.model.modules())
+    checkpointing = config.own.gradient_checkpointing or own
+    itemsize = PRECISIONS[config.precision].itemsize
+    kept = Activations(width=width, tokens=ids.numel(), itemsize=itemsize, checkpointing=checkpointing)
+    gradients = training.plan.held["gradients"]
+    needed = gradients.host + gradients.pinned
+    if world.device.type == "cpu":
+        needed += kept.total_bytes + gradients.device - (kept.kept_bytes if config.activations == "disk" else 0)
+    elif config.activations == "host":
+        needed += kept.kept_bytes
+    available = (memory.available_bytes + memory.swap_bytes) // world.local_world_size
+    if needed <= available:
+        return None
+    return (
+        f"a forward of {ids.numel():,} tokens and its backward take about {format_bytes(needed)} of host memory for "
+        f"activations and gradients, and {format_bytes(available)} are left for this rank: the kernel may end it. To take "
+        f"less, {advice(config, world)}; `zstore plan` shows what fits"
+    )
 
 
 @dataclass(frozen=True)

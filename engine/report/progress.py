@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +18,7 @@ from ..profile.watch import ComputationWatch
 from .comms import log_comms_summary
 from .journal import RunJournal
 from .losses import Loss, StepLosses, value_of
-from .memory import memory_statistics
+from .memory import lack_of_memory, memory_statistics
 from .monitors import Monitors
 from .timers import PhaseTimes
 
@@ -55,6 +56,7 @@ class RunReport:
         """Is around each phase, for as long as it counts something."""
         if self.enabled:
             self._watch_computation(counts=says)
+        self._looks = training.world.local_rank == 0
         self._losses = StepLosses()
         self._last_step = PhaseTimes()
         self._last_line = PhaseTimes()
@@ -62,6 +64,13 @@ class RunReport:
         self._line_samples, self._line_s = training.samples, time.perf_counter()
         if training.config.settings.dump_state and training.world.rank == 0:
             _log.info("state at the start:\n%s", state_text(training.config.settings, training.state, training.world))
+
+    def look_at(self, inputs: Iterable[Any]) -> None:
+        """Warn before the first forward of a training if memory will not do for it."""
+        if self._looks and torch.is_grad_enabled() and self._training.model.training:
+            self._looks = False
+            if told := lack_of_memory(self._training, inputs):
+                _log.warning("%s", told)
 
     def add_loss(self, loss: torch.Tensor, *, is_part: bool = False) -> None:
         """Note the loss of a micro-batch, before its backward; one that `is_part` of the step's is divided already."""

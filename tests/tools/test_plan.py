@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import zstore
+from tests.engine.plan.budgets import kept_by_autograd
 from tests.tools.commands import run
 from zstore.engine.config.config import load_config
 from zstore.engine.plan.rates import MatmulRates, measure_rates
@@ -24,7 +25,7 @@ from zstore.tools import cli
 from zstore.tools.drive import BLOCK_BYTES
 from zstore.tools.plan.choices import Outcome, all_choices, ladder, plan_of
 from zstore.tools.plan.command import plan_command
-from zstore.tools.plan.estimate import activation_bytes, step_seconds
+from zstore.tools.plan.estimate import activations_of, step_seconds
 from zstore.tools.plan.job import Choice, Job, make_job
 from zstore.tools.plan.machine import Machine, Rates, device_flops, find_precision, host_memory_bytes, measured_rates
 from zstore.tools.plan.model import shape_of_model, shape_of_numbers
@@ -200,20 +201,10 @@ def test_a_plan_from_numbers_loads_no_compiler() -> None:
 def test_activations_are_within_a_tenth_of_what_autograd_keeps(name: str, dtype: torch.dtype) -> None:
     samples, tokens = 2, 128
     model = build_model(name, tokens).to(dtype)
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        ids = torch.zeros(samples, tokens, dtype=torch.long)
-        loss_of(model(ids, labels=ids))
-    found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    ids = torch.zeros(samples, tokens, dtype=torch.long)
+    found = kept_by_autograd(model, lambda: loss_of(model(ids, labels=ids)))
     job = replace(make(model=name), seq_length=tokens, precision="fp32" if dtype is torch.float32 else "bf16")
-    estimate = activation_bytes(job, Choice(stage=0, micro_batch=samples))
+    estimate = activations_of(job, Choice(stage=0, micro_batch=samples)).total_bytes
     assert found <= estimate <= 1.1 * found
 
 
@@ -304,7 +295,7 @@ def test_a_transformers_config_is_planned_without_its_weights(tmp_path: Path) ->
     model = shape_of_model(str(tmp_path), "bf16", 32)
     real = transformers.LlamaForCausalLM(config)
     assert {one.name: one.shape for one in model.shapes} == {n: tuple(p.shape) for n, p in real.named_parameters()}
-    assert (model.hidden, model.num_layers, model.vocab_size) == (64, 3, 300)
+    assert (model.width.hidden, model.width.num_layers, model.width.vocab_size) == (64, 3, 300)
     assert len(model.units) == 3 + 3  # blocks; embedding, norm, head
 
 

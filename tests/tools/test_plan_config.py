@@ -18,7 +18,7 @@ from zstore.engine.plan.rungs import next_rung
 from zstore.errors import UsageError
 from zstore.tools.plan.choices import Outcome, changed_config, ladder, plan_of, weigh_given
 from zstore.tools.plan.command import plan_command
-from zstore.tools.plan.estimate import resting_bytes
+from zstore.tools.plan.estimate import activations_of
 from zstore.tools.plan.given import differences
 from zstore.tools.plan.job import Choice, make_job
 from zstore.tools.plan.options import PlanOptions, Precision
@@ -202,7 +202,7 @@ def test_activations_rest_where_the_config_says(tmp_path: Path) -> None:
 
     plain, kept = weighed(), weighed(gradient_checkpointing=True)
     base = make_job(options(tmp_path, BASE))
-    resting, kept_resting = (resting_bytes(base, one.choice) for one in (plain, kept))
+    resting, kept_resting = (activations_of(base, one.choice).kept_bytes for one in (plain, kept))
     host, disk = weighed(activations="host"), weighed(activations="disk", activations_path=str(tmp_path))
     assert plain.device_bytes - host.device_bytes == host.host_bytes - plain.host_bytes == resting
     assert plain.device_bytes - disk.device_bytes == disk.disk_bytes - plain.disk_bytes == resting

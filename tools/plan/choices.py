@@ -17,7 +17,7 @@ from zstore.engine.plan.sent import with_sent
 from zstore.errors import BudgetError
 from zstore.sizes import format_bytes
 
-from .estimate import BUCKET_NUMEL, Seconds, activation_bytes, resting_bytes, step_seconds, transit_bytes
+from .estimate import BUCKET_NUMEL, Seconds, activations_of, step_seconds, transit_bytes
 from .job import Choice, GroupKey, Job
 from .machine import Machine
 from .slots import slots_of
@@ -95,7 +95,7 @@ def _rungs(job: Job) -> Iterator[tuple[str, Choice]]:
 
 def weigh(job: Job, choice: Choice, title: str = "") -> Outcome:
     """Return what `choice` needs, and what of it this machine lacks."""
-    activations = activation_bytes(job, choice)
+    activations = activations_of(job, choice).total_bytes
     config = make_config(job, choice)
     plan, too_small = _planned(job, config)
     if too_small is not None:
@@ -151,8 +151,9 @@ def _without_budget(config: dict[str, Any]) -> dict[str, Any]:
 
 def _outcome(job: Job, choice: Choice, title: str, config: dict[str, Any], plan: Plan) -> Outcome:
     machine, held, rest = job.machine, plan.held_total, _resolved(job, config).activations
-    activations, transit = activation_bytes(job, choice), transit_bytes(job, choice, plan)
-    moved = resting_bytes(job, choice) if rest == "disk" or (rest == "host" and not machine.device_is_host) else 0
+    kept, transit = activations_of(job, choice), transit_bytes(job, choice, plan)
+    activations = kept.total_bytes
+    moved = kept.kept_bytes if rest == "disk" or (rest == "host" and not machine.device_is_host) else 0
     # When whole tensors are updated, nothing is left of the backward.
     on_device = held.device + max(transit + activations - moved, plan.update_bytes)
     in_host = held.host + held.pinned + (moved if rest == "host" else 0)
@@ -260,7 +261,7 @@ def _resolved(job: Job, config: dict[str, Any]) -> Config:
     return load_config(config).resolve(
         ResolveContext(
             world_size=job.machine.world_size,
-            hidden_size=job.model.hidden,
+            hidden_size=job.model.width.hidden,
             device_supports_bf16=job.precision == "bf16",
             device_supports_fp16=job.precision == "fp16",
             answers=job.answers,

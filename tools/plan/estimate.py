@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from zstore.engine.plan.activations import Activations
 from zstore.engine.plan.plan import Plan
 
 from .job import Choice, Job
@@ -15,9 +16,6 @@ BUCKET_NUMEL = 50_000_000
 ASSUMED: Mapping[str, float] = {"flops": 100e12, "disk_read": 3e9, "disk_write": 2e9}
 """Rates a second that are not known: of a GPU for 16-bit training, of one NVMe drive."""
 
-_BYTES_PER_TOKEN_AND_WIDTH = 34
-"""Of one layer in 16 bits; see `activation_bytes`."""
-_KEPT_PER_TOKEN_AND_WIDTH = 2
 _FP32_BYTES = 4
 
 
@@ -40,26 +38,10 @@ class Seconds:
         return self.compute + self.disk
 
 
-def activation_bytes(job: Job, choice: Choice) -> int:
-    """Return what a forward keeps for its backward on one rank, about.
-
-    34 s b h bytes a layer in 16 bits: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models
-    (https://arxiv.org/abs/2205.05198), section 4.1, without the term in s^2, which attention kernels that keep no scores
-    do not have. With checkpointing of every layer 2 s b h, and one layer in full. The logits are added: once in the
-    compute type, in fp32 for the loss, and the gradient of that.
-    """
+def activations_of(job: Job, choice: Choice) -> Activations:
+    """Return what a forward keeps for its backward on one rank, about."""
     tokens = choice.micro_batch * job.seq_length
-    layer = _BYTES_PER_TOKEN_AND_WIDTH * tokens * job.model.hidden * job.itemsize // 2
-    layers = resting_bytes(job, choice) + (layer if choice.checkpointing else 0)
-    return layers + tokens * job.model.vocab_size * (job.itemsize + 2 * _FP32_BYTES)
-
-
-def resting_bytes(job: Job, choice: Choice) -> int:
-    """Return which part of `activation_bytes` layers keep until the backward comes to them, about: what goes to host memory
-    or disk with "activations": "host" or "disk"."""
-    per_token = _KEPT_PER_TOKEN_AND_WIDTH if choice.checkpointing else _BYTES_PER_TOKEN_AND_WIDTH
-    tokens = choice.micro_batch * job.seq_length
-    return per_token * tokens * job.model.hidden * job.itemsize // 2 * job.model.num_layers
+    return Activations(width=job.model.width, tokens=tokens, itemsize=job.itemsize, checkpointing=choice.checkpointing)
 
 
 def transit_bytes(job: Job, choice: Choice, plan: Plan) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from zstore.engine.plan.activations import Width
 from zstore.engine.plan.needs import ParameterShape, shapes_of_model, units_of_model
 from zstore.errors import ConfigError
 
@@ -30,10 +31,7 @@ class ModelShape:
     shapes: Sequence[ParameterShape]
     units: Sequence[Sequence[str]]
     """Names of the parameters that each unit gathers, in the order in which units run."""
-    hidden: int
-    """Width of the residual stream, in elements."""
-    num_layers: int
-    vocab_size: int
+    width: Width
 
     @property
     def num_parameters(self) -> int:
@@ -54,23 +52,18 @@ def shape_of_model(name_or_path: str, precision: str, seq_length: int) -> ModelS
     """
     with torch.device("meta"), _Unfilled():
         model = build_model(name_or_path, seq_length)
-    config: Any = model.config
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    facts = [_first(config, *names) for names in (("hidden_size", "hidden", "d_model"), _LAYERS, ("vocab_size",))]
-    if None in facts:
+    width = Width.of(model)
+    if width is None:
         raise ConfigError(
             f"{name_or_path}: expected a config with hidden_size, num_hidden_layers and vocab_size, got one without; plan "
             "by --params, --hidden and --layers"
         )
-    hidden, num_layers, vocab_size = (int(fact) for fact in facts)
     return ModelShape(
         name=name_or_path,
         module=model,
         shapes=shapes_of_model(model, precision),
         units=units_of_model(model),
-        hidden=hidden,
-        num_layers=num_layers,
-        vocab_size=vocab_size,
+        width=width,
     )
 
 
@@ -102,9 +95,7 @@ def shape_of_numbers(num_parameters: int, hidden: int, num_layers: int, vocab_si
         module=model,
         shapes=shapes_of_model(model, precision),
         units=units_of_model(model),
-        hidden=hidden,
-        num_layers=num_layers,
-        vocab_size=vocab_size,
+        width=Width(hidden=hidden, num_layers=num_layers, vocab_size=vocab_size),
     )
 
 
@@ -120,10 +111,3 @@ class _Unfilled(TorchFunctionMode):
             if tensor.is_meta:
                 return tensor
         return func(*args, **given)
-
-
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
-
-
-def _first(config: Any, *names: str) -> Any:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)

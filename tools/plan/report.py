@@ -14,7 +14,7 @@ from zstore.sizes import format_bytes
 
 from ..printing import make_console, make_table
 from .choices import HEADROOM_PERCENT, Outcome
-from .estimate import ASSUMED, activation_bytes, resting_bytes
+from .estimate import ASSUMED, activations_of
 from .job import Choice, Job
 
 
@@ -51,11 +51,9 @@ def notes_of(job: Job, first: Outcome | None) -> list[str]:
 
 def _activations(job: Job, micro_batch: int) -> str:
     """Return what checkpointing and resting elsewhere save of one rank's activations."""
-    plain = Choice(stage=0, micro_batch=micro_batch)
+    plain = activations_of(job, Choice(stage=0, micro_batch=micro_batch))
     kept = replace(plain, checkpointing=True)
-    sizes = [
-        format_bytes(bytes_of(job, one)) for bytes_of in (activation_bytes, resting_bytes) for one in (plain, kept)
-    ]
+    sizes = [format_bytes(n) for n in (plain.total_bytes, kept.total_bytes, plain.kept_bytes, kept.kept_bytes)]
     return (
         f"activations of micro-batch {micro_batch} take {sizes[0]} on a device, {sizes[1]} with gradient_checkpointing; of "
         f'these {sizes[2]} and {sizes[3]} rest on disk with "activations": "disk"'

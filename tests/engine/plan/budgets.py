@@ -1,8 +1,12 @@
-"""Configs with everything on disk, whose host budget a test chooses."""
+"""Configs with everything on disk, whose host budget a test chooses; what autograd keeps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import nn
 
 
 def make_config(nvme: str, **keys: Any) -> dict[str, Any]:
@@ -19,3 +23,18 @@ def make_config(nvme: str, **keys: Any) -> dict[str, Any]:
         "steps_per_print": 0,
     }
     return config | keys
+
+
+def kept_by_autograd(model: nn.Module, forward: Callable[[], object]) -> int:
+    """Return the bytes that a forward keeps for its backward, beside the parameters."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
