@@ -277,8 +277,8 @@ def _peak(rank: int, folder: str) -> tuple[int, int, int]:
 def test_parameters_leave_memory_one_by_one(nvme: Path) -> None:
     ((nbytes, before, after),) = run_ranks(_peak, 1, str(nvme))
     assert nbytes == 192 << 20
-    # Buffers, a parameter or two, and what was freed and not given back yet.
-    assert after - before < 0.1 * nbytes
+    # Buffers, a parameter or two, and what was freed and not given back yet; in 16 bits they would take half of it.
+    assert after - before < 0.25 * nbytes
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
