@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zstore.io.hostmemory import read_host_memory
+from zstore.io import read_host_memory
 from zstore.sizes import format_bytes
 
 from ..params.tensors import PRECISIONS
