@@ -109,6 +109,9 @@ class Ending(NamedTuple):
 ENDINGS = {
     "last line": Ending(),
     "sys.exit": Ending("sys.exit(3)", code=3),
+    "without threading._register_atexit": Ending(
+        program="import concurrent.futures.thread, threading\ndel threading._register_atexit\n" + _PROGRAM
+    ),
     "exception": Ending("raise ValueError('of the user')", code=1, says="of the user"),
     "ctrl-c": Ending("signal.raise_signal(signal.SIGINT)", code=-signal.SIGINT, says="KeyboardInterrupt"),
     "ctrl-c while it ends": Ending(
