@@ -24,6 +24,7 @@ from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.split import complete_master
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.format.arrays import numpy_dtype
+from zstore.tensors import bytes_of
 from zstore.testing.ranks import run_ranks
 
 Array = npt.NDArray[Any]
@@ -71,6 +72,13 @@ def test_every_value_of_a_golden_is_read(path: Path) -> None:
             stored = group[array_path(name)]
             assert isinstance(stored, zarr.Array)
             assert np.asarray(stored[...]).tobytes() == wanted.tobytes()
+        with zstore.open_store() as store:
+            store.load(path).wait()
+            assert store.names() == list(arrays)
+            for name, wanted in arrays.items():
+                values = store.get(name).wait()
+                assert tuple(values.shape) == wanted.shape
+                assert bytes(bytes_of(values)) == wanted.tobytes(), name
         assert reader.record.step == facts["step"]
         assert reader.record.world_size == facts["world_size"]
         aliases = {name: list(array.spec.aliases) for name, array in reader.arrays.items() if array.spec.aliases}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import shutil
 import tempfile
@@ -22,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 import zstore
 from zstore.checkpoint.reader import tags
 from zstore.checkpoint.request import SaveSummary
-from zstore.errors import BudgetError, CheckpointExistsError, StorageError, UsageError
+from zstore.errors import BudgetError, CheckpointExistsError, StorageError, UsageError, ZstoreError
 from zstore.io.queue import Ticket
 from zstore.open.store import Store
 from zstore.store import StoreOptions, TensorStore
@@ -74,21 +75,33 @@ def turned(value: np.ndarray) -> np.ndarray:
     return other
 
 
+class LostFiles(FaultyFiles):
+    """Files of a drive that nothing reaches any more from operation `fail_at` on, as it is once a process was killed."""
+
+    def happen(self, kind: Any, path: str) -> None:
+        for each in FAULTS:
+            self.inject(Fault(kind=each, times=None, error_number=self.error_number))
+        super().happen(kind, path)
+
+
 class OpenStoreMachine(RuleBasedStateMachine):
     @initialize()
     def open(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="zstore-open-"))
         for name in ("run", "ckpt"):
             (self.folder / name).mkdir()
-        self.files = FaultyFiles()
+        self.open_anew()
+        self.saved: dict[str, dict[str, np.ndarray]] = {}
+        self.saving: dict[str, Ticket[SaveSummary]] = {}
+        self.turn = 0
+
+    def open_anew(self) -> None:
+        self.files = LostFiles(error_number=errno.EIO)
         options = StoreOptions(run_path=self.folder / "run", host_budget_bytes=BUDGET_BYTES, num_threads=2)
         self.store = Store(TensorStore(options, files=self.files))
         self.values: dict[str, np.ndarray] = {}
         self.tiers: dict[str, str] = {}
         self.pins: list[tuple[Snapshot, dict[str, np.ndarray]]] = []
-        self.saved: dict[str, dict[str, np.ndarray]] = {}
-        self.saving: dict[str, Ticket[SaveSummary]] = {}
-        self.turn = 0
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
@@ -434,6 +447,27 @@ class OpenStoreMachine(RuleBasedStateMachine):
                 self.store.put(name, value).wait()
                 self.note(name, value)
         self.check()
+
+    @rule(number=st.integers(0, 80), seed=seeds)
+    def kill(self, number: int, seed: int) -> None:
+        """The process ends somewhere in a save: the checkpoint is whole or absent, those before are as they were."""
+        self.complete_saves()
+        self.forget_errors()
+        while self.pins:
+            self.pins.pop()[0].release()
+        tag, held = self.tag(), dict(self.values)
+        self.files.fail_at = len(self.files.operations) + number
+        with contextlib.suppress(ZstoreError):
+            saving = self.store.checkpoint(self.folder / "ckpt" / tag)
+            for name, value in held.items():
+                self.store.update(name, random_values(value.dtype.name, value.size, seed).reshape(value.shape))
+            saving.wait()
+        with contextlib.suppress(ZstoreError, OSError):
+            self.store.close()
+        found = {info.tag for info in tags(self.folder / "ckpt")}
+        assert self.saved.keys() <= found <= {*self.saved, tag}
+        self.saved |= dict.fromkeys(found - self.saved.keys(), held)
+        self.open_anew()  # sweeps what was left
 
     # -- what must hold -----------------------------------------------------------------------------------------------
 
