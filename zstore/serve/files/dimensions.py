@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from .unfolded import unfolded
+
 
 def name_dimensions(shape: list[int]) -> list[str]:
     """Return a name for each dimension of an array."""
@@ -24,8 +26,9 @@ def name_dimensions(shape: list[int]) -> list[str]:
 
 
 def named(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `zarr.json` with names of dimensions, in the metadata of arrays below a group too. Names that are there stay."""
-    found = dict(document)
+    """Return a `zarr.json` with names of dimensions and in its array's own shape, in the metadata of arrays below a group too.
+    Names that are there stay."""
+    found = dict(unfolded(document))
     shape = found.get("shape")
     if isinstance(shape, list) and all(isinstance(size, int) for size in shape):
         found["dimension_names"] = found.get("dimension_names") or name_dimensions(shape)

@@ -1,11 +1,16 @@
-"""`/xarray/<run>/<path>`: what `/zarr` has, with names of dimensions in each `zarr.json`. See [Note: names of dimensions]."""
+"""`/xarray/<run>/<path>`: what `/zarr` has, with names of dimensions in each `zarr.json`, and arrays in their own shape.
+
+See [Note: names of dimensions] and [Note: unfolded arrays].
+"""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from functools import partial
 
 import anyio.to_thread
+import numpy as np
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,11 +19,13 @@ from starlette.routing import BaseRoute, Route
 from ...checkpoint.format import dump_metadata, parse_json
 from ...checkpoint.names import METADATA_FILE
 from ...errors import UsageError
+from ...format.arrays import numpy_dtype
 from ..cache import Cache
 from ..files.dimensions import below, is_bare_group, named
 from ..files.listing import list_place
 from ..files.opened import IsFolderError, Opened
 from ..files.ranges import choose
+from ..files.unfolded import chunk_range
 from ..files.visible import Place
 from ..service import Service, service_of
 from .files import FileResponse, answer_file, first, headers_of, open_place, parts_of, run_without_slash, with_slash
@@ -43,13 +50,15 @@ def routes() -> list[BaseRoute]:
             listing = await run_in_threadpool(first, request, parts, lambda place: list_place(place, recursive=False))
             page = listing.as_html(request.scope["path"], sizes=False).encode("utf-8", "replace")
             return Response(page, headers={"Cache-Control": "private, no-cache"}, media_type="text/html")
-        if parts[-1] != METADATA_FILE:
+        service, is_document = service_of(request), parts[-1] == METADATA_FILE
+        if not is_document and not parts[-1].startswith("c"):
             return await answer_file(request)
-        service = service_of(request)
+        make = partial(_document, service, documents) if is_document else partial(_chunk, service)
         try:
-            opened, data = await anyio.to_thread.run_sync(
-                lambda: first(request, parts, lambda place: _document(service, place, documents)), limiter=service.heavy
-            )
+            made = await anyio.to_thread.run_sync(lambda: first(request, parts, make), limiter=service.heavy)
+            if made is None:
+                return await answer_file(request)
+            opened, data = made
         except IsFolderError:
             return with_slash(request)
         part = choose(request.method, headers_of(request), opened.etag, opened.size)
@@ -58,7 +67,26 @@ def routes() -> list[BaseRoute]:
     return [Route("/xarray/{run}", run_without_slash), Route("/xarray/{run}/{path:path}", answer)]
 
 
-def _document(service: Service, place: Place, documents: _Documents) -> tuple[Opened, bytes]:
+def _chunk(service: Service, place: Place) -> tuple[Opened, bytes] | None:
+    """Return a chunk of an array that is shown in its own shape; None if the place is something else."""
+    folder, _, key = place.path.rpartition("/")
+    if place.info is None or not folder:
+        return None
+    reader = service.readers.open(place.info)
+    entry = reader.documents["consolidated_metadata"]["metadata"].get(folder, {})
+    name = entry.get("attributes", {}).get("zstore", {}).get("name", "")
+    spec = reader.array(name).spec if name else None
+    chunk = None if spec is None else chunk_range(spec.shape, spec.itemsize, key)
+    if spec is None or chunk is None or spec.shape == spec.stored_shape:
+        return None
+    begin, end, numel = chunk
+    values = np.zeros(numel, numpy_dtype(spec.dtype))
+    reader.read(name, begin, end, values[: end - begin])
+    etag = f'"{hashlib.sha256(f"{place.info.record.id} {place.path}".encode()).hexdigest()[:32]}"'
+    return Opened(folder=place.folder, path=place.path, size=values.nbytes, etag=etag, file=None), values.tobytes()
+
+
+def _document(service: Service, documents: _Documents, place: Place) -> tuple[Opened, bytes]:
     """Return a `zarr.json` with names of dimensions: what it is as a file, and its bytes."""
     source, text = _read(service, place)
     info = place.info
