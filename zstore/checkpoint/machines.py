@@ -23,25 +23,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import CheckpointError
+from ..ranks.agreement import Board
 from .folder import Folder
 from .format import MACHINES_KEY, Record
 from .names import MANIFEST_FOLDER
 
 Wait = Callable[[Callable[[], bool], Callable[[], str]], None]
 """`wait(ready, failure)` returns once `ready()` is true; raises with the text of `failure()` where it takes too long."""
-
-
-class Board(Protocol):
-    """What ranks of all machines post to and read, in any thread."""
-
-    def post(self, key: str, text: str) -> None:
-        """Set a key."""
-
-    def read(self, key: str) -> str | None:
-        """Return what it was set to; None where it was not."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ..format.arrays import Array, numpy_dtype
 from ..store import TensorStore
 from ..store.store import TierName
 from ..store.tiers.views import copy_into
-from .ranks import Held
+from .ranks import HeldArray
 from .values import copy_view
 
 
@@ -29,9 +29,11 @@ class HeldArrays:
     def __init__(self, shards: TensorStore) -> None:
         self._shards = shards
         self._lock = threading.Lock()
-        """Held while arrays come, go and move."""
+        """HeldArray while arrays come, go and move."""
 
-    def put(self, held: Held, fill: Callable[[Held], None], tier: TierName | None, wait: Callable[[], None]) -> None:
+    def put(
+        self, held: HeldArray, fill: Callable[[HeldArray], None], tier: TierName | None, wait: Callable[[], None]
+    ) -> None:
         """Make an array that `fill` gives all values, or let it do so with the one that is there if it is alike. A failure
         leaves no new one."""
         is_new = self._make(held, tier, wait)
@@ -42,7 +44,7 @@ class HeldArrays:
                 self.remove(held.spec.name, wait)
             raise
 
-    def _make(self, held: Held, tier: TierName | None, wait: Callable[[], None]) -> bool:
+    def _make(self, held: HeldArray, tier: TierName | None, wait: Callable[[], None]) -> bool:
         """Make an array, unless one that is alike is there; return whether it is new."""
         shards, name = self._shards, held.spec.name
         with self._lock:
@@ -55,28 +57,28 @@ class HeldArrays:
             shards.create(held.spec, grid=held.grid, shard=held.shard, tier=tier or former or usual)
             return True
 
-    def has(self, held: Held) -> bool:
+    def has(self, held: HeldArray) -> bool:
         """Return whether there is an array as `held` has it."""
         return held.spec.name in self._shards.names() and self._shards.local(held.spec.name) == held.local
 
-    def _require(self, held: Held) -> None:
+    def _require(self, held: HeldArray) -> None:
         if not self.has(held):
             raise UsageError(f"array {held.spec.name!r} is not what was put last, for that failed: put it again")
 
-    def read(self, held: Held, first: int, stop: int, target: Array | None) -> Array:
+    def read(self, held: HeldArray, first: int, stop: int, target: Array | None) -> Array:
         """Read elements `[first, stop)` of what is held into `target`, or new memory."""
         self._require(held)
         if first == stop:
             return np.empty(0, numpy_dtype(held.spec.dtype)) if target is None else target
         return self._shards.reading(held.spec.name, first, stop, target)()
 
-    def write(self, data: Array, first: int, held: Held) -> None:
+    def write(self, data: Array, first: int, held: HeldArray) -> None:
         """Replace the elements from `first` on."""
         self._require(held)
         if data.size:
             self._shards.writing(held.spec.name, data, first)()
 
-    def load(self, source: ArraySource, held: Held) -> None:
+    def load(self, source: ArraySource, held: HeldArray) -> None:
         """Replace all values by those of a checkpoint: link its file, if it is as the array's on disk is to be, else read."""
         self._require(held)
         name, stored, shards = held.spec.name, source.array(held.spec.name), self._shards

@@ -33,7 +33,7 @@ _lock = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldArray:
     """What a rank holds of an array: all of it, or its rows."""
 
     spec: ArraySpec
@@ -148,12 +148,12 @@ class Ranks:
         first = min(num_rows, self.rank * each)
         return first, min(num_rows, first + each)
 
-    def hold(self, spec: ArraySpec, *, by_rows: bool) -> Held:
+    def hold(self, spec: ArraySpec, *, by_rows: bool) -> HeldArray:
         """Return what this rank holds of an array. Raises UsageError for rows that no chunks fit."""
         stored = spec.stored_shape
         if not by_rows or self.world_size == 1:
             rows = spec.shape[0] if spec.shape else 1
-            return Held(spec, make_grid(stored, 1, 1), 0, 0, rows, by_rows=False)
+            return HeldArray(spec, make_grid(stored, 1, 1), 0, 0, rows, by_rows=False)
         first, stop = self.rows(spec.shape[0])
         each = -(-spec.shape[0] // self.world_size)
         grid = _grid(stored, each, spec.dtype) if spec.numel else make_grid(stored, 1, 1)
@@ -162,9 +162,9 @@ class Ranks:
                 f"array {spec.name!r} of shape {spec.shape}: {each} rows a rank cannot be cut into chunks of a useful size; "
                 f"make its first extent a multiple of {16 * self.world_size}, or put each rank's rows under a name of their own"
             )
-        return Held(spec, grid, self.rank, first, stop, by_rows=True)
+        return HeldArray(spec, grid, self.rank, first, stop, by_rows=True)
 
-    def held_as(self, local: LocalShard) -> Held:
+    def held_as(self, local: LocalShard) -> HeldArray:
         """Return what this rank holds of the array of a shard that `hold` gave."""
         whole = self.hold(local.spec, by_rows=False)
         return whole if whole.local == local else self.hold(local.spec, by_rows=True)

@@ -36,10 +36,10 @@ from .ahead import Ahead
 from .arrays import HeldArrays
 from .checkpoint import open_checkpoint
 from .lazy import LazyArray
-from .ranks import ALONE, Held, Ranks
+from .ranks import ALONE, HeldArray, Ranks
 from .saves import Saves, Wish
 from .stream import Mode, Values
-from .values import Entry, Value, distributed, entry_of, flat_target, flatten, loaded_entry, local_of, shaped
+from .values import KnownArray, Value, distributed, entry_of, flat_target, flatten, loaded_entry, local_of, shaped
 
 _NUM_OPERATIONS = 8
 """Operations on arrays under way at a time."""
@@ -50,6 +50,8 @@ class Store(Closing):
 
     What runs behind the caller gives a `Ticket`: `await ticket` or `ticket.wait()` gives its result or raises its error. A
     change whose ticket is dropped is not lost: `flush` waits for it and raises its error.
+
+    Over 300 lines: it is the public surface, and half of it is what it says of itself.
     """
 
     def __init__(self, shards: TensorStore, ranks: Ranks = ALONE) -> None:
@@ -57,7 +59,7 @@ class Store(Closing):
         """Which process this is of those that share the arrays."""
         self._shards = shards
         self._arrays = HeldArrays(shards)
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, KnownArray] = {}
         self._lock = threading.RLock()
         """Of what is known of arrays: held shortly, so that no coroutine waits for it."""
         self._order = ArrayOrder(_NUM_OPERATIONS)
@@ -91,7 +93,7 @@ class Store(Closing):
         entry, data = entry_of(name, value, self.ranks, shape=shape, dims=tuple(dims))
         return self._put(entry, partial(self._arrays.write, data, 0), tier)
 
-    def _put(self, entry: Entry, fill: Callable[[Held], None], tier: TierName | None) -> Ticket[None]:
+    def _put(self, entry: KnownArray, fill: Callable[[HeldArray], None], tier: TierName | None) -> Ticket[None]:
         name = entry.spec.name
         with self._lock:
             self._check_open()
@@ -103,7 +105,7 @@ class Store(Closing):
             put = partial(self._arrays.put, entry.held, fill, tier, self._saves.asked_for())
             return self._replace(name, former, put)
 
-    def _replace(self, name: str, former: Entry | None, operation: Callable[[], None]) -> Ticket[None]:
+    def _replace(self, name: str, former: KnownArray | None, operation: Callable[[], None]) -> Ticket[None]:
         """Queue what replaces or removes an array; where that fails, the array is `former` again, if that is still there."""
         entry = self._entries.get(name)
 
@@ -271,7 +273,7 @@ class Store(Closing):
         """Return what the store holds and did since it was opened."""
         return self._shards.statistics()
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> KnownArray:
         self._check_open()
         try:
             return self._entries[name]

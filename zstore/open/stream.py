@@ -16,7 +16,7 @@ from ..io.buffers import PAGE_BYTES, Buffer, Pool
 from ..io.pool import Workers
 from ..io.queue import Ticket
 from ..store import TensorStore
-from .values import Entry, Value, shaped
+from .values import KnownArray, Value, shaped
 
 Mode = Literal["update", "read"]
 
@@ -40,7 +40,7 @@ class Values:
     def __init__(
         self,
         arrays: Arrays,
-        entries: Sequence[Entry],
+        entries: Sequence[KnownArray],
         *,
         shards: TensorStore,
         workers: Workers,
@@ -51,13 +51,13 @@ class Values:
         self._coming = list(reversed(entries))
         self._prefetch = prefetch
         self._pool: Pool | None = None
-        self._ahead: list[tuple[Entry, Buffer | None, Ticket[Any]]] = []
+        self._ahead: list[tuple[KnownArray, Buffer | None, Ticket[Any]]] = []
         self._behind: list[Ticket[None]] = []
-        self._current: tuple[Entry, Buffer | None, Any] | None = None
+        self._current: tuple[KnownArray, Buffer | None, Any] | None = None
         """What the loop has."""
         self._closed = False
         self._lock = threading.Lock()
-        """Held by who advances: a task that was cancelled may have left its advance under way."""
+        """HeldArray by who advances: a task that was cancelled may have left its advance under way."""
 
     def __iter__(self) -> Generator[tuple[str, Any], None, None]:
         try:
@@ -123,7 +123,7 @@ class Values:
             self._coming.pop()
             self._ahead.append((entry, buffer, self._read(entry, buffer)))
 
-    def _read(self, entry: Entry, buffer: Buffer | None) -> Ticket[Any]:
+    def _read(self, entry: KnownArray, buffer: Buffer | None) -> Ticket[Any]:
         memory = np.empty(0, np.uint8) if buffer is None else buffer.bytes
         flat = memory.view(numpy_dtype(entry.spec.dtype))
         return self._arrays.get(entry.spec.name, out=shaped(flat, entry.held.shape, entry.is_torch))

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec, numpy_dtype
-from .ranks import Held, Ranks
+from .ranks import HeldArray, Ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,10 +27,10 @@ Value = Any
 
 
 @dataclass(frozen=True)
-class Entry:
+class KnownArray:
     """What is known of an array at once, whatever is still under way for it."""
 
-    held: Held
+    held: HeldArray
     is_torch: bool
     """Whether it was put as a tensor of torch, and is given back as one."""
     placements: tuple[Any, ...] = ()
@@ -44,7 +44,7 @@ class Entry:
 
 def entry_of(
     name: str, value: Value, ranks: Ranks, *, shape: Sequence[int] | None, dims: tuple[str, ...]
-) -> tuple[Entry, Array]:
+) -> tuple[KnownArray, Array]:
     """Return what `value` is to be in a store, and the elements that this rank has of it, 1-D.
 
     `shape` is that of the whole array, if `value` is this rank's rows of it. Raises UsageError for what cannot be stored.
@@ -64,10 +64,10 @@ def entry_of(
             f"array {name!r} of shape {whole}: rank {ranks.rank} of {ranks.world_size} has rows [{held.first}, {held.stop}), "
             f"so expected shape {held.shape}, got {local or data.shape}"
         )
-    return Entry(held, is_torch, placements), data
+    return KnownArray(held, is_torch, placements), data
 
 
-def loaded_entry(stored: ArraySpec, former: Entry | None, ranks: Ranks, *, by_rows: bool) -> Entry:
+def loaded_entry(stored: ArraySpec, former: KnownArray | None, ranks: Ranks, *, by_rows: bool) -> KnownArray:
     """Return what an array of a checkpoint is to be in a store that has `former` under its name: as that, if it is alike;
     else by the rows of the ranks, unless it has none, or they fit no chunks."""
     if former is not None and (former.spec.shape, former.spec.dtype) == (stored.shape, stored.dtype):
@@ -80,10 +80,10 @@ def loaded_entry(stored: ArraySpec, former: Entry | None, ranks: Ranks, *, by_ro
             held = ranks.hold(spec, by_rows=True)
     is_torch = "torch" in sys.modules
     if not (is_torch and held.by_rows and ranks.mesh is not None):
-        return Entry(held, is_torch)
+        return KnownArray(held, is_torch)
     from torch.distributed.tensor import Shard
 
-    return Entry(held, is_torch, (Shard(0),))
+    return KnownArray(held, is_torch, (Shard(0),))
 
 
 def _placements(name: str, value: Value, ranks: Ranks) -> tuple[Any, ...]:
@@ -169,7 +169,7 @@ def shaped(data: Array, shape: tuple[int, ...], is_torch: bool, device: Any = No
     return tensor if device is None else tensor.to(device)
 
 
-def distributed(local: Any, entry: Entry, ranks: Ranks) -> Any:
+def distributed(local: Any, entry: KnownArray, ranks: Ranks) -> Any:
     """Return the DTensor that the array was put as, of this rank's part of it."""
     import torch
     from torch.distributed.tensor import DTensor
