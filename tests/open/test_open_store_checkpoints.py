@@ -52,6 +52,21 @@ def test_a_checkpoint_links_what_is_on_disk_and_is_loaded(store: Store, tmp_path
         assert other.get("a/s").wait() == whole["a/s"]
 
 
+def test_a_load_links_what_is_cut_alike_and_never_writes_it(tmp_path: Path) -> None:
+    with zstore.open_store(tmp_path / "run") as store:
+        store.put("a/w", values(LARGE))
+        store.checkpoint(tmp_path / "ckpt" / "one").wait()
+    with zstore.open_store(tmp_path / "run") as store:
+        store.load(tmp_path / "ckpt").wait()
+        assert store.statistics().disk_write_bytes == 0
+        assert (store.get("a/w").wait() == values(LARGE)).all()
+        store.update("a/w", values((1, 100, 2)) - 7, rows=slice(5, 6)).wait()
+        assert (store.get("a/w", rows=slice(5, 6)).wait() == values((1, 100, 2)) - 7).all()
+        with zstore.open_checkpoint(tmp_path / "ckpt") as checkpoint:
+            assert checkpoint.verify() == []
+            assert (checkpoint["a/w"].numpy() == values(LARGE)).all()
+
+
 def test_an_error_comes_by_its_ticket_and_by_flush_once(tmp_path: Path) -> None:
     files = FaultyFiles()
     tmp_path.joinpath("run").mkdir()
