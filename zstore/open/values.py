@@ -51,7 +51,7 @@ def entry_of(
     """
     data, is_torch = flatten(name, value)
     placements = _placements(name, value, ranks)
-    whole = tuple(value.shape) if shape is None and placements else tuple(np.shape(value) if shape is None else shape)
+    whole = tuple(np.shape(value) if shape is None else shape)
     by_rows = shape is not None or any(placement.is_shard() for placement in placements)
     if shape is not None and (placements or not whole):
         raise UsageError(
