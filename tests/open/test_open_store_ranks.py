@@ -14,6 +14,8 @@ import pytest
 import tensorstore
 import torch
 import zarr
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -21,6 +23,7 @@ import zstore
 from zstore.checkpoint.reader import tags
 from zstore.errors import CorruptionError, UsageError
 from zstore.format import zarr_dtypes  # noqa: F401 - lets zarr read bfloat16
+from zstore.format.arrays import ArraySpec
 from zstore.open.ranks import Ranks
 from zstore.open.store import Store
 from zstore.store import StoreOptions, TensorStore
@@ -49,6 +52,19 @@ def whole(name: str) -> torch.Tensor:
 def same(found: Any, expected: torch.Tensor) -> bool:
     array = as_numpy(found.contiguous()) if isinstance(found, torch.Tensor) else np.asarray(found)
     return array.shape == tuple(expected.shape) and array.tobytes() == as_numpy(expected.contiguous()).tobytes()
+
+
+@given(rows=st.integers(0, 5000), cols=st.sampled_from([1, 3, 130, 4096, 300_000]), world_size=st.integers(2, 9))
+def test_rows_of_ranks_are_those_of_torch(rows: int, cols: int, world_size: int) -> None:
+    spec = ArraySpec(name="a/w", shape=(rows, cols), dtype="float32")
+    parts = [len(part) for part in torch.arange(rows).chunk(world_size)] if rows else []
+    stops = np.cumsum([0, *parts, *[0] * (world_size - len(parts))]).tolist()
+    for rank in range(world_size):
+        held = Ranks(rank, world_size).hold(spec, by_rows=True)
+        assert (held.first, held.stop) == (stops[rank], stops[rank + 1])
+        if rows:
+            assert held.grid.shard_range(rank) == (held.first, held.stop)
+            assert held.grid.shard_rows % held.grid.chunk_rows == held.grid.row_numel % held.grid.chunk_cols == 0
 
 
 def _save(rank: int, folder: str, world_size: int) -> tuple[int, int]:
@@ -202,7 +218,7 @@ def _refuse(rank: int, folder: str) -> None:
         with pytest.raises(UsageError, match="this rank has rows"):
             store["a/w"][::9]
         with pytest.raises(UsageError, match="cannot be cut into chunks"):
-            store.put("a/p", np.zeros(10_000_019)[store.own_rows(10_000_019)], shape=(10_000_019,))
+            store.put("a/p", np.zeros(1_048_583), shape=(2_097_166,))  # a prime number of rows
     with zstore.open_store() as store, pytest.raises(UsageError, match=r"open_store\(mesh=tensor.device_mesh\)"):
         store.put("a/w", distribute_tensor(value, mesh, [Shard(0)]))
     with pytest.raises(UsageError, match=r"rank=\d, world_size=3\): this is rank \d of 2 of torch's process group"):
