@@ -1,0 +1,21 @@
+"""The tier that CONTRIBUTING.md adds keeps the contract of tiers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_tier_keeps_the_contract(tmp_path: Path) -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"<!-- example -->\n```python\n(.*?)```", page, re.DOTALL)
+    file = tmp_path / "test_mapped.py"
+    file.write_text(example)
+    command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "-p", "no:cacheprovider", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=200)
+    assert done.returncode == 0, done.stdout
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 30
