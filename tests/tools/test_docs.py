@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import plots
+from tests.layout import per_ten_thousand_words
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -94,3 +95,18 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
     named = re.findall(r"`((?:zstore|engine|tools|tests|bench|examples|docs)/[\w./*-]+)`", prose(page))
     made = {"bench/results/gpu.md", "bench/results/gpu.json"}  # by `make gpu`
     assert [name for name in named if not any(ROOT.glob(name.rstrip("/")))] == sorted(made & set(named))
+
+
+MOST_IN_10_000_WORDS = {
+    r"\bwhere\b": 15,
+    r"\bwhat (is|are|was|were|has|it|they|the)\b": 10,
+    r"\b(lie|lies|rest|rests|stand|stands)\b": 3,
+}
+"""Words that may name a place or begin a question. The page of keys is not counted: the schema's docstrings make it."""
+
+
+@pytest.mark.parametrize("words", MOST_IN_10_000_WORDS)
+def test_pages_are_plain(words: str) -> None:
+    texts = {page.name: prose(page) for page in PAGES if page.name not in ("CHANGELOG.md", "config.md")}
+    found = Counter({name: len(re.findall(words, text, re.IGNORECASE)) for name, text in texts.items()})
+    assert per_ten_thousand_words(" ".join(texts.values()), words) <= MOST_IN_10_000_WORDS[words], found.most_common(10)
