@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import typer
 
 from bench import plots
 from tests.layout import per_ten_thousand_words
+from zstore.tools import cli
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -110,3 +113,19 @@ def test_pages_are_plain(words: str) -> None:
     texts = {page.name: prose(page) for page in PAGES if page.name not in ("CHANGELOG.md", "config.md")}
     found = Counter({name: len(re.findall(words, text, re.IGNORECASE)) for name, text in texts.items()})
     assert per_ten_thousand_words(" ".join(texts.values()), words) <= MOST_IN_10_000_WORDS[words], found.most_common(10)
+
+
+def commands() -> list[list[str]]:
+    """The commands that README and the page of commands print, as words."""
+    pages = (ROOT / "README.md").read_text(encoding="utf-8") + (DOCS / "commands.md").read_text(encoding="utf-8")
+    return [shlex.split(line, comments=True) for line in re.findall(r"^zstore .*$", pages, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_a_printed_command_is_one(words: list[str]) -> None:
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, cli.Commands)
+    _, command, _ = group.resolve_command(group.make_context("zstore", words[1:2]), words[1:2])
+    script = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
+    known = {option for parameter in command.params for option in parameter.opts}
+    assert {word for word in words[2:script] if word.startswith("--")} <= known
