@@ -127,3 +127,11 @@ def test_block_sparse_attention() -> None:
     names: dict[str, Any] = {}
     exec(blocks("models.md")[1], names)
     assert names["mixed"].shape == names["query"].shape
+
+
+def test_counting_operations() -> None:
+    names: dict[str, Any] = {}
+    exec(blocks("metrics.md")[0], names)
+    assert names["macs"] == 2 * 8 * 64 * 256
+    assert names["flops"] == 2 * names["macs"]
+    assert names["params"] == 64 * 256 + 256 + 256 * 64 + 64
