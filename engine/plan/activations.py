@@ -25,7 +25,7 @@ class Width:
     @classmethod
     def of(cls, model: Any) -> Width | None:
         """Return what the model's own config says; None if there is none, or it does not say all of it."""
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         layers = next((value for name in _LAYERS if (value := getattr(config, name, None)) is not None), None)
         hidden, vocab_size = hidden_size(model), getattr(config, "vocab_size", None)
