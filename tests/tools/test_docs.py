@@ -86,6 +86,8 @@ def test_the_tree_of_the_page_is_there() -> None:
 def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150
+    code = text.partition("```python\n")[2].partition("```")[0]
+    assert len([line for line in code.splitlines() if line]) <= 12
     assert {"make demo", "make test"} <= set(re.findall(r"^make \w+", text, re.MULTILINE))
     for picture in DOCS.glob("pictures/*"):
         assert picture.stat().st_size < 200_000, picture
