@@ -6,6 +6,7 @@ See [Note: names of dimensions] and [Note: unfolded arrays].
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -53,7 +54,9 @@ def routes() -> list[BaseRoute]:
         service, is_document = service_of(request), parts[-1] == METADATA_FILE
         if not is_document and not parts[-1].startswith("c"):
             return await answer_file(request)
-        make = partial(_document, service, documents) if is_document else partial(_chunk, service)
+        make: Callable[[Place], tuple[Opened, bytes] | None] = partial(_chunk, service)
+        if is_document:
+            make = partial(_document, service, documents)
         try:
             made = await anyio.to_thread.run_sync(lambda: first(request, parts, make), limiter=service.heavy)
             if made is None:
