@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,8 +27,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(4)])
     if world_size > 1:
-        dist.init_process_group("gloo")
-        mesh = init_device_mesh("cpu", (world_size,))
+        mesh = init_device_mesh("cpu", (world_size,))  # makes the process group
         fully_shard(model, mesh=mesh)
     parameters = {f"model/{name}": parameter for name, parameter in model.named_parameters()}
     rows = [own(parameter.detach()) for parameter in parameters.values()]  # the same memory

@@ -18,7 +18,7 @@ def table() -> str:
     calls = {"open_store": zstore.open_store} | {
         name: call for name, call in vars(Store).items() if not name.startswith("_")
     }
-    rows = ["| call | what it does |", "|---|---|"]
+    rows = ["| call | effect |", "|---|---|"]
     for name, call in calls.items():
         signature = inspect.signature(call)
         given = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
