@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,13 +22,12 @@ from .values import copy_view
 class HeldArrays:
     """Makes, moves and removes the arrays of `shards`, and moves their elements, flat, in the calling thread.
 
-    Nobody else changes which arrays there are. `wait` waits for pins that will be released by themselves.
+    Nobody else changes which arrays there are; of one array nothing is done by two threads at once. `wait` waits for pins that
+    will be released by themselves.
     """
 
     def __init__(self, shards: TensorStore) -> None:
         self._shards = shards
-        self._lock = threading.Lock()
-        """HeldArray while arrays come, go and move."""
 
     def put(
         self, held: HeldArray, fill: Callable[[HeldArray], None], tier: TierName | None, wait: Callable[[], None]
@@ -47,19 +45,18 @@ class HeldArrays:
     def _make(self, held: HeldArray, tier: TierName | None, wait: Callable[[], None]) -> bool:
         """Make an array, unless one that is alike is there; return whether it is new."""
         shards, name = self._shards, held.spec.name
-        with self._lock:
-            former: Any = shards.tier_of(name) if name in shards.names() else None
-            if former is not None:
-                if self.has(held) and tier in (None, former):
-                    return False
-                _unpinned(partial(shards.remove, name), wait)
-            usual: Any = "disk" if shards.options.all_paths else "host"
-            shards.create(held.spec, grid=held.grid, shard=held.shard, tier=tier or former or usual)
-            return True
+        former: Any = shards.tier_of(name) if name in shards else None
+        if former is not None:
+            if self.has(held) and tier in (None, former):
+                return False
+            _unpinned(partial(shards.remove, name), wait)
+        usual: Any = "disk" if shards.options.all_paths else "host"
+        shards.create(held.spec, grid=held.grid, shard=held.shard, tier=tier or former or usual)
+        return True
 
     def has(self, held: HeldArray) -> bool:
         """Return whether there is an array as `held` has it."""
-        return held.spec.name in self._shards.names() and self._shards.local(held.spec.name) == held.local
+        return held.spec.name in self._shards and self._shards.local(held.spec.name) == held.local
 
     def _require(self, held: HeldArray) -> None:
         if not self.has(held):
@@ -97,14 +94,12 @@ class HeldArrays:
 
     def remove(self, name: str, wait: Callable[[], None]) -> None:
         """Forget an array, if it is there."""
-        with self._lock:
-            if name in self._shards.names():
-                _unpinned(partial(self._shards.remove, name), wait)
+        if name in self._shards:
+            _unpinned(partial(self._shards.remove, name), wait)
 
     def move(self, name: str, tier: TierName, wait: Callable[[], None]) -> None:
         """Let an array rest on another tier."""
-        with self._lock:
-            _unpinned(partial(self._shards.move, name, tier, copy_view), wait)
+        _unpinned(partial(self._shards.move, name, tier, copy_view), wait)
 
 
 def _unpinned(operation: Callable[[], None], wait: Callable[[], None]) -> None:

@@ -45,15 +45,14 @@ SMALL_SHARD_BYTES = 64 * 1024
 class TensorStore(Closing):
     """This rank's shards of named arrays. Close it, or use it in a `with` block.
 
-    `write` and `read` return tickets and run behind the caller, in order for each array; `stream` is a pass
-    in the caller's thread. Arrays must not be changed by two passes at once.
+    `write` and `read` return tickets and run behind the caller, in order for each array; `stream` is a pass in the caller's
+    thread. Several threads may work on different arrays; no two passes may change one at once.
 
     Over 300 lines: it is all that a rank may ask of its shards, and each method is a few lines over tiers and streams.
     """
 
     def __init__(self, options: StoreOptions, *, rank: int = 0, files: Files | None = None, cuda: Any = None) -> None:
-        self.options = options
-        self.rank = rank
+        self.options, self.rank = options, rank
         files = files or Files()
         self._slabs = PinnedSlabs(cuda) if options.pin_buffers or options.pin_state else None
         self._make_buffers = self._slabs.make if self._slabs is not None and options.pin_buffers else make_slab
@@ -82,8 +81,7 @@ class TensorStore(Closing):
         self._counters = StreamCounters()
         self.links = LinkCounters()
         """For whoever moves what the store holds over a link of its own, as to a device."""
-        self._version = 0
-        self._closed = False
+        self._version, self._closed = 0, False
 
     def _drives(self) -> Drives:
         options, folders = self.options, self._folders
@@ -105,8 +103,8 @@ class TensorStore(Closing):
         local = LocalShard(spec, grid, shard)
         chosen = self._choose(local, tier)
         chosen.create(local, memory)
-        self._shards[spec.name] = local
         self._tiers[spec.name] = chosen
+        self._shards[spec.name] = local
 
     def rename(self, name: str, spec: ArraySpec, *, tier: TierName) -> bool:
         """Let an array be that of `spec` with the values that it has; false where its shape or data type is another, or
@@ -118,7 +116,7 @@ class TensorStore(Closing):
         if not alike or self._choose(local, tier) is not self._tiers[name]:
             return False
         self._at_rest(name).rename(name, local)
-        self._shards[spec.name], self._tiers[spec.name] = local, self._tiers.pop(name)
+        self._tiers[spec.name], self._shards[spec.name] = self._tiers.pop(name), local
         del self._shards[name]
         return True
 
@@ -159,7 +157,7 @@ class TensorStore(Closing):
         """Forget an array and free its space; nothing where the store is closed. Raises UsageError as `rename` does."""
         if not self._closed:
             self._at_rest(name).remove(name)
-            del self._tiers[name], self._shards[name]
+            del self._shards[name], self._tiers[name]
 
     def _at_rest(self, name: str) -> Tier:
         """Return the tier of an array once nothing is under way for it, for a call that changes where or what it is."""
@@ -183,6 +181,9 @@ class TensorStore(Closing):
         if chosen is None:
             raise UsageError(f"array {local.spec.name!r}: the store has no disk tier; open it with a `run_path`")
         return self._host if tier == "disk" and local.nbytes < SMALL_SHARD_BYTES else chosen
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shards
 
     def names(self) -> list[str]:
         """Return the names of all arrays, in the order they were created."""
@@ -457,8 +458,8 @@ class TensorStore(Closing):
         """Return counters since the store was opened."""
         queue = self.resources.queue.statistics()
         held = dict.fromkeys(("device", "host", "disk"), 0)
-        for name, local in self._shards.items():
-            held[self._tiers[name].name] += local.nbytes
+        for name, tier in self._tiers.copy().items():
+            held[tier.name] += local.nbytes if (local := self._shards.get(name)) else 0
         return StoreStatistics(
             disk_read_bytes=queue.bytes["read"] + queue.bytes["prefetch"],
             disk_write_bytes=queue.bytes["write_back"],

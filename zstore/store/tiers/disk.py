@@ -105,14 +105,15 @@ class DiskTier(Tier):
         if memory is not None:
             raise UsageError(f"array {local.spec.name!r}: the disk tier cannot adopt memory")
         layout = layout_of(local.grid, local.shard, local.spec.dtype)
-        packed = self.packs_small and is_packed(local.nbytes)
-        folder = self._drives.choose(local.spec.name, run_file_bytes(layout, packed=packed))
+        packed, kind = self.packs_small and is_packed(local.nbytes), local.spec.name.partition("/")[0]
+        with self._lock:  # not while a file is made: others are made beside it
+            folder = self._drives.choose(local.spec.name, run_file_bytes(layout, packed=packed))
+            if packed and (folder, kind) not in self._packs:
+                self._packs[folder, kind] = Pack(self._res.files, folder, kind)
         crcs: list[int | None] = [None] * layout.num_present
         if packed:
-            kind = local.spec.name.partition("/")[0]
-            pack = self._packs.get((folder, kind)) or Pack(self._res.files, folder, kind)
+            pack = self._packs[folder, kind]
             part = DiskFile(pack.path(0), crcs, pack.add(layout.num_present * layout.slot_bytes))
-            self._packs[folder, kind] = pack
             shard = DiskShard(local, layout, folder, part, pack)
         else:
             path = self._new_path(folder, local.spec.name)
@@ -123,15 +124,15 @@ class DiskTier(Tier):
 
     def folders(self) -> dict[str, Path]:
         """Return the folder of each shard, by array."""
-        return {name: shard.folder for name, shard in self._shards.items()}
+        return {name: shard.folder for name, shard in self._shards.copy().items()}
 
     def remove(self, name: str) -> None:
         """See `Tier.remove`."""
         with self._lock:
             shard = self._at_rest(name)
             del self._shards[name]
-        layout = shard.layout
-        self._drives.given_bytes[shard.folder] -= run_file_bytes(layout, packed=shard.pack is not None)
+            layout = shard.layout
+            self._drives.given_bytes[shard.folder] -= run_file_bytes(layout, packed=shard.pack is not None)
         if shard.pack is not None:
             if len(shard.in_use) == 1:  # else somebody reads an earlier version there
                 shard.pack.give_back(shard.current.base, layout.num_present * layout.slot_bytes)

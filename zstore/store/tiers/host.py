@@ -56,8 +56,9 @@ class HostTier(MemoryTier):
         nbytes = self._shards[name].nbytes
         super().remove(name)
         self._budget.release(round_up(nbytes, _ALIGN_BYTES))
-        if not self._shards:
-            self._slab, self._slab_used = make_slab(0), 0
+        with self._lock:
+            if not self._shards:
+                self._slab, self._slab_used = make_slab(0), 0
 
     def close(self) -> None:
         """See `Tier.close`."""
