@@ -1,4 +1,4 @@
-"""The disk tier against the disk: passes of the store next to the limit, interleaved in one run.
+"""The disk tier against the disk: passes of the store, and of the front door, next to the limit, interleaved in one run.
 
 python -m bench.disk [--path FOLDER] [--gib 2] [--rounds 5] [--json FILE]
 """
@@ -10,21 +10,36 @@ import json
 import statistics
 import tempfile
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
+import zstore
 from bench.limits import disk_limit, limit_name
-from zstore.format.arrays import ArraySpec
-from zstore.format.partition import make_grid
+from zstore import Store
+from zstore.format import Array, ArraySpec, make_grid
 from zstore.store import StoreOptions, TensorStore
 
 
 def store_rate(store: TensorStore, groups: list[list[str]], pattern: str) -> float:
     """Return bytes per second of one pass; "mixed" reads and writes every byte and counts both."""
+    mode = {"read": "read", "write": "fill", "mixed": "update"}[pattern]
+    return _rate(store, lambda: deque(store.stream(groups, mode), 0))  # type: ignore[arg-type]
+
+
+def front_rate(store: Store, value: Array, count: int, pattern: str) -> float:
+    """Return bytes per second of whole arrays through `open_store`: puts of `value`, `count` times, or a pass over them."""
+    if pattern == "write":
+        return _rate(store, lambda: [store.put(f"{i}", value) for i in range(count)] and store.flush().wait())
+    return _rate(store, lambda: deque(store.stream(mode="read" if pattern == "read" else "update"), 0))
+
+
+def _rate(store: TensorStore | Store, work: Callable[[], object]) -> float:
     before = store.statistics()
     started = time.perf_counter()
-    mode = {"read": "read", "write": "fill", "mixed": "update"}[pattern]
-    for _ in store.stream(groups, mode):  # type: ignore[arg-type]
-        pass
+    work()
     elapsed = time.perf_counter() - started
     after = store.statistics()
     moved = after.disk_read_bytes - before.disk_read_bytes + after.disk_write_bytes - before.disk_write_bytes
@@ -48,10 +63,12 @@ def main() -> None:
         )
         with TensorStore(store_options) as store:
             groups = _make_arrays(store, nbytes)
-            figures = _measure(store, groups, folder, nbytes, options.rounds)
+            with zstore.open_store(folder / "front", num_threads=options.threads) as front:
+                figures = _measure(store, groups, front, folder, nbytes, options.rounds)
     for pattern, row in figures.items():
         print(
-            f"{pattern:6} store {row['store']:5.2f} GB/s   {limit_name()} {row['limit']:5.2f} GB/s   "
+            f"{pattern:6} store {row['store']:5.2f} GB/s   front door {row['front']:5.2f} GB/s ({row['front_percent']:5.1f} %)   "
+            f"{limit_name()} {row['limit']:5.2f} GB/s   "
             f"{row['percent']:5.1f} % of the limit (median of {options.rounds} pairs)"
         )
     if options.json:
@@ -73,18 +90,30 @@ def _make_arrays(store: TensorStore, nbytes: int) -> list[list[str]]:
 
 
 def _measure(
-    store: TensorStore, groups: list[list[str]], folder: Path, nbytes: int, rounds: int
+    store: TensorStore, groups: list[list[str]], front: Store, folder: Path, nbytes: int, rounds: int
 ) -> dict[str, dict[str, float]]:
+    local = store.local(groups[0][0])
+    value, count = np.ones((local.valid_numel // 2048, 2048), np.float32), 3 * len(groups)
     for pattern in ("write", "read"):  # make every extent real, and warm up
         store_rate(store, groups, pattern)
+        front_rate(front, value, count, pattern)
         disk_limit(folder, pattern, nbytes)
     figures: dict[str, dict[str, float]] = {}
     for pattern in ("write", "read", "mixed"):
-        pairs = [(store_rate(store, groups, pattern), disk_limit(folder, pattern, nbytes)) for _ in range(rounds)]
+        found = [
+            (
+                store_rate(store, groups, pattern),
+                front_rate(front, value, count, pattern),
+                disk_limit(folder, pattern, nbytes),
+            )
+            for _ in range(rounds)
+        ]
         figures[pattern] = {
-            "store": statistics.median(a for a, _ in pairs) / 1e9,
-            "limit": statistics.median(b for _, b in pairs) / 1e9,
-            "percent": statistics.median(100 * a / b for a, b in pairs),
+            "store": statistics.median(a for a, _, _ in found) / 1e9,
+            "front": statistics.median(b for _, b, _ in found) / 1e9,
+            "limit": statistics.median(c for _, _, c in found) / 1e9,
+            "percent": statistics.median(100 * a / c for a, _, c in found),
+            "front_percent": statistics.median(100 * b / a for a, b, _ in found),
         }
     return figures
 

@@ -61,6 +61,7 @@ def test_disk_benchmark_compares_every_pattern_with_the_limit(tmp_path: Path, mo
     assert set(figures) == {"write", "read", "mixed"}
     for row in figures.values():
         assert row["percent"] == pytest.approx(100 * row["store"] / row["limit"])
+        assert row["front_percent"] == pytest.approx(100 * row["front"] / row["store"])
 
 
 def test_store_benchmark_compares_every_store_within_its_memory(
