@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from zstore.errors import UsageError
 
@@ -53,7 +53,7 @@ def run_command(options: RunOptions) -> None:
     leave(ended.exit_code)
 
 
-def _become(command: Sequence[str], environment: Mapping[str, str]) -> None:
+def _become(command: tuple[str, ...], environment: Mapping[str, str]) -> None:
     try:
         os.execvpe(command[0], [*command], {**os.environ, **environment})
     except FileNotFoundError:
