@@ -67,7 +67,8 @@ def main() -> None:
                 figures = _measure(store, groups, front, folder, nbytes, options.rounds)
     for pattern, row in figures.items():
         print(
-            f"{pattern:6} store {row['store']:5.2f} GB/s   front door {row['front']:5.2f} GB/s ({row['front_percent']:5.1f} %)   "
+            f"{pattern:6} store {row['store']:5.2f} GB/s   "
+            f"front door {row['front']:5.2f} GB/s ({row['front_percent']:5.1f} %)   "
             f"{limit_name()} {row['limit']:5.2f} GB/s   "
             f"{row['percent']:5.1f} % of the limit (median of {options.rounds} pairs)"
         )
