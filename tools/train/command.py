@@ -108,11 +108,13 @@ def _train(options: TrainOptions) -> None:
 
     from ..sample.models import load_or_build
     from .loop import TrainLoop
+    from .room import require_room
 
     start = _prepare(options)
     zstore.init_distributed()
     torch.manual_seed(start.position.seed)
     auto, chosen = answers(options, start.config)
+    require_room(options.model, start.position.seq_len, start.config, auto)
     model = load_or_build(options.model, start.position.seq_len, start.config)
     if chosen and os.environ.get("RANK", "0") == "0":
         print(chosen, file=sys.stderr)

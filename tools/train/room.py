@@ -1,0 +1,51 @@
+"""Whether the drive has room for a run, before its model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zstore.engine.config.config import Config
+from zstore.engine.config.resolve import ResolveContext
+from zstore.engine.plan.rates import find_rates
+from zstore.engine.plan.run import budget_of_rank, check_drives, plan_run
+from zstore.ranks.world import World
+from zstore.store import left_bytes
+
+from ..plan.slots import slots_of
+from ..sample.models import build_model
+
+
+def require_room(model: str, seq_len: int, config: Config, answers: Mapping[str, Any]) -> None:
+    """Raise DiskFullError, on every rank, where a drive has no room for what a run of `model` keeps there, and BudgetError
+    where its plan cannot be (all ranks). Nothing is built: building a large model takes minutes."""
+    paths = {*config.offload_optimizer.nvme_paths, *config.offload_param.nvme_paths}
+    if not paths:
+        return
+    world = World.current()
+    rates = find_rates(config, world)
+    native = () if rates is None else rates.native
+    resolved = config.answered(answers).resolve(
+        ResolveContext(
+            world_size=world.world_size,
+            device_supports_bf16="bf16" in native,
+            device_supports_fp16="fp16" in native,
+            answers=answers,
+        )
+    )
+    with torch.device("meta"):
+        module = build_model(model, seq_len)
+    plan = plan_run(
+        module,
+        resolved,
+        world,
+        slots_of(module, resolved.optimizer, resolved.own.ema),
+        budget_of_rank(resolved, world),
+        device_is_host=world.device.type == "cpu",
+    )
+    there = [path for path in paths if Path(path).is_dir()]
+    if len(there) == len(paths):
+        check_drives(plan, resolved, world, {path: left_bytes(path, world.rank) for path in there})
