@@ -72,7 +72,7 @@ class CheckpointBuilder:
     def _make_folder(self, folder: str) -> None:
         """Make an array's folder, for whoever of its shard and its metadata comes first."""
         if folder not in self._made:
-            self._files.make_folder(self.folder / folder)
+            self._files.make_folder(os.path.join(self.folder, folder))
             self._made.add(folder)
 
     def write_manifest(
@@ -131,7 +131,7 @@ class CheckpointBuilder:
 
         def write(folder: str) -> None:
             self._make_folder(folder)
-            path = self.folder / folder / METADATA_FILE
+            path = os.path.join(self.folder, folder, METADATA_FILE)
             self._files.write_small(path, self._texts[folder], sync=False)
             os.chmod(path, READ_ONLY)
 
@@ -139,7 +139,9 @@ class CheckpointBuilder:
 
     def metadata_syncs(self) -> Iterator[Callable[[], None]]:
         """Yield a task for each `zarr.json` that makes it durable, once all are written."""
-        return (partial(self._files.sync_file, self.folder / folder / METADATA_FILE) for folder in self._texts)
+        return (
+            partial(self._files.sync_file, os.path.join(self.folder, folder, METADATA_FILE)) for folder in self._texts
+        )
 
     def collect(self) -> bool:
         """Look at the manifests that came since the last call; return whether those of all ranks are there.

@@ -72,16 +72,17 @@ class LocalDestination:
 
     def take(self, name: str, file: str, file_bytes: int, *, linked: bool) -> None:
         """Take the shard file `file` of array `name`, which a rank says is there."""
-        path = self.folder / file
+        path = os.path.join(self.folder, file)
         try:
             found = self._files.size(path)
         except FileNotFoundError:
             found = -1
         if found != file_bytes:
+            folder, file = os.path.split(path)
             raise CheckpointError(
-                f"array {name!r}: a rank wrote {path.name} of {file_bytes} bytes, but rank 0 finds "
+                f"array {name!r}: a rank wrote {file} of {file_bytes} bytes, but rank 0 finds "
                 + (f"{found}" if found >= 0 else "no such file")
-                + f" in {path.parent}: the folder is not the same one for all ranks"
+                + f" in {folder}: the folder is not the same one for all ranks"
             )
         if not linked:
             os.chmod(path, READ_ONLY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from zstore.errors import CheckpointError
@@ -29,7 +30,7 @@ class UploadingRankWriter(RankWriter):
     remote: RemoteFolder = field(kw_only=True)
     scratch: Path = field(kw_only=True)
 
-    @property
+    @cached_property
     def folder(self) -> Path:
         """See `RankWriter`."""
         return self.scratch

@@ -8,7 +8,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +89,7 @@ class RankWriter:
             self._previous = Previous(Path(self.share.previous), resources)
         self._rendezvous = Rendezvous(self.folder / PIECES_FOLDER, self._buffered, self.check_others)
 
-    @property
+    @cached_property
     def folder(self) -> Path:
         """The save's temporary folder."""
         return Path(self.share.folder)
