@@ -220,3 +220,19 @@ def test_pytorch_lightning_has_a_strategy_of_its_own(tmp_path: Path) -> None:
     command = [sys.executable, str(tmp_path / "small.py"), "fork"]
     done = warm.run(command, capture_output=True, text=True, check=True, timeout=200, anew=True)
     assert "same fork" in done.stdout
+
+
+class _Trouble(L.Callback):
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        raise RuntimeError("in a callback")
+
+
+def _fails_at_the_end(rank: int) -> None:
+    for strategy in ("ddp", ZstoreStrategy()):
+        trainer = make_trainer(strategy, max_epochs=1, callbacks=[_Trouble()])
+        with pytest.raises(RuntimeError, match="in a callback"):
+            fit(trainer, make_net(), rank)
+
+
+def test_an_error_after_the_teardown_is_the_callbacks_own() -> None:
+    run_ranks(_fails_at_the_end, 1)

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
+import pytest
 from lightning.pytorch.trainer.connectors import accelerator_connector
 
 import zstore.lightning  # noqa: F401  # enters its names
@@ -32,6 +34,12 @@ class _Connector(accelerator_connector._AcceleratorConnector):
         if isinstance(strategy, str) and accelerator in ("auto", "cpu"):
             strategy = NAMES.get(strategy, strategy)
         super().__init__(strategy=strategy, accelerator=accelerator, **options)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown() -> None:
+    """Collect what a test dropped: an engine's threads end with its Trainer, and theirs look for threads."""
+    gc.collect()
 
 
 if os.environ.get("STANDS_IN"):

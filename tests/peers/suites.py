@@ -101,7 +101,7 @@ SUITES = (
         folder="",
         plugin="standing_in",
         share=0.95,
-        variables={**_OF_DEEPSPEED, "PYTEST_ADDOPTS": _TIMEOUT, "UNMARKED": "accelerate.test_utils.testing"},
+        variables={**_OF_DEEPSPEED, "PYTEST_ADDOPTS": _TIMEOUT, "UNMARKED": "accelerate"},
     ),
     Suite(
         name="transformers_deepspeed",
@@ -112,7 +112,7 @@ SUITES = (
         plugin="standing_in",
         share=0.95,
         ini="pyproject.toml",
-        variables={**_OF_DEEPSPEED, "PYTEST_ADDOPTS": _TIMEOUT, "UNMARKED": "transformers.testing_utils"},
+        variables={**_OF_DEEPSPEED, "PYTEST_ADDOPTS": _TIMEOUT, "UNMARKED": "transformers"},
     ),
     Suite(
         name="dcp",

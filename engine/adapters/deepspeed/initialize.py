@@ -17,6 +17,8 @@ from zstore.errors import ConfigError, UsageError
 
 from .config import cleaned, raw_config
 from .engine import DeepSpeedEngine
+from .finder import VERSION
+from .utils import log_dist
 
 __all__ = ["add_config_arguments", "init_distributed", "initialize"]
 
@@ -68,6 +70,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     )
     if not isinstance(engine, DeepSpeedEngine):
         raise UsageError(f"initialize() made a {type(engine).__name__}")
+    log_dist(f"DeepSpeed info: version={VERSION}", ranks=[0])
     engine.config = raw_config(source)
     if engine.config.get("managed_gradient_accumulation") is False and not frozen:
         engine.leave_accumulation()

@@ -264,7 +264,9 @@ class EngineStrategy:
             engine.close_with_model()
         elif module is not None and engine is not None:
             # What closes the engine has the module, which must not keep the Trainer that has the engine.
-            trainer = weakref.proxy(module.trainer)
+            trainer = module.trainer
+            if not isinstance(trainer, weakref.ProxyTypes):  # Lightning tears down a second time after an error
+                trainer = weakref.proxy(trainer)
             for each in module.modules():
                 if getattr(each, "_trainer", None) is not None:
                     each._trainer = trainer
