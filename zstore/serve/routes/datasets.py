@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from urllib.parse import unquote
 
 import anyio.to_thread
 import numpy as np
@@ -76,15 +77,18 @@ def _chunk(service: Service, place: Place) -> tuple[Opened, bytes] | None:
     if place.info is None or not folder:
         return None
     reader = service.readers.open(place.info)
-    entry = reader.documents["consolidated_metadata"]["metadata"].get(folder, {})
-    name = entry.get("attributes", {}).get("zstore", {}).get("name", "")
-    spec = reader.array(name).spec if name else None
-    chunk = None if spec is None else chunk_range(spec.shape, spec.itemsize, key)
-    if spec is None or chunk is None or spec.shape == spec.stored_shape:
+    stored = reader.arrays.get(unquote(folder))
+    if stored is None or stored.folder != folder:  # as the one of a very long name is
+        stored = next((each for each in reader.arrays.values() if each.folder == folder), None)
+    if stored is None or stored.spec.shape == stored.spec.stored_shape:
+        return None
+    spec = stored.spec
+    chunk = chunk_range(spec.shape, spec.itemsize, key)
+    if chunk is None:
         return None
     begin, end, numel = chunk
     values = np.zeros(numel, numpy_dtype(spec.dtype))
-    reader.read(name, begin, end, values[: end - begin])
+    reader.read(spec.name, begin, end, values[: end - begin])
     etag = f'"{hashlib.sha256(f"{place.info.record.id} {place.path}".encode()).hexdigest()[:32]}"'
     return Opened(folder=place.folder, path=place.path, size=values.nbytes, etag=etag, file=None), values.tobytes()
 
