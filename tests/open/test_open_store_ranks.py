@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import zstore
 from zstore.checkpoint.reader import tags
-from zstore.errors import CorruptionError, UsageError
+from zstore.errors import CorruptionError, UsageError, ZstoreError
 from zstore.format import zarr_dtypes  # noqa: F401 - lets zarr read bfloat16
 from zstore.format.arrays import ArraySpec
 from zstore.open.ranks import Ranks
@@ -176,7 +176,12 @@ def _fail(rank: int, folder: str) -> list[str]:
         store.put("a/w", np.ones(100_000)[rows], shape=(100_000,)).wait()
 
         def save(tag: str, **options: Any) -> None:
-            told.append(type(store.checkpoint(place / "ckpt" / tag, **options).error()).__name__)
+            error: BaseException | None = None
+            try:
+                store.checkpoint(place / "ckpt" / tag, **options).wait()
+            except (ZstoreError, KeyError) as raised:
+                error = raised
+            told.append(type(error).__name__)
 
         save("one")
         save("one")  # it is there
