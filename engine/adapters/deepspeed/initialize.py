@@ -17,7 +17,7 @@ from zstore.errors import ConfigError, UsageError
 
 from .config import cleaned, raw_config
 from .engine import DeepSpeedEngine
-from .finder import VERSION
+from .names import VERSION
 from .utils import log_dist
 
 __all__ = ["add_config_arguments", "init_distributed", "initialize"]
