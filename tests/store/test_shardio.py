@@ -4,7 +4,6 @@ import errno
 import math
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -491,13 +490,3 @@ def test_memory_at_rest_takes_no_room_of_the_pool_and_one_transfer(tmp_path: Pat
         assert files.operations == ["write", "read", "read"]  # the first of the index alone
         assert res.pool.peak_bytes < 512 * 1024
     assert room.tobytes() == values.tobytes()
-
-
-def test_a_small_file_in_the_page_cache_is_written_from_memory_wherever_it_rests(tmp_path: Path) -> None:
-    values = random_values("float32", math.prod((384, 512)), seed=3).reshape((384, 512))  # 768 KiB
-    with open_resources() as res:
-        buffered = replace(res, sync=False)
-        reader, _ = resting(buffered, tmp_path / "rest", values, offset=64)
-        assert res.pool.peak_bytes < 128 * 1024  # what follows each chunk
-        write_shard(buffered, tmp_path / "copied", reader.spec, reader.grid, 0, filler(values))
-    assert (tmp_path / "rest").read_bytes() == (tmp_path / "copied").read_bytes()

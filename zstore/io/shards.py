@@ -200,8 +200,6 @@ class ShardWriter:
         self._layout = layout_of(grid, shard, spec.dtype)
         self._priority = priority
         self._index = index
-        self._direct = not index or res.sync or self._layout.file_bytes >= LARGE_BYTES
-        """A small file that is made durable later, with others, costs the drive no request of its own now."""
 
     def write(self, first_chunk: int, stop_chunk: int, fill: Fill | FillRuns) -> list[int]:
         """Write chunks `[first_chunk, stop_chunk)` from `fill`; return the crc32c of their payloads.
@@ -211,8 +209,7 @@ class ShardWriter:
         res, rest = self._res, None
         if isinstance(fill, FillRuns) and fill.memory is not None and res.files.takes_parts:
             rest = partial(self._at_rest, fill)
-        step = res.span_chunks(self._layout)
-        found = runs(self._layout, first_chunk, stop_chunk, step, rest, index=self._index, direct=self._direct)
+        found = runs(self._layout, first_chunk, stop_chunk, res.span_chunks(self._layout), rest, index=self._index)
         tickets: list[Ticket[list[int]]] = []
         for slots in found:
             buffer = res.pool.acquire(slots.buffer_bytes)
@@ -236,7 +233,9 @@ class ShardWriter:
             self._fill_slots(slots, buffer.bytes, fill)
             crcs = slots.seal()
             if self._path is not None:
-                with self._res.files.opened(self._path, write=True, create=makes_file, direct=self._direct) as file:
+                # A small file that is made durable later, with others, costs the drive no request of its own now.
+                waits = makes_file and not self._res.sync and slots.nbytes < LARGE_BYTES
+                with self._res.files.opened(self._path, write=True, create=makes_file, direct=not waits) as file:
                     self._res.files.write_from(file, slots.data, slots.offset)
                     if makes_file and self._res.sync:
                         self._res.files.sync_data(file)

@@ -4,7 +4,7 @@
 Direct I/O takes memory in several places, as long as each begins and ends at a multiple of 512 bytes. A chunk's payload most
 often does in the memory of its array, and so does what follows it in the file, its crc32c and zeros. Then the drive reads from
 and writes to that memory itself: a byte passes the processor once, for its checksum. Any other chunk travels through the
-buffer. Where the page cache is written, memory need not be aligned.
+buffer.
 """
 
 from __future__ import annotations
@@ -33,30 +33,20 @@ class Slots:
     """Slots of chunks `[first, stop)` of a shard file, with `head` bytes of the index before them. See [Note: payloads at
     rest]."""
 
-    def __init__(
-        self,
-        layout: ShardLayout,
-        first: int,
-        stop: int,
-        head: int = 0,
-        rest: Rest | None = None,
-        *,
-        direct: bool = True,
-    ) -> None:
+    def __init__(self, layout: ShardLayout, first: int, stop: int, head: int = 0, rest: Rest | None = None) -> None:
         self.layout = layout
         self.first = first
         self.stop = stop
         self.head = head
-        align = _ALIGN_BYTES if direct else 1
-        self.at_rest = [self._aligned(rest, chunk, align) for chunk in range(first, stop)]
+        self.at_rest = [self._aligned(rest, chunk) for chunk in range(first, stop)]
         """By chunk, its payload in the memory of its array; None: it travels through the buffer."""
 
-    def _aligned(self, rest: Rest | None, chunk: int, align: int) -> Bytes | None:
+    def _aligned(self, rest: Rest | None, chunk: int) -> Bytes | None:
         nbytes = self.layout.payload_bytes
-        if rest is None or nbytes < _LEAST_PAYLOAD_BYTES or nbytes % align:
+        if rest is None or nbytes < _LEAST_PAYLOAD_BYTES or nbytes % _ALIGN_BYTES:
             return None
         memory = rest(chunk)
-        return None if memory is None or memory.ctypes.data % align else memory
+        return None if memory is None or memory.ctypes.data % _ALIGN_BYTES else memory
 
     @property
     def offset(self) -> int:
@@ -136,13 +126,9 @@ class Slots:
         return crcs
 
 
-def runs(
-    layout: ShardLayout, first: int, stop: int, step: int, rest: Rest | None, *, index: bool, direct: bool = True
-) -> Iterator[Slots]:
+def runs(layout: ShardLayout, first: int, stop: int, step: int, rest: Rest | None, *, index: bool) -> Iterator[Slots]:
     """Yield chunks `[first, stop)` as runs of at most `step`, each made as it is asked for: there may be millions. With
-    `index`, chunk 0 travels with the index before it; without `direct`, payloads rest anywhere."""
+    `index`, chunk 0 travels with the index before it."""
     step = step if rest is None else min(step, MOST_SLOTS)
     for low in range(first, stop, step):
-        yield Slots(
-            layout, low, min(low + step, stop), layout.data_offset if index and low == 0 else 0, rest, direct=direct
-        )
+        yield Slots(layout, low, min(low + step, stop), layout.data_offset if index and low == 0 else 0, rest)
