@@ -29,10 +29,15 @@ TORCH_COMM = (
     "is_initialized isend monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_tensor scatter send"
 )
 SAFE = " ".join(
-    f"safe_{verb}_{part}_{what}"
-    for verb in ("get", "set")
-    for part in ("full", "local")
-    for what in ("fp32_param", "grad", "optimizer_state")
+    [
+        *(
+            f"safe_{verb}_{part}_{what}"
+            for verb in ("get", "set")
+            for part in ("full", "local")
+            for what in ("fp32_param", "grad", "optimizer_state")
+        ),
+        "safe_update_full_grad_vectorized",
+    ]
 )
 _INIT = "GatheredParameters Init MiCS_Init register_external_parameter unregister_external_parameter"
 _OFFLOADS = "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig"
@@ -137,12 +142,12 @@ MODULES = _table({
     "runtime.zero.utils": {"zero": "ZeRORuntimeException is_zero_param"},
     "utils": {
         "utils": f"OnDevice RepeatingLoader instrument_w_nvtx {_LOGGING} {LEAVES}",
-        _ACCESS: f"{SAFE} safe_update_full_grad_vectorized",
+        _ACCESS: SAFE,
     },
     "utils.logging": {"utils": _LOGGING},
     "utils.numa": {"utils": "parse_range parse_range_list"},
     "utils.nvtx": {"utils": "instrument_w_nvtx"},
-    "utils.tensor_fragment": {_ACCESS: f"{SAFE} safe_update_full_grad_vectorized"},
+    "utils.tensor_fragment": {_ACCESS: SAFE},
     "utils.timer": {"utils": "trim_mean"},
     "utils.torch": {"runtime": "required_torch_version"},
     "utils.z3_leaf_module": {"utils": LEAVES},
