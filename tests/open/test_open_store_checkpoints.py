@@ -18,7 +18,7 @@ import zstore
 from tests import warm
 from tests.open.arrays import LARGE, values
 from zstore.checkpoint.reader import tags
-from zstore.errors import DiskFullError, StorageError, UsageError
+from zstore.errors import CheckpointNotFoundError, CorruptionError, DiskFullError, StorageError, UsageError
 from zstore.format import zarr_dtypes  # noqa: F401 - lets zarr read bfloat16
 from zstore.open.store import Store
 from zstore.store import StoreOptions, TensorStore
@@ -129,6 +129,24 @@ def test_a_change_that_a_pin_refuses_leaves_the_array(tier: Any, tmp_path: Path)
     with zstore.open_checkpoint(tmp_path / "ckpt") as checkpoint:
         assert checkpoint.verify() == []
         assert (checkpoint["a/w"].numpy() == values(LARGE)).all()
+
+
+def test_a_load_that_fails_tells_of_it_once(tmp_path: Path) -> None:
+    with zstore.open_store(tmp_path / "run") as store:
+        store.put("a/w", np.arange(100_000))
+        store.checkpoint(tmp_path / "ckpt" / "one").wait()
+    (file,) = (tmp_path / "ckpt" / "one" / "a" / "w").glob("c*")
+    file.chmod(0o644)
+    file.write_bytes(file.read_bytes()[:-8000] + bytes(8000))
+    with zstore.open_store() as store:
+        for source, error in ((tmp_path / "ckpt", CorruptionError), (tmp_path / "none", CheckpointNotFoundError)):
+            with pytest.raises(error):
+                store.load(source).wait()
+            store.flush().wait()
+            store.load(source)  # its ticket is dropped
+            with pytest.raises(error):
+                store.flush().wait()
+            store.flush().wait()
 
 
 def test_a_put_that_fails_makes_no_array(tmp_path: Path) -> None:

@@ -54,9 +54,13 @@ class Ticket(Generic[T]):
         return self._result()
 
     def _result(self) -> T:
+        self.hear()
+        return self._future.result()
+
+    def hear(self) -> None:
+        """Note that somebody has the result or the error, as `wait` and `await` do."""
         if self._heard is not None:
             self._heard()
-        return self._future.result()
 
     def then(self, change: Callable[[T], U], heard: Callable[[], None] | None = None) -> Ticket[U]:
         """Return a ticket for `change(result)`, which an I/O thread calls, so it must be short; its error is that ticket's.

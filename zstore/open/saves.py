@@ -46,6 +46,8 @@ class Wish:
     step: int
     keep: int | None
     overwrite: bool
+    by_rows: frozenset[str] = frozenset()
+    """Arrays that ranks share by rows: of one row rank 0 has all, as of an array that each has."""
 
 
 class Saves:
@@ -159,7 +161,7 @@ class Saves:
         pins = {name: pin for name, pin in snapshot.pins.items() if held[name].by_rows or ranks.rank == 0}
         for name in snapshot.pins.keys() - pins.keys():
             snapshot.pins[name].release()
-        whole = [name for name, one in held.items() if one.spec.shape and not one.by_rows]
+        whole = [name for name, one in held.items() if one.spec.shape and not one.by_rows and name not in wish.by_rows]
         request = SaveRequest(
             resources=self._shards.resources,
             folder=place.parent,

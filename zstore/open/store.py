@@ -34,7 +34,7 @@ from ..store.statistics import StoreStatistics
 from ..store.store import TierName
 from .ahead import Ahead
 from .arrays import HeldArrays
-from .checkpoint import open_checkpoint
+from .checkpoint import Checkpoint, open_checkpoint
 from .lazy import LazyArray
 from .ranks import ALONE, HeldArray, Ranks
 from .saves import Saves, Wish
@@ -66,6 +66,8 @@ class Store(Closing):
         self._workers = Workers(2, "zstore-passes")
         self._saves = Saves(shards, ranks)
         self._ahead = Ahead(shards.budget)
+        self._loads: dict[Ticket[Any], list[Ticket[None]]] = {}
+        """Loads whose end nobody heard of, and the changes that they consist of."""
         self._closed = False
         self._end = closing_with(self, _close, self._saves, self._order, self._workers, self._shards)
 
@@ -291,10 +293,15 @@ class Store(Closing):
         """Wait for all changes so far; the ticket raises, once, the error of one that failed and was not made good since."""
         with self._lock:
             self._check_open()
-        return self._workers.submit(partial(self._flush, self._order.names()))
+            return self._workers.submit(partial(self._flush, self._order.names(), list(self._loads)))
 
-    def _flush(self, names: Sequence[str]) -> None:
+    def _flush(self, names: Sequence[str], loads: Sequence[Ticket[Any]]) -> None:
         self._order.wait(names)
+        errors = [(loading, error) for loading in loads if (error := loading.error()) is not None]
+        for loading, error in errors:
+            if loading in self._loads:
+                self._hear_load(loading)
+                raise error
         self._order.raise_failed(names)
 
     def pin(self, names: Iterable[str] | None = None) -> Snapshot:
@@ -343,8 +350,10 @@ class Store(Closing):
         Raises CheckpointExistsError unless `overwrite`, StorageError, DiskFullError; in a coroutine, and of several ranks, the
         ticket does.
         """
-        wish = Wish(Path(os.path.abspath(path)), dict(extra or {}), step=step, keep=keep, overwrite=overwrite)
+        place = Path(os.path.abspath(path))
         with self._lock:
+            rows = frozenset(name for name, entry in self._entries.items() if entry.held.by_rows)
+            wish = Wish(place, dict(extra or {}), step=step, keep=keep, overwrite=overwrite, by_rows=rows)
             pinned: Callable[[], Snapshot]
             try:
                 pinned = self._pin(names).wait if of is None else lambda: of
@@ -372,12 +381,25 @@ class Store(Closing):
         had all of when it was saved, by `own_rows`.
         """
         self._check_open()
-        return self._workers.submit(partial(self._load, path, tag, names, tier))
+        puts: list[Ticket[None]] = []
+        loading = self._workers.submit(partial(self._load, lambda: open_checkpoint(path, tag), names, tier, puts))
+        with self._lock:
+            left = {one: parts for one, parts in self._loads.items() if not one.done() or one.error() is not None}
+            self._loads = {**left, loading: puts}
+        return Ticket(loading.future, partial(self._hear_load, loading))
+
+    def _hear_load(self, loading: Ticket[Any]) -> None:
+        with self._lock:
+            _hear(self._loads.pop(loading, ()))
 
     def _load(
-        self, path: str | os.PathLike[str], tag: str | float | None, names: Iterable[str] | None, tier: TierName | None
+        self,
+        opened: Callable[[], Checkpoint],
+        names: Iterable[str] | None,
+        tier: TierName | None,
+        puts: list[Ticket[None]],
     ) -> dict[str, Any]:
-        with open_checkpoint(path, tag) as checkpoint:
+        with opened() as checkpoint:
             chosen = list(checkpoint if names is None else names)
             found = {name: checkpoint[name].spec for name in chosen}
             whole = checkpoint.state.get("whole", ())
@@ -386,7 +408,8 @@ class Store(Closing):
                     loaded_entry(spec, self._entries.get(name), self.ranks, by_rows=name not in whole)
                     for name, spec in found.items()
                 ]
-            wait_all([self._put(entry, partial(self._arrays.load, checkpoint.source), tier) for entry in entries])
+            puts += [self._put(entry, partial(self._arrays.load, checkpoint.source), tier) for entry in entries]
+            wait_all(puts)
             extra: dict[str, Any] = dict(checkpoint.state.get("extra", {}))
         return extra
 
@@ -396,11 +419,10 @@ class Store(Closing):
         """Return a ticket for all of `tickets`: it raises the first error once all ended."""
 
         def wait() -> None:
-            errors = [error for ticket in tickets if (error := ticket.error()) is not None]
-            if errors:
-                raise errors[0]
+            wait_all([*tickets])
 
-        return self._workers.submit(wait)
+        waiting = self._workers.submit(wait)
+        return Ticket(waiting.future, partial(_hear, tickets))
 
     def close(self) -> None:
         """Finish what is under way, checkpoints too, then give memory, files and the folder back; a second call does nothing.
@@ -414,7 +436,7 @@ class Store(Closing):
             last_to_first.callback(self._end)
             for save in self._saves.unheard:
                 last_to_first.callback(save.wait)
-            last_to_first.callback(self._flush, self._order.names())
+            last_to_first.callback(self._flush, self._order.names(), list(self._loads))
             last_to_first.callback(setattr, self, "_closed", True)
 
     async def __aenter__(self) -> Self:
@@ -429,6 +451,11 @@ def _close(saves: Saves, order: ArrayOrder, workers: Workers, shards: TensorStor
     workers.close()
     order.close()
     shards.close()
+
+
+def _hear(tickets: Sequence[Ticket[Any]]) -> None:
+    for ticket in tickets:
+        ticket.hear()
 
 
 def _raise(error: Exception) -> NoReturn:
