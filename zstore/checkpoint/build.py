@@ -1,4 +1,4 @@
-"""What a checkpoint has beside its shard files, whoever writes those: the ranks' manifests, the metadata, the record.
+"""The files of a checkpoint beside its shard files: the ranks' manifests, the metadata, the record.
 
 [Note: building a checkpoint]
 In a temporary folder, whose commit is one rename (see `zstore.checkpoint.commit`):
@@ -87,7 +87,7 @@ class CheckpointBuilder:
         """Write a rank's manifest: the last thing that it does, once its shard files are durable. Without `sync` it is made
         durable by `finish`.
 
-        Raises CheckpointError where the outcome is to be "complete" and a shard of the rank is not in `summaries`.
+        Raises CheckpointError if the outcome is to be "complete" and a shard of the rank is not in `summaries`.
         """
         if outcome == COMPLETE:
             self._check_shards(rank, summaries)
@@ -114,7 +114,7 @@ class CheckpointBuilder:
         for name in self._plan.specs:
             expected = self._plan.file_bytes(name, rank)
             found = stored.pop(name, 0)
-            # A compressed file has what it takes.
+            # The size of a compressed file is not known beforehand.
             if found != expected and (self._plan.codec is None or not found or not expected):
                 raise CheckpointError(
                     f"array {name!r}: no rank stored shard {rank} with the expected {expected} bytes; every rank must pin "

@@ -37,7 +37,7 @@ class TagInfo:
 
     @property
     def path(self) -> Path:
-        """The folder of the tag; raises UsageError where it is behind a URL."""
+        """The folder of the tag; raises UsageError if it is behind a URL."""
         return self.folder.path
 
     @property
@@ -68,7 +68,7 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
-    """What a folder of checkpoints holds."""
+    """The content of a folder of checkpoints."""
 
     tags: tuple[TagInfo, ...]
     """Committed checkpoints, the oldest first."""
@@ -78,7 +78,7 @@ class Catalog:
 def read_record(place: FolderLike) -> Record:
     """Return the record in a tag's folder.
 
-    Raises FileNotFoundError where there is none, CorruptionError or CheckpointMismatchError where it is not valid.
+    Raises FileNotFoundError if there is none, CorruptionError or CheckpointMismatchError if it is not valid.
     """
     folder = folder_at(place)
     return Record.decode(folder.read_small(RECORD_FILE, MAX_RECORD_BYTES), folder.location_of(RECORD_FILE))
@@ -126,7 +126,7 @@ def _update_stamps(folder: Folder) -> dict[tuple[str, int], int]:
 
 @contextlib.contextmanager
 def noting(messages: list[str], problem: str) -> Iterator[None]:
-    """Do what may fail without harm to a checkpoint: where the block fails, add `problem` and why to `messages`."""
+    """Run a block whose failure does no harm to a checkpoint; if it fails, add `problem` and the reason to `messages`."""
     try:
         yield
     except (OSError, ZstoreError) as error:
@@ -138,9 +138,9 @@ NOT_LATEST = f"the checkpoint is committed, but `{LATEST_FILE}` could not be rep
 
 
 def scan(place: FolderLike) -> Catalog:
-    """Return all checkpoints right below a folder; the set-aside ones count where nothing else has their name.
+    """Return all checkpoints right below a folder; the set-aside ones count if nothing else has their name.
 
-    Raises CheckpointNotFoundError where it is no folder.
+    Raises CheckpointNotFoundError if it is not a folder.
     """
     folder = folder_at(place)
     found: dict[str, TagInfo] = {}
@@ -186,7 +186,7 @@ def _entries(folder: Folder) -> Entries:
     try:
         return folder.entries()
     except CheckpointNotFoundError:
-        raise  # it says what is there
+        raise  # its message lists the content
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(f"{folder} does not exist or is not a folder: expected a checkpoint") from error
 
@@ -198,9 +198,9 @@ def _reason(error: Exception) -> str:
 
 
 def find_tag(place: FolderLike, tag: str) -> TagInfo | None:
-    """Return the committed checkpoint `tag` in a folder, also where it is set aside; None where there is none.
+    """Return the committed checkpoint `tag` in a folder, even one that is set aside; None if there is none.
 
-    Raises CorruptionError or CheckpointMismatchError where it is there, but its record is not valid.
+    Raises CorruptionError or CheckpointMismatchError if it is there, but its record is not valid.
     """
     return find_folder(place, tag_folder(tag))
 
@@ -216,7 +216,7 @@ def find_folder(place: FolderLike, name: str) -> TagInfo | None:
 
 
 def _set_aside(folder: Folder, name: str) -> TagInfo | None:
-    """Return what counts for the tag folder `name`, which has no record of its own; None where nothing does."""
+    """Return the checkpoint that counts for the tag folder `name`, which has no record of its own; None if there is none."""
     try:
         entries = folder.entries()
     except (FileNotFoundError, NotADirectoryError):
@@ -236,8 +236,8 @@ def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
     """Return the checkpoint that `place` and `tag` mean: a tag's folder, or a folder of checkpoints and one of its tags.
 
     Without a tag it is the newest committed one, by the records, whatever `latest` says; one that is to be loaded by its tag
-    alone where there is no other.
-    Raises CheckpointNotFoundError that says what is there instead.
+    alone if there is no other.
+    Raises CheckpointNotFoundError that lists the tags that are there.
     """
     folder = folder_at(place)
     own = parse_own_name(folder.name)
@@ -266,19 +266,19 @@ def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
 
 
 def newest_of(tags: Sequence[TagInfo]) -> TagInfo:
-    """Return which of `tags`, the oldest first and at least one, is meant where none is named."""
+    """Return the one of `tags`, the oldest first and at least one, that is meant if none is named."""
     return next((info for info in reversed(tags) if info.record.is_latest), tags[-1])
 
 
 def list_tags(place: FolderLike) -> Catalog:
-    """Return what a folder of checkpoints holds; of a tag's own folder, that one alone."""
+    """Return the catalog of a folder of checkpoints; of a tag's own folder, that one alone."""
     folder = folder_at(place)
     info = _tag_at(folder)
     return scan(folder) if info is None else Catalog(tags=(info,), refusals=())
 
 
 def list_nested(place: FolderLike) -> Catalog:
-    """Return what the folders `checkpoint-N` in a folder hold, which a Trainer makes, or `checkpoint_N` of Accelerate."""
+    """Return the catalog of the folders `checkpoint-N` in a folder, which a Trainer makes, or `checkpoint_N` of Accelerate."""
     folder = folder_at(place)
     try:
         names = [name for name in folder.entries().folders if LOOPS_FOLDER.fullmatch(name)]
@@ -293,7 +293,7 @@ def list_nested(place: FolderLike) -> Catalog:
 
 
 def _tag_at(folder: Folder) -> TagInfo | None:
-    """Return the checkpoint whose own folder it is, None where it has no record."""
+    """Return the checkpoint whose own folder it is, None if it has no record."""
     try:
         return TagInfo(folder=folder, record=read_record(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -324,7 +324,7 @@ def _nothing(folder: Folder, tag: str | None, catalog: Catalog) -> str:
 def check_tag_is_free(place: FolderLike, tag: str, *, overwrite: bool, run: str = "") -> TagInfo | None:
     """Return the checkpoint that a save to `tag` replaces: with `overwrite` any, else one of the run `run`.
 
-    Raises CheckpointExistsError where the save would replace something that it may not.
+    Raises CheckpointExistsError if the save would replace something that it may not.
     """
     folder, name = folder_at(place), tag_folder(tag)
     target = folder.location_of(name)
@@ -349,7 +349,7 @@ def check_tag_is_free(place: FolderLike, tag: str, *, overwrite: bool, run: str 
 
 
 def replaced_text(info: TagInfo) -> str:
-    """Return what to tell of a checkpoint that was replaced by a later one of its run."""
+    """Return the message about a checkpoint that a later one of its run replaced."""
     return f"checkpoint {info.tag!r} of this run (step {info.record.step}) was replaced in {info.folder.parent}"
 
 

@@ -1,19 +1,19 @@
-"""Rank 0's part of a save: beginning, committing and giving up; and the removal of what dead saves left.
+"""Rank 0's part of a save: beginning, committing and giving up; and the removal of the leftovers of dead saves.
 
 [Note: the order of a commit]
     1  <tag>.lock-<id>      made and held locked: the save is alive
     2  <tag>.tmp-<id>/      made; other ranks see it, or their folder is another one than rank 0's
     3  shards, metadata, manifests in it, every file and folder made durable
     4  zstore.json          in it, durable
-    5  <tag> -> <tag>.old-<id>          only where a committed one is replaced
+    5  <tag> -> <tag>.old-<id>          only if a committed one is replaced
     6  <tag>.tmp-<id> -> <tag>          the commit
     7  `latest` replaced; the folder above made durable; the one set aside and older ones removed; the lock removed
 
-Where one flush of the file system does for 3 and 4 (`zstore.io.flush`), what `latest` will say is written before it too.
+If one flush of the file system is enough for 3 and 4 (`zstore.io.flush`), the new `latest` is written before it too.
 
 Lost before 6: nothing has the tag's name, or the former checkpoint has it. Lost between 5 and 6: a scan takes the one
 set aside for the tag, and the next save gives it its name back. Lost after 6: the checkpoint is whole, `latest` is old
-(it is a hint), and the next save removes the rest. Whatever is removed is first renamed to `<tag>.tmp-<id>`, so that
+(it is a hint), and the next save removes the leftovers. Whatever is removed is first renamed to `<tag>.tmp-<id>`, so that
 half of it never looks like a checkpoint.
 """
 
@@ -74,7 +74,7 @@ class Committer:
         """Check that the save may begin; runs in the caller's thread, and changes nothing but to make `folder`.
 
         Returns the checkpoint that is to be replaced. Raises CheckpointExistsError for a committed tag (unless `overwrite`,
-        or it is one of the run `run`), StorageError where nothing can be made.
+        or it is one of the run `run`), StorageError if nothing can be made.
         """
         if not self.folder.is_dir():
             self._files.make_folder(self.folder)
@@ -89,7 +89,7 @@ class Committer:
     def begin(self, take_spare: Callable[[Path], None] | None = None) -> None:
         """Make the temporary folder, with its lock. Not in the caller's thread: a busy journal may hold it up.
 
-        `take_spare` lets a folder that is there already be it; where that fails, a new one is made.
+        `take_spare` turns an existing folder into it; if that fails, a new one is made.
         """
         self._lock = SaveLock(self.lock_path)
         try:
@@ -126,7 +126,7 @@ class Committer:
             if replaces:
                 self._files.rename(self._aside, self.target)
             raise
-        # What may fail without harm to the checkpoint is noted.
+        # Failures that do no harm to the checkpoint are noted.
         if flush is None:
             self._write_hint(record, messages)
         with noting(messages, NOT_LATEST):
@@ -140,15 +140,15 @@ class Committer:
         return messages
 
     def _write_hint(self, record: Record, messages: list[str], *, sync: bool = True) -> None:
-        """Write what `latest` will say, under a name of the save's own."""
+        """Write the new content of `latest` under a name of the save's own."""
         with noting(messages, NOT_LATEST):
             if record.is_latest:
                 self._files.write_small(self._hint, f"{self._tag}\n".encode(), sync=sync)
 
     def abort(self, reason: str, *, alone: bool) -> None:
-        """Say why the save was given up, for the other ranks to see, and free what it wrote. Never raises.
+        """Say why the save was given up, for the other ranks to see, and remove its files. Never raises.
 
-        What cannot be removed now is swept by the next save; `alone` says that no other rank looks.
+        Files that cannot be removed now are swept by the next save; `alone` says that no other rank looks.
         """
         with contextlib.suppress(OSError):
             self._files.unlink(self._hint)
@@ -184,10 +184,10 @@ def discard(files: Files, path: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_folder(files: Files, parent: Path, name: str) -> Iterator[Path]:
-    """Yield a new folder in `parent`, where it has a name that belongs to `name`, and remove what is left of it at the
+    """Yield a new folder in `parent`, with a name that belongs to `name`, and remove its remains at the
     end.
 
-    First sweeps what a dead process left there for the same name.
+    First sweeps the leftovers of a dead process for the same name.
     """
     files.make_folder(parent)
     sweep(files, parent, only=name)
@@ -205,9 +205,9 @@ def temporary_folder(files: Files, parent: Path, name: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(files: Files, target: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `target` when the block ends, and is removed where it raises.
+    """Yield a temporary folder that becomes `target` when the block ends, and is removed if it raises.
 
-    The caller makes the files in it durable. Raises CheckpointExistsError where `target` exists.
+    The caller makes the files in it durable. Raises CheckpointExistsError if `target` exists.
     """
     if target.exists() or target.is_symlink():
         raise CheckpointExistsError(f"{target} exists: remove it, or name another folder to write")
@@ -221,9 +221,9 @@ def new_folder(files: Files, target: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def new_folder_of(team: Team, files: Files, target: Path) -> Iterator[Path]:
     """Do as `new_folder` for all ranks of a team (all ranks): rank 0 makes the folder, which becomes `target` once the block
-    ended on every rank, and is removed where it raises on one.
+    ended on every rank, and is removed if it raises on one.
 
-    Raises CheckpointError where a rank does not see the folder.
+    Raises CheckpointError if a rank does not see the folder.
     """
     with contextlib.ExitStack() as own:
         made = ""
@@ -240,7 +240,7 @@ def new_folder_of(team: Team, files: Files, target: Path) -> Iterator[Path]:
 
 
 def require_shared(folder: Path, team: Team) -> None:
-    """Raise CheckpointError where this rank does not see a folder that rank 0 made, after looking for a while."""
+    """Raise CheckpointError if this rank does not see a folder that rank 0 made, after looking for a while."""
     deadline = time.monotonic() + _SEEN_WITHIN_S
     while not folder.is_dir():
         if time.monotonic() > deadline:
@@ -252,7 +252,7 @@ def require_shared(folder: Path, team: Team) -> None:
 
 
 def sweep(files: Files, folder: Path, *, only: str | None = None) -> list[str]:
-    """Remove what dead saves left in `folder` (of the folder `only`), and give what was set aside its name back.
+    """Remove the leftovers of dead saves in `folder` (of the folder `only`), and give set-aside checkpoints their names back.
 
     Never touches a living save's. Returns a message for each thing that could not be removed.
     """
@@ -263,7 +263,7 @@ def sweep(files: Files, folder: Path, *, only: str | None = None) -> list[str]:
             by_save.setdefault(own[2], []).append((own[1], own[0], folder / name))
     messages: list[str] = []
     for left in by_save.values():
-        # The lock goes last: until then, what could not be removed still has an owner who is known to be dead.
+        # The lock goes last: until then, files that could not be removed still have an owner who is known to be dead.
         left.sort(key=lambda entry: (entry[0] == LOCK, entry[0]))
         locks = [path for kind, _, path in left if kind == LOCK]
         with owner_is_dead(locks[0]) if locks else contextlib.nullcontext(True) as dead:

@@ -1,4 +1,4 @@
-"""Where a checkpoint's files are read from: a local folder, or one behind a URL (`zstore.remote`)."""
+"""The folder that a checkpoint's files are read from: a local one, or one behind a URL (`zstore.remote`)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .names import RECORD_FILE
 
 @dataclass(frozen=True)
 class Entries:
-    """What lies right in a folder, by name."""
+    """The direct entries of a folder, by name."""
 
     folders: tuple[str, ...]
     files: tuple[str, ...]
 
 
 class NetworkTraffic:
-    """Counts what goes over a network. Usable from any thread."""
+    """Counts traffic over a network. Usable from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,7 +35,7 @@ class NetworkTraffic:
         self.written_bytes = 0
 
     def count(self, *, requests: int = 0, read_bytes: int = 0, written_bytes: int = 0) -> None:
-        """Add what an operation did."""
+        """Add the traffic of an operation."""
         with self._lock:
             self.requests += requests
             self.read_bytes += read_bytes
@@ -49,7 +49,7 @@ class Folder(ABC):
     """Whether it is on a file system here: then an operation costs microseconds, and not a request over a network."""
 
     traffic: NetworkTraffic | None = None
-    """What was read and written behind a URL, by this folder and those made from it; None: not counted."""
+    """Traffic to and from a URL, by this folder and those made from it; None: not counted."""
 
     def __init__(self, location: str, name: str) -> None:
         self.location = location
@@ -60,7 +60,7 @@ class Folder(ABC):
     @property
     @abstractmethod
     def path(self) -> Path:
-        """The local folder; raises UsageError where it is not on this machine."""
+        """The local folder; raises UsageError if it is not on this machine."""
 
     @property
     @abstractmethod
@@ -79,15 +79,15 @@ class Folder(ABC):
     def read_small(self, file: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
         """Return a small file's bytes.
 
-        Raises FileNotFoundError, or NotADirectoryError, where it is missing, CorruptionError where it has more than
+        Raises FileNotFoundError, or NotADirectoryError, if it is missing, CorruptionError if it has more than
         `most_bytes`, by default those of any JSON file of a checkpoint, or is a link or no file.
         """
 
     @abstractmethod
     def read_range(self, file: str, start: int, stop: int) -> bytes:
-        """Return bytes `[start, stop)` of a file, fewer where it ends before.
+        """Return bytes `[start, stop)` of a file, fewer if it ends before.
 
-        Raises FileNotFoundError where it is missing, CorruptionError where it is a link or no file.
+        Raises FileNotFoundError if it is missing, CorruptionError if it is a link or no file.
         """
 
     @abstractmethod
@@ -96,12 +96,12 @@ class Folder(ABC):
 
     @abstractmethod
     def check_file(self, file: str) -> None:
-        """Raise FileNotFoundError where a local file is missing, CorruptionError where it, or a folder on the way, is a link or
+        """Raise FileNotFoundError if a local file is missing, CorruptionError if it, or a folder on the way, is a link or
         of another kind. Behind a URL there are none, and nothing is asked."""
 
     @abstractmethod
     def write_small(self, file: str, data: bytes) -> None:
-        """Write a file beside checkpoints, whose loss does no harm; makes the folder where it is missing."""
+        """Write a file beside checkpoints, whose loss does no harm; makes the folder if it is missing."""
 
     def read_all(self, files: Sequence[str]) -> list[bytes | Exception]:
         """Return what `read_small` returns or raises for each of `files`."""
@@ -124,7 +124,7 @@ class Folder(ABC):
 
     @abstractmethod
     def entries(self) -> Entries:
-        """Return what lies in it; raises FileNotFoundError or NotADirectoryError where it is no folder."""
+        """Return its direct entries; raises FileNotFoundError or NotADirectoryError if it is not a folder."""
 
     @abstractmethod
     def sizes(self, top: str) -> dict[str, int | None]:

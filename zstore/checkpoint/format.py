@@ -1,7 +1,7 @@
 """The JSON files of a checkpoint that are zstore's own: the commit record and the ranks' manifests.
 
 [Note: JSON state]
-What the engine keeps in the record and in a manifest is JSON: objects with text keys, lists, text, whole numbers,
+The engine's state in the record and in a manifest is JSON: objects with text keys, lists, text, whole numbers,
 floats, true, false, null. JSON has no NaN or infinity: such a float is the object `{"$float": "nan" | "inf" | "-inf"}`.
 """
 
@@ -29,7 +29,7 @@ COMPLETE = "complete"
 ABSENT_KEY = "frozen_left_out"
 """Key of a record's state: names of parameters that the checkpoint does not have although the model does."""
 BASE_KEY = "base"
-"""Key of a record's state: where the parameters that it left out came from, and what they were; see `Base`."""
+"""Key of a record's state: origin and checksums of the parameters that it left out; see `Base`."""
 MACHINES_KEY = "machines"
 """Key of a record's state: the machines on whose own drives the ranks saved; see `zstore.checkpoint.machines`."""
 LATEST_KEY = "latest"
@@ -44,7 +44,7 @@ MAX_RECORD_VALUES = 2**20
 MAX_RANKS = 2**20
 _MAX_DEPTH = 100
 _SHARDS = b',"shards":['
-"""What the list of shards begins with in a manifest: its last key. In a JSON text the quotes would be escaped."""
+"""The beginning of the list of shards in a manifest, its last key. In a JSON text the quotes would be escaped."""
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _SCALARS = json.JSONEncoder(allow_nan=False)
 _BRIEF = reprlib.Repr()
@@ -63,7 +63,7 @@ class Base:
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Base:
-        """Return what a record's state says; what is not as it should be is left out."""
+        """Return the base that a record's state describes, without entries of the wrong kind."""
         folder, revision, digests = (found.get(key) for key in ("folder", "revision", "digests"))
         named: dict[str, tuple[str, int]] = {}
         for name, one in digests.items() if isinstance(digests, dict) else ():
@@ -85,7 +85,7 @@ class Base:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What one rank put into a checkpoint, in the order of the file. The rank writes it last."""
+    """One rank's part of a checkpoint, in the order of the file. The rank writes it last."""
 
     id: str
     rank: int
@@ -170,7 +170,7 @@ class Record:
     world_size: int
     """Ranks that the arrays are laid out for; each has a manifest."""
     training_world_size: int
-    """Ranks of the run that saved the state; another number where it was resharded since, and then no rank has states
+    """Ranks of the run that saved the state; another number if it was resharded since, and then no rank has states
     of its own."""
     run: str = ""
     """Id of the training run, kept across resumes; retention deletes only what its own run saved."""
@@ -191,7 +191,7 @@ class Record:
 
     @property
     def base(self) -> Base | None:
-        """What is known of the parameters that the save left out; None where it did not ask for that."""
+        """Origin and checksums of the parameters that the save left out; None if it was not asked to leave any out."""
         found = self.state.get(BASE_KEY)
         return Base.of(found) if isinstance(found, dict) else None
 
@@ -216,7 +216,7 @@ class Record:
     def decode(cls, data: bytes, path: str) -> Record:
         """Return the record in `data`, which was read from `path`.
 
-        Raises CorruptionError where it is damaged, CheckpointMismatchError where a newer version wrote it.
+        Raises CorruptionError if it is damaged, CheckpointMismatchError if a newer version wrote it.
         """
         document = parse_json(data, path, most_values=MAX_RECORD_VALUES)
         _check_kind(document, RECORD_FORMAT, path)
@@ -254,7 +254,7 @@ def sha256(data: bytes) -> str:
 def encode_state(value: Any, where: str) -> Any:
     """Return `value` as plain JSON. See [Note: JSON state].
 
-    Raises UsageError that names the place, as `client_state['best'][0]`, of what JSON cannot hold.
+    Raises UsageError that names the place, as `client_state['best'][0]`, of a value that JSON cannot hold.
     """
     return _encode(value, where, 0)
 
@@ -284,7 +284,7 @@ def _encode(value: Any, where: str, depth: int) -> Any:
 
 
 def decode_state(value: Any, depth: int = 0) -> Any:
-    """Return what `encode_state` was given; tuples come back as lists. Raises CorruptionError where it is too deep."""
+    """Return what `encode_state` was given; tuples come back as lists. Raises CorruptionError if it is too deep."""
     if depth > _MAX_DEPTH + 2:
         raise CorruptionError(f"state is nested more than {_MAX_DEPTH} levels deep: the file is damaged")
     if isinstance(value, dict):
@@ -297,8 +297,8 @@ def decode_state(value: Any, depth: int = 0) -> Any:
 def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> bytes:
     """Return the bytes of a JSON file of a checkpoint.
 
-    Raises FileNotFoundError or NotADirectoryError where it is missing, CorruptionError where it is larger than any such
-    file, a symbolic link or no file, StorageError where it cannot be read.
+    Raises FileNotFoundError or NotADirectoryError if it is missing, CorruptionError if it is larger than any such
+    file, a symbolic link or no file, StorageError if it cannot be read.
     """
     # A pipe would keep its reader waiting for ever; a link may lead anywhere.
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -309,7 +309,7 @@ def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> bytes:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise CorruptionError(f"{path} is not a regular file: it is not part of a checkpoint")
-            # What is asked for is reserved: the limit would take the address space of a process that reads many at once.
+            # The requested bytes are reserved: the limit would take the address space of a process that reads many at once.
             data = file.read(status.st_size + 1) if status.st_size <= most_bytes else None
     except (FileNotFoundError, NotADirectoryError):
         raise
@@ -334,12 +334,12 @@ def parse_json(data: bytes, path: str, most_values: int = MAX_JSON_VALUES) -> di
 
 
 def _num_values(data: bytes) -> int:
-    """Return at least the number of values in JSON; more where text has these characters."""
+    """Return at least the number of values in JSON; more if text has these characters."""
     return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
 def brief(value: object) -> str:
-    """Return a short text of what was found in a file, however long or deep it is."""
+    """Return a short text of a value from a file, however long or deep it is."""
     return _BRIEF.repr(value)
 
 
@@ -355,7 +355,7 @@ def _dump(document: Mapping[str, Any], indent: int | None = None) -> bytes:
 
 
 def _indented(value: Any, line: str, indent: str) -> Iterator[str]:
-    """Yield the parts of `value` as `json.dumps` writes it with `indent`; `line` is a line break and what stands before.
+    """Yield the parts of `value` as `json.dumps` writes it with `indent`; `line` is a line break and the indentation.
 
     The standard encoder leaves a cycle of some thirty objects behind for each text that it indents.
     """

@@ -14,11 +14,11 @@ _completions = Completions()
 
 
 class SaveJob(Protocol):
-    """What a handle carries out."""
+    """The work that a handle carries out."""
 
     @property
     def title(self) -> str:
-        """What it is, for messages, as "the save of ckpt/step-00000001"."""
+        """Its name in messages, as "the save of ckpt/step-00000001"."""
 
     def run(self) -> SaveSummary:
         """Carry it out; called once, by the handle's thread."""
@@ -34,9 +34,9 @@ class SaveHandle:
         self._job = job
         self._cancelled = False
         self.stall_s = 0.0
-        """Seconds that training stood still for the save, where an engine took it."""
+        """Seconds that training was paused for the save, if an engine took it."""
         self._completion = _completions.begin(job.title, self.wait_for_end)
-        # Waited for, not the thread: where Ctrl-C interrupts a join, Python 3.11 forgets that the thread runs.
+        # Waited for, not the thread: when Ctrl-C interrupts a join, Python 3.11 forgets that the thread runs.
         self._ticket = run_in_thread(self._run, "zstore-save")
 
     def _run(self) -> SaveSummary:

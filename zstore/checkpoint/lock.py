@@ -21,13 +21,13 @@ except ImportError:  # Windows: nothing saves there
 
 _UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)
 FOREIGN_LIFE_S = 24 * 3600
-"""Where there are no locks, a save of another machine counts as alive for so long."""
+"""Without locks, a save of another machine counts as alive for so long."""
 
 
 class SaveLock:
     """Holds the new lock file `path` until `release()` or the end of the process.
 
-    Raises StorageError where it cannot be made.
+    Raises StorageError if it cannot be made.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,7 +69,7 @@ def _make(path: Path) -> int:
 def owner_is_dead(path: Path) -> Iterator[bool]:
     """Yield whether the save that made the lock file `path` has ended; a missing file is a dead save's.
 
-    Where it is dead, the lock is held for the length of the block: nobody begins a save of that name meanwhile.
+    If it is dead, the lock is held for the length of the block: nobody begins a save of that name meanwhile.
     """
     try:
         fd = os.open(path, os.O_RDWR)
@@ -87,7 +87,7 @@ def owner_is_dead(path: Path) -> Iterator[bool]:
 
 
 def _flock(fd: int, *, wait: bool) -> bool | None:
-    """Take the lock and return whether that worked, None where the system or the file system has no locks."""
+    """Take the lock and return whether that worked, None if the system or the file system has no locks."""
     if fcntl is not None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -109,7 +109,7 @@ def _owner_lives(fd: int) -> bool:
 
 
 def owner_document(**more: str | int) -> bytes:
-    """Return what a lock says of this process, and `more`."""
+    """Return a lock's description of this process, with `more`."""
     return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **more}).encode()
 
 

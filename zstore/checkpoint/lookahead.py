@@ -1,7 +1,7 @@
 """Reading ranges of arrays in order, ahead of their use, each stored chunk once, in bounded memory.
 
 [Note: spans]
-The ranges are cut where stored chunks end, into spans of about `span_bytes`. Threads load spans in order into a fixed
+The ranges are cut at the ends of stored chunks, into spans of about `span_bytes`. Threads load spans in order into a fixed
 set of buffers; a buffer is free again when every element of its span was used. Whoever uses the ranges roughly in order
 cannot be stuck: the earliest span that is not used up always has a buffer. A span exists from when its loading begins until
 it is used up: all spans of a huge checkpoint would take gigabytes.
@@ -43,7 +43,7 @@ _NUM_REQUESTS = 12
 """Requests of `read_into` under way at a time, at least, and of `use_spans` at most."""
 _LEAST_USERS = 4
 _USERS_PER_CORE = 2
-"""Threads of `use_spans` that read what is here: more take each other's cores and caches (docs/design/0006-checkpoints.md)."""
+"""Threads of `use_spans` that read local files: more take each other's cores and caches (docs/design/0006-checkpoints.md)."""
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ def cut_spans(array: StoredArray, first: int, stop: int, span_bytes: int) -> Ite
     grid, itemsize = array.grid, array.spec.itemsize
     while first < stop:
         shard, local = divmod(first, grid.shard_numel)
-        # As they lie in the file: else a span is a request and a little more.
+        # As they are in the file: else a span is a request and a little more.
         chunks = max(1, span_bytes // round_up(grid.chunk_numel * itemsize + CRC_BYTES, BLOCK_BYTES))
         end = min((local // grid.chunk_numel + chunks) * grid.chunk_numel, grid.shard_numel)
         end = min(shard * grid.shard_numel + end, stop)
@@ -100,7 +100,7 @@ class ReadAhead(Closing):
 
     The spans take about `memory_bytes` beside the reader's pool: 48 MiB, or half of a pool that is smaller than twice
     that. Either `read` serves pieces of the ranges, roughly in order, each element once; or `take` hands out whole spans.
-    Both are usable from several threads, and raise what reading raised.
+    Both are usable from several threads, and raise the errors of reading.
     """
 
     def __init__(

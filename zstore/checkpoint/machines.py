@@ -1,4 +1,4 @@
-"""Checkpoints on drives of each machine's own: which ranks' part lies where, and how such a save commits.
+"""Checkpoints on drives of each machine's own: which machine has which ranks' part, and how such a save commits.
 
 [Note: parts]
 The ranks of a machine save into its own folder, as all ranks do into a shared one; the first of them leads, as rank 0 does
@@ -32,7 +32,7 @@ from .format import MACHINES_KEY, Record
 from .names import MANIFEST_FOLDER
 
 Wait = Callable[[Callable[[], bool], Callable[[], str]], None]
-"""`wait(ready, failure)` returns once `ready()` is true; raises with the text of `failure()` where it takes too long."""
+"""`wait(ready, failure)` returns once `ready()` is true; raises with the text of `failure()` if it takes too long."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Machine:
 
     host: str
     folder: str
-    """Where its ranks saved: the folder of checkpoints."""
+    """The folder of checkpoints that its ranks saved to."""
     ranks: tuple[int, ...]
 
     @property
@@ -73,7 +73,7 @@ def missing_machines(folder: Folder, record: Record) -> list[Machine]:
 
 
 def missing_text(location: str, missing: Sequence[Machine]) -> str:
-    """Return what to tell of parts that are not there."""
+    """Return the message about missing parts."""
     return (
         f"{location} was saved on drives of each machine's own, and the part of {missing[0].text} is not here"
         + (f", nor those of {len(missing) - 1} others" if missing[1:] else "")
@@ -102,11 +102,11 @@ class Parts:
         return self.ranks[0]
 
     def state(self) -> dict[str, Any]:
-        """Return what the record says of the machines."""
+        """Return the record's entry about the machines."""
         return {MACHINES_KEY: [{"host": m.host, "folder": m.folder, "ranks": list(m.ranks)} for m in self.machines]}
 
     def check(self) -> None:
-        """Raise CheckpointError where another machine gave up."""
+        """Raise CheckpointError if another machine gave up."""
         told = self._read("failed")
         if told is not None:
             raise CheckpointError(f"the save was given up on {told}")

@@ -58,7 +58,7 @@ def array_document(spec: ArraySpec, grid: Grid, codec: Codec | None = None) -> d
         "data_type": spec.dtype,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [grid.shard_rows, *width] if some else []}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        # A lost file must never read as zeros, where the type has another value for it.
+        # A lost file must never read as zeros, if the type has another value for it.
         "fill_value": "NaN" if spec.dtype in FLOATING else False if spec.dtype == "bool" else 0,
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
         "attributes": {"zstore": attributes},
@@ -73,7 +73,7 @@ def encode_documents(
 
     `codec` compresses the chunks of all arrays. Those of the last arrays are kept: see [Note: objects of a save].
 
-    Raises UsageError if two arrays would share a folder, or an array would stand inside another.
+    Raises UsageError if two arrays would share a folder, or an array would be inside another.
     """
     names = sorted(specs)
     return _encode(tuple(specs[name] for name in names), tuple(grids[name] for name in names), codec)
@@ -106,7 +106,7 @@ def _encode(specs: Sequence[ArraySpec], grids: Sequence[Grid], codec: Codec | No
 def parse_root(document: Mapping[str, Any], path: str) -> dict[str, tuple[str, ArraySpec, Grid, Codec | None]]:
     """Return (folder, spec, grid, codec) of every array by name, from the root's document read from `path`.
 
-    Raises CorruptionError where the document is not one that a checkpoint has, CheckpointMismatchError for arrays that
+    Raises CorruptionError if the document is not one that a checkpoint has, CheckpointMismatchError for arrays that
     are cut or coded in another way.
     """
     consolidated = document.get("consolidated_metadata")

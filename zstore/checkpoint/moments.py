@@ -5,11 +5,11 @@ A moment is cut into blocks along the flat parameter. Of each block a scale is k
 8 bits: a small floating-point number of 16 steps to a factor of two, which is multiplied by the scale.
 signed    int8. Of |code| from 0 to 127: the number whose fp32 bits are ((119 << 4) + |code|) << 19, less 2^-8. Above 2^-8
           the steps grow with the value; below they are even, so that zero is among the values. Largest: 247/256.
-positive  uint8. The number whose fp32 bits are ((111 << 4) + code) << 19: from 2^-16 to 31/32, and never zero but where
+positive  uint8. The number whose fp32 bits are ((111 << 4) + code) << 19: from 2^-16 to 31/32, and never zero unless
           the scale is, since a divisor must not vanish. A variance of 2^-16 of its block's largest is a
           gradient of 2^-8.
 The scale is the block's largest absolute value, divided by the largest number. A block has as many elements as divide
-every cut at every world size, at most 256: so it lies in one shard, whatever the number of ranks.
+every cut at every world size, at most 256: so it is in one shard, whatever the number of ranks.
 
 Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization (https://arxiv.org/abs/2110.02861), whose codes are a
 table of decimal steps; these have the processor's own exponents, and so need no search.
@@ -71,7 +71,7 @@ def block_numel(stored_shape: tuple[int, ...]) -> int:
 def stored_slots(
     slots: Sequence[str], moments: Moments, stored_shape: tuple[int, ...]
 ) -> dict[str, tuple[StoredSlot, ...]]:
-    """Return what is kept, in their order, of those of an optimizer's fp32 slots that `moments` keeps in fewer bits: codes,
+    """Return the stored slots, in order, of those of an optimizer's fp32 slots that `moments` keeps in fewer bits: codes,
     and their scales behind them."""
     if moments == "fp32":
         return {}
@@ -103,7 +103,7 @@ def scale_array(name: str) -> str:
 
 
 def codes_of_scales(name: str) -> str | None:
-    """Return the array of the codes of which `name` would have the scales; None where it cannot have any."""
+    """Return the array of the codes of which `name` would have the scales; None if it cannot have any."""
     group, _, rest = name.partition("/")
     slot, _, fqn = rest.partition("/")
     plain = slot.removesuffix(_SCALE)
@@ -113,8 +113,8 @@ def codes_of_scales(name: str) -> str | None:
 
 
 def scales_of(arrays: Mapping[str, StoredArray], name: str) -> tuple[str, int] | None:
-    """Return the array of the scales of a moment's array of a checkpoint, and the elements of a block; None where the
-    array has plain values. Raises CheckpointMismatchError where the scales are missing or do not fit."""
+    """Return the array of the scales of a moment's array of a checkpoint, and the elements of a block; None if the
+    array has plain values. Raises CheckpointMismatchError if the scales are missing or do not fit."""
     spec = arrays[name].spec
     if not name.startswith("optimizer/") or spec.dtype not in ("int8", "uint8"):
         return None
@@ -137,7 +137,7 @@ def scales_spec(codes: ArraySpec) -> ArraySpec:
 
 @cache
 def values_of_codes(dtype: str) -> npt.NDArray[np.float32]:
-    """Return the number of each code, from the least code on: of 256, by `code + 128` where they are signed."""
+    """Return the number of each code, from the least code on: of 256, by `code + 128` if they are signed."""
     codes = np.arange(256 if dtype == "uint8" else 128, dtype=np.int32) << STEP_BITS
     if dtype == "uint8":
         return (codes + LEAST_POSITIVE).view(np.float32)
@@ -146,7 +146,7 @@ def values_of_codes(dtype: str) -> npt.NDArray[np.float32]:
 
 
 def whole_moment(reader: ArraySource, name: str, first: int, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the fp32 values of a moment of which `stored` is the elements from `first` on, 1-D; `stored` itself where it
+    """Return the fp32 values of a moment of which `stored` is the elements from `first` on, 1-D; `stored` itself if it
     is not in 8 bits."""
     found = scales_of(reader.arrays, name)
     if found is None:

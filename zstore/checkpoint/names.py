@@ -1,11 +1,11 @@
-"""What things are called on disk: tags, arrays, shard files, and the names that a save uses on its way. Pure.
+"""Names on disk: tags, arrays, shard files, and the names that a save uses on its way. Pure.
 
 [Note: names on disk]
 A name of the user's becomes one path component: its UTF-8 bytes, percent-encoded but for letters, digits and
 `-_.~=+@,`. Encoded too, although the characters are plain: a leading `.`, the first of two leading `_` (Zarr reserves
 `__`), the first letter of names that the format uses itself, and the `.` of an ending that looks like one of a save's
 own. A component over 180 bytes is cut and ends in `~` and the first 32 digits of the SHA-256 of the true name. The true
-name stands in the metadata, and a reader accepts a folder only where encoding its true name gives the folder's name.
+name is in the metadata, and a reader accepts a folder only if encoding its true name gives the folder's name.
 """
 
 from __future__ import annotations

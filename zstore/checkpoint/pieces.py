@@ -71,13 +71,13 @@ class Pieces:
         return [partial(self._write_rows, group) for group in range(len(self._groups)) if self._num_bytes(group, rank)]
 
     def assembly_tasks(self, store: Store) -> list[Callable[[], list[ShardSummary]]]:
-        """Return a task for each group that stores its arrays whole with `store`, and removes what the ranks left."""
+        """Return a task for each group that stores its arrays whole with `store`, and removes the ranks' pieces."""
         whole = [group for group, ranks in enumerate(self._ranks_per_shard) if not ranks]
         return [partial(self._assemble, group, store) for group in whole]
 
     def joining_tasks(self, store: Store) -> list[Callable[[], list[ShardSummary]]]:
         """Return a task for each group that stores this rank's shards of it with `store`, once they `have_come`, and removes
-        what its neighbours left."""
+        its neighbours' pieces."""
         return [partial(self._assemble, group, store) for group in self._joined()]
 
     def have_come(self) -> bool:
@@ -86,7 +86,7 @@ class Pieces:
         return not self._awaited
 
     def missing_text(self) -> str:
-        """Return a sentence about what is not there yet."""
+        """Return a sentence about the missing files."""
         rank, awaited = self._request.rank, self._awaited
         return f"rank {rank} waits for {len(awaited)} files of other ranks, such as {awaited[0]}, which nobody wrote"
 

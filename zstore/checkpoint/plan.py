@@ -1,4 +1,4 @@
-"""What a checkpoint will hold: its arrays, how they are cut, and whose state it is."""
+"""The plan of a checkpoint: its arrays, how they are cut, and whose state it is."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class CheckpointPlan:
     small: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Arrays that rank 0 stores whole: module buffers, the client's tensors. Every rank names them, rank 0's count."""
     codec: Codec | None = None
-    """What chunks are compressed with: an archive, with no arrays in `small`."""
+    """The codec of the chunks of an archive, with no arrays in `small`."""
 
     def grid(self, name: str) -> Grid:
         """Return how the array is cut in the checkpoint."""
         return self.grids[name] if name in self.grids else make_grid(self.specs[name].stored_shape, 1)
 
     def file_bytes(self, name: str, shard: int) -> int:
-        """Return the bytes of a shard's file, not compressed; 0 where the shard has no rows and so no file."""
+        """Return the bytes of a shard's file, not compressed; 0 if the shard has no rows and so no file."""
         grid = self.grid(name)
         if grid.shard_valid_numel(shard) == 0:
             return 0
@@ -67,7 +67,7 @@ class CheckpointPlan:
     def layout_digest(self) -> str:
         """Return the SHA-256, hex, of all arrays and how they are cut: ranks with the same one agree on every shard.
 
-        What rank 0 stores whole is no concern of the others.
+        Arrays that rank 0 stores whole are no concern of the others.
         """
         names = sorted(self.specs.keys() - self.small.keys())
         grids, pieces = (tuple(map(of, names)) for of in (self.grid, self.pieces.get))
@@ -78,7 +78,7 @@ class CheckpointPlan:
         return f"{array_path(name)}/{shard_file(len(self.specs[name].stored_shape), shard)}"
 
     def require_room(self, files: Files, folder: Path, extra_bytes: int = 0) -> None:
-        """Raise DiskFullError where `folder` has no room for all shard files, and `extra_bytes` on the way."""
+        """Raise DiskFullError if `folder` has no room for all shard files, and `extra_bytes` on the way."""
         shards = [(name, shard) for name in self.specs for shard in range(self.grid(name).num_shards)]
         needed = extra_bytes + sum(self.file_bytes(name, shard) for name, shard in shards)
         files.require_room(folder, needed, f"the checkpoint needs {needed} bytes")

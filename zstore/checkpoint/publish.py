@@ -1,4 +1,4 @@
-"""The shard files of one rank's part of a save: links, or copies, of what it has pinned."""
+"""The shard files of one rank's part of a save: links, or copies, of its pinned shards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ANY_VERSION = -1
 
 
 class Publisher:
-    """Puts the shards of `request` where `builder` has them; `check_alive` is called before each and stops the save by
+    """Puts the shards of `request` at the paths of `builder`; `check_alive` is called before each and stops the save by
     raising."""
 
     def __init__(self, request: SaveRequest, builder: CheckpointBuilder, check_alive: Callable[[], None]) -> None:
@@ -39,7 +39,7 @@ class Publisher:
         """Shard files that are not durable yet."""
         self._target = request.folder / tag_folder(request.tag)
         self.known: dict[str, KnownFile] = {}
-        """What the next save may link, once this one is committed."""
+        """Files that the next save may link, once this one is committed."""
 
     def tasks(self) -> Iterator[Callable[[], ShardSummary]]:
         """Yield a task for each shard file of this rank; those in memory first, since an updater waits for them."""
@@ -82,7 +82,7 @@ class Publisher:
         return summary
 
     def _link_known(self, name: str, pin: PinnedShard, path: Path) -> ShardSummary | None:
-        """Link an earlier checkpoint's file that holds the same; None where there is none. See [Note: links of unchanged
+        """Link an earlier checkpoint's file that holds the same; None if there is none. See [Note: links of unchanged
         shards]."""
         request = self._request
         known = request.unchanged(name)
@@ -109,7 +109,7 @@ class Publisher:
 
     def store_joined(self, name: str, data: Bytes) -> ShardSummary:
         """Store this rank's shard of an array, which was put together from the ranks' pieces: link the last checkpoint's file
-        where that holds the same, else write it."""
+        if that holds the same, else write it."""
         rank = self._request.rank
         path = self._place(name, rank)
         summary = self._link_equal(name, data, path) or self._write_whole(name, data, path, rank)
@@ -120,7 +120,7 @@ class Publisher:
         return summary
 
     def _link_equal(self, name: str, data: Bytes, path: Path) -> ShardSummary | None:
-        """Link an earlier checkpoint's file of the same bytes; None where there is none.
+        """Link an earlier checkpoint's file of the same bytes; None if there is none.
 
         The array has no version, since each rank knows its own piece alone; but it is small enough to compare it all.
         """
@@ -153,7 +153,7 @@ class Publisher:
 
 
 def _filler(data: Bytes, itemsize: int, base: int = 0) -> Callable[[int, int, Bytes], None]:
-    """Return what fills a shard file with the elements in `data`, which begin at the array's element `base`."""
+    """Return a function that fills a shard file with the elements in `data`, which begin at the array's element `base`."""
 
     def fill(first: int, stop: int, out: Bytes) -> None:
         out[:] = data[(first - base) * itemsize : (stop - base) * itemsize]

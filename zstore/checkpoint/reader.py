@@ -41,7 +41,7 @@ class _Checksums:
         self._crcs = np.fromiter(itertools.chain.from_iterable(parts), np.uint32, int(self._ends[-1]))
 
     def of(self, number: int) -> npt.NDArray[np.uint32]:
-        """Return those of one array, none where the rank stored no shard of it."""
+        """Return those of one array, none if the rank stored no shard of it."""
         return self._crcs[self._ends[number] : self._ends[number + 1]]
 
 
@@ -92,7 +92,7 @@ class CheckpointReader(ArraySource):
 
     @property
     def path(self) -> Path:
-        """The tag's folder; raises UsageError where it is behind a URL."""
+        """The tag's folder; raises UsageError if it is behind a URL."""
         return self.folder.path
 
     @property
@@ -111,9 +111,9 @@ class CheckpointReader(ArraySource):
         )
 
     def manifest(self, rank: int) -> Manifest:
-        """Return what rank `rank` of the saving run wrote, checked against the record.
+        """Return the manifest of rank `rank` of the saving run, checked against the record.
 
-        Raises CorruptionError where it is missing or not the one that was committed.
+        Raises CorruptionError if it is missing or not the one that was committed.
         """
         path = self.folder.location_of(manifest_file(rank))
         try:
@@ -129,7 +129,7 @@ class CheckpointReader(ArraySource):
         return manifest
 
     def _require_part(self, rank: int) -> None:
-        """Raise CheckpointError where the part of the machine of that rank is not here."""
+        """Raise CheckpointError if the part of the machine of that rank is not here."""
         missing = [one for one in self.missing_machines() if rank in one.ranks]
         if missing:
             raise CheckpointError(missing_text(self.location, missing))
@@ -155,7 +155,7 @@ class CheckpointReader(ArraySource):
             raise
 
     def _what_became(self) -> str | None:
-        """Return what was done to the checkpoint since it was opened; None where it is there still."""
+        """Return what happened to the checkpoint since it was opened; None if it is still there."""
         try:
             return None if read_record(self.folder).id == self.record.id else "was replaced by another save"
         except (FileNotFoundError, NotADirectoryError):
@@ -213,7 +213,7 @@ class CheckpointReader(ArraySource):
 
     def shard_crcs(self, name: str, shard: int) -> list[int]:
         """Return the crc32c of each chunk of a shard that holds values, by the manifest; in an archive of its compressed
-        bytes. Raises CorruptionError where it lacks them.
+        bytes. Raises CorruptionError if it lacks them.
         """
         array = self.array(name)
         group = name.partition("/")[0]
@@ -271,8 +271,8 @@ def open_checkpoint(
 ) -> CheckpointReader:
     """Open the checkpoint `tag` in the folder `place` (the newest committed one by default), or the tag's folder `place`.
 
-    Raises CheckpointNotFoundError, CorruptionError where its record or metadata is damaged, CheckpointMismatchError
-    where a newer version wrote it. `resources` stays the caller's.
+    Raises CheckpointNotFoundError, CorruptionError if its record or metadata is damaged, CheckpointMismatchError
+    if a newer version wrote it. `resources` stays the caller's.
     """
     return CheckpointReader(resolve(place, None if tag is None else tag_text(tag)), resources)
 

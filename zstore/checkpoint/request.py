@@ -1,4 +1,4 @@
-"""What a save is asked to do, and what it did."""
+"""The request of a save, and its summary."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SaveRequest(CheckpointPlan):
 
     resources: IoResources
     folder: Path
-    """Where checkpoints are kept; made where it is missing. The same folder for every rank."""
+    """The folder of checkpoints; made if missing. The same for every rank."""
     rank: int
     pins: Mapping[str, PinnedShard]
     """This rank's pinned shards by array name."""
@@ -39,7 +39,7 @@ class SaveRequest(CheckpointPlan):
     keep: Keep | None = None
     """Checkpoints of this run that stay in the folder once this one is committed; None: all."""
     known: Mapping[str, KnownFile] = field(default_factory=dict)
-    """By array, the file of an earlier checkpoint that may hold what the pinned shard holds."""
+    """By array, the file of an earlier checkpoint that may have the same content as the pinned shard."""
     spares: bool = False
     """Make a spare folder of the checkpoint of this run that goes; only the newest one stays then, whatever `keep` says."""
     spare: Spare | None = None
@@ -47,23 +47,23 @@ class SaveRequest(CheckpointPlan):
     overwrite: bool = False
     """Replace a committed checkpoint of the same tag, whatever run saved it."""
     disk_folder: Path | None = None
-    """The disk tier's folder: where it is on another file system, room for copies is asked for beforehand."""
+    """The disk tier's folder: if it is on another file system, room for copies is asked for beforehand."""
     disk_folders: Mapping[str, Path] = field(default_factory=dict)
     """By array, the folder of shards that are on another drive than `disk_folder`."""
     before_commit: Callable[[CheckpointReader], Iterable[str]] | None = None
-    """On rank 0: called with the whole checkpoint before it is committed, in the save's thread. What it writes at the top
-    of the folder, durably, is committed too; it returns what the user should know."""
+    """On rank 0: called with the whole checkpoint before it is committed, in the save's thread. Files that it writes at the top
+    of the folder, durably, are committed too; it returns messages for the user."""
     reserve_bytes: int = 0
     """Bytes on the disk tier's file system that the next step needs for files beside those that the save keeps."""
     told: Callable[[SaveSummary | BaseException], None] | None = None
-    """Called in the save's thread with what this rank did, or what went wrong, before `wait()` returns; of a save to a URL
+    """Called in the save's thread with this rank's summary, or its error, before `wait()` returns; of a save to a URL
     with the summary of the local commit first. Must not raise."""
     parts: Parts | None = None
-    """Where each machine saves its own ranks' part; None: in one folder that all ranks share."""
+    """The machines that save their own ranks' parts; None: all ranks share one folder."""
     timeout_s: float = 1800.0
     """How long a rank waits for the others."""
     most_pause_s: float = 0.1
-    """Longest pause between two looks at what the other ranks did."""
+    """Longest pause between two looks at the other ranks' progress."""
     num_threads: int = 8
     """Shards that are published at a time."""
 
@@ -84,7 +84,7 @@ class SaveRequest(CheckpointPlan):
         return sum(self.specs[name].nbytes for name in [*written, *self.small]) // max(1, self.world_size)
 
     def check(self) -> None:
-        """Raise UsageError for what makes no sense. Not done when it is made: the save releases the pins first."""
+        """Raise UsageError for a request that makes no sense. Not done in the constructor: the save releases the pins first."""
         tag_text(self.tag)
         check_save_id(self.save_id)
         if not 0 <= self.rank < self.world_size:
@@ -113,12 +113,12 @@ class SaveRequest(CheckpointPlan):
                 )
 
     def unchanged(self, name: str) -> KnownFile | None:
-        """Return the file of an earlier checkpoint that no pass made old, None where there is none."""
+        """Return the file of an earlier checkpoint that no pass made old, None if there is none."""
         known, version = self.known.get(name), self.pins[name].version
         return known if known is not None and version is not None and known.version == version else None
 
     def check_room(self, path: Path) -> None:
-        """Raise DiskFullError where the file system of `path` lacks room for what all ranks together will write."""
+        """Raise DiskFullError if the file system of `path` lacks room for the files of all ranks together."""
         here = os.stat(path).st_dev
         folders = {folder for folder in (self.disk_folder, *self.disk_folders.values()) if folder is not None}
         elsewhere = {folder for folder in folders if os.stat(folder).st_dev != here}
@@ -150,7 +150,7 @@ class SaveRequest(CheckpointPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveSummary:
-    """What one rank did for a committed checkpoint."""
+    """One rank's part in a committed checkpoint."""
 
     path: Path
     """The tag's folder."""
@@ -167,8 +167,8 @@ class SaveSummary:
     spare: Spare | None = None
     """A folder for the next save of the run to use again."""
     messages: tuple[str, ...]
-    """What the user should know: copies in place of links, leavings that could not be removed."""
+    """Messages for the user: copies in place of links, leavings that could not be removed."""
     url: str | None = None
-    """Where it was uploaded to; then `path`, where it was committed first, is gone unless it was to be kept."""
+    """The URL that it was uploaded to; then `path`, the local copy, is gone unless it was to be kept."""
     uploaded_bytes: int = 0
     """Bytes that this rank uploaded."""

@@ -45,10 +45,10 @@ def reshard_checkpoint(
 ) -> Path:
     """Write `reader`'s checkpoint into `folder` under its tag, laid out for `world_size` ranks (default: as many as it has).
 
-    `codec`, one of `zstore.format.codecs.CODECS`, makes it an archive: its chunks are compressed. The record stays what it
-    was but for the layout; what belongs to single ranks (RNG states) stays where the world size does, and is left out else.
+    `codec`, one of `zstore.format.codecs.CODECS`, makes it an archive: its chunks are compressed. The record stays as it
+    was but for the layout; states of single ranks (RNG) are kept if the world size is, and left out otherwise.
     `advance` is told the bytes that were written, before compression. Returns the tag's folder. Raises
-    CheckpointExistsError where `folder` has that tag. The ranks of `team` write whole shard files, about the same bytes each,
+    CheckpointExistsError if `folder` has that tag. The ranks of `team` write whole shard files, about the same bytes each,
     and rank 0 commits (all ranks).
     """
     world_size = reader.record.world_size if world_size is None else world_size

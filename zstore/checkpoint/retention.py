@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the rules, what they say of a folder's records, and the removal of the others.
+"""Which checkpoints stay: the rules, their outcome for a folder's records, and the removal of the others.
 
 [Note: what stays]
 A checkpoint stays for any of these reasons; the others go.
@@ -81,7 +81,7 @@ class Keep:
 
 
 def metric_of(state: Mapping[str, Any], name: str) -> float | None:
-    """Return a metric out of a record's state, None where it has none of that name that is a finite number."""
+    """Return a metric out of a record's state, None if it has none of that name that is a finite number."""
     metrics = state.get("metrics")
     candidates = [metrics.get(name) if isinstance(metrics, Mapping) else None, state.get("client_state")]
     for key in name.split("."):
@@ -103,7 +103,7 @@ def _parse_metric(text: Any) -> tuple[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Fate:
-    """What becomes of one checkpoint."""
+    """The fate of one checkpoint."""
 
     info: TagInfo
     reasons: tuple[str, ...]
@@ -113,9 +113,9 @@ class Fate:
 
 
 def weigh(folder: FolderLike, keep: Keep) -> list[Fate]:
-    """Return what becomes of each checkpoint in `folder`, here or behind a URL, by the rules, the oldest first.
+    """Return the fate of each checkpoint in `folder`, here or behind a URL, by the rules, the oldest first.
 
-    Raises CheckpointNotFoundError where there is none, or where none has the metric that the rules go by.
+    Raises CheckpointNotFoundError if there is none, or if none has the metric that the rules go by.
     """
     tags = scan(folder).tags
     if not tags:
@@ -132,7 +132,7 @@ def weigh(folder: FolderLike, keep: Keep) -> list[Fate]:
 
 
 def plan_lines(fates: Sequence[Fate], freed_bytes: int, *, dry_run: bool) -> list[str]:
-    """Return the plan: what is removed and freed, and a line for each checkpoint, the oldest first."""
+    """Return the plan: the removals, the bytes that they free, and a line for each checkpoint, the oldest first."""
     width = max(len(fate.info.tag) for fate in fates)
     doomed = [fate for fate in fates if not fate.reasons]
     total = format_bytes(sum(fate.size_bytes for fate in doomed))
@@ -152,7 +152,7 @@ def remove_each(
 ) -> list[str]:
     """Remove checkpoints in this order; `removed` is told of each. Returns a message for each that could not be removed.
 
-    Frees only what no other checkpoint links.
+    Frees only files that no other checkpoint links.
     """
     messages: list[str] = []
     for info in infos:

@@ -1,15 +1,15 @@
-"""What an earlier checkpoint of the run leaves for the next: files to link, and the folder of one that goes.
+"""Parts of earlier checkpoints for the next one of the run: files to link, and the folder of one that goes.
 
 [Note: links of unchanged shards]
 A shard of which no pass changed anything has the version that it had when it was saved. Its file is then linked from that
-checkpoint, where it is still the very file that was written, and the checksums of what is in memory now are those of the
+checkpoint, if it is still the very file that was written, and the checksums of the values in memory are those of the
 file: whoever has a parameter may have written to its memory without a pass. Else the shard is written.
 
 [Note: spare folders]
-A spare folder is what a committed checkpoint was, under the name of a save that is alive, so that nobody sweeps it. It has no
-record, no manifests, and no file that was linked into it, whose bytes would stay on the drive for nothing. What it has is
-the metadata, the folders, and the shards that were written: `UnsyncedFiles` writes them anew in place, where no other
-name leads to them. A save takes it only where it has the same arrays, laid out alike: nothing else may be in it.
+A spare folder is a formerly committed checkpoint under the name of a save that is alive, so that nobody sweeps it. It has no
+record, no manifests, and no file that was linked into it, whose bytes would stay on the drive for nothing. It has
+the metadata, the folders, and the shards that were written: `UnsyncedFiles` writes them anew in place, if no other
+name leads to them. A save takes it only if it has the same arrays, laid out alike: nothing else may be in it.
 Making hundreds of files and folders is most of what a small save costs.
 """
 
@@ -42,13 +42,13 @@ class KnownFile:
     device: int
     """Number of the file system."""
     identity: str
-    """What no other file there has, nor this one after a write."""
+    """An identity that no other file there has, nor this one after a write."""
 
     @staticmethod
     def of(
         path: str | Path, *, version: int | None, crcs: tuple[int, ...], written_as: Path | None = None
     ) -> KnownFile | None:
-        """Return the file that is at `written_as` now and at `path` later (None: it is there); None where there is none.
+        """Return the file that is at `written_as` now and at `path` later (None: it is there); None if there is none.
 
         None as well for a version that is not known.
         """
@@ -65,7 +65,7 @@ class KnownFile:
         return _identity(path) == (self.device, self.identity)
 
     def link(self, files: Files, target: Path) -> bool:
-        """Make the hard link `target`; false, and nothing made, where the file is another one now or cannot be linked."""
+        """Make the hard link `target`; false, and nothing made, if the file is another one now or cannot be linked."""
         if not self.is_there():
             return False
         try:
@@ -99,7 +99,7 @@ class Spare:
     lock: SaveLock
 
     def take(self, files: Files, path: Path) -> None:
-        """Let the folder be `path` from now on. Raises StorageError where it is gone."""
+        """Let the folder be `path` from now on. Raises StorageError if it is gone."""
         files.rename(self.path, path)
         self.lock.release()
 
@@ -114,10 +114,10 @@ class Spare:
 def make_spare(
     files: Files, folder: Path, plan: CheckpointPlan, metadata_sha256: str
 ) -> tuple[Spare | None, list[str]]:
-    """Remove what the run of `plan` committed to `folder` before its newest, and make a spare folder of the last of it.
+    """Remove all but the newest checkpoint of `plan`'s run in `folder`, and make a spare folder of the last of it.
 
-    `metadata_sha256` is that of `plan`. Returns the spare folder, None where no checkpoint has the arrays of `plan`, and
-    what the user should know.
+    `metadata_sha256` is that of `plan`. Returns the spare folder, None if no checkpoint has the arrays of `plan`, and
+    messages for the user.
     """
     messages: list[str] = []
     spare: Spare | None = None
@@ -148,7 +148,7 @@ def _strip(files: Files, plan: CheckpointPlan, info: TagInfo) -> Spare:
                 if entry.linked:
                     files.unlink(path / plan.shard_path(entry.array, entry.shard))
     except BaseException:
-        # What is left under that name is swept by the next save.
+        # Leftovers under that name are swept by the next save.
         lock.release()
         raise
     return Spare(path=path, metadata_sha256=info.record.metadata_sha256, lock=lock)

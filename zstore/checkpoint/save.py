@@ -56,9 +56,9 @@ _FOR_SMALL_FILES = 3
 def save_checkpoint(request: SaveRequest) -> SaveHandle:
     """Begin to save in the background and return the handle. See [Note: who does what].
 
-    The pins belong to the save from now on, also where this raises: it releases them. Raises before anything is
+    The pins belong to the save from now on, also if this raises: it releases them. Raises before anything is
     written: UsageError for what makes no sense or is not JSON, CheckpointExistsError, StorageError for a folder that
-    cannot be written, DiskFullError where there is no room. The caller tells the other ranks, which `cancel()` theirs.
+    cannot be written, DiskFullError if there is no room. The caller tells the other ranks, which `cancel()` theirs.
     """
     job: _Save | None = None
     try:
@@ -81,7 +81,7 @@ class _Save:
         request.check()
         self._request = request
         self._files = request.resources.files
-        # Copies, which also name what is not JSON before anything is written.
+        # Copying also finds values that are not JSON before anything is written.
         self._rank_state = decode_state(encode_state(request.rank_state, "rank_state"))
         self._state = decode_state(encode_state(request.record, "record"))
         self._committer = Committer(self._files, request.folder, request.tag, request.save_id)
@@ -211,12 +211,12 @@ class _Save:
             self._sync(workers, syncs)
             return [summary for summary in found if summary is not None]
         except OSError:
-            # Rank 0 may have given up and removed the folder meanwhile: then that is what went wrong.
+            # Rank 0 may have given up and removed the folder meanwhile: then that is the error.
             self._check_alive()
             raise
 
     def _sync(self, workers: Workers, syncs: Iterator[Callable[[], None]]) -> None:
-        """Make durable what this rank wrote; rank 0 leaves that to its commit where one flush does."""
+        """Make this rank's files durable; rank 0 leaves that to its commit if one flush is enough."""
         if self._flush is None:
             workers.run(syncs, here=True)
         elif not self._request.leads:
@@ -327,7 +327,7 @@ class _Save:
     # -- waiting and giving up --------------------------------------------------------------------------------------
 
     def _check_alive(self) -> None:
-        """Raise CheckpointError where the save was given up here or by rank 0."""
+        """Raise CheckpointError if the save was given up here or by rank 0."""
         if self.cancelled.is_set():
             raise CheckpointError(f"the save of {self.target} was cancelled")
         if self._request.parts is not None and self._request.leads:
@@ -336,7 +336,7 @@ class _Save:
             raise CheckpointError(f"rank 0 gave up the save of {self.target}: {told.get('reason')}")
 
     def _is_over(self) -> bool:
-        """Return whether rank 0 committed; raises CheckpointError where it ended without doing so."""
+        """Return whether rank 0 committed; raises CheckpointError if it ended without doing so."""
         if self._is_committed():
             return True
         if time.monotonic() - self._started > _LOOK_AFTER_RANK_0_S:

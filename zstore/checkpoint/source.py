@@ -1,4 +1,4 @@
-"""What arrays are read from: a checkpoint of ours, local or remote, or one that other software wrote. No torch."""
+"""The source of arrays: a checkpoint of ours, local or remote, or one that other software wrote. No torch."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class StoredArray:
 
     spec: ArraySpec
     grid: Grid
-    """How it is cut where it is stored, by its own metadata; reads that end where chunks do cost least."""
+    """How it is cut in its files, by its own metadata; reads that end at ends of chunks cost least."""
     folder: str
-    """Where it lies inside the source, for people; of our checkpoints its folder."""
+    """Its place inside the source, for people; of our checkpoints its folder."""
     codec: Codec | None = None
-    """What its chunks are compressed with; then a shard file is none that a store could go on with."""
+    """The codec of its chunks; a store cannot go on with compressed shard files."""
     shard_bytes: tuple[int, ...] | None = None
-    """Bytes of each shard file where it is compressed."""
+    """Bytes of each shard file if it is compressed."""
 
     @property
     def cut(self) -> tuple[ArraySpec, Grid, Codec | None]:
-        """What a reader of its shard files needs to know."""
+        """All that a reader of its shard files needs to know."""
         return self.spec, self.grid, self.codec
 
     def shard_file(self, shard: int) -> str:
@@ -79,7 +79,7 @@ class ArraySource(Closing):
     kind: str = "a checkpoint of other software"
     """Whose checkpoint it is, for people: as "zstore", "DeepSpeed stage 2"."""
     notes: tuple[str, ...] = ()
-    """What other software's checkpoint has, or lacks, that is not carried over: for one warning where it is used."""
+    """State that other software's checkpoint has, or lacks, and that is not carried over: for one warning on use."""
 
     def __init__(
         self,
@@ -94,11 +94,11 @@ class ArraySource(Closing):
         """Path or URL, for messages."""
         self.tag: str = tag
         self.record: Record = record
-        """What was committed; of other software's checkpoint what corresponds to it, with `id` empty."""
+        """The commit record; of other software's checkpoint its counterpart, with `id` empty."""
         self.arrays: dict[str, StoredArray] = {}
         self._cleanup = contextlib.ExitStack()
         self.is_remote: bool = False
-        """Whether what is read comes over a network: a `read` waits long then, and takes little of a processor."""
+        """Whether reads go over a network: a `read` waits long then, and takes little of a processor."""
         self.resources: IoResources = resources or self._cleanup.enter_context(open_resources(num_threads=num_threads))
         """Threads and buffers; given back by `close` unless they were the caller's."""
 
@@ -117,31 +117,31 @@ class ArraySource(Closing):
         """Read global flat elements `[first, stop)` of array `name` into `out`; blocks until they are there.
 
         `out` is contiguous: `stop - first` elements of the array's data type, or their bytes as uint8. Raises
-        CorruptionError that names array, file and offset of what is missing or damaged; `out` then holds no result.
+        CorruptionError that names array, file and offset of missing or damaged data; `out` then holds no result.
         """
 
     @abstractmethod
     def rank_state(self, rank: int) -> Mapping[str, Any]:
-        """Return the JSON that belongs to rank `rank` of the saving run alone; empty where there is none."""
+        """Return the JSON that belongs to rank `rank` of the saving run alone; empty if there is none."""
 
     def reading(self) -> ReadStatistics | None:
-        """Return what was read so far, and how much of it was asked for; None where that is not counted."""
+        """Return the bytes that were read so far, and those that were asked for; None if they are not counted."""
         return None
 
     def shard_crcs(self, name: str, shard: int) -> Sequence[int] | None:
-        """Return the crc32c of each chunk of a shard that holds values, as committed; None where there are none."""
+        """Return the crc32c of each chunk of a shard that holds values, as committed; None if there are none."""
         return None
 
     def file_of(self, name: str, shard: int) -> Path | None:
         """Return the path of a shard's file in our format on this machine, which may be linked in place of being read.
 
-        None where there is no such file, or a compressed one. Raises CorruptionError where it is missing, cut, or its index is
+        None if there is no such file, or a compressed one. Raises CorruptionError if it is missing, cut, or its index is
         damaged.
         """
         return None
 
     def room_for(self, name: str, first: int, stop: int, out: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-        """Return `out` of a `read` as bytes; raises UsageError where elements and memory do not fit."""
+        """Return `out` of a `read` as bytes; raises UsageError if elements and memory do not fit."""
         spec = self.array(name).spec
         if not 0 <= first <= stop <= spec.numel:
             raise UsageError(f"elements [{first}, {stop}) are not in array {name!r} of {spec.numel} elements")
@@ -151,7 +151,7 @@ class ArraySource(Closing):
         return out.reshape(-1).view(np.uint8)
 
     def array(self, name: str) -> StoredArray:
-        """Return the array called `name`; raises CheckpointMismatchError where there is none."""
+        """Return the array called `name`; raises CheckpointMismatchError if there is none."""
         if name not in self.arrays:
             raise CheckpointMismatchError(f"checkpoint {self.location} has no array {name!r}")
         return self.arrays[name]
@@ -170,7 +170,7 @@ class ArraySource(Closing):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadStatistics:
-    """What was read of a checkpoint so far, and why."""
+    """The reads of a checkpoint so far."""
 
     read_bytes: int
     """Behind a URL all bytes that came over the network; of a folder those of chunks. Checksums and alignment included."""

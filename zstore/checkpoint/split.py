@@ -1,4 +1,4 @@
-"""Masters that are stored as bf16 weights and what these lack: names, and the fp32 values out of them.
+"""Masters that are stored as bf16 weights and the bits that these lack: names, and the fp32 values out of them.
 
 See "Split masters" in docs/format.md. No torch.
 """
@@ -29,9 +29,9 @@ def ties_spec(spec: ArraySpec) -> ArraySpec:
 
 
 def rest_of_master(arrays: Mapping[str, StoredArray], name: str) -> tuple[str, str] | None:
-    """Return the names of what completes the array `name` ("model/...") of a checkpoint; None where it is whole.
+    """Return the names of the arrays that complete the array `name` ("model/...") of a checkpoint; None if it is whole.
 
-    Raises CheckpointMismatchError where one of the two is missing or they do not fit.
+    Raises CheckpointMismatchError if one of the two is missing or they do not fit.
     """
     fqn = name.partition("/")[2]
     low, ties = f"{LOW}/{fqn}", f"{TIE}/{fqn}"
@@ -52,7 +52,7 @@ def rest_of_master(arrays: Mapping[str, StoredArray], name: str) -> tuple[str, s
 def complete_master(
     reader: ArraySource, name: str, first: int, weight: npt.NDArray[Any]
 ) -> npt.NDArray[np.float32] | None:
-    """Return the fp32 master of which `weight` is the bf16 elements from `first` on, 1-D; None where that is all."""
+    """Return the fp32 master of which `weight` is the bf16 elements from `first` on, 1-D; None if that is all."""
     rest = rest_of_master(reader.arrays, name)
     if rest is None:
         return None

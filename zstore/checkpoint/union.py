@@ -1,4 +1,4 @@
-"""Several local folders as one: parts of checkpoints that lie on drives of each machine's own, or copies of them."""
+"""Several local folders as one: parts of checkpoints that are on drives of each machine's own, or copies of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .names import RECORD_FILE
 
 
 class UnionFolder(LocalFolder):
-    """The folders `paths`, of which the first is what people named: a file is that of the first folder that has it."""
+    """The folders `paths`, of which the first is the one that people named: a file is that of the first folder that has it."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         super().__init__(paths[0])
@@ -64,7 +64,7 @@ class UnionFolder(LocalFolder):
 
     def entries(self) -> Entries:
         """See `Folder.entries`."""
-        return self._all[0].entries()  # the others have parts of what is here
+        return self._all[0].entries()  # the others have parts of the same checkpoints
 
     def sizes(self, top: str) -> dict[str, int | None]:
         """See `Folder.sizes`."""
@@ -84,7 +84,7 @@ class UnionFolder(LocalFolder):
 def with_parts(path: Path, also: Sequence[Path]) -> LocalFolder:
     """Return the folder `path` with further folders that parts of its checkpoints may be in.
 
-    These are folders of checkpoints, or of the same tag; where `path` is a tag's own folder, the tag is looked for in them.
+    These are folders of checkpoints, or of the same tag; if `path` is a tag's own folder, the tag is looked for in them.
     """
     if not also:
         return LocalFolder(path)

@@ -1,4 +1,4 @@
-"""What checkpoints take where they are stored: the bytes of their files, and which of them other names share.
+"""The size of checkpoints on disk: the bytes of their files, and which of them other names share.
 
 [Note: sizes]
 Three numbers describe a checkpoint, each with one name in every command and page: its *array data* are the values alone;

@@ -26,7 +26,7 @@ Advance = Callable[[int], None]
 _FILES_AT_A_TIME = 8
 _LEAST_THREADS = 8
 _INDEX_FIRST_BYTES = 64 * 1024 * 1024
-"""From this size on a file's index is read and checked before its chunks: what is no shard file is not read through."""
+"""From this size on a file's index is read and checked before its chunks: a file of another kind is not read through."""
 _Crcs = dict[tuple[str, int], Sequence[int]]
 
 
@@ -39,7 +39,7 @@ class Fault:
     problem: str
     array: str | None = None
     offset: int | None = None
-    """Byte in the file where the trouble begins, where there is such a place."""
+    """Byte in the file at which the trouble begins, if there is such a place."""
 
     def __str__(self) -> str:
         place = self.file if self.offset is None else f"{self.file}, offset {self.offset}"
@@ -57,15 +57,15 @@ def verify_checkpoint(
     with team.agreeing():
         faults = _Check(reader, team).run(advance, num_threads or max(_LEAST_THREADS, reader.num_readers))
     told = team.all_gather_object([asdict(fault) for fault in faults])
-    # What concerns a whole file is seen by each rank that has a part of it.
+    # Faults of a whole file are seen by each rank that has a part of it.
     found = dict.fromkeys(Fault(**fault) for part in told for fault in part)
     return sorted(found, key=lambda fault: (fault.file, fault.offset or 0))
 
 
 class _Check:
-    """What one rank of a team checks: its share of the chunks and of the manifests, and on rank 0 what there is once.
+    """The check of one rank of a team: its share of the chunks and of the manifests, and on rank 0 the files that exist once.
 
-    The shards lie in the order of the ranks that saved them, so that a process needs few of the manifests.
+    The shards are in the order of the ranks that saved them, so that a process needs few of the manifests.
     """
 
     def __init__(self, reader: CheckpointReader, team: Team) -> None:
@@ -121,7 +121,7 @@ class _Check:
 
 
 def shares_of_shards(arrays: Mapping[str, StoredArray], rank: int, world_size: int) -> list[tuple[str, int, int, int]]:
-    """Return what one of several ranks checks, about the same bytes each: array, shard, and chunks `[first, stop)` of it."""
+    """Return the share of one of several ranks, about the same bytes each: array, shard, and chunks `[first, stop)` of it."""
     num_shards = {name: array.grid.num_shards for name, array in arrays.items()}
     shards = [
         (name, shard)
@@ -192,7 +192,7 @@ class _ShardCheck:
 
     def run(self, chunks: tuple[int, int], expected: Sequence[int] | None, advance: Advance | None) -> list[Fault]:
         """Return the faults of the file and of chunks `[first, stop)` of it; `expected` are the manifest's checksums, None
-        where it names no such shard."""
+        if it names no such shard."""
         file_bytes = self._array.shard_file_bytes(self._shard)
         faults = self._check_size(file_bytes)
         if not faults:
