@@ -1,16 +1,16 @@
 """The commit of an upload: no renames, the record last.
 
 [Note: the order of an upload]
-    1  <tag>.lock-<id>      written: an upload is under way, of which run, where and since when
+    1  <tag>.lock-<id>      written: an upload is under way; names its run, its process and the time
     2  the files of <tag>/  but for zarr.json at its top and the record; then their sizes are compared with a listing
     3  <tag>/zarr.json
     4  <tag>/zstore.json    the commit
-    5  `latest` replaced; what retention does not keep removed; the lock removed
-Where a checkpoint of that tag is replaced, its folder stays until the new one is whole: the files go to <tag>.old-<id>/, which
-counts for the tag where <tag>/ has no record (see `scan`), and after its record is written the other's is removed: that is
+    5  `latest` replaced; checkpoints that retention does not keep removed; the lock removed
+If a checkpoint of that tag is replaced, its folder stays until the new one is whole: the files go to <tag>.old-<id>/, which
+counts for the tag if <tag>/ has no record (see `scan`), and after its record is written the other's is removed: that is
 then the commit. The next one of that tag goes to <tag>/ again, and its record is the commit.
 
-Lost before the commit: nothing has a record, or what was there counts. The next save that finds the lock of an upload that
+Lost before the commit: nothing has a record, or the former one counts. The next save that finds the lock of an upload that
 ended removes its files. Whatever is removed has a lock as well, and loses its record first: at no instant does half a
 checkpoint look like one.
 
@@ -55,7 +55,7 @@ from .folder import RemoteFolder
 
 
 class RemoteCommitter:
-    """One upload into `folder` under `tag`. Calls, all by one process: `begin`, then `commit`; `abort` where it fails."""
+    """One upload into `folder` under `tag`. Calls, all by one process: `begin`, then `commit`; `abort` if it fails."""
 
     def __init__(self, folder: RemoteFolder, tag: str, save_id: str, run_id: str) -> None:
         self.folder = folder
@@ -76,10 +76,10 @@ class RemoteCommitter:
         return self.folder.child(self.slot)
 
     def begin(self, *, overwrite: bool, replaces_own: bool = False) -> list[str]:
-        """Sweep, check that the tag may be written, choose the slot and lock it; returns what the user should know.
+        """Sweep, check that the tag may be written, choose the slot and lock it; returns messages for the user.
 
-        Raises CheckpointExistsError for a committed tag (unless `overwrite`, or with `replaces_own` where the same run saved
-        it), StorageError where nothing can be written.
+        Raises CheckpointExistsError for a committed tag (unless `overwrite`, or with `replaces_own` if the same run saved
+        it), StorageError if nothing can be written.
         """
         messages = sweep(self.folder, self._run_id)
         run = self._run_id if replaces_own else ""
@@ -93,7 +93,7 @@ class RemoteCommitter:
         return messages
 
     def commit(self, record: Record, metadata: bytes, sizes: Mapping[str, int]) -> list[str]:
-        """Publish what was uploaded; returns what went wrong after that.
+        """Publish the uploaded files; returns a message for each failure after that.
 
         `metadata` is the root's `zarr.json`; `sizes` are the bytes of every other file of the checkpoint. The record's
         `committed_ns` is set anew: it is the largest in the folder.
@@ -109,7 +109,7 @@ class RemoteCommitter:
         return self._tidy(moves_latest=record.is_latest)
 
     def _check_whole(self, sizes: Mapping[str, int]) -> None:
-        """Raise CheckpointError where what the store lists is not what was sent."""
+        """Raise CheckpointError if the store's listing differs from the sent files."""
         found = self.target.sizes("")
         for file, nbytes in sizes.items():
             if found.get(file) != nbytes:
@@ -117,7 +117,7 @@ class RemoteCommitter:
                 raise CheckpointError(f"{self.target.location_of(file)}: {nbytes} bytes were sent, {listed} arrived")
 
     def _tidy(self, *, moves_latest: bool) -> list[str]:
-        """Do what may fail without harm to the checkpoint."""
+        """Do the work that may fail without harm to the checkpoint."""
         messages: list[str] = []
         with noting(messages, NOT_LATEST):
             if moves_latest:
@@ -131,7 +131,7 @@ class RemoteCommitter:
         return messages
 
     def abort(self, *, ended: bool = True) -> None:
-        """Remove what was uploaded. Never raises: what cannot be removed now is swept by the next save.
+        """Remove the uploaded files. Never raises: those that cannot be removed now are swept by the next save.
 
         Unless every rank's part `ended`, more may come, and the lock stays for that sweep.
         """
@@ -166,7 +166,7 @@ def has_ended(data: bytes | Exception, run_id: str) -> bool:
 
 
 def sweep(folder: RemoteFolder, run_id: str) -> list[str]:
-    """Remove what uploads left that ended without a commit, those of run `run_id` among them.
+    """Remove the leftovers of uploads that ended without a commit, those of run `run_id` among them.
 
     Returns a message for each thing that could not be removed.
     """
@@ -199,7 +199,7 @@ def _remove_unfinished(folder: RemoteFolder, name: str, save_id: str) -> None:
 
 
 def _remove_set_aside(folder: RemoteFolder, name: str) -> None:
-    """Remove what was set aside for the tag folder `name`, which has a record of its own."""
+    """Remove the checkpoint that was set aside for the tag folder `name`, which has a record of its own."""
     for entry in folder.entries().folders:
         own = parse_own_name(entry)
         if own is not None and own[:2] == (name, SET_ASIDE):

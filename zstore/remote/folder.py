@@ -1,7 +1,7 @@
-"""A folder behind a URL, through fsspec: small files, ranges of large ones, and what an upload needs.
+"""A folder behind a URL, through fsspec: small files, ranges of large ones, and the operations of an upload.
 
 [Note: requests]
-Each operation is a request of tens of milliseconds, so many run at a time and none is made that another answers. What
+Each operation is a request of tens of milliseconds, so many run at a time and none is made that another answers. One that
 fails is tried again (`Retries`). Listings are never taken from fsspec's cache: other machines write there too.
 """
 
@@ -58,7 +58,7 @@ class RemoteFolder(UrlFolder):
         return f"{self.root}/{file}"
 
     def _run(self, operation: Callable[[], Any], what: str, file: str = "", *, listing: str | None = None) -> Any:
-        """Return what `operation` returns, tried again where it fails; fsspec forgets the folder `listing` before."""
+        """Return what `operation` returns, tried again if it fails; fsspec forgets the folder `listing` before."""
 
         def attempt() -> Any:
             if listing is not None:
@@ -101,7 +101,7 @@ class RemoteFolder(UrlFolder):
         return Entries(tuple(folders), tuple(files))
 
     def sizes(self, top: str) -> dict[str, int | None]:
-        """See `Folder.sizes`; of the folder itself where `top` is empty."""
+        """See `Folder.sizes`; of the folder itself if `top` is empty."""
         inner = self._inner(top) if top else self.root
         try:
             found = self._run(lambda: self.fs.find(inner, detail=True), "list the folder", top, listing=inner)
@@ -126,7 +126,7 @@ class RemoteFolder(UrlFolder):
     def send(self, source: Path, file: str, advance: Callable[[int], None]) -> int:
         """Copy the local file `source` to `file` in bounded memory and return its bytes.
 
-        `advance` is told bytes as they are sent, less than none where a try is begun anew; what it raises ends the copy.
+        `advance` is told bytes as they are sent, less than none if a try begins anew; an error that it raises ends the copy.
         """
         inner = self._inner(file)
 
@@ -163,10 +163,10 @@ _WITHOUT_FOLDERS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "
 def open_folder(
     url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
 ) -> UrlFolder:
-    """Return the folder at `url`: that of a service where `zstore serve` answers there, which an HTTP server is asked, else
+    """Return the folder at `url`: that of a service if `zstore serve` answers there, which an HTTP server is asked, else
     see `open_fsspec_folder`. For a service `storage_options` are `token` and `ca_certs`; see `ServiceConnection`.
 
-    Raises UsageError where nothing opens the URL or the options make no sense, StorageError where no server answers.
+    Raises UsageError if nothing opens the URL or the options make no sense, StorageError if no server answers.
     """
     if url.startswith(("http://", "https://")):
         from .service_folder import open_service_folder
@@ -182,7 +182,7 @@ def open_fsspec_folder(
 ) -> RemoteFolder:
     """Return the folder at `url`; `storage_options` are those of the fsspec file system. No request is made.
 
-    Raises UsageError where no file system is known or installed for the URL, or it does not take the options.
+    Raises UsageError if no file system is known or installed for the URL, or it does not take the options.
     """
     import fsspec
 

@@ -1,4 +1,4 @@
-"""Sends what a journal on this machine grows by to a service, about once a second, behind training."""
+"""Sends the new lines of a journal on this machine to a service, about once a second, behind training."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _ONCE = Retries(attempts=1)
 class JournalTail(Closing):
     """Sends the lines of the journal of training run `run_id` in the file `path`, from byte `start` on, to `place`.
 
-    What an earlier process of the run left unsent goes too, where it is still in the file. `asked` is told what the run is
-    asked for at the service, "save" or "stop"; `failed`, once, what the service refuses, and that lines could not be sent
+    Lines that an earlier process of the run left unsent go too, if they are still in the file. `asked` is told the run's
+    request at the service, "save" or "stop"; `failed`, once, the service's refusal, and that lines could not be sent
     before `close`: a network that is gone for a while is no failure.
     """
 
@@ -48,7 +48,7 @@ class JournalTail(Closing):
         self._sent = -1
         """Bytes of the file that are there; -1: not known."""
         self._shift = 0
-        """What the service's file has before the first byte of this one."""
+        """Bytes of the service's file before the first byte of this one."""
         self._refused = False
         self._asked = asked
         self._taken: str | None = None
@@ -90,7 +90,7 @@ class JournalTail(Closing):
             self._taken = request["id"]
 
     def _find_place(self, there: int) -> None:
-        """Go on where the service's file of `there` bytes ends: in ours, where that is the beginning of it."""
+        """Go on at the end of the service's file of `there` bytes, if that file is the beginning of ours."""
         self._sent = self._start
         if there <= self._start:
             with self._path.open("rb") as file:
@@ -109,7 +109,7 @@ class JournalTail(Closing):
         return data[: data.rfind(b"\n") + 1]
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining lines."""
         if self._ending.is_set():
             return
         self._ending.set()

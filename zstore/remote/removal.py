@@ -14,7 +14,7 @@ from .folder import RemoteFolder
 
 
 def remover(place: Folder) -> Callable[[TagInfo], None]:
-    """Return what removes a checkpoint in the folder `place`, here or behind a URL."""
+    """Return a function that removes a checkpoint in the folder `place`, here or behind a URL."""
     if isinstance(place, RemoteFolder):
         return partial(remove_checkpoint, place)
     files = Files()

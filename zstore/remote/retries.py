@@ -24,7 +24,7 @@ _FINAL = (
     MemoryError,
     ZstoreError,
 )
-"""What another try would meet again. All else may pass: file systems raise errors of many packages."""
+"""Errors that another try would meet again. All others may pass: file systems raise errors of many packages."""
 _MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
@@ -39,7 +39,7 @@ class Retries:
     """Once set, a failure is final and pauses end."""
 
     def run(self, operation: Callable[[], T], what: str, url: str) -> T:
-        """Return what `operation` returns, tried again where it fails.
+        """Return what `operation` returns, tried again if it fails.
 
         Raises FileNotFoundError, IsADirectoryError or NotADirectoryError as they come, StorageError with `what`, `url` and the
         last failure for others.
@@ -62,4 +62,4 @@ class Retries:
 
 
 PATIENT = Retries(attempts=10)
-"""For what nobody waits for, as uploads behind training: over a minute."""
+"""For requests that nobody waits for, as uploads behind training: over a minute."""

@@ -5,12 +5,12 @@ The save into the local folder is the usual one, and so are its errors. Then eve
 rank 0 the others too, and rank 0 commits. As in a local save there are no collectives; ranks see each other through
 `<tag>.tmp-<upload id>/` in the local folder, which rank 0 holds a lock for:
 
-    begin.json              by rank 0, once the local checkpoint is committed: what the others must know of the upload
+    begin.json              by rank 0, once the local checkpoint is committed: the facts about the upload that the others need
     rank-00001.json         by each other rank, last: that its files are there, or why not
     abort.json              by rank 0: that the upload was given up, and why
 
 Once it is committed, rank 0 removes that folder; the others see the record at the URL. Then the local checkpoint is removed,
-unless it is to be kept. Where anything fails, it stays, and the error of each rank says where.
+unless it is to be kept. If anything fails, it stays, and the error of each rank names its folder.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _BEGIN_FILE = "begin.json"
 _COMPLETE = "complete"
 _SEE_FOLDER_S = 60.0
 _END_S = 30.0
-"""How long rank 0 waits for the other ranks to end what they send, once it gave up."""
+"""How long rank 0 waits for the other ranks to stop sending, once it gave up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UploadOptions:
-    """Where a save is uploaded to, and what becomes of the local copy."""
+    """The target of a save's upload, and the fate of the local copy."""
 
     folder: UploadPlace
     keep_local: bool = False
-    """Leave the local checkpoint where it is after the upload."""
+    """Keep the local checkpoint after the upload."""
     retries: Retries = PATIENT
     num_threads: int = NUM_THREADS
     """Files that a rank uploads at a time."""
@@ -58,10 +58,10 @@ class UploadOptions:
 def save_to_url(request: SaveRequest, options: UploadOptions) -> SaveHandle:
     """Begin to save into the local folder of `request` and to upload that; return the handle.
 
-    See `save_checkpoint` for what is raised at once, and for the pins. `request.keep` holds for the URL as well;
+    See `save_checkpoint` for the errors that are raised at once, and for the pins. `request.keep` holds for the URL as well;
     whether the tag is free is asked there, behind the call.
     """
-    # The local folder is only a stop on the way: what an upload that failed left there may be replaced.
+    # The local folder is only a stop on the way: a checkpoint that a failed upload left there may be replaced.
     local = save_checkpoint(replace(request, overwrite=request.overwrite or not options.keep_local))
     return SaveHandle(_Upload(request, options, local))
 
@@ -117,7 +117,7 @@ class _Upload:
         return summary
 
     def _failure(self, error: BaseException) -> BaseException:
-        """Return `error`, or one that says besides where the local checkpoint is, where there is one."""
+        """Return `error`, or one that also names the local checkpoint, if there is one."""
         try:
             path = self._local.wait().path
         except BaseException:
@@ -153,7 +153,7 @@ class _Upload:
             lock.release()
 
     def _all_sent(self) -> bool:
-        """Return whether every other rank's files are there; raises CheckpointError where one says that they are not."""
+        """Return whether every other rank's files are there; raises CheckpointError if one says that they are not."""
         missing = False
         for rank in range(1, self._request.world_size):
             told = self._rendezvous.posted(_rank_file(rank))
@@ -170,7 +170,7 @@ class _Upload:
         return f"ranks {missing[:20]} did not upload their part within {self._request.timeout_s} s"
 
     def _clean_up(self, summary: SaveSummary) -> None:
-        """Do what may fail without harm to the checkpoint, which is committed at the URL."""
+        """Do the work that may fail without harm to the checkpoint, which is committed at the URL."""
         with noting(self._messages, "the checkpoint is uploaded, but its local copy could not be removed"):
             self._files.remove_tree(self._rendezvous.folder)
             if not self._options.keep_local:
@@ -178,9 +178,9 @@ class _Upload:
         self._messages += self._target.retire()
 
     def _give_up(self, error: BaseException) -> None:
-        """Tell the other ranks why the upload ended, and remove what it wrote once none of them writes any more.
+        """Tell the other ranks why the upload ended, and remove its files once none of them writes any more.
 
-        Never raises; the next save removes what is left.
+        Never raises; the next save removes the leftovers.
         """
         with contextlib.suppress(OSError):
             self._rendezvous.post(ABORT_FILE, {"reason": f"{type(error).__name__}: {error}"})
@@ -227,7 +227,7 @@ class _Upload:
             raise
 
     def _is_over(self) -> bool:
-        """Return whether rank 0 committed; raises CheckpointError where it ended without doing so."""
+        """Return whether rank 0 committed; raises CheckpointError if it ended without doing so."""
         if self._rendezvous.folder.is_dir():
             return False
         if not self._target.is_committed():
@@ -259,7 +259,7 @@ class _Upload:
         )
 
     def _check_alive(self) -> None:
-        """Raise CheckpointError where the upload was given up here or by rank 0, or rank 0 is gone."""
+        """Raise CheckpointError if the upload was given up here or by rank 0, or rank 0 is gone."""
         if self._cancelled.is_set():
             raise CheckpointError("it was cancelled")
         if self._request.rank == 0 or not self._rendezvous.folder.is_dir():

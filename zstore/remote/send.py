@@ -30,7 +30,7 @@ def held_bytes(size: int) -> int:
 def send_file(fs: Any, source: Path, target: str, advance: Callable[[int], None]) -> int:
     """Copy `source` to the path `target` of `fs`, and return its bytes; holds about three parts in memory.
 
-    `advance` is told the bytes of each part, and all of them again, negative, where the copy fails.
+    `advance` is told the bytes of each part, and all of them again, negative, if the copy fails.
     """
     done = 0
     with source.open("rb", buffering=0) as file:
@@ -58,7 +58,7 @@ def send_file(fs: Any, source: Path, target: str, advance: Callable[[int], None]
 
 @contextlib.contextmanager
 def _whole_or_nothing(out: Any) -> Iterator[Any]:
-    """Close `out` at the end of the block; where that or the block fails, leave nothing under its name."""
+    """Close `out` at the end of the block; if that or the block fails, leave nothing under its name."""
     try:
         yield out
         out.close()
@@ -72,6 +72,6 @@ def _whole_or_nothing(out: Any) -> Iterator[Any]:
 
 
 def _forget(fd: int) -> None:
-    """Let the page cache drop what was read: nobody reads it again, and training needs the memory."""
+    """Let the page cache drop the data that was read: nobody reads it again, and training needs the memory."""
     if sys.platform == "linux":
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -2,7 +2,7 @@
 
 [Note: who sees the token]
 It is sent to a server only after that said, asked without it, that it is a service of zstore; never across a redirect, for
-none is followed with it. Messages name the server and what it answered, and no header.
+none is followed with it. Messages name the server and its answer, and no header.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOKEN_VARIABLE = "ZSTORE_TOKEN"
 WHERE_TOKENS_GO = f'storage_options={{"token": "..."}}, --storage-option token=..., or the variable {TOKEN_VARIABLE}'
 _OPTIONS = ("token", "ca_certs")
 _MOST_CONNECTIONS = 32
-"""That are kept open; more are made where more threads ask."""
+"""Connections that are kept open; more are made if more threads ask."""
 _CONNECT_S = 10.0
 _READ_S = 120.0
 """Most that a server may stay silent."""
@@ -54,8 +54,8 @@ class ServiceBusyError(OSError):
 class ServiceConnection:
     """A connection to the service at `base`, kept open between requests. Usable from any thread.
 
-    `token` is what the service wants to see; `user` a name and password that a proxy before it does. `ca_certs` is a file of
-    certificates (PEM) to trust in place of those of the system. Raises UsageError for what is not possible.
+    `token` is that of the service; `user` a name and password for a proxy before it. `ca_certs` is a file of
+    certificates (PEM) to trust in place of those of the system. Raises UsageError for values that are not possible.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ServiceConnection:
         self.has_token = token is not None
         authorization = _bearer(token) if token is not None else _basic(user) if user is not None else None
         self.headers: dict[str, str] = {} if authorization is None else {"Authorization": authorization}
-        """What every request has besides: they hold the token."""
+        """Headers of every request: they hold the token."""
         self.ca_certs = ca_certs
         if user is not None and token is not None:
             raise UsageError(
@@ -93,10 +93,10 @@ class ServiceConnection:
     def to(
         cls, url: ServiceUrl, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
     ) -> ServiceConnection | None:
-        """Return the connection to the service that a URL names; None where another server answers.
+        """Return the connection to the service that a URL names; None if another server answers.
 
         `storage_options`: `token` (else the variable ZSTORE_TOKEN) and `ca_certs`. Raises UsageError for options that make no
-        sense, StorageError where nobody answers.
+        sense, StorageError if nobody answers.
         """
         options = dict(storage_options or {})
         for name in _OPTIONS:
@@ -121,7 +121,7 @@ class ServiceConnection:
         return other
 
     def _is_service(self) -> bool:
-        """Ask who is there, without the token. Raises UsageError where a service answers at another address."""
+        """Ask who is there, without the token. Raises UsageError if a service answers at another address."""
 
         def ask() -> tuple[str, bytes]:
             with self._send("GET", "/api", None, self.headers, None, follow=True) as answer:
@@ -217,14 +217,14 @@ class ServiceConnection:
             raise
 
     def call(self, operation: Callable[[], T], what: str, path: str) -> T:
-        """Return what `operation`, made of `request`s, returns, tried again where it fails; for messages `what` is done, as
-        "read", with `path`, a URL. See `Retries.run` for what is raised."""
+        """Return what `operation`, made of `request`s, returns, tried again if it fails; for messages `what` is done, as
+        "read", with `path`, a URL. See `Retries.run` for the errors."""
         self.traffic.count(requests=1)
         return self.retries.run(operation, what, path)
 
     def ask(self, method: str, path: str, document: Any = None, *, timeout_s: float | None = None) -> Any:
-        """Return the JSON that answers a request with `document` as its JSON (None: without a body), tried again where that
-        fails. Raises CheckpointNotFoundError for what is not there, StorageError where the answer is none."""
+        """Return the JSON that answers a request with `document` as its JSON (None: without a body), tried again if that
+        fails. Raises CheckpointNotFoundError if the service lacks the resource, StorageError if its answer is not JSON."""
         body = None if document is None else json.dumps(document).encode()
         headers = {"Accept": "application/json"} | ({} if body is None else {"Content-Type": "application/json"})
 
@@ -242,7 +242,7 @@ class ServiceConnection:
 
 
 def refuse(status: int, problem: str, *, path: str, has_token: bool) -> NoReturn:
-    """Raise what an answer of that status means: an error of ours, or ServiceBusyError where it may be asked again."""
+    """Raise the error that a status means: one of ours, or ServiceBusyError if the request may be repeated."""
     text = f"{path}: {problem}" if problem else f"{path}: the answer was {status}"
     if status in (404, 410):
         raise CheckpointNotFoundError(text)
@@ -265,7 +265,7 @@ def refuse(status: int, problem: str, *, path: str, has_token: bool) -> NoReturn
 
 
 def _problem(answer: Answer) -> str:
-    """Return what the body of an answer says is wrong."""
+    """Return the problem that the body of an answer describes."""
     data = answer.read(_MOST_PROBLEM_BYTES)
     answer.close() if answer.headers.get("Content-Length") is None else answer.drain_conn()
     try:

@@ -69,7 +69,7 @@ class ServiceFolder(UrlFolder):
             return answer.read(stop)[start:]
 
     def _check_file(self, answer: Answer, file: str) -> None:
-        """Raise IsADirectoryError where the service leads to a folder's listing."""
+        """Raise IsADirectoryError if the service leads to a folder's listing."""
         if answer.status == 307:
             raise IsADirectoryError(f"{self.location_of(file)} is a folder")
 
@@ -94,7 +94,7 @@ class ServiceFolder(UrlFolder):
         return Entries(tuple(listing["folders"]), tuple(file["name"] for file in listing["files"]))
 
     def sizes(self, top: str) -> dict[str, int | None]:
-        """See `Folder.sizes`; of the folder itself where `top` is empty."""
+        """See `Folder.sizes`; of the folder itself if `top` is empty."""
         try:
             files = self._list(top, "?recursive=1")["files"]
         except FileNotFoundError:
@@ -102,7 +102,7 @@ class ServiceFolder(UrlFolder):
         return {f"{top}/{file['name']}" if top else file["name"]: file["size"] for file in files}
 
     def _list(self, folder: str, query: str) -> dict[str, Any]:
-        """Return what the service lists: `folders`, and `files` with `name` and `size`."""
+        """Return the service's listing: `folders`, and `files` with `name` and `size`."""
         path = self.url.file(folder) + f"/{query}"
         try:
             listing = self.connection.ask("GET", path)
@@ -147,7 +147,7 @@ class ServiceFolder(UrlFolder):
 def open_service_folder(
     url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
 ) -> ServiceFolder | None:
-    """Return the folder behind the URL of a service; None where another server answers.
+    """Return the folder behind the URL of a service; None if another server answers.
 
     Raises UsageError for a URL that names no run, and see `ServiceConnection.to`.
     """

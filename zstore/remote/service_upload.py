@@ -1,6 +1,6 @@
-"""Uploading to a service of zstore: only what it does not have, and from where a broken connection left off.
+"""Uploading to a service of zstore: only files that it does not have, and from the byte at which a broken connection ended.
 
-The service says at every point what is missing, so that the same save offered again goes on where it ended. See [Note: the
+The service says at every point which files are missing, so that the same save offered again goes on from there. See [Note: the
 protocol of an upload] in `zstore.serve.routes.uploads`.
 """
 
@@ -32,7 +32,7 @@ _PIECE_BYTES = 256 * 1024
 _COMMIT_S = 1800.0
 """The service makes all files durable, and removes old checkpoints, before it answers."""
 _MOST_WRONG = 3
-"""Times that a file may arrive wrong: then the network is not what is broken."""
+"""Times that a file may arrive wrong: then it is not the network that is broken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class ServicePlace:
 
     @classmethod
     def of(cls, url: str, storage_options: Mapping[str, Any] | None = None) -> ServicePlace:
-        """Return the run that a URL names. Raises UsageError where it names none, or something inside of one."""
+        """Return the run that a URL names. Raises UsageError if it names none, or something inside of one."""
         place = ServiceUrl.parse(url)
         if not place.run or place.folder:
             raise UsageError(
@@ -66,7 +66,7 @@ class ServicePlace:
         return self.location
 
     def open(self, retries: Retries) -> ServiceFolder:
-        """Return the run's folder. Raises UsageError where no service of zstore answers, StorageError where nobody does."""
+        """Return the run's folder. Raises UsageError if no service of zstore answers, StorageError if nobody does."""
         connection = ServiceConnection.to(self.url, self.storage_options, retries=retries)
         if connection is None:
             raise UsageError(
@@ -76,7 +76,7 @@ class ServicePlace:
         return ServiceFolder(connection, self.url)
 
     def require_uploads(self) -> None:
-        """Raise UsageError where the service takes no uploads of this run, or does not accept the token."""
+        """Raise UsageError if the service takes no uploads of this run, or does not accept the token."""
         self.open(Retries()).connection.ask("GET", f"/api/uploads?run={quote(self.url.run, safe='')}")
 
 
@@ -114,7 +114,7 @@ class ServiceTarget(UploadTarget):
     def offer(self, reader: CheckpointReader) -> None:
         """See `UploadTarget.offer`; sends metadata and manifests, by which the service plans the upload.
 
-        Raises DiskFullError where it has no room for the rest.
+        Raises DiskFullError if it has no room for the other files.
         """
         extras = extra_files(reader)
         self._offered = {
@@ -149,7 +149,7 @@ class ServiceTarget(UploadTarget):
         self._upload, self._committed = str(ticket["upload"]), bool(ticket["committed"])
 
     def send(self, workers: Workers, reader: CheckpointReader, ranks: Sequence[int], advance: Advance) -> int:
-        """See `UploadTarget.send`; what the service has, or links, is not sent."""
+        """See `UploadTarget.send`; files that the service has, or links, are not sent."""
         wanted: dict[str, Any] = {}
         if not self._committed:
             # One answer for one rank, and one for all.
@@ -176,7 +176,7 @@ class ServiceTarget(UploadTarget):
         return self._send_file(source, wanted, advance)
 
     def _send_file(self, source: Path, wanted: dict[str, Any], advance: Advance) -> int:
-        """Send what the service lacks of a file, again from there where the connection breaks; return its bytes."""
+        """Send the part of a file that the service lacks, and go on from there if the connection breaks; return its bytes."""
         path = f"{self._path}/files/{quote(wanted['path'])}"
         size, tries, wrong = int(wanted["bytes"]), 0, 0
         sent = 0
@@ -184,7 +184,7 @@ class ServiceTarget(UploadTarget):
         advance(told)
 
         def note(done: int) -> None:
-            """Tell how far the file is: less far where it has to be sent again."""
+            """Tell how far the file is: less far if it has to be sent again."""
             nonlocal told
             done, told = done - told, done
             if done:
@@ -241,7 +241,7 @@ class ServiceTarget(UploadTarget):
         return []
 
     def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:
-        """See `UploadTarget.abort`; unless it was cancelled, what came stays, for the next try to go on with."""
+        """See `UploadTarget.abort`; unless it was cancelled, received files stay, for the next try to go on with."""
         if cancelled and self._upload and not self._committed:
             with contextlib.suppress(OSError, ZstoreError):
                 self._connection.request("DELETE", self._path)

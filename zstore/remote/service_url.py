@@ -1,4 +1,4 @@
-"""Where a service is and what of it is meant, out of the URL that people type or copy. Pure.
+"""The address of a service, and the run or checkpoint that is meant, from a URL that people type or copy. Pure.
 
 [Note: URLs of a service]
 `http://host:port/<run>` is a run, `http://host:port/<run>/<checkpoint>` a checkpoint of it. The same behind `/zarr/`,
@@ -15,9 +15,9 @@ from ..errors import UsageError
 from .url import shown
 
 _PREFIXES = ("zarr", "xarray", "weights", "run")
-"""What stands before the run in URLs of the service's own."""
+"""First parts of the service's own URLs, before the run."""
 _PAGE = "run"
-"""The page's: what comes behind the run is not a folder but a view."""
+"""The page's: the part behind the run is a view and no folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +27,15 @@ class ServiceUrl:
     base: str
     """Scheme, host and port, without a `/` at its end and without a user's name."""
     run: str
-    """Empty where the URL names none."""
+    """Empty if the URL names none."""
     folder: str
     """Path inside the run's folder, empty for that itself."""
     user: tuple[str, str] | None = field(default=None, repr=False)
-    """Name and password that stand in the URL."""
+    """Name and password in the URL."""
 
     @classmethod
     def parse(cls, url: str) -> ServiceUrl:
-        """Return what an `http://` or `https://` URL means. Raises UsageError where it is none that could be."""
+        """Return the place that an `http://` or `https://` URL means. Raises UsageError if it cannot be that of a service."""
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -70,7 +70,7 @@ class ServiceUrl:
 
 
 def _viewed(view: list[str]) -> list[str]:
-    """Return the folder that a view of the page is about, where it is one checkpoint."""
+    """Return the folder that a view of the page is about, if it is one checkpoint."""
     return view[1:] if view[0] in ("checkpoint", "checkpoints") else []
 
 

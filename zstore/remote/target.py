@@ -1,4 +1,4 @@
-"""Where a checkpoint is uploaded to: a file system behind a URL, or a service of zstore."""
+"""The target of an upload: a file system behind a URL, or a service of zstore."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class UploadTarget(ABC):
     (rank 0)       `begin`, which may come before the local checkpoint is committed; `offer`, once it is
     (other ranks)  `join` with rank 0's `ticket`
     (each rank)    `send`
-    (rank 0)       `commit` and `retire`, or `abort` where anything fails
+    (rank 0)       `commit` and `retire`, or `abort` if anything fails
     """
 
     location: str
@@ -38,19 +38,19 @@ class UploadTarget(ABC):
 
     @abstractmethod
     def begin(self, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None) -> list[str]:
-        """Prepare the upload; return what the user should know. `keep` is what `retire` goes by.
+        """Prepare the upload; return messages for the user. `retire` goes by `keep`.
 
-        Raises CheckpointExistsError for a committed tag (unless `overwrite`, or with `replaces_own` where the same run saved
+        Raises CheckpointExistsError for a committed tag (unless `overwrite`, or with `replaces_own` if the same run saved
         it), here or from `offer`.
         """
 
     @abstractmethod
     def offer(self, reader: CheckpointReader) -> None:
-        """Say what is to be uploaded."""
+        """Announce the files to upload."""
 
     @abstractmethod
     def ticket(self) -> Mapping[str, Any]:
-        """Return what other ranks must know, as JSON."""
+        """Return the facts that other ranks need to `join`, as JSON."""
 
     @abstractmethod
     def join(self, ticket: Mapping[str, Any]) -> None:
@@ -62,11 +62,11 @@ class UploadTarget(ABC):
 
     @abstractmethod
     def commit(self, reader: CheckpointReader) -> list[str]:
-        """Publish the checkpoint, once every rank has sent its files; return what went wrong after that."""
+        """Publish the checkpoint, once every rank has sent its files; return a message for each failure after that."""
 
     @abstractmethod
     def retire(self) -> list[str]:
-        """Remove what `keep` does not keep; return a message for each checkpoint that could not be removed."""
+        """Remove the checkpoints that `keep` does not keep; return a message for each checkpoint that could not be removed."""
 
     @abstractmethod
     def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:
@@ -80,7 +80,7 @@ class UploadTarget(ABC):
     def files_at_a_time(self, largest_bytes: int, memory_bytes: int | None) -> int:
         """Return how many files go at a time, the largest of which has so many bytes, in so much memory.
 
-        Raises BudgetError where that is too little for one.
+        Raises BudgetError if that is too little for one.
         """
 
 
@@ -100,7 +100,7 @@ class FileSystemTarget(UploadTarget):
         return self._committer.begin(overwrite=overwrite, replaces_own=replaces_own)
 
     def offer(self, reader: CheckpointReader) -> None:
-        """Do nothing: files go where they are to lie."""
+        """Do nothing: files go to their final places."""
 
     def ticket(self) -> Mapping[str, Any]:
         """See `UploadTarget.ticket`."""
@@ -131,7 +131,7 @@ class FileSystemTarget(UploadTarget):
         return retire(self._folder, keep=self._keep, run=self._run_id, remove=partial(remove_checkpoint, self._folder))
 
     def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:
-        """See `UploadTarget.abort`; what was sent is removed."""
+        """See `UploadTarget.abort`; the sent files are removed."""
         self._committer.abort(ended=ended)
 
     def is_committed(self) -> bool:

@@ -32,14 +32,14 @@ def place_of(url: str, storage_options: Mapping[str, Any] | None = None) -> Uplo
 
 
 def target_for(place: UploadPlace, retries: Retries, *, tag: str, save_id: str, run_id: str) -> UploadTarget:
-    """Return where a save of training run `run_id` under `tag` goes at `place`. No request is made."""
+    """Return the target of a save of training run `run_id` under `tag` at `place`. No request is made."""
     if isinstance(place, ServicePlace):
         return ServiceTarget(place, retries, tag, save_id)
     return FileSystemTarget(place.with_retries(retries), tag, save_id, run_id)
 
 
 def require_uploads(url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Raise StorageError, or UsageError, where nothing can be uploaded to a URL. What is written there for that is removed."""
+    """Raise StorageError, or UsageError, if nothing can be uploaded to a URL. The file written as a test is removed."""
     place = place_of(url, storage_options)
     if isinstance(place, ServicePlace):
         place.require_uploads()
@@ -61,10 +61,10 @@ def upload_checkpoint(
     """Copy a committed checkpoint from a local folder into the folder of checkpoints at `url`, under its tag.
 
     The URL may be that of a run in a service of zstore. `source` is the checkpoint's folder, or the folder above (then the
-    newest). Returns the URL of the tag's folder, and what the user should know. Blocks until it is committed there.
+    newest). Returns the URL of the tag's folder, and messages for the user. Blocks until it is committed there.
     `memory_bytes` bounds the parts that are in memory on their way (None: those of `NUM_THREADS` files): fewer files go at a
     time then. Raises CheckpointExistsError for a tag that is there (unless
-    `overwrite`), BudgetError where one file's parts are too much, StorageError where the upload fails; nothing of it is seen
+    `overwrite`), BudgetError if one file's parts are too much, StorageError if the upload fails; nothing of it is seen
     then.
     """
     place = place_of(url, storage_options)

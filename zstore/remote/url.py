@@ -1,4 +1,4 @@
-"""What is a URL, and what its storage options say. Pure."""
+"""Recognizing URLs, and reading their storage options. Pure."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def shown(url: str) -> str:
 
 
 def parse_options(words: Iterable[str]) -> dict[str, Any]:
-    """Return the storage options in words like `key=value`; a value that is JSON, as `true` or `{"a": 1}`, is what it
-    says, all else is text.
+    """Return the storage options in words like `key=value`; a value that is JSON, as `true` or `{"a": 1}`, is
+    parsed, all else is text.
 
     Raises UsageError for other words.
     """

@@ -1,4 +1,4 @@
-"""What all folders behind URLs have in common: small files, many at a time, and ranges of large ones."""
+"""The base of all folders behind URLs: small files, many at a time, and ranges of large ones."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class UrlFolder(Folder):
 
     @abstractmethod
     def read_range(self, file: str, start: int, stop: int) -> bytes:
-        """Return bytes `[start, stop)` of a file, fewer where it ends before.
+        """Return bytes `[start, stop)` of a file, fewer if it ends before.
 
-        Raises FileNotFoundError where it is missing, StorageError for other failures.
+        Raises FileNotFoundError if it is missing, StorageError for other failures.
         """
 
     @abstractmethod
     def size(self, file: str) -> int:
-        """Return the file's bytes; FileNotFoundError where it is missing, IsADirectoryError where it is a folder."""
+        """Return the file's bytes; FileNotFoundError if it is missing, IsADirectoryError if it is a folder."""
 
     def location_of(self, file: str) -> str:
         """See `Folder.location_of`."""
