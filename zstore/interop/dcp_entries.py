@@ -1,10 +1,10 @@
-"""Entries of torch.distributed.checkpoint that are no tensors: what they are, and where their bytes lie. No torch.
+"""Entries of torch.distributed.checkpoint that are no tensors: their kinds, and the places of their bytes. No torch.
 
 [Note: bytes in pickles]
-torch.save pickles with protocol 2, which knows no `bytes`: they stand there as text of one character each, in UTF-8, so that
-those from 128 on take two bytes. The text is gone through once, to count them and to note how many stand before each block
+torch.save pickles with protocol 2, which knows no `bytes`: they are stored as text of one character each, in UTF-8, so that
+those from 128 on take two bytes. The text is gone through once, to count them and to note how many come before each block
 of it; then any range of them is decoded from the blocks that it touches. Later protocols have them as they are.
-What is not recognised as such is looked into where it is small, and else kept as the pickle that it is.
+Anything else is looked into if it is small, and otherwise kept as the pickle that it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .torchfile import find_pickle, load_torch_file, opened_file
 _MOST_LOADED_BYTES = 4 * 1024 * 1024
 """Longer pickles are not looked into."""
 _MOST_VALUES, _MOST_VALUES_BYTES = 2**19, 32 * 1024 * 1024
-"""What the values of one checkpoint may take: half of what a record may."""
+"""Most that the values of one checkpoint may take: half of a record's limit."""
 _BLOCK_BYTES = 1024 * 1024
 _AROUND_BYTES = 64
 """More than a pickle of `bytes` has before them, or behind."""
@@ -46,7 +46,7 @@ class FileRange:
     nbytes: int
 
     def read(self, files: Files, first: int, out: Bytes) -> None:
-        """Fill `out` with them, from number `first` on. Raises StorageError where the file is shorter now."""
+        """Fill `out` with them, from number `first` on. Raises StorageError if the file is shorter now."""
         with files.opened(self.path) as file:
             files.read_into(file, out, self.offset + first)
 
@@ -58,12 +58,12 @@ class FileRange:
 
 
 class TextBytes:
-    """Bytes that stand in a file as text. See [Note: bytes in pickles]. Raises CorruptionError where they do not."""
+    """Bytes that are stored in a file as text. See [Note: bytes in pickles]. Raises CorruptionError if they are not."""
 
     def __init__(self, files: Files, place: FileRange) -> None:
         self._place = place
         self._starts = [0]
-        """How many bytes stand before each block of the text."""
+        """How many bytes come before each block of the text."""
         carried = False  # a block ended between the two bytes of a character
         for at in range(0, place.nbytes, _BLOCK_BYTES):
             text = place.load(files, at, min(at + _BLOCK_BYTES, place.nbytes))
@@ -125,11 +125,11 @@ class LoadedBytes:
 
 
 Opaque = FileRange | TextBytes | LoadedBytes
-"""The bytes of an entry, read where they are stored."""
+"""The bytes of an entry, read from their file."""
 
 
 class Entries:
-    """Looks into the entries of one checkpoint. They may not lie over one another: many would else be made of few bytes."""
+    """Looks into the entries of one checkpoint. They may not overlap: else many could be made of few bytes."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -140,7 +140,7 @@ class Entries:
     def look(self, place: FileRange) -> tuple[str, Any]:
         """Return an empty kind and JSON for plain data, else the kind and the `Opaque`.
 
-        Raises CorruptionError where the entry is missing or damaged, or the file has less than its entries.
+        Raises CorruptionError if the entry is missing or damaged, or the file has less than its entries.
         """
         self._claim(place)
         offset, nbytes = find_pickle(place.path, (place.offset, place.nbytes))
@@ -169,7 +169,7 @@ class Entries:
             )
 
     def _bytes_in(self, pickled: FileRange) -> FileRange | TextBytes | None:
-        """Return the bytes that a pickle is of; None where it is of something else."""
+        """Return the bytes that a pickle is of; None if it is of something else."""
         head = pickled.load(self._files, 0, min(_AROUND_BYTES, pickled.nbytes)).tobytes()
         for begin, end in ((_TEXT, _TEXT_END), (_RAW, _RAW_END)):
             match = begin.match(head)

@@ -7,8 +7,8 @@ tensor of path
     (fqn,)                                                 is `model/<fqn>`, as torchtitan has its weights
     (..., "optim", "state", fqn, slot)                     is `optimizer/<slot>/<fqn>`, with "optimizer(s)" likewise
     (..., "optim", "state.<fqn>.<slot>")                   is `optimizer/<slot>/<fqn>`, an optimizer that is flattened
-and any other is `client/<key>`. What stands before the name is a root. The record keeps the root of the weights and
-that of the optimizer; where there are several, and for all others, it keeps the path of each array.
+and any other is `client/<key>`. The part before the name is a root. The record keeps the root of the weights and
+that of the optimizer; if there are several, and for all others, it keeps the path of each array.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NESTED, _FLAT = "nested", "flat"
 
 @dataclass(frozen=True)
 class _Meaning:
-    """What a path means."""
+    """The meaning of a path."""
 
     group: str
     root: Path = ()
@@ -46,7 +46,7 @@ class _Meaning:
 
 
 def _meaning(path: Path) -> _Meaning | None:
-    """Return what the tensor at `path` is; None for what is neither weight nor optimizer state, or oddly nested."""
+    """Return the meaning of the path of a tensor; None if it is neither weight nor optimizer state, or oddly nested."""
     for at, part in enumerate(path[:-1]):
         root, rest = path[: at + 1], path[at + 1 :]
         if part == "model":
@@ -76,7 +76,7 @@ def key_of(path: Path) -> str:
 
 
 def step_of(folder_name: str) -> int:
-    """Return the training step that a checkpoint's folder is called by, as `step-100`; 0 where it is called otherwise."""
+    """Return the training step that a checkpoint's folder is called by, as `step-100`; 0 for any other name."""
     found = _STEP.search(folder_name)
     return int(found[1]) if found else 0
 
@@ -135,9 +135,9 @@ def _name(key: str, meaning: _Meaning | None, alone: bool) -> tuple[str, bool]:
 
 
 def paths_of(document: Mapping[str, Any], arrays: Iterable[str]) -> dict[str, Path]:
-    """Return the path of each array of a checkpoint, given `record.state["dcp"]` (empty where it has none).
+    """Return the path of each array of a checkpoint, given `record.state["dcp"]` (empty if it has none).
 
-    What completes split masters has none, nor have scales of moments: they belong to other arrays. Raises CorruptionError
+    Parts of split masters and scales of moments have none: they belong to other arrays. Raises CorruptionError
     for a document that is none.
     """
     kept = {name: path_from_json(path) for name, path in _mapping(document.get("paths", {})).items()}

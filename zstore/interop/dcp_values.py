@@ -1,7 +1,7 @@
-"""What a state dict of torch.distributed.checkpoint holds beside tensors, as JSON. Pure.
+"""Entries of a state dict of torch.distributed.checkpoint beside tensors, as JSON. Pure.
 
 [Note: values]
-Numbers, text and containers of them stand in the record, exactly: a tuple comes back as a tuple. `bytes` are an array
+Numbers, text and containers of them are kept in the record, exactly: a tuple comes back as a tuple. `bytes` are an array
 of uint8. Of anything else torch's pickle is kept in an array of uint8, which zstore never unpickles.
 """
 
@@ -20,25 +20,25 @@ from .dcp_names import STATE, Names, Path, key_of, path_from_json, paths_of
 BYTES = "bytes"
 """An opaque array that is the content of a `bytes` object."""
 PICKLE = "pickle"
-"""An opaque array that is what torch.save wrote of an object."""
+"""An opaque array that is the output of torch.save for an object."""
 _MOST_DEPTH = 24
 _BRACKETS_BYTES = 4
 _MOST_LETTER_BYTES = 12
 
 
 class NotPlainError(Exception):
-    """A value that JSON cannot stand for."""
+    """A value that JSON cannot express."""
 
 
 @dataclass
 class Room:
-    """What values may take in a record: how many there are in it, and about how many bytes of JSON they are."""
+    """The room for values in a record: their number, and about the bytes of their JSON."""
 
     values: int = MAX_RECORD_VALUES
     nbytes: int = MAX_RECORD_BYTES
 
     def take(self, value: object) -> None:
-        """Count a value, without what is in it. Raises NotPlainError where there is no room for it."""
+        """Count a value, without its content. Raises NotPlainError if there is no room for it."""
         self.values -= 1
         self.nbytes -= _BRACKETS_BYTES
         if isinstance(value, str):
@@ -56,7 +56,7 @@ def encode_value(value: object, room: Room | None = None) -> Any:
 
     Tuples, bytes and dicts with other keys than plain text are objects with one key that begins with `$`. Raises
     NotPlainError; subclasses are not plain, since they would come back as something else, nor is what is nested deeply, or is
-    more than there is `room` for (then `room` is as before): a small pickle may hold one list a million times.
+    take more than there is `room` for (then `room` is as before): a small pickle may hold one list a million times.
     """
     room = Room() if room is None else room
     before = (room.values, room.nbytes)
@@ -88,7 +88,7 @@ def _encode(value: object, room: Room, depth: int) -> Any:
 
 
 def decode_value(value: Any) -> Any:
-    """Return what `encode_value` was given; raises CorruptionError for what it does not write."""
+    """Return what `encode_value` was given; raises CorruptionError for anything else."""
     if isinstance(value, list):
         return [decode_value(item) for item in value]
     if not isinstance(value, dict):
@@ -111,7 +111,7 @@ def decode_value(value: Any) -> Any:
 
 @dataclass(kw_only=True)
 class DcpState:
-    """What the record keeps for torch.distributed.checkpoint, under `state["dcp"]`."""
+    """The part of the record for torch.distributed.checkpoint, under `state["dcp"]`."""
 
     paths: dict[str, Path]
     """Array -> path in the nested state dict."""
@@ -124,7 +124,7 @@ class DcpState:
     def of(cls, state: Mapping[str, Any], arrays: Iterable[str]) -> DcpState:
         """Return that of a checkpoint with this `record.state`, which DCP need not have written.
 
-        Raises CorruptionError where it is damaged.
+        Raises CorruptionError if it is damaged.
         """
         document = state.get(STATE, {})
         if not isinstance(document, dict):

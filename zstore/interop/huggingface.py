@@ -13,7 +13,7 @@ from .source import ForeignSource, record_of
 
 
 class HuggingFaceSource(ForeignSource):
-    """The weights in `folder`; raises what `WeightsReader` raises.
+    """The weights in `folder`; raises the errors of `WeightsReader`.
 
     Tensors that the model ties are there once, under the name that the files give them.
     """

@@ -25,11 +25,11 @@ NUMPY: Table = {
     ),
     "numpy.ndarray": None,
 }
-"""Globals of numpy's data; `numpy_value` gives what they stand for."""
+"""Globals of numpy's data; `numpy_value` gives their values."""
 
 
 def numpy_value(found: PickledObject) -> npt.NDArray[Any] | float | None:
-    """Return the array or number that an object of `NUMPY` stands for; None where it is of no plain type, or damaged."""
+    """Return the array or number that an object of `NUMPY` represents; None if it is of no plain type, or damaged."""
     kind = found.name.rpartition(".")[2]
     try:
         if kind == "scalar":
@@ -56,7 +56,7 @@ def _array(data: Any, dtype: Any, shape: Any, *, fortran: bool = False) -> npt.N
     if len(data) != math.prod(shape) * plain.itemsize:
         raise ValueError("the bytes are not those of the shape")
     array = np.frombuffer(data, plain).reshape(shape, order="F" if fortran else "C")
-    # As they are where they can be: many arrays may be made of the same bytes.
+    # As they are if possible: many arrays may be made of the same bytes.
     return array.astype(plain.newbyteorder("<"), order="C", copy=False)
 
 

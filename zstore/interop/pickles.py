@@ -2,9 +2,9 @@
 
 [Note: what a pickle may do]
 A pickle is a program: it names functions of any module and has them called. The machine here knows the opcodes that
-build numbers, text, lists, tuples, dicts and sets. What else a pickle names must be in the caller's table, and what the
+build numbers, text, lists, tuples, dicts and sets. Any other name must be in the caller's table, and all that the
 table has is ours: functions that build data. Everything else is refused by name before anything happens. There are no
-recursive calls, and nothing is allocated for which the pickle does not have the bytes. What was built may refer to
+recursive calls, and nothing is allocated for which the pickle does not have the bytes. The result may refer to
 itself, or to one thing many times over: whoever walks it must count its steps (`Walk`).
 
 Source of the opcodes: pickletools of the Python standard library, protocols 2 to 5.
@@ -20,10 +20,10 @@ from typing import Any, BinaryIO
 from ..errors import CheckpointMismatchError, CorruptionError
 
 Maker = Callable[..., Any]
-"""Makes what a call of a global gives, from the pickle's arguments; must not trust them."""
+"""Makes the result of a call of a global, from the pickle's arguments; must not trust them."""
 
 Table = Mapping[str, Maker | None]
-"""Full name of a global -> what a call of it makes; None where it may be named, but not called."""
+"""Full name of a global -> what makes its calls' results; None if it may be named, but not called."""
 
 MAX_PICKLE_BYTES = 256 * 1024 * 1024
 """A longer pickle is not read: tensors' values are no part of it."""
@@ -50,31 +50,31 @@ class Global:
 
 @dataclass(eq=False)
 class PickledObject:
-    """An object of a class that is known by name alone: what the pickle gives of it, and nothing was called."""
+    """An object of a class that is known by name alone: its content in the pickle, and nothing was called."""
 
     name: str
     args: tuple[Any, ...] = ()
     state: Any = None
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return an entry of the state, where that is a dict."""
+        """Return an entry of the state, if that is a dict."""
         return self.state.get(key, default) if isinstance(self.state, dict) else default
 
 
 def brief(value: Any) -> str:
-    """Return a short text of what a pickle built, which may be deep or endless."""
+    """Return a short text of an object from a pickle, which may be deep or endless."""
     return repr(value)[:80] if isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
 
 class Walk:
-    """Counts the steps of whoever walks through what a pickle built: it may be endless."""
+    """Counts the steps of whoever walks through the objects of a pickle: they may be endless."""
 
     def __init__(self, where: str, most: int = 1_000_000) -> None:
         self._where = where
         self._left = most
 
     def step(self) -> None:
-        """Count a step. Raises CorruptionError where there were too many."""
+        """Count a step. Raises CorruptionError if there were too many."""
         self._left -= 1
         if self._left < 0:
             raise CorruptionError(f"{self._where}: the pickle has too many parts for a checkpoint")
@@ -92,10 +92,10 @@ def inert(*names: str) -> dict[str, Maker | None]:
 def load_pickle(
     stream: BinaryIO, where: str, table: Table, persistent: Callable[[Any], Any] | None = None, *, size: int
 ) -> Any:
-    """Return what the pickle at the stream's position, of at most `size` bytes, builds; the stream is behind it then.
+    """Return the object of the pickle at the stream's position, of at most `size` bytes; the stream is behind it then.
 
     `where` names it in messages; `persistent` gives the objects that are kept outside it. Raises CheckpointMismatchError
-    for a global that neither `table` nor `PLAIN` has, CorruptionError for what is no pickle.
+    for a global that neither `table` nor `PLAIN` has, CorruptionError for data that is no pickle.
     """
     machine = _Machine(stream, where, {**PLAIN, **table}, persistent, min(size, MAX_PICKLE_BYTES))
     try:
@@ -205,7 +205,7 @@ class _Machine:
         self._containers_left = _MOST_CONTAINERS + size // _BYTES_A_CONTAINER
 
     def run(self) -> Any:
-        """Return what the pickle leaves at its end."""
+        """Return the object that the pickle leaves at its end."""
         while True:
             opcode = self._read(1)[0]
             if opcode == _STOP:
@@ -371,7 +371,7 @@ class _Machine:
             raise ValueError(f"a {type(target).__name__} is called")
         if target.make is None:
             raise CheckpointMismatchError(f"{self._where} calls {target.name!r}, which is not read")
-        # What is made copies its arguments, which the memo hands out again and again.
+        # The results copy their arguments, which the memo hands out again and again.
         self._copied += sum(len(arg) for arg in args if isinstance(arg, _SIZED))
         if self._copied > 2 * self.done + _SMALL_COPIES:
             raise CorruptionError(f"{self._where}: the pickle copies its parts to more than its own size")
@@ -413,4 +413,4 @@ _STEPS: dict[int, Callable[[_Machine], Any]] = {
     ord("b"): _Machine._build,
     ord("Q"): _Machine._persistent_id,
 }
-"""Not kept by a machine: bound to it they would keep what it built until garbage is collected."""
+"""Not kept by a machine: bound to it they would keep its objects until garbage is collected."""

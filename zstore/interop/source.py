@@ -1,4 +1,4 @@
-"""What the sources of other software's checkpoints have in common. No torch."""
+"""The base of the sources of other software's checkpoints. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..io.shards import IoResources
 class ForeignSource(ArraySource):
     """A checkpoint in `folder` that holds the arrays `specs`, each in one piece. A kind of it gives `_fill`.
 
-    Nothing belongs to a single rank of the run. Where the files have no checksums, what is read is what is there.
+    Nothing belongs to a single rank of the run. If the files have no checksums, damage goes unnoticed.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ForeignSource(ArraySource):
 
 
 def record_of(folder: Path, step: int = 0, state: Mapping[str, Any] | None = None) -> Record:
-    """Return the record of a folder that has none; the tag is the folder's name where that can be one."""
+    """Return the record of a folder that has none; the tag is the folder's name if that can be one."""
     try:
         tag = tag_text(folder.resolve().name)
     except UsageError:

@@ -1,8 +1,8 @@
-"""Writes what torch.load reads, with values that come in pieces: a pickle of tensors, and a zip archive. No torch.
+"""Writes files for torch.load, with values that come in pieces: a pickle of tensors, and a zip archive. No torch.
 
 [Note: the archive]
 An archive has `archive/data.pkl`, which names storages by number, `archive/data/<number>` with their bytes, each at a
-multiple of 64 (so that torch.load can map them), and two small entries. Offsets are counted from where the archive
+multiple of 64 (so that torch.load can map them), and two small entries. Offsets are counted from the byte at which the archive
 begins: it may be one of many in a file.
 Source: torch/serialization.py.
 """
@@ -180,7 +180,7 @@ class _ArchiveFile(io.RawIOBase):
 
 
 def write_archive(sink: Sink, value: Any, storages: Iterable[tuple[int, Iterable[Bytes]]] = ()) -> int:
-    """Write, at the end of `sink`, what torch.load returns `value` from; return the bytes of the archive.
+    """Write, at the end of `sink`, an archive from which torch.load returns `value`; return its bytes.
 
     `storages` are those that the tensors in `value` name, in the order of their numbers: how many bytes each has, and
     its content in parts, which are asked for as they are written.

@@ -2,7 +2,7 @@
 
 [Note: the folder]
 `.metadata` is a pickle of dataclasses: for each key a tensor's size and the blocks that it was cut into, or that it is
-something else; and for each block a file, an offset and a length. There lies what torch.save wrote of the block: a whole
+something else; and for each block a file, an offset and a length. There is the output of torch.save for the block: a whole
 zip archive. A block is found when it is first read. Entries that are no tensors are read when the checkpoint is opened:
 plain data goes to the record, of all else the pickle is an array of bytes.
 Source: torch/distributed/checkpoint/metadata.py and filesystem.py of torch 2.
@@ -53,13 +53,13 @@ _TABLE: Table = {
 
 
 _Blocks = list[tuple[Box, FileRange]]
-"""The blocks of a tensor, and where they are stored."""
+"""The blocks of a tensor, and their places."""
 
 
 class TorchDcpSource(ForeignSource):
     """The checkpoint in `folder`. Names are mapped as `docs/dcp.md` says.
 
-    Raises CorruptionError where it is damaged, CheckpointMismatchError for what is not read: other storage formats than
+    Raises CorruptionError if it is damaged, CheckpointMismatchError for parts that are not read: other storage formats than
     that of `FileSystemWriter`, and data types that the format does not store.
     """
 
@@ -108,7 +108,7 @@ class TorchDcpSource(ForeignSource):
 
 
 class _Metadata:
-    """What `.metadata` says, checked."""
+    """The content of `.metadata`, checked."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -189,7 +189,7 @@ class _Metadata:
             raise self._damaged(f"expected a size, got {brief(value)}")
         return value
 
-    # -- where they lie ----------------------------------------------------------------------------------------------
+    # -- places -----------------------------------------------------------------------------------------------------
 
     def _index(self, storage: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], FileRange]:
         found: dict[tuple[str, tuple[int, ...] | None], FileRange] = {}
@@ -225,7 +225,7 @@ class _Metadata:
             return tuple(path) if key_of(tuple(path)) == key else (key,)
         return (key,)
 
-    # -- what a pickle built -----------------------------------------------------------------------------------------
+    # -- objects of a pickle ----------------------------------------------------------------------------------------
 
     def _object(self, value: object, kind: str) -> PickledObject:
         self._walk.step()

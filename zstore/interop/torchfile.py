@@ -1,8 +1,8 @@
-"""Files of `torch.save`: what they hold, with tensors that are read in ranges where they lie. No torch.
+"""Files of `torch.save`: their objects, with tensors that are read in ranges from the file. No torch.
 
 [Note: the files]
 Since torch 1.6 a file is a zip archive: `<name>/data.pkl`, a pickle, and beside it one entry, not compressed, for each
-storage, `<name>/data/<key>`; the pickle refers to them by key. Before that, and where a caller of `torch.save` asks for
+storage, `<name>/data/<key>`; the pickle refers to them by key. Before that, and if a caller of `torch.save` asks for
 it, a file is five pickles (a magic number, a protocol, facts about the machine, the object, the storages' keys in order)
 and then each storage: its number of elements, 8 bytes, and the elements.
 The pickles are read by `zstore.interop.pickles`; a name out of a pickle is looked up, and never used as a path.
@@ -75,7 +75,7 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TorchTensor(Shaped):
-    """A tensor in a file. Its view of the storage lies inside it: that was checked."""
+    """A tensor in a file. Its view of the storage is inside it: that was checked."""
 
     storage: Storage
     dtype: str
@@ -85,7 +85,7 @@ class TorchTensor(Shaped):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    """What was set on the tensor itself."""
+    """Attributes of the tensor itself."""
 
     @property
     def itemsize(self) -> int:
@@ -94,7 +94,7 @@ class TorchTensor(Shaped):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie one behind the other, in C order."""
+        """Whether the elements are contiguous, in C order."""
         expected = 1
         for extent, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if extent != 1 and step != expected and self.numel:
@@ -104,11 +104,11 @@ class TorchTensor(Shaped):
 
     @property
     def identity(self) -> tuple[Storage, int, tuple[int, ...], tuple[int, ...], str]:
-        """What is equal for two names of one tensor."""
+        """A value that is equal for two names of one tensor."""
         return self.storage, self.first, self.shape, self.stride, self.dtype
 
     def read(self, files: Files, first: int, stop: int, out: Bytes) -> None:
-        """Read flat elements `[first, stop)`, in C order, into `out`; raises StorageError where the file is shorter now."""
+        """Read flat elements `[first, stop)`, in C order, into `out`; raises StorageError if the file is shorter now."""
         if first == stop:
             return
         if self.is_contiguous:
@@ -141,11 +141,11 @@ class TorchTensor(Shaped):
 def load_torch_file(
     path: Path, table: Table | None = None, *, part: tuple[int, int] | None = None, most_bytes: int = MAX_PICKLE_BYTES
 ) -> Any:
-    """Return what was saved into the file, with a `TorchTensor` for each tensor; only the pickle is read.
+    """Return the object that was saved into the file, with a `TorchTensor` for each tensor; only the pickle is read.
 
     Globals beyond tensors and plain containers are those of `table`. Of a file of many archives, `part` is offset and
-    bytes of one. The pickle has at most `most_bytes`. Raises CorruptionError where the file is missing, damaged or no file
-    of `torch.save`; CheckpointMismatchError for what it names that is not read; StorageError where it cannot be read.
+    bytes of one. The pickle has at most `most_bytes`. Raises CorruptionError if the file is missing, damaged or no file
+    of `torch.save`; CheckpointMismatchError for objects that are not read; StorageError if it cannot be read.
     """
     with opened_file(path) as (file, size):
         if part is not None:
@@ -179,7 +179,7 @@ def _archive(path: Path, file: BinaryIO, size: int, part: tuple[int, int]) -> _Z
 
 @contextmanager
 def opened_file(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a file and say how many bytes it has. Raises CorruptionError where it is missing or no file, StorageError."""
+    """Open a file and say how many bytes it has. Raises CorruptionError if it is missing or no file, StorageError."""
     try:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode):
@@ -282,7 +282,7 @@ TORCH: Table = {
     **{f"torch.{name}": None for name in (*_DTYPES, *_ALIASES)},
     **inert("torch.device"),
 }
-"""Globals of tensors, and of what is beside them: a type is a `Global`, a size a tuple."""
+"""Globals of tensors, and of their parts: a type is a `Global`, a size a tuple."""
 
 
 def _typed(kind: Any) -> tuple[str | None, int]:
@@ -377,7 +377,7 @@ class _Zip:
         return self._base + offset, info.file_size
 
     def load(self, table: Table, most_bytes: int = MAX_PICKLE_BYTES) -> Any:
-        """Return what was saved; raises CorruptionError where its pickle has more than `most_bytes`."""
+        """Return the saved object; raises CorruptionError if its pickle has more than `most_bytes`."""
         if f"{self._root}byteorder" in self._entries:
             offset, size = self.find("byteorder")
             self._file.seek(offset)
@@ -414,7 +414,7 @@ class _Zip:
 
 
 def _load_legacy(path: Path, file: BinaryIO, size: int, table: Table) -> Any:
-    """Return what a file that is no archive holds. See [Note: the files]."""
+    """Return the object in a file that is no archive. See [Note: the files]."""
     where = f"{path} (not a zip archive)"
     storages: dict[str, tuple[Storage, int]] = {}
 

@@ -2,8 +2,8 @@
 
 [Note: the folders]
 `<root>/latest` holds the tag, `<root>/<tag>/` the files: model states, one file at stages 0 to 2 and one for each rank at
-stage 3; optimizer states, one file for each rank, none at stage 0 (but with bf16); `offloaded_tensors/rank<NN>/`, what
-was on NVMe; `zero/<parameter>/fp32.pt` and its like, where the folder is a universal one (then the root has
+stage 3; optimizer states, one file for each rank, none at stage 0 (but with bf16); `offloaded_tensors/rank<NN>/`, tensors
+from NVMe; `zero/<parameter>/fp32.pt` and its like, if the folder is a universal one (then the root has
 `latest_universal`). A trainer's `checkpoint-<N>/` is such a root.
 Source: deepspeed/runtime/engine.py and deepspeed/checkpoint/ds_to_universal.py of 0.19.
 """
@@ -24,7 +24,7 @@ _OPTIMIZER = re.compile(r"\A(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?op
 _PIPELINE = re.compile(r"\Alayer_\d+-model_.*model_states\.pt\Z")
 _EXPERT = re.compile(r"\A(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt\Z|\Aexpp_rank_\d+_.*\.pt\Z")
 MODEL_STATES = "mp_rank_00_model_states.pt"
-"""Where all model states are, at stages 1 and 2."""
+"""The file of all model states, at stages 1 and 2."""
 _OFFLOADED = "offloaded_tensors"
 _UNIVERSAL = "zero"
 _HINTS = ("latest", "latest_universal")
@@ -45,14 +45,14 @@ class CheckpointFiles:
     universal: dict[str, Path] = field(default_factory=dict)
     """Of a universal folder, each parameter's folder, and `optimizer_state.pt`."""
     offloaded: dict[int, dict[str, Path]] = field(default_factory=dict)
-    """What was on NVMe: files by rank and name."""
+    """Tensors from NVMe: files by rank and name."""
 
 
 def find(location: Path, tag: str | None) -> CheckpointFiles | None:
     """Return the checkpoint that `location` and `tag` mean: a tag's folder, or the root above; None for none of DeepSpeed.
 
-    Without a tag it is what `latest` names, or `latest_universal`, or the highest step's. Raises CheckpointNotFoundError
-    that names what is there, CheckpointMismatchError for parallel layouts that are not read, CorruptionError.
+    Without a tag it is that of `latest`, or `latest_universal`, or the highest step's. Raises CheckpointNotFoundError
+    that names the tags that are there, CheckpointMismatchError for parallel layouts that are not read, CorruptionError.
     """
     if _is_checkpoint(location):
         if tag is not None and tag != location.name:
@@ -89,7 +89,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _hinted(root: Path) -> str | None:
-    """Return the tag that the root's hint names, None where there is none."""
+    """Return the tag that the root's hint names, None if there is none."""
     for name in _HINTS:
         try:
             with (root / name).open("rb") as file:
@@ -134,7 +134,7 @@ def _files(path: Path) -> CheckpointFiles:
 
 
 def _refuse_parallel(path: Path, names: list[str]) -> None:
-    """Raise CheckpointMismatchError for layouts of which no file alone has what a tensor is."""
+    """Raise CheckpointMismatchError for layouts in which no file alone describes a tensor."""
     found = {
         "pipeline parallel": [name for name in names if _PIPELINE.match(name)],
         "expert parallel (a mixture of experts)": [name for name in names if _EXPERT.match(name)],

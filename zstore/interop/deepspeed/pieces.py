@@ -1,9 +1,9 @@
-"""The trained parameters of a DeepSpeed checkpoint, and where their elements lie in the ranks' flat tensors.
+"""The trained parameters of a DeepSpeed checkpoint, and the places of their elements in the ranks' flat tensors.
 
 [Note: flat tensors]
 At stages 1 and 2 a parameter group is one long vector, cut into as many parts as there are ranks: a tensor is a range of
-it, and may lie in several parts (`Joined`). At stage 3 each tensor is cut by itself, its last part padded, and each rank's
-parts of a group of tensors lie one behind the other (`Striped`).
+it, and may be in several parts (`Joined`). At stage 3 each tensor is cut by itself, its last part padded, and each rank's
+parts of a group of tensors follow each other (`Striped`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Part = TorchTensor | MemoryPart
 
 
 class Vector:
-    """What `parts`, all of one type, make together."""
+    """The concatenation of `parts`, all of one type."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
@@ -130,7 +130,7 @@ class TrainedParameter:
 
 @dataclass
 class States:
-    """What the optimizer's files hold."""
+    """The content of the optimizer's files."""
 
     stage: int
     world_size: int

@@ -29,7 +29,7 @@ _SETTINGS = (
 """Settings of parameter groups that torch's optimizers and schedulers know."""
 
 _HYSTERESIS = 2
-"""DeepSpeed's own, where a checkpoint does not say."""
+"""DeepSpeed's defaults, if a checkpoint has none."""
 
 SCALE_RULES = {
     "loss_scale_window": "scale_window",
@@ -38,7 +38,7 @@ SCALE_RULES = {
     "consecutive_hysteresis": "consecutive_hysteresis",
     "raise_error_at_min_scale": "raise_error_at_min_scale",
 }
-"""Settings by which a dynamic loss scale changes, and what DeepSpeed's scaler calls them."""
+"""Settings by which a dynamic loss scale changes, and their names in DeepSpeed's scaler."""
 
 
 class Progress:
@@ -50,7 +50,7 @@ class Progress:
         self._files = files
         self._config = table_of(model.get("ds_config"))
         self.notes: list[str] = []
-        """What could not be carried over."""
+        """State that could not be carried over."""
         self._client = Plain(f"{model.where}: client state")
 
     @property
@@ -61,7 +61,7 @@ class Progress:
 
     @property
     def precision(self) -> str:
-        """What the model computed in: "bf16", "fp16" or "fp32"."""
+        """The precision that the model computed in: "bf16", "fp16" or "fp32"."""
         for name, keys in (("bf16", ("bf16", "bfloat16")), ("fp16", ("fp16",))):
             if any(table_of(self._config.get(key)).get("enabled") is True for key in keys):
                 return name
@@ -126,7 +126,7 @@ class Progress:
         return value if type(value) is int and 0 <= value < 2**53 else default
 
     def _batch(self) -> dict[str, int]:
-        """Return the batch sizes; the config may leave out what follows from the rest."""
+        """Return the batch sizes; the config may leave out those that follow from the others."""
 
         def setting(key: str) -> int | None:
             value = self._config.get(key)
@@ -178,7 +178,7 @@ class Progress:
         }
 
     def _rules(self, scaler: Mapping[Any, Any]) -> dict[str, Any] | None:
-        """Return the settings by which a dynamic scale changes; None of any other, and where some are missing."""
+        """Return the settings by which a dynamic scale changes; None for any other, and if some are missing."""
         found: dict[str, Any] = {name: scaler.get(key) for name, key in SCALE_RULES.items()}
         known = all(isinstance(value, bool | int | float) for value in found.values())
         return found if known and scaler.get("dynamic") is True else None

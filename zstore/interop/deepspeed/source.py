@@ -1,8 +1,8 @@
 """A DeepSpeed checkpoint as named arrays. No torch.
 
 [Note: which value a parameter has]
-`model/<name>` is the master where the optimizer has one, else the parameter of the model states: of frozen ones, and
-where there is no optimizer. Tied parameters stand there once, under the name that is first in the model.
+`model/<name>` is the master if the optimizer has one, else the parameter of the model states: of frozen ones, and
+if there is no optimizer. Tied parameters are there once, under the name that is first in the model.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _ALWAYS_LOST = "the states of random number generators"
 def open_deepspeed(
     location: str | Path, tag: str | None = None, *, resources: IoResources | None = None
 ) -> DeepSpeedSource | None:
-    """Open the DeepSpeed checkpoint that `location` and `tag` mean; None where there is none of DeepSpeed.
+    """Open the DeepSpeed checkpoint that `location` and `tag` mean; None if there is none of DeepSpeed.
 
-    Raises CheckpointNotFoundError, CorruptionError where it is damaged or incomplete, CheckpointMismatchError for a layout
+    Raises CheckpointNotFoundError, CorruptionError if it is damaged or incomplete, CheckpointMismatchError for a layout
     or an object that is not read.
     """
     folder = find(Path(location), tag)
@@ -124,7 +124,7 @@ class DeepSpeedSource(ForeignSource):
             self._add(model_array(name), shape, Striped(parts, 0, cut), aliases.get(name, ()))
 
     def _aliases(self, states: States) -> dict[str, str]:
-        """Return the names of tied parameters that stand under another name."""
+        """Return the names of tied parameters that are stored under another name."""
         shared = self._model.get("shared_params")
         if isinstance(shared, dict):
             return {a: b for a, b in shared.items() if isinstance(a, str) and isinstance(b, str)}
@@ -151,7 +151,7 @@ def _model_states(folder: CheckpointFiles) -> Fields:
 
 
 def _refuse_parallel(folder: CheckpointFiles, model: Fields) -> None:
-    """Raise CheckpointMismatchError where the model states tell of a layout that file names do not."""
+    """Raise CheckpointMismatchError if the model states tell of a layout that file names do not."""
     dims = table_of(model.get("checkpoint_parallel_dimensions"))
     degrees = {
         "tensor parallel": max(_degree(model.get("mp_world_size")), _degree(dims.get("tp_degree"))),

@@ -1,4 +1,4 @@
-"""The trained parameters of a DeepSpeed checkpoint: where their masters and optimizer slots lie, at each stage.
+"""The trained parameters of a DeepSpeed checkpoint: the places of their masters and optimizer slots, at each stage.
 
 Source of the layouts: deepspeed/runtime/zero/stage_1_and_2.py, stage3.py, runtime/bf16_optimizer.py and
 checkpoint/ds_to_universal.py of 0.19. See [Note: flat tensors].
@@ -92,7 +92,7 @@ class StateReader:
         return states
 
     def _universal_parameter(self, name: str, shape: tuple[int, ...], step: float | None) -> TrainedParameter:
-        # The name is looked up among what is there; it is never made a path.
+        # The name is looked up among the existing ones; it is never made a path.
         base = self._folder.universal.get(name)
         if base is None:
             raise CorruptionError(
@@ -142,7 +142,7 @@ def _world_size_of(state: Fields) -> int:
 
 @dataclass
 class _Layout:
-    """What the two layouts share. `ranks` are the optimizer's states of each rank."""
+    """The common part of the two layouts. `ranks` are the optimizer's states of each rank."""
 
     folder: CheckpointFiles
     files: Files
@@ -150,7 +150,7 @@ class _Layout:
     states: States
 
     def same_scalars(self, where: str, each: Sequence[dict[str, float]]) -> dict[str, float]:
-        """Return the numbers that all ranks have. Raises CorruptionError where they differ."""
+        """Return the numbers that all ranks have. Raises CorruptionError if they differ."""
         steps = {numbers.get("step") for numbers in each}
         if len(steps) > 1:
             raise CorruptionError(
@@ -160,7 +160,7 @@ class _Layout:
         return each[0]
 
     def slot_names(self, state: Mapping[Any, Any], is_slot: Callable[[TorchTensor], bool]) -> list[str]:
-        """Return the keys of a state that are cut as the master is; what else has extents is left out, and noted."""
+        """Return the keys of a state that are cut as the master is; other tensors with extents are left out, and noted."""
         names = []
         for key, value in state.items():
             if not isinstance(key, str) or key == "step" or not isinstance(value, TorchTensor) or not value.shape:
@@ -228,7 +228,7 @@ class _Stage2(_Layout):
             for key, vector in flat.items():
                 if end > vector.numel:
                     raise _short(self.folder, f"{where}: {key}", vector.numel, end)
-        # What is padded for the ranks is less than two elements for each.
+        # The padding for the ranks is less than two elements for each.
         if flat[MASTER].numel - start > 2 * len(self.ranks):
             raise _short(self.folder, where, flat[MASTER].numel, start)
 
@@ -265,7 +265,7 @@ class _Stage3(_Layout):
             tensor_of(_item(rank.items("fp32_flat_groups"), number, rank.where), f"{rank.where}: {where}")
             for rank in self.ranks
         ]
-        # The file on NVMe is called by what is set on the master.
+        # The file on NVMe is named by an attribute of the master.
         keys = [master.attributes.get("ds_id") for master in masters]
         flat: dict[str, list[Part]] = {
             MASTER: [self._part(m, numel, rank, f"{keys[rank]}", where) for rank, m in enumerate(masters)]
@@ -281,12 +281,12 @@ class _Stage3(_Layout):
             start += cut
 
     def _part(self, value: TorchTensor, numel: int, rank: int, file: str, where: str) -> Part:
-        """Return a rank's flat tensor, from `file` beside the archive where it was on NVMe."""
+        """Return a rank's flat tensor, from `file` beside the archive if it was on NVMe."""
         if value.numel == numel:
             return flat_of(value, where)
         if value.numel:
             raise _short(self.folder, f"{where} of rank {rank}", value.numel, numel)
-        # The name is looked up among what is there; it is never made a path.
+        # The name is looked up among the existing ones; it is never made a path.
         path = self.folder.offloaded.get(rank, {}).get(f"{file}.tensor.swp")
         if path is None:
             raise CorruptionError(

@@ -1,14 +1,14 @@
-"""What the files of a universal folder of DeepSpeed hold, of a checkpoint of ours. No torch.
+"""The files of a universal folder of DeepSpeed, made from a checkpoint of ours. No torch.
 
 [Note: the files]
     <tag>/zero/<parameter>/fp32.pt, exp_avg.pt, exp_avg_sq.pt   {"cat_dim": 0, "param": the whole tensor, in fp32}
     <tag>/zero/<parameter>/step.pt                              updates so far
     <tag>/zero/optimizer_state.pt                               settings of the parameter groups, the loss scale
     <tag>/mp_rank_00_model_states.pt                            counters, schedule, client state, weights: stages 1 and 2
-    <tag>/zero_pp_rank_0_mp_rank_00_model_states.pt             the same without the weights: stage 3, where all ranks read it
+    <tag>/zero_pp_rank_0_mp_rank_00_model_states.pt             the same without the weights: stage 3; all ranks read it
     latest_universal                                            the tag
 DeepSpeed takes weights from `zero/` alone; those of the model states are for other readers, as in its own folders. Stage 3
-gives every parameter group the settings of the first: what groups differ in is left out of the part that it reads, so that
+gives every parameter group the settings of the first: the part that it reads lacks those that differ, so that
 each keeps that of DeepSpeed's config.
 
 Source: load_checkpoint in deepspeed/runtime/engine.py, deepspeed/checkpoint/universal_checkpoint.py,
@@ -50,13 +50,13 @@ _RULES = {
     "consecutive_hysteresis": False,
     "raise_error_at_min_scale": True,
 }
-"""Of the loss scale, where a checkpoint does not say; DeepSpeed's own."""
+"""Of the loss scale, if a checkpoint does not say; DeepSpeed's own."""
 _ITEMS, _TENSOR = "$items", "$tensor"
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A storage of an archive: what it holds is array `array` as `dtype`, or `data` as it is."""
+    """A storage of an archive: its content is array `array` as `dtype`, or `data` as it is."""
 
     array: str = ""
     dtype: str = ""
@@ -66,7 +66,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Document:
-    """A file: what torch.load returns, and the storages of the tensors in it, by number."""
+    """A file: the value that torch.load returns, and the storages of the tensors in it, by number."""
 
     value: Any
     storages: list[Stored]
@@ -98,8 +98,8 @@ class _Tensors:
 class UniversalFolder:
     """The files of one checkpoint. See [Note: the files].
 
-    Raises CheckpointMismatchError where `source` is no training run's, its optimizer is not Adam, or it has names that
-    cannot be folders; CorruptionError where its record is damaged.
+    Raises CheckpointMismatchError if `source` is no training run's, its optimizer is not Adam, or it has names that
+    cannot be folders; CorruptionError if its record is damaged.
     """
 
     def __init__(self, source: ArraySource) -> None:
@@ -114,7 +114,7 @@ class UniversalFolder:
         self._engine: dict[str, Any] = engine
         self._client = state.get("client_state")
         self.notes: list[str] = ["the states of random number generators"]
-        """What is not carried over."""
+        """State that is not carried over."""
         if engine.get("accumulation") is not None:
             self.notes.append("gradients of the step that has begun, of which DeepSpeed's checkpoints have none")
         self.trained: list[str] = self._adam_parameters()
@@ -150,7 +150,7 @@ class UniversalFolder:
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def _adam_parameters(self) -> list[str]:
-        """Return the parameters with moments of Adam. Raises CheckpointMismatchError where there are others."""
+        """Return the parameters with moments of Adam. Raises CheckpointMismatchError if there are others."""
         arrays, slots = self._source.arrays, dict[str, set[str]]()
         for array in arrays:
             group, _, rest = array.partition("/")
@@ -228,7 +228,7 @@ class UniversalFolder:
         return Document(value | self._loss_scaler(), [self._stored_step()])
 
     def _loss_scaler(self) -> dict[str, Any]:
-        """Return the scaler of fp16 where the scale follows overflows; a fixed one stands in DeepSpeed's config."""
+        """Return the scaler of fp16 if the scale follows overflows; a fixed one is in DeepSpeed's config."""
         state = self._engine["loss_scale"]
         rules = state.get("rules")
         if self._engine["precision"] != "fp16" or not (rules or state["iteration"]):
@@ -327,7 +327,7 @@ def _setting(value: Any) -> Any:
 
 
 def _plain(value: Any, tensors: _Tensors | None = None) -> Any:
-    """Return JSON of the record as the value that it stands for."""
+    """Return JSON of the record as the value that it expresses."""
     if isinstance(value, Mapping):
         if list(value) == [_TENSOR] and tensors is not None:
             return tensors.of_array(value[_TENSOR])

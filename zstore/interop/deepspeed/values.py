@@ -1,4 +1,4 @@
-"""What DeepSpeed's pickles hold, taken out with care: each entry is checked as it is used."""
+"""The content of DeepSpeed's pickles, taken out with care: each entry is checked as it is used."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..torchfile import MAX_DIMS, TorchTensor, load_torch_file
 _MAX_DEPTH = 60
 _MOST_COPIED_BYTES = 64 * 1024 * 1024
 _MOST_NAMED = 100
-"""Of what is left out; there may be a million."""
+"""Of entries that are left out; there may be a million."""
 _MOST_BITS = 1000
-"""Of a whole number that a float can stand for."""
+"""Of a whole number that a float can hold."""
 
 CLASSES: Table = {
     **inert(
@@ -35,7 +35,7 @@ CLASSES: Table = {
     ),
     **NUMPY,
 }
-"""What DeepSpeed's files, and the programs around it, have beside tensors and plain containers. None of it is imported."""
+"""Classes in files of DeepSpeed, and of programs around it, beside tensors and plain containers. None of them is imported."""
 
 
 class Fields:
@@ -53,7 +53,7 @@ class Fields:
         return Fields(load_torch_file(path, CLASSES), str(path))
 
     def get(self, key: Any) -> Any:
-        """Return an entry; None where there is none."""
+        """Return an entry; None if there is none."""
         return self.entries.get(key)
 
     def fields(self, key: Any) -> Fields:
@@ -83,7 +83,7 @@ def tensor_of(value: Any, where: str) -> TorchTensor:
 
 
 def flat_of(value: Any, where: str) -> TorchTensor:
-    """Return `value`, which must be a tensor whose elements lie one behind the other."""
+    """Return `value`, which must be a tensor whose elements are contiguous."""
     tensor = tensor_of(value, where)
     if not tensor.is_contiguous:
         raise CorruptionError(f"{where}: expected a flat tensor, got strides {tensor.stride}")
@@ -103,7 +103,7 @@ def shapes_of(value: Any, where: str) -> dict[str, tuple[int, ...]]:
 
 
 def number_of(value: Any, files: Files) -> float | None:
-    """Return a number, or what a tensor of one element holds; None for anything else."""
+    """Return a number, or the value of a tensor of one element; None for anything else."""
     if isinstance(value, TorchTensor) and value.numel == 1 and value.dtype in ("float32", "float64", "int64", "int32"):
         return float(value.whole(files).reshape(-1)[0])
     if isinstance(value, PickledObject):
@@ -135,18 +135,18 @@ def enum_value(value: Any) -> Any:
 
 
 class Plain:
-    """Turns what a pickle holds into JSON data. Tensors are put aside, what has no such form is left out; both by name."""
+    """Turns the content of a pickle into JSON data. Tensors are put aside, other values without such a form left out."""
 
     def __init__(self, where: str) -> None:
         self._walk = Walk(where)
         self._room_bytes = MAX_RECORD_BYTES
         self._copied_bytes = 0
         self.tensors: dict[str, Any] = {}
-        """Tensors and numpy arrays by where they were; their places hold `{"$tensor": "client/<where>"}`."""
+        """Tensors and numpy arrays by place; their places hold `{"$tensor": "client/<where>"}`."""
         self.left_out: list[str] = []
 
     def of(self, value: Any, where: str, depth: int = 0) -> Any:
-        """Return the JSON form of `value`; None in place of what is left out."""
+        """Return the JSON form of `value`; None in place of values that are left out."""
         self._walk.step()
         if isinstance(value, str):  # one text may be there a million times
             self._room_bytes -= len(value)
@@ -196,5 +196,5 @@ def _is_key(key: Any) -> bool:
 
 
 def table_of(value: Any) -> Mapping[Any, Any]:
-    """Return `value` where it is a dict, else an empty one."""
+    """Return `value` if it is a dict, else an empty one."""
     return value if isinstance(value, dict) else {}

@@ -1,9 +1,9 @@
 """Masters and optimizer slots of a DeepSpeed checkpoint without ZeRO: all of it is in the one file of model states.
 
 [Note: nameless tensors]
-At stage 0 the optimizer's tensors have no names. In each parameter group they stand in the order in which the program
+At stage 0 the optimizer's tensors have no names. In each parameter group they are in the order in which the program
 listed the parameters, which is taken to be the model's. With 16-bit weights each master must give the weight that it is
-matched with; in fp32, where groups have parameters of one shape, nothing could tell them apart. What cannot be matched is
+matched with; in fp32, if groups have parameters of one shape, nothing could tell them apart. State that cannot be matched is
 left out, and said: the weights are read in any case.
 Source: deepspeed/runtime/fp16/fused_optimizer.py and unfused_optimizer.py of 0.19.
 """
@@ -38,7 +38,7 @@ class WholeStates:
         self._buffers = buffer_names(model)
 
     def read(self) -> States:
-        """Return the states; without parameters where the optimizer kept none, or none that can be matched."""
+        """Return the states; without parameters if the optimizer kept none, or none that can be matched."""
         states = States(stage=0, world_size=max(1, self._model.count("dp_world_size")))
         optimizer = self._model.get("optimizer")
         if not isinstance(optimizer, dict):
