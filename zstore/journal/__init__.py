@@ -1,10 +1,10 @@
-"""The journal of a run: what it did, a JSON object a line, beside its checkpoints. No torch.
+"""The journal of a run: its events, a JSON object a line, beside its checkpoints. No torch.
 
 [Note: the journal]
 `journal-<run_id>.jsonl` in the folder of checkpoints, written by rank 0 alone and only at its end. A last line without its
 newline was cut off when the process was killed: readers drop it, a writer that goes on cuts it away. Each line has
 `kind` and `at` (seconds since 1970). Readers pass over kinds and keys that they do not know. Bytes are bytes, names that end
-in `_s` are seconds. What is not known, or is no finite number, is null or missing.
+in `_s` are seconds. A value that is not known, or is no finite number, is null or missing.
 
 start    one process begins or resumes: `version` (1), `run`, `step`, `total_steps`, `loop` (engine, train, trainer,
          lightning, accelerate, offloaded), `world_size`, `host`, `pid`, `versions` (by package), `device`, `parameters`,
@@ -15,7 +15,7 @@ step     `step`, `loss`, `lr`, `grad_norm`, `samples` and `tokens` (of this step
          end of the step before), `forward_s`, `backward_s`, `optimizer_s`, `mfu` (0 to 1); and every two seconds at most,
          counted from the step that had them before: `links` (by name: `bytes`, `busy_s`, `stall_s` by cause), `links_s`,
          `links_steps` (the seconds and steps that they are of); `memory` (bytes of `device`, `host`, `disk`, `buffers`,
-         `process`, `cuda`); where `mfu` is from, at the first step and when it changes: `flops` (`step_flops`, operations of
+         `process`, `cuda`); the inputs of `mfu`, at the first step and when it changes: `flops` (`step_flops`, operations of
          a step over all ranks, `source`, `peak_flops`, operations a second of rank 0's device, `peak_source`)
 save     `step`, `tag`, `location`, `state` (begun, committed, uploaded, failed), `stall_s`, `elapsed_s`, `linked_bytes`,
          `written_bytes`, `uploaded_bytes`, `problem`

@@ -2,7 +2,7 @@
 
 [Note: repeated steps]
 A run that resumes from an earlier checkpoint repeats steps, and its journal has them twice. The later ones count: a line of
-step n takes away what was there of step n and those after it, for that is what the run did in the end.
+step n replaces earlier lines of step n and of those after it, since the run went that way in the end.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def last_steps(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def steps(records: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
-    """Return the steps as columns of one length; None where a step has no number for a column.
+    """Return the steps as columns of one length; None if a step has no number for a column.
 
     `step`, `at`, `loss`, `lr`, `grad_norm`, `samples`, `tokens`, `step_s`, `forward_s`, `backward_s`, `optimizer_s` are the
-    journal's, and `tokens_per_s` is of the step; `mfu` is there where some step has it. Where the journal has links and
+    journal's, and `tokens_per_s` is of the step; `mfu` is there if some step has it. If the journal has links and
     memory, there are `memory/<tier>` in bytes, `rate/<link>` in bytes per second, `stall/<cause>` and `stall_s`, their sum,
     in seconds of a step: rates and stalls are means over the steps since it had them before.
     """
@@ -54,7 +54,7 @@ def steps(records: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
 
 
 def number(value: Any) -> float:
-    """Return a number of a journal; NaN for what is none, or is not finite."""
+    """Return a number of a journal; NaN for anything else, or if it is not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
@@ -65,7 +65,7 @@ def number(value: Any) -> float:
 
 
 def measured(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return utilisation, memory, rates and stalls of a step's record, by the names of their columns: NaN where a value is no
+    """Return utilisation, memory, rates and stalls of a step's record, by the names of their columns: NaN if a value is no
     number.
 
     Rates that are not known are left out, and so is all that the record does not have.

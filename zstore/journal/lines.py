@@ -31,7 +31,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes | str) -> Record | None:
-    """Return the record in a line; None for what is none, as where something else wrote into the file."""
+    """Return the record in a line; None for any other line, as when something else wrote into the file."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Reading journals: whole, or on from where the last look ended. Local folders and those behind URLs alike."""
+"""Reading journals: whole, or on from the end of the last look. Local folders and those behind URLs alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_BYTES = 64 * 1024 * 1024
 
 def journals(folder: FolderLike) -> list[str]:
     """Return the names of the journals in a folder, in alphabetical order; of a local one also the paths of those in folders
-    `checkpoint-60` that a loop makes. Raises FileNotFoundError where there is no folder."""
+    `checkpoint-60` that a loop makes. Raises FileNotFoundError if there is no folder."""
     place = folder_at(folder)
     entries = place.entries()
     found = list(entries.files)
@@ -32,9 +32,9 @@ def journals(folder: FolderLike) -> list[str]:
 def read_from(folder: FolderLike, file: str, offset: int = 0) -> tuple[list[Record], int]:
     """Return the records of a journal from byte `offset` on, and the offset to go on from at the next call.
 
-    What is behind the last newline is still being written, and is not read. At most 64 MiB are read: call again as long as
+    Text behind the last newline is still being written, and is not read. At most 64 MiB are read: call again as long as
     the offset grows. A file that is shorter than `offset` was replaced, and is read from its beginning: the offset that is
-    returned is then smaller than the one given. Raises FileNotFoundError where the file is missing.
+    returned is then smaller than the one given. Raises FileNotFoundError if the file is missing.
     """
     place = folder_at(folder)
     size = place.size(file)
@@ -66,7 +66,7 @@ def read_file(folder: FolderLike, file: str) -> list[Record]:
 def read(folder: FolderLike, run_id: str | None = None) -> list[Record]:
     """Return the records of the journal of a run in a folder, by default the one whose last record is the newest.
 
-    Raises FileNotFoundError where there is none.
+    Raises FileNotFoundError if there is none.
     """
     place = folder_at(folder)
     names = journals(place)

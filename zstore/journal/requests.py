@@ -29,7 +29,7 @@ _MOST_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a run is asked for."""
+    """A request to a run."""
 
     id: str
     action: str
@@ -38,9 +38,9 @@ class Request:
 
 
 def request(folder: FolderLike, run_id: str, action: str) -> Request:
-    """Ask the run whose journal is in a local folder to "save" or to "stop", and return what it was asked.
+    """Ask the run whose journal is in a local folder to "save" or to "stop", and return the request.
 
-    Raises UsageError for another action, an id that is none, and a folder behind a URL; StorageError where nothing can be
+    Raises UsageError for another action, an id that is none, and a folder behind a URL; StorageError if nothing can be
     written.
     """
     if action not in ACTIONS:
@@ -65,7 +65,7 @@ def request(folder: FolderLike, run_id: str, action: str) -> Request:
 
 
 def read_request(path: Path) -> Request | None:
-    """Return the request in a file; None for what is none. Raises OSError where it cannot be read."""
+    """Return the request in a file; None for any other content. Raises OSError if it cannot be read."""
     with open(path, "rb") as file:
         text = file.read(_MOST_BYTES)
     try:

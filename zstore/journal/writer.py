@@ -1,12 +1,12 @@
 """Writing a journal: lines are collected, and a thread appends them.
 
 [Note: what writing costs]
-`append` puts a dict into a queue. Every half second a thread makes JSON of what has come, and appends it in one write. So a
-killed process loses less than a second, a slow file system holds nobody up, and the file is not forced to the drive. Where a
-write fails, as on a full disk, what it wrote of the last line is cut away, the first failure is told, and the same lines
+`append` puts a dict into a queue. Every half second a thread makes JSON of the new ones, and appends it in one write. So a
+killed process loses less than a second, a slow file system holds nobody up, and the file is not forced to the drive. If a
+write fails, as on a full disk, the torn last line is cut away, the first failure is told, and the same lines
 are tried again with the next ones; of those the newest few MiB are kept.
 
-As long as it is not known where the lines go they wait, and of many every other one of the older half goes.
+Lines wait as long as their file is not known; if there are many, every other one of the older half is dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..closing import Closing, join_threads, start_threads
 from .lines import encode
 
 _PAUSE_S = 0.5
-"""Between two writes, and two calls of what is called beside them."""
+"""Between two writes, and two calls of the function that is called beside them."""
 _MOST_WAITING = 4096
 """Records that wait for a place."""
 _MOST_UNWRITTEN_BYTES = 4 * 1024 * 1024
@@ -31,17 +31,17 @@ _BLOCK_BYTES = 64 * 1024
 
 
 class Sink(Protocol):
-    """Where lines go. Called by one thread at a time."""
+    """The target of lines. Called by one thread at a time."""
 
     def append(self, lines: bytes) -> None:
-        """Keep some whole lines, all or none of them; raises anything where it cannot."""
+        """Keep some whole lines, all or none of them; raises anything if it cannot."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Give its resources back."""
 
 
 class FileSink:
-    """Appends to a local file, whose folder is made where it is missing. A last line that was cut off is removed first."""
+    """Appends to a local file, whose folder is made if it is missing. A last line that was cut off is removed first."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ class JournalWriter(Closing):
     """Takes records from any thread, in microseconds; they are written once there is a sink. See [Note: what writing costs].
 
     `failed` is told of the first failure, in the thread that writes. A record must not change once it is given. Close it:
-    what has come is written by then.
+    all records are written by then.
     """
 
     def __init__(self, failed: Callable[[str], None]) -> None:
@@ -127,7 +127,7 @@ class JournalWriter(Closing):
         self._records = deque(r for i, r in enumerate(self._records) if i >= half or i % 2)
 
     def open(self, sink: Sink, first: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Write to `sink`, which is this object's from now on: the records `first`, then those that wait, then what comes."""
+        """Write to `sink`, which is this object's from now on: the records `first`, then those that wait, then new ones."""
         with self._adding:
             self._records.extendleft(reversed(list(first)))
             self._sink = sink
@@ -141,7 +141,7 @@ class JournalWriter(Closing):
                 self.beside()
 
     def flush(self) -> None:
-        """Write what has come, in the caller's thread; where that fails it is tried again later."""
+        """Write the waiting records, in the caller's thread; if that fails it is tried again later."""
         with self._writing:
             if self._sink is None or os.getpid() != self._pid:
                 return
@@ -167,7 +167,7 @@ class JournalWriter(Closing):
             self._failed(f"{type(error).__name__}: {error}")
 
     def close_sink(self) -> None:
-        """Write what has come and give the sink back; records wait from here on."""
+        """Write the waiting records and give the sink back; records wait from here on."""
         threads, self._threads = self._threads, []
         if os.getpid() == self._pid:
             self._ending.set()

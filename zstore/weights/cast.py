@@ -1,16 +1,16 @@
-"""Casts of weights, round to nearest even, that notice what the target type cannot hold.
+"""Casts of weights, round to nearest even, that notice values that the target type cannot hold.
 
 [Note: who casts]
-numpy casts fp32 to fp16 one element after another, at a twentieth of what memory does. So the casts between fp32 and
-16-bit types are numkong's where it is installed, else torch's where the process has loaded it, else numpy's: of fp32 to
+numpy casts fp32 to fp16 one element after another, at a twentieth of memory's speed. So the casts between fp32 and
+16-bit types are numkong's if it is installed, else torch's if the process has loaded it, else numpy's: of fp32 to
 fp16 see [Note: fp32 to fp16]. torch is not loaded for it: that takes as long as casting a billion elements without, and
 200 MB. Values that are finite afterwards have the same bits from each, since there is one right result. Tiles with others
-are left to numpy: libraries differ in what becomes of NaNs, and values that were too large have to be counted.
+are left to numpy: libraries differ in their treatment of NaNs, and values that were too large have to be counted.
 
 [Note: fp32 to fp16]
 numpy casts one element after another. The same bits come from integer arithmetic over tiles, at nearly twice the speed. For
-what is a normal number in fp16, the bits of the magnitude, moved to fp16's exponents and rounded at bit 13, are the
-result. For what is subnormal there, adding 0.5 rounds the magnitude to multiples of 2^-24, whose number are the last bits
+normal numbers of fp16, the bits of the magnitude, moved to fp16's exponents and rounded at bit 13, are the
+result. For subnormal ones, adding 0.5 rounds the magnitude to multiples of 2^-24, whose number are the last bits
 of the sum. Computed for all elements, each way gives for the other's a number that is not less than theirs, so the lesser
 is the result. Tiles with values that are too large, infinite or no number are left to numpy.
 """
@@ -43,7 +43,7 @@ _FAST = (("float32", "float16"), ("float32", "bfloat16"), ("float16", "float32")
 """Casts that libraries do faster than numpy."""
 
 _Cast = Callable[[Array, Array], bool]
-"""Casts a tile, 1-D and contiguous; false, with the target spoiled, where it leaves the tile to numpy."""
+"""Casts a tile, 1-D and contiguous; false, with the target spoiled, if it leaves the tile to numpy."""
 
 
 def cast_into(source: Array, target: Array, dtype: str, overflow: Overflow, *, by: Castor | None = None) -> int:
@@ -81,7 +81,7 @@ def _cast_all(source: Array, target: Array, dtype: str, overflow: Overflow) -> i
 
 
 def castors() -> list[Castor]:
-    """Return who casts here, the fastest first; torch only where it is loaded."""
+    """Return who casts here, the fastest first; torch only if it is loaded."""
     found: list[Castor] = ["numpy"]
     if "torch" in sys.modules:
         found.insert(0, "torch")
@@ -91,7 +91,7 @@ def castors() -> list[Castor]:
 
 
 def _cast_of(source: Array, target: Array, dtype: str, by: Castor) -> _Cast:
-    """Return what casts the tiles."""
+    """Return the function that casts the tiles."""
     plain = source.flags.c_contiguous and target.flags.c_contiguous and sys.byteorder == "little"
     if not plain or (source.dtype.name, dtype) not in _FAST:
         return _by_numpy
@@ -142,7 +142,7 @@ _TO_EXPONENT = np.uint32((0xFFF - _LEAST_NORMAL) % 2**32)
 
 
 def _to_half(source: Array, target: Array) -> bool:
-    """Cast a tile of fp32 to fp16; false, with `target` spoiled, where not all is finite in fp16. See [Note: fp32 to fp16]."""
+    """Cast a tile of fp32 to fp16; false, with `target` spoiled, if not all is finite in fp16. See [Note: fp32 to fp16]."""
     bits, halves = source.view(np.uint32), target.view(np.uint16)
     (small, normal), signs = _scratch.words[:, : source.size], _scratch.signs[: source.size]
     np.bitwise_and(bits, np.uint32(0x7FFFFFFF), out=small)
@@ -165,7 +165,7 @@ def _to_half(source: Array, target: Array) -> bool:
 
 
 def _all_finite(values: Array, dtype: str) -> bool:
-    """Return whether no value is infinite or no number; false where it is not known."""
+    """Return whether no value is infinite or no number; false if that is not known."""
     limit = _INFINITY_BITS.get(dtype)
     if limit is None:
         return False

@@ -38,7 +38,7 @@ def _matches(name: str, pattern: str) -> bool:
 def frozen_weights(source: ArraySource) -> set[str]:
     """Return the parameters that the optimizer did not train, by the record or by the optimizer's state.
 
-    Raises CheckpointMismatchError where neither is there, so that all would look frozen.
+    Raises CheckpointMismatchError if neither is there, so that all would look frozen.
     """
     trained = {name.split("/", 2)[2] for name in source.arrays if name.startswith("optimizer/")}
     trained |= _stepped(source.record.state.get("engine"))

@@ -20,11 +20,11 @@ COMPANIONS = (
 
 
 def copy_companions(source: ArraySource, target: Path, *, beside: bool) -> str:
-    """Copy config and tokenizer files that lie in the checkpoint or beside it into `target`; return a text that names them,
+    """Copy config and tokenizer files that are in the checkpoint or beside it into `target`; return a text that names them,
     or an empty one.
 
-    What lies beside other software's checkpoint is copied with `beside` only: it may belong to anything. What is in
-    `target` already stays as it is. Links are left alone: they may lead to any file that this user can read.
+    Files beside other software's checkpoint are copied with `beside` only: they may belong to anything. A file in
+    `target` stays as it is. Links are left alone: they may lead to any file that this user can read.
     """
     places: list[FolderLike] = []
     if isinstance(source, CheckpointReader):

@@ -34,7 +34,7 @@ def make_file(files: Files, path: Path, nbytes: int) -> None:
 class BlockFile:
     """The new file `path` of `nbytes`. Every byte is filled once; a block is written when it is complete.
 
-    What is filled roughly in order needs memory for a few blocks only. Complete and durable once `finish` returned. With
+    Filling roughly in order needs memory for a few blocks only. Complete and durable once `finish` returned. With
     `part`, bytes `[start, stop)` in whole blocks, the file was made before by `make_file`, and this fills only those.
     """
 
@@ -100,7 +100,7 @@ class BlockFile:
         self._slabs.release(block.slab)
 
     def finish(self) -> None:
-        """Cut the last block's padding off, make what was filled durable and close the file."""
+        """Cut the last block's padding off, make its part durable and close the file."""
         with self._cleanup:
             if self._stop == self.nbytes:
                 os.truncate(self.path, self.nbytes)

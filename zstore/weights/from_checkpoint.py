@@ -2,7 +2,7 @@
 
 [Note: the pipeline]
 Threads take spans of the arrays in the order of the output, a request each. Whoever reads a span checks it and casts it
-straight to where it goes: into tensors, or into 4-MiB blocks of the output file, of which whoever completes one writes it.
+straight to its place: into tensors, or into 4-MiB blocks of the output file, of which whoever completes one writes it.
 Nothing is handed from thread to thread. In memory are a span of each thread and a few blocks, whatever the model's size.
 """
 
@@ -36,7 +36,7 @@ _PIECE_NUMEL = 512 * 1024
 _READ_BYTES = 8 * 1024 * 1024
 
 Advance = Callable[[int], None]
-"""Told, from several threads, how many bytes of the arrays were read and put where they go."""
+"""Told, from several threads, how many bytes of the arrays were read and put into their places."""
 Put = Callable[[str, int, Array], None]
 """`put(array, first, values)`, from several threads: flat elements of an array from `first` on, 1-D."""
 
@@ -45,8 +45,8 @@ def list_weights(reader: ArraySource, dtype: str | None, *, ema: bool = False) -
     """Return the parameters and buffers of a checkpoint; floating parameters are written as `dtype`, None: as they are.
     Buffers keep their types. With `ema` parameters that were trained are their averages over the steps.
 
-    Tied parameters stand there once, under their first name. A split master is written in the precision that it has
-    with what completes it. Raises CheckpointMismatchError where there is none.
+    Tied parameters are there once, under their first name. A split master is written in the precision that it has
+    with the arrays that complete it. Raises CheckpointMismatchError if there are no weights.
     """
     if ema and not any(name.startswith(f"{AVERAGES}/") for name in reader.arrays):
         raise CheckpointMismatchError(
@@ -95,7 +95,7 @@ def put_weights(
 
 
 def whole_dtype(source: ArraySource, name: str) -> str:
-    """Return the data type that an array has with what completes it: a split master, or a moment in 8 bits, is float32."""
+    """Return the data type that an array has with those that complete it: a split master, or a moment in 8 bits, is float32."""
     return "float32" if _is_in_parts(source, name) else source.arrays[name].spec.dtype
 
 
@@ -109,7 +109,7 @@ def whole_values(
     """Yield `stored`, elements of an array from `first` on; of a split master, or a moment in 8 bits, the fp32 values, in
     bounded pieces.
 
-    Before each piece stands its first element. For bf16 as the `dtype` wanted, a master's own weight is its nearest
+    Each piece comes with its first element. For bf16 as the `dtype` wanted, a master's own weight is its nearest
     already, and yielded as it is.
     """
     of_master = rest_of_master(source.arrays, name) is not None
@@ -117,7 +117,7 @@ def whole_values(
         yield first, stored
         return
     chunk_numel = max(1, source.arrays[name].grid.chunk_numel)
-    # Pieces end where chunks do, so that none of what completes them is read twice.
+    # Pieces end at ends of chunks, so that no chunk of the completing arrays is read twice.
     step = max(1, _PIECE_NUMEL // chunk_numel) * chunk_numel
     low = 0
     while low < stored.size:
@@ -150,7 +150,7 @@ def read_weight(reader: ArraySource, weight: Weight, first: int, out: Array, ove
 def read_weights(
     reader: ArraySource, weights: Sequence[Weight], overflow: Overflow, advance: Advance | None = None
 ) -> tuple[dict[str, Array], list[Lost]]:
-    """Return `weights` by name, each in its own shape and data type, and what these could not hold."""
+    """Return `weights` by name, each in its own shape and data type, and the values that these could not hold."""
     found: dict[str, Array] = {
         weight.name: empty_array(weight.name, weight.shape, numpy_dtype(weight.dtype)) for weight in weights
     }
@@ -178,7 +178,7 @@ def write_weights(
     advance: Advance,
     team: Team = ALONE,
 ) -> list[Lost]:
-    """Write `layouts` into `folder`, durably; return what could not be held, with "error" also where nothing was kept.
+    """Write `layouts` into `folder`, durably; return the values that could not be held, with "error" also if nothing was kept.
 
     See [Note: the pipeline]. The ranks of `team` write a part of the bytes each (all ranks).
     """
@@ -204,7 +204,7 @@ def write_weights(
 
 
 def _together(told: Sequence[Sequence[tuple[str, int]]]) -> list[Lost]:
-    """Return what the parts lost of each weight, added up."""
+    """Return the losses of all parts for each weight, added up."""
     counts: Counter[str] = Counter()
     for part in told:
         counts.update(dict(part))

@@ -1,4 +1,4 @@
-"""Which weights go where in which safetensors file. Pure.
+"""The layout of weights in safetensors files. Pure.
 
 Source of the file format: https://github.com/huggingface/safetensors (8 bytes of header size, JSON header, data without
 holes); of the numbering and the index: Hugging Face's sharded checkpoints.
@@ -17,7 +17,7 @@ from ..ranks.division import shares_of
 
 SUFFIX = ".safetensors"
 STEM = "model"
-"""What the files of a model are called, as `from_pretrained` looks for them."""
+"""First part of the names of a model's files, as `from_pretrained` looks for them."""
 
 MAX_FILE_BYTES = 5 * 1000**3
 """Bytes of weights in one file unless asked otherwise, as transformers has it."""
@@ -79,7 +79,7 @@ class FilePart:
     stop: int
 
     def ranges(self) -> list[tuple[str, int, int]]:
-        """Return the elements of the weights that lie there, each as its array with the first and the stop element."""
+        """Return the elements of the weights in it, each as its array with the first and the stop element."""
         found: list[tuple[str, int, int]] = []
         for weight, offset in zip(self.layout.weights, self.layout.offsets, strict=True):
             # A weight is aligned to its elements (see `_lay_out`), and so is a part: none is cut.
@@ -91,7 +91,7 @@ class FilePart:
 
 
 def parts_of(layouts: Sequence[FileLayout], block_bytes: int, rank: int, world_size: int) -> list[FilePart]:
-    """Return what process `rank` of `world_size` writes: whole blocks of the files, about the same bytes as the others.
+    """Return the part of process `rank` of `world_size`: whole blocks of the files, about the same bytes as the others.
 
     `block_bytes` is a multiple of every element's size.
     """

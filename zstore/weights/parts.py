@@ -2,8 +2,8 @@
 
 [Note: blocks]
 A range of a file's bytes is cut into blocks of at most so many bytes, which follow each other without a hole. A block is of
-the header, or of elements of one or several weights; it ends where a stored chunk does, if chunks are not larger than blocks,
-so that none is read twice. A range may begin or end inside an element: the block has all of it, and the rest is cut off.
+the header, or of elements of one or several weights; it ends with a stored chunk, if chunks are not larger than blocks,
+so that none is read twice. A range may begin or end inside an element: the block has all of it, and is then cut.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _pieces(
 def read_block(source: ArraySource, block: Block, overflow: Overflow) -> memoryview:
     """Return the bytes of a block: every chunk that it takes is verified.
 
-    Raises CheckpointMismatchError where a value does not fit its type and `overflow` is "error", and what reading raises.
+    Raises CheckpointMismatchError if a value does not fit its type and `overflow` is "error", and the errors of reading.
     """
     if block.header:
         return memoryview(block.header)

@@ -46,7 +46,7 @@ class WeightsReader(Closing):
     """The tensors of the safetensors files in `folder`: `model.safetensors`, or those that its index names, or the only
     one there is. Close it, or use it in a `with` block.
 
-    Raises CheckpointNotFoundError where there are none, CorruptionError for files that are damaged, UsageError for
+    Raises CheckpointNotFoundError if there are none, CorruptionError for files that are damaged, UsageError for
     pickled weights and for data types that cannot be trained.
     """
 
@@ -124,7 +124,7 @@ class WeightsReader(Closing):
     def read_into(self, weight: StoredWeight, first: int, out: npt.NDArray[Any]) -> None:
         """Fill `out` (1-D, contiguous, of the weight's data type) with its flat elements from `first` on.
 
-        Raises StorageError where the file cannot be read, or has become shorter.
+        Raises StorageError if the file cannot be read, or has become shorter.
         """
         data = out.view(np.uint8)
         self._files.read_into(self._opened[weight.path], data, weight.offset + first * out.itemsize)

@@ -37,8 +37,8 @@ class WeightsWriter(Closing):
     """Writes the files `layouts` into `folder`; usable from several threads. Close it, or use it in a `with` block.
 
     Every element of every weight is put once, roughly in the order of the layouts; then `finish`. Raises DiskFullError
-    where the folder's file system lacks room. Of several processes each has the `parts` of files that `make_files` made, and
-    puts the elements that lie there.
+    if the folder's file system lacks room. Of several processes each has the `parts` of files that `make_files` made, and
+    puts the elements in them.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class WeightsWriter(Closing):
     def put(self, array: str, first: int, values: npt.NDArray[Any]) -> None:
         """Write `values`, 1-D, as the flat elements from `first` on of the weight that comes from `array`.
 
-        With overflow "error", nothing more is written once a value could not be held: the rest is only looked at, so
+        With overflow "error", nothing more is written once a value could not be held: later values are only looked at, so
         that every such weight can be named.
         """
         layout, weight, offset = self._places[array]
@@ -119,10 +119,10 @@ class WeightsWriter(Closing):
             return self._open[layout.name]
 
     def finish(self) -> list[str]:
-        """Make all files durable, with an index where there are several; return their names, the index last.
+        """Make all files durable, with an index if there are several; return their names, the index last.
 
         Of several processes each does so for its parts, and the one that has the first writes the index. Does nothing and
-        returns no name where values could not be held and overflow is "error".
+        returns no name if values could not be held and overflow is "error".
         """
         if self._is_refused:
             return []
@@ -147,7 +147,7 @@ class WeightsWriter(Closing):
 
 
 def make_files(files: Files, layouts: Sequence[FileLayout], folder: Path) -> None:
-    """Make the files that several processes fill. Raises DiskFullError where the folder's file system lacks room."""
+    """Make the files that several processes fill. Raises DiskFullError if the folder's file system lacks room."""
     _require_room(files, layouts, folder)
     for layout in layouts:
         make_file(files, folder / layout.name, layout.file_bytes)
