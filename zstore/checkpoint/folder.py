@@ -130,7 +130,7 @@ class Folder(ABC):
     def sizes(self, top: str) -> dict[str, int | None]:
         """Return the bytes of each file anywhere below its folder `top`, by path inside this one.
 
-        None for one that is no plain file, as a symbolic link. Empty where there is no such folder.
+        None for one that is no plain file, as a symbolic link. Empty if there is no such folder.
         """
 
     def sizes_of(self, files: Iterable[str]) -> dict[str, int | None]:

@@ -20,7 +20,7 @@ _STRICT = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circula
 def encode(record: Mapping[str, Any]) -> bytes:
     """Return a record as a line of JSON, its newline included.
 
-    Values that are functions are called for theirs. Numbers that are not finite become null, and what JSON has no type for its
+    Values that are functions are called for theirs. Numbers that are not finite become null, and values of no JSON type their
     text.
     """
     try:
