@@ -55,7 +55,7 @@ def encode_value(value: object, room: Room | None = None) -> Any:
     """Return plain data as JSON: None, bool, int, float, text, bytes, lists, tuples and dicts of them, nothing else.
 
     Tuples, bytes and dicts with other keys than plain text are objects with one key that begins with `$`. Raises
-    NotPlainError; subclasses are not plain, since they would come back as something else, nor is what is nested deeply, or is
+    NotPlainError; subclasses are not plain, since they would come back as something else, nor are deeply nested ones, or those
     that take more than there is `room` for (then `room` is as before): a small pickle may hold one list a million times.
     """
     room = Room() if room is None else room

@@ -1,4 +1,4 @@
-"""The application: all routes together, and what stands around them."""
+"""The application: all routes together, and the middleware around them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .settings import Settings
 
 
 def make_app(settings: Settings) -> Starlette:
-    """Return the ASGI application that serves what `settings` say."""
+    """Return the ASGI application that serves the runs in `settings`."""
     service = Service(settings)
     app = Starlette(
         routes=_routes(),
@@ -40,7 +40,7 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 
 
 def _routes() -> list[BaseRoute]:
-    # The page's come last: `/<run>` takes what no other route has.
+    # The page's come last: `/<run>` takes all paths that no other route has.
     return [
         *sessions.routes(),
         *api.routes(),

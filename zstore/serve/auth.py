@@ -1,4 +1,4 @@
-"""Who may do what: the token, sessions of browsers, and what a route asks of a request.
+"""Who may do what: the token, sessions of browsers, and a route's demands on a request.
 
 [Note: tokens]
 Whoever shows the token (`Authorization: Bearer TOKEN`) is authorized. A browser shows it once, to `POST /api/session`, and
@@ -75,7 +75,7 @@ class Access:
         return self._token is not None
 
     def is_token(self, shown: bytes, address: str) -> bool:
-        """Return whether `shown` is the token. Raises HTTPException (429) where the address tried too many wrong ones."""
+        """Return whether `shown` is the token. Raises HTTPException (429) if the address tried too many wrong ones."""
         if self._token is None:
             return False
         source = _network(address)
@@ -115,7 +115,7 @@ def _digest(value: str) -> bytes:
 
 
 def _network(address: str) -> str:
-    """Return what counts as one source: of IPv6 the network, since a machine has all its addresses."""
+    """Return the part of an address that counts as one source: of IPv6 the network, since a machine has all its addresses."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -129,13 +129,13 @@ def address_of(request: Request) -> str:
 
 
 def cookie_name(request: Request) -> str:
-    """Return what the session's cookie is called: cookies of one host are shared by its ports."""
+    """Return the name of the session's cookie: cookies of one host are shared by its ports."""
     server = request.scope.get("server") or ("", 0)
     return f"zstore-session-{server[1]}"
 
 
 def cookie_of(request: Request) -> str | None:
-    """Return the value of the session's cookie, None where there is none."""
+    """Return the value of the session's cookie, None if there is none."""
     return request.cookies.get(cookie_name(request))
 
 
@@ -145,7 +145,7 @@ def is_authorized(request: Request) -> bool:
 
 
 def may_read(request: Request) -> bool:
-    """Return whether a request may read: with the token, or where there is none."""
+    """Return whether a request may read: with the token, or if there is none."""
     settings: Settings = request.app.state.service.settings
     return settings.token is None or is_authorized(request)
 
@@ -157,7 +157,7 @@ def require_token(request: Request) -> None:
 
 
 def require_action(request: Request) -> None:
-    """Raise HTTPException unless a request may act: 403 where the service takes no actions, 401 without the token."""
+    """Raise HTTPException unless a request may act: 403 if the service takes no actions, 401 without the token."""
     settings: Settings = request.app.state.service.settings
     if not settings.allow_actions:
         raise HTTPException(403, "this service takes no actions: start it with --allow-actions")

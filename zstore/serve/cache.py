@@ -22,7 +22,7 @@ class Cache(Generic[K, V]):
         self._lock = threading.Lock()
 
     def get(self, key: K) -> V | None:
-        """Return the value of a key, None where it is not cached."""
+        """Return the value of a key, None if it is not cached."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)

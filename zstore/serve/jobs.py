@@ -33,12 +33,12 @@ class RunningJob:
         self._jobs = jobs
         self._left_out = 0
         self.now = job
-        """The job as it stands; replaced as a whole, under the lock of the table."""
+        """The job's present state; replaced as a whole, under the lock of the table."""
         self.version = 0
         """Rises with every change, over all jobs."""
 
     def advance(self, nbytes: int) -> None:
-        """Count bytes. Raises JobCancelledError where the service ends."""
+        """Count bytes. Raises JobCancelledError when the service ends."""
         if self._jobs.is_closed:
             raise JobCancelledError("the service ended before the job was done")
         with self._jobs.lock:
@@ -97,7 +97,7 @@ class Jobs(Closing):
     def add(self, kind: Kind, run: str, checkpoint: str | None = None, *, total_bytes: int = 0) -> RunningJob:
         """Return a new job that the caller carries out and ends.
 
-        Raises ConflictError where a verification or pruning of the run goes on and this is one too.
+        Raises ConflictError if a verification or pruning of the run goes on and this is one too.
         """
         job = Job(
             id=uuid.uuid4().hex,
@@ -128,7 +128,7 @@ class Jobs(Closing):
         return running
 
     def start(self, kind: Kind, run: str, checkpoint: str | None, work: Work, *, total_bytes: int = 0) -> Job:
-        """Carry `work` out in a thread, as soon as one is free; what it raises is the job's problem. See `add`."""
+        """Carry `work` out in a thread, as soon as one is free; an error that it raises is the job's problem. See `add`."""
         running = self.add(kind, run, checkpoint, total_bytes=total_bytes)
 
         def carry_out() -> None:
@@ -152,7 +152,7 @@ class Jobs(Closing):
             return JobList(jobs=[one.now for one in self._kept.values()])
 
     def get(self, job_id: str) -> Job:
-        """Return a job. Raises CheckpointNotFoundError where none of that id is kept."""
+        """Return a job. Raises CheckpointNotFoundError if none of that id is kept."""
         with self.lock:
             found = self._kept.get(job_id)
         if found is None:
@@ -167,6 +167,6 @@ class Jobs(Closing):
             return [one.now for one in self._kept.values() if one.version > since_version and one.now.run == run]
 
     def close(self) -> None:
-        """Cancel what goes on, and wait for its end."""
+        """Cancel running jobs, and wait for its end."""
         self.is_closed = True
         self._workers.shutdown(wait=True)

@@ -12,7 +12,7 @@ from pydantic_core import PydanticSerializationError
 
 
 def json_of(model: BaseModel) -> str:
-    """Return a model as JSON in UTF-8, numbers that are not finite as null and what is no Unicode in a text as `?`."""
+    """Return a model as JSON in UTF-8, numbers that are not finite as null and characters that are no Unicode as `?`."""
     try:
         return model.model_dump_json()
     except PydanticSerializationError:  # a lone surrogate, out of a journal or the name of a file

@@ -7,7 +7,7 @@
     1/4     weights on their way to clients
     1/8     metadata of open checkpoints
     1/8     the pool of buffers of all requests that read values, 8 to 64 MiB
-    1/8     what the two of these that go on at a time read ahead
+    1/8     reading ahead by the two of these that go on at a time
     2/16    the pools of the two verifications that go on at a time, 8 to 32 MiB each
 
 Uploads are bounded by how many bodies are read at a time (`inbox.limits`), answers of JSON by the number of threads.
@@ -24,7 +24,7 @@ _MOST_POOL_BYTES = 64 * _MIB
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What each part of the service may take. See [Note: memory of the service]."""
+    """The memory of each part of the service. See [Note: memory of the service]."""
 
     files_bytes: int
     weights_bytes: int

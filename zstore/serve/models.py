@@ -1,7 +1,7 @@
-"""What the service says under `/api`, as pydantic models: the page, other tools and the OpenAPI document go by them.
+"""The answers under `/api`, as pydantic models: the page, other tools and the OpenAPI document go by them.
 
 Times are seconds since 1970 (`_at`) or durations in seconds (`_s`); sizes are bytes. A number that is not known, or is not
-finite, is null. `checkpoint` is the path of a tag's folder inside the run's, as it stands in URLs: `step-00000060`, or for
+finite, is null. `checkpoint` is the path of a tag's folder inside the run's, as in URLs: `step-00000060`, or for
 loops that make a folder for each save `checkpoint-60/step-00000060`; `latest` means the newest.
 """
 
@@ -24,7 +24,7 @@ class ServiceInfo(_Model):
     service: Literal["zstore"] = "zstore"
     version: str
     protocol: int = 1
-    """Raised where an older client could not go on."""
+    """Raised when an older client could not go on."""
     allows_actions: bool
     """Whether the service takes uploads and actions at all."""
     authorized: bool
@@ -48,7 +48,7 @@ class RunSummary(_Model):
     name: str
     location: str
     state: Literal["training", "stopped", "unknown"]
-    """By the journal; unknown where there is none."""
+    """By the journal; unknown if there is none."""
     run_id: str | None
     step: int | None
     total_steps: int | None
@@ -96,7 +96,7 @@ class PlanPart(_Model):
 
 
 class PlacedArray(_Model):
-    """An array and the tier that it rests on, on rank 0."""
+    """An array and its tier, on rank 0."""
 
     name: str
     tier: Literal["device", "host", "disk"]
@@ -105,7 +105,7 @@ class PlacedArray(_Model):
 
 
 class Placement(_Model):
-    """`GET /api/runs/{run}/placement`: where every byte rests; the plan beside what was measured."""
+    """`GET /api/runs/{run}/placement`: the tier of every byte; the plan beside the measurement."""
 
     host_budget_bytes: int | None
     device_bytes: int | None
@@ -156,7 +156,7 @@ class RunDetail(_Model):
     summary: RunSummary
     sessions: list[Session]
     saves: list[SaveEvent]
-    """What was said last of each of the newest 200, the oldest first."""
+    """The last news of each of the newest 200, the oldest first."""
     actions: list[ActionEvent]
     """The newest 50, the oldest first."""
     warnings: list[Warned]
@@ -164,12 +164,12 @@ class RunDetail(_Model):
 
 
 class Steps(_Model):
-    """`GET /api/runs/{run}/steps?after=&until=&points=`: columns over the steps; where there are more than `points`, each is
+    """`GET /api/runs/{run}/steps?after=&until=&points=`: columns over the steps; if there are more than `points`, each is
     the mean of some that follow each other, step and time those of the last."""
 
     columns: dict[str, list[float | None]]
     """step, at, loss, loss_min, loss_max, lr, grad_norm, tokens_per_s, step_s, forward_s, backward_s, optimizer_s, stall_s,
-    mfu where it is known, and with a `/`: memory/<device|host|disk|buffers|process|cuda>, rate/<link> (bytes per second),
+    mfu if it is known, and with a `/`: memory/<device|host|disk|buffers|process|cuda>, rate/<link> (bytes per second),
     stall/<cause>."""
     last_step: int | None
 
@@ -179,11 +179,11 @@ class Ended(_Model):
 
     step: int | None
     reason: str | None
-    """done, stopped or failed; null where the run did not say, as when it was killed."""
+    """done, stopped or failed; null if the run did not say, as when it was killed."""
 
 
 class CheckpointsChanged(_Model):
-    """Event `checkpoints`: the list of checkpoints, or what is not committed, changed."""
+    """Event `checkpoints`: the list of checkpoints, or of unfinished saves and uploads, changed."""
 
     num_checkpoints: int
 
@@ -200,9 +200,9 @@ class CheckpointEntry(_Model):
     size_bytes: int
     """All its files."""
     shared_bytes: int
-    """Of those, what other checkpoints of the run have too."""
+    """Of those, the files that other checkpoints of the run have too."""
     freed_bytes: int
-    """What removing it alone would free."""
+    """Bytes that removing it alone would free."""
     num_files: int
     metrics: dict[str, float]
 
@@ -242,7 +242,7 @@ class CheckpointDetail(_Model):
     num_arrays: int
     array_bytes: int
     state: dict[str, Any]
-    """The record's state; what is larger than 64 KiB is cut."""
+    """The record's state; values beyond 64 KiB are cut."""
 
 
 class ArrayEntry(_Model):
@@ -307,7 +307,7 @@ class Job(_Model):
     done_bytes: int
     total_bytes: int
     lines: list[str]
-    """What it found, as the command prints it: faults of a verification, checkpoints that were removed."""
+    """Its results, as the command prints them: faults of a verification, checkpoints that were removed."""
     problem: str | None
 
 
@@ -325,11 +325,11 @@ class PruneRules(_Model):
     keep_best: str | None = None
     keep_tags: list[str] = []
     plan: str | None = None
-    """Of the answer to a dry run: what it showed is removed. None: a dry run."""
+    """Of the answer to a dry run: the checkpoints in it are removed. None: a dry run."""
 
 
 class Fate(_Model):
-    """What becomes of a checkpoint."""
+    """The fate of a checkpoint."""
 
     checkpoint: str
     tag: str
@@ -340,7 +340,7 @@ class Fate(_Model):
 
 
 class PruneResult(_Model):
-    """What pruning would do, or with `job` does."""
+    """The effects of pruning; with `job` it has begun."""
 
     fates: list[Fate]
     freed_bytes: int
@@ -380,7 +380,7 @@ class WeightsFolder(_Model):
 
     run: str
     checkpoint: str
-    """By its own name where `latest` was asked for."""
+    """By its own name if `latest` was asked for."""
     id: str
     """Of the checkpoint's record."""
     tag: str

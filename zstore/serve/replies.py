@@ -23,7 +23,7 @@ from .models import Problem
 
 
 class ConflictError(UsageError):
-    """What was asked for does not fit how things are now; asked again later, it may."""
+    """The request does not fit the present state; asked again later, it may."""
 
 
 _STATUS = (
@@ -45,7 +45,7 @@ def reply(model: BaseModel, status: int = 200) -> Response:
 
 
 def problem(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
-    """Return an answer that says what is wrong."""
+    """Return an answer that describes a problem."""
     body = json_of(Problem(error=text))
     return Response(body, status, {"Cache-Control": "no-store", **(headers or {})}, media_type="application/json")
 
@@ -56,7 +56,7 @@ def status_of(error: Exception) -> int:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Answer what a route raised: an error of ours with its text."""
+    """Answer an error that a route raised: one of ours with its text."""
     return problem(status_of(error), str(error))
 
 

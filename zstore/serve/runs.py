@@ -1,4 +1,4 @@
-"""Which runs the roots hold, and what each is called.
+"""The runs in the roots, and their names.
 
 [Note: names of runs]
 A root that has checkpoints or a journal itself is one run, called as the root is; the folders in any other root that have
@@ -34,7 +34,7 @@ _FRESH_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A folder of checkpoints, and what is written beside them."""
+    """A folder of checkpoints, and the files beside them."""
 
     name: str
     folder: Folder
@@ -77,7 +77,7 @@ class Runs:
         return [Path(root.location) for root in self._settings.roots if not is_url(root.location)]
 
     def folder_for_uploads(self, name: str) -> Path:
-        """Return the folder of the run of that name, or where a new run of it is made: in the first root that is no run.
+        """Return the folder of the run of that name, or that of a new run of it: in the first root that is no run.
 
         Raises UsageError for a run behind a URL, and for names that no new run can have.
         """

@@ -1,4 +1,4 @@
-"""What all requests share."""
+"""The state that all requests share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .views.readers import NUM_HEAVY
 
 
 class Service(Library):
-    """One service: its settings, its runs, and what is kept between requests."""
+    """One service: its settings, its runs, and the values that are kept between requests."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -41,11 +41,11 @@ class Service(Library):
 
     @functools.cached_property
     def heavy(self) -> anyio.CapacityLimiter:
-        """What requests that read values take a place of; made on the event loop."""
+        """The limiter of requests that read values; made on the event loop."""
         return anyio.CapacityLimiter(NUM_HEAVY)
 
     def close(self) -> None:
-        """End what goes on; blocks."""
+        """End all work; blocks."""
         self.jobs.close()
         self.transfers.close()
         super().close()

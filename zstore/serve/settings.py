@@ -1,4 +1,4 @@
-"""What a service is told to serve, where, and to whom."""
+"""The settings of a service: its roots, its address, and its limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Root:
 
     location: str
     name: str
-    """What its run is called where it is a run's own folder."""
+    """The name of its run, if it is a run's own folder."""
 
     @classmethod
     def parse(cls, text: str) -> Root:
@@ -38,16 +38,16 @@ class Root:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a service runs. Raises UsageError for what is not safe or makes no sense."""
+    """How a service runs. Raises UsageError for settings that are not safe or make no sense."""
 
     roots: tuple[Root, ...]
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     """0: one that is free."""
     token: str | None = field(default=None, repr=False)
-    """Who shows it may do what the service does. None: anybody may read, and nobody act."""
+    """Whoever shows it may use all of the service. None: anybody may read, and nobody act."""
     allow_actions: bool = False
-    """Take uploads, and carry out what the page asks for: save, stop, verify, prune."""
+    """Take uploads, and carry out the page's actions: save, stop, verify, prune."""
     keep_last: int | None = None
     """Most checkpoints of a run that stay as its newest when another is uploaded; None: as many as its client asks for."""
     tls_certificate: Path | None = None

@@ -1,1 +1,1 @@
-"""Files of checkpoints and of weights, as bytes: what is visible, ranges, blocks on their way to clients. No HTTP."""
+"""Files of checkpoints and of weights, as bytes: the visible ones, ranges, blocks on their way to clients. No HTTP."""

@@ -2,7 +2,7 @@
 
 [Note: names of dimensions]
 xarray opens an array only if its `zarr.json` names the dimensions, and a dataset only if a name has one size in all of it. So
-a dimension is called after its size: `n192`, and `n192_1` where the array has one of that size already. xarray also wants
+a dimension is called after its size: `n192`, and `n192_1` if the array has one of that size already. xarray also wants
 the metadata of all arrays below the group that it opens: a checkpoint has that at its root, each group gets its part of it.
 """
 
@@ -40,12 +40,12 @@ def named(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_bare_group(document: Mapping[str, Any]) -> bool:
-    """Return whether a `zarr.json` is that of a group that does not have the metadata of what is below it."""
+    """Return whether a `zarr.json` is that of a group without the metadata of its children."""
     return document.get("node_type") == "group" and "consolidated_metadata" not in document
 
 
 def below(root: Mapping[str, Any], folder: str) -> dict[str, Any] | None:
-    """Return the `consolidated_metadata` of the group in `folder`, out of the root's; None where the root has none."""
+    """Return the `consolidated_metadata` of the group in `folder`, out of the root's; None if the root has none."""
     inner = _inner(root)
     if inner is None:
         return None
@@ -55,7 +55,7 @@ def below(root: Mapping[str, Any], folder: str) -> dict[str, Any] | None:
 
 
 def _inner(document: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the metadata by path of what is below a group."""
+    """Return the metadata of all below a group, by path."""
     consolidated = document.get("consolidated_metadata")
     inner = consolidated.get("metadata") if isinstance(consolidated, dict) else None
     return inner if isinstance(inner, dict) else None

@@ -3,8 +3,8 @@
 [Note: memory of downloads]
 Memory is counted in units of 1 MiB. A download has room for two blocks while it lasts: one that is sent, one that is made.
 More are made ahead as long as a quarter of all memory stays free and nobody waits. The first downloads have large blocks,
-which are made faster; later ones, where half of the memory is taken, small ones. A slow client holds what it has and no
-more. Where there is no room for two blocks a download waits a while for others to end, and is turned away then.
+which are made faster; later ones, once half of the memory is taken, small ones. A slow client holds its blocks and no
+more. If there is no room for two blocks, a download waits a while for others to end, and is turned away then.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WAIT_S = 20.0
 Make = Callable[[], memoryview]
 """Makes a block's bytes; called in a thread."""
 Cut = Callable[[int], Iterator[Make]]
-"""Returns what makes the blocks, in order, of at most so many bytes each."""
+"""Returns functions that make the blocks, in order, of at most so many bytes each."""
 
 
 class BusyError(Exception):
@@ -35,7 +35,7 @@ class BusyError(Exception):
 
 
 class Downloads:
-    """What all downloads share; of one event loop. `memory_bytes` is what all their blocks take together."""
+    """The state that all downloads share; of one event loop. `memory_bytes` bounds all their blocks together."""
 
     def __init__(self, memory_bytes: int, *, wait_s: float = _WAIT_S) -> None:
         self._all = self._free = max(_OWN_BLOCKS * _SMALL, memory_bytes // UNIT_BYTES)
@@ -52,14 +52,14 @@ class Downloads:
 
     @property
     def threads(self) -> CapacityLimiter:
-        """What bounds the threads that make blocks; belongs to the event loop that asks first."""
+        """The limiter of the threads that make blocks; belongs to the event loop that asks first."""
         if self._threads is None:
             self._threads = CapacityLimiter(_NUM_THREADS)
         return self._threads
 
     @contextlib.asynccontextmanager
     async def download(self, cut: Cut) -> AsyncIterator[Download]:
-        """Yield the download of the blocks that `cut` makes, as soon as there is room; raises BusyError where there is none
+        """Yield the download of the blocks that `cut` makes, as soon as there is room; raises BusyError if there is none
         for long."""
         least = _OWN_BLOCKS * _SMALL
         if self._waiting or self._free < least:
@@ -120,7 +120,7 @@ class Download:
         self._ended = False
 
     async def next(self) -> memoryview | None:
-        """Return the next block, None after the last; the one before must have been sent. Raises what making it raises."""
+        """Return the next block, None after the last; the one before must have been sent. Raises the errors of making it."""
         self._make_ahead()
         self._shrink()
         if not self._coming:
@@ -152,7 +152,7 @@ class Download:
             self._shared.give_back(spare * self._size)
 
     def close(self) -> None:
-        """Make no more. What a thread is busy with keeps its memory until it is done."""
+        """Make no more. A block that a thread is busy with keeps its memory until it is done."""
         self._ended = True
         at_work = [task for task in self._coming if not task.done()]
         for task in self._coming:

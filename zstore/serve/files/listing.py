@@ -1,4 +1,4 @@
-"""What a folder of a run holds, as far as it is visible: names and sizes, as JSON or as a small HTML index."""
+"""The visible content of a folder of a run: names and sizes, as JSON or as a small HTML index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_FILES = 500_000
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """Folders by name; files by name, or by their path where all below were asked for, with their bytes."""
+    """Folders by name; files by name, or by their path if all below were asked for, with their bytes."""
 
     folders: tuple[str, ...]
     files: tuple[tuple[str, int], ...]
@@ -44,9 +44,9 @@ def _link(name: str) -> str:
 
 
 def list_place(place: Place, *, recursive: bool) -> Listing:
-    """Return what is in the folder `place`; with `recursive` all files below it, and no folders.
+    """Return the content of the folder `place`; with `recursive` all files below it, and no folders.
 
-    Raises CheckpointNotFoundError where it is no folder, UsageError for too many files.
+    Raises CheckpointNotFoundError if it is not a folder, UsageError for too many files.
     """
     folders: set[str] = set()
     files: dict[str, int] = {}
@@ -89,7 +89,7 @@ def _run_file_sizes(folder: Folder, names: list[str]) -> dict[str, int]:
 def _list_inside(
     folder: Folder, top: str, prefix: str, recursive: bool, folders: set[str], files: dict[str, int]
 ) -> None:
-    """Add what is in the folder `top` of a checkpoint; names get `prefix`."""
+    """Add the content of the folder `top` of a checkpoint; names get `prefix`."""
     if not folder.is_local:
         start = len(top) + 1 if top else 0
         for path, size in folder.sizes(top).items():

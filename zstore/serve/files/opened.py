@@ -40,7 +40,7 @@ class Opened:
     etag: str | None
     """Changes whenever the bytes under the same URL do. None: that cannot be told."""
     file: BinaryIO | None
-    """None where it is behind a URL."""
+    """None if it is behind a URL."""
 
     @property
     def media_type(self) -> str:
@@ -87,7 +87,7 @@ def _size(folder: UrlFolder, path: str) -> int:
 
 
 def open_local(place: Place, start: int = 0) -> Opened:
-    """Return the file at a local place; raises CheckpointNotFoundError where there is none, or IsFolderError."""
+    """Return the file at a local place; raises CheckpointNotFoundError if there is none, or IsFolderError."""
     descriptor = open_below(place.folder, place.path, is_checkpoint=place.info is not None)
     try:
         status = os.fstat(descriptor)
@@ -104,10 +104,10 @@ def open_local(place: Place, start: int = 0) -> Opened:
 
 
 def open_below(folder: Folder, path: str, *, is_checkpoint: bool) -> int:
-    """Return a descriptor of what `path` names in a local folder, the folder itself for an empty one.
+    """Return a descriptor of the file or folder `path` in a local folder, the folder itself for an empty one.
 
-    No link is followed and no other way leads out, also where something changes on the way; but the folder of a checkpoint
-    may be a link to another one beside it. Raises CheckpointNotFoundError where it is missing, or is a link.
+    No link is followed and no other way leads out, even if something changes on the way; but the folder of a checkpoint
+    may be a link to another one beside it. Raises CheckpointNotFoundError if it is missing, or is a link.
     """
     descriptor = -1
     try:
@@ -130,7 +130,7 @@ def _open_folder(folder: Folder, *, is_checkpoint: bool) -> int:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     if not is_checkpoint:  # whoever serves it named it
         return os.open(folder.path, flags)
-    # Wherever a link leads by now, only what lies in the folder of checkpoints is opened.
+    # Wherever a link leads by now, only files in the folder of checkpoints are opened.
     name = os.path.basename(os.path.realpath(folder.path))
     above = os.open(folder.path.parent, flags)
     try:

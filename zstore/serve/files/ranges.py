@@ -11,7 +11,7 @@ _ONE_RANGE = re.compile(r"bytes=[ \t]*(\d{0,19})-(\d{0,19})[ \t]*", re.ASCII | r
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What to answer with: a status, and bytes `[start, stop)` of `size` for 200 and 206."""
+    """The answer to give: a status, and bytes `[start, stop)` of `size` for 200 and 206."""
 
     status: int
     start: int
@@ -37,7 +37,7 @@ class Part:
 
 
 def choose(method: str, headers: Mapping[str, str], etag: str | None, size: int) -> Part:
-    """Return what a request gets of a representation of `size` bytes with the strong tag `etag` (None: it has none).
+    """Return the part that a request gets of a representation of `size` bytes with the strong tag `etag` (None: it has none).
 
     `headers` has lower-case names. The status is 200, 206, 304, 412 or 416. Several ranges in one request are answered with
     all bytes, which RFC 9110 allows; so is a range that is not written as it should be, and any in a HEAD request.

@@ -32,7 +32,7 @@ class Transfers(Closing):
         return max(_LEAST_BLOCK_BYTES, min(most_bytes, share))
 
     async def blocks(self, opened: Opened, part: Part) -> AsyncIterator[bytes]:
-        """Yield the bytes of `part`. Raises EOFError where the file has become shorter."""
+        """Yield the bytes of `part`. Raises EOFError if the file has become shorter."""
         self._under_way += 1
         try:
             at = part.start
@@ -53,5 +53,5 @@ class Transfers(Closing):
             self._under_way -= 1
 
     def close(self) -> None:
-        """End the threads, once they have read what they were asked for."""
+        """End the threads, once they have read all that they were asked for."""
         self.threads.shutdown(wait=True, cancel_futures=True)

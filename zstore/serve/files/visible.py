@@ -1,9 +1,9 @@
-"""What of a run's folder is visible from outside: committed checkpoints, and a few files beside them.
+"""The part of a run's folder that is visible from outside: committed checkpoints, and a few files beside them.
 
-[Note: what is visible]
+[Note: visible paths]
 A path in a run's folder begins with the folder of a checkpoint (`step-00000060`), with the folder that a loop makes and one of
-a checkpoint in it (`checkpoint-60/step-00000060`), or with `latest`, which is the newest. What a save has under way or
-left behind is not there; a checkpoint that is being replaced is found by its tag, as readers find it on disk. Beside
+a checkpoint in it (`checkpoint-60/step-00000060`), or with `latest`, which is the newest. Files that a save has under way or
+left behind are not there; a checkpoint that is being replaced is found by its tag, as readers find it on disk. Beside
 checkpoints, `latest`, journals, and config and tokenizer files are visible. Links are not, but for one to another
 checkpoint in the same folder, which readers follow too.
 """
@@ -25,7 +25,7 @@ from ..cache import Cache
 
 _RUN_FILES = (LATEST_FILE, "journal-*.jsonl", *COMPANIONS)
 _FRESH_S = 2.0
-"""How long a checkpoint behind a URL is taken to be what it was."""
+"""How long a checkpoint behind a URL is taken to be unchanged."""
 _MOST_CACHED = 256
 _NOT_PLAIN = re.compile(r"[/\\\x00-\x1f\x7f]")
 
@@ -42,14 +42,14 @@ def is_run_file(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Something visible: what `path` names in `folder`; an empty one is the folder itself."""
+    """Something visible: the file or folder `path` in `folder`; an empty one is the folder itself."""
 
     folder: Folder
     path: str
     info: TagInfo | None
-    """The checkpoint that it belongs to, None for what lies beside."""
+    """The checkpoint that it belongs to, None for a file beside checkpoints."""
     is_folder: bool
-    """Whether it is a folder of checkpoints. What is inside a checkpoint is found out where it is read."""
+    """Whether it is a folder of checkpoints. The kind of a path inside a checkpoint is found out on reading."""
 
 
 class Checkpoints:
@@ -61,7 +61,7 @@ class Checkpoints:
 
     def find(self, folder: Folder, checkpoint: str) -> TagInfo:
         """Return the checkpoint that `checkpoint` names in a run's folder: `step-00000060`, `checkpoint-60/step-00000060`, or
-        `latest`. Raises CheckpointNotFoundError where there is none."""
+        `latest`. Raises CheckpointNotFoundError if there is none."""
         if checkpoint == LATEST_FILE:
             return self.latest(folder)
         head, slash, name = checkpoint.rpartition("/")
@@ -74,7 +74,7 @@ class Checkpoints:
         return info
 
     def at(self, folder: Folder, name: str) -> TagInfo | None:
-        """Return the checkpoint in the tag's folder `name`, None where there is none."""
+        """Return the checkpoint in the tag's folder `name`, None if there is none."""
         if not is_plain(name) or parse_own_name(name) is not None:
             return None
         key, state = (folder, name), _state(folder, name)
@@ -92,16 +92,16 @@ class Checkpoints:
         return found
 
     def latest(self, folder: Folder) -> TagInfo:
-        """Return the newest checkpoint of a run; raises CheckpointNotFoundError where it has none."""
+        """Return the newest checkpoint of a run; raises CheckpointNotFoundError if it has none."""
         tags = sorted([*scan(folder).tags, *list_nested(folder).tags], key=lambda info: info.record.committed_ns)
         if not tags:
             raise CheckpointNotFoundError(f"{folder} has no committed checkpoint")
         return newest_of(tags)
 
     def place(self, folder: Folder, parts: tuple[str, ...]) -> Place:
-        """Return what a path in a run's folder names; `parts` are its components, an empty last one where it ends in `/`.
+        """Return the place that a run's path names; `parts` are its components, an empty last one if it ends in `/`.
 
-        Raises CheckpointNotFoundError where nothing visible has that name.
+        Raises CheckpointNotFoundError if nothing visible has that name.
         """
         if parts in ((), ("",)):
             return Place(folder=folder, path="", info=None, is_folder=True)
@@ -136,14 +136,14 @@ def is_real_folder(folder: Folder, name: str) -> bool:
 
 
 def _inside(folder: Folder, parts: tuple[str, ...]) -> str:
-    """Return the path inside a checkpoint; one that ends in `/` where a folder is meant."""
+    """Return the path inside a checkpoint; one that ends in `/` if a folder is meant."""
     if not all(is_plain(part) for part in parts[:-1]) or not (parts[-1:] in ((), ("",)) or is_plain(parts[-1])):
         raise _nothing(folder, "/".join(parts))
     return "/".join(parts)
 
 
 def _state(folder: Folder, name: str) -> object | None:
-    """Return what changes where another checkpoint takes the place of `name`; None where nothing of that name is there."""
+    """Return a value that changes when another checkpoint takes the place of `name`; None if there is nothing of that name."""
     if not folder.is_local:
         return int(time.monotonic() / _FRESH_S)
     try:

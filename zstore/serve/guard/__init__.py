@@ -1,1 +1,1 @@
-"""What stands around all requests: who may ask, how large and slow a request may be, connections, TLS."""
+"""Checks around all requests: who may ask, how large and slow a request may be, connections, TLS."""

@@ -1,4 +1,4 @@
-"""Connections: what uvicorn's protocol leaves open - size of a request's head, slow clients, and how many there are."""
+"""Connections: limits that uvicorn's protocol lacks - size of a request's head, slow clients, and their number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .guard import HEADERS
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a connection may do. An instance serves one server."""
+    """Limits of a connection. An instance serves one server."""
 
     most_connections: int = 2048
     most_head_bytes: int = 64 * 1024
@@ -31,7 +31,7 @@ class Limits:
     most_ignored_bytes: int = 64 * 1024 * 1024
     """Of a body that is answered before its end, and read no further than this, so that a client sees the answer."""
     send_s: float = 60.0
-    """Within which a client must take what is buffered for it, about a block."""
+    """Within which a client must take the bytes that are buffered for it, about a block."""
     idle_s: float = 60.0
     """How long a connection is kept for another request."""
 
@@ -45,7 +45,7 @@ class Limits:
 
 
 class _Protocol(HttpToolsProtocol):
-    """Adds limits to uvicorn's protocol. One timer runs for what is to be received, one for what is to be sent."""
+    """Adds limits to uvicorn's protocol. One timer runs for bytes to be received, one for bytes to be sent."""
 
     limits = Limits()
 
@@ -118,7 +118,7 @@ class _Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _count_head(self, nbytes: int) -> None:
-        """Count what is kept of a head, or of trailers. What is raised ends the parser, which asks for `send_400_response`."""
+        """Count the kept bytes of a head, or of trailers. An error ends the parser, which asks for `send_400_response`."""
         self._head_bytes += nbytes
         if self._head_bytes > self.limits.most_head_bytes:
             raise ValueError("the head is too large")
@@ -153,7 +153,7 @@ class _Protocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._sending is None:
-            # Closing would wait until the client takes what it does not take.
+            # Closing would wait until the client takes the bytes that it does not take.
             self._sending = self.loop.call_later(self.limits.send_s, self._abort)
 
     def resume_writing(self) -> None:
@@ -183,13 +183,13 @@ class _Protocol(HttpToolsProtocol):
         return cycle is not None and not cycle.response_complete
 
     def _abort(self) -> None:
-        """End the connection, and what the kernel has still to send."""
+        """End the connection, and drop the bytes that the kernel has still to send."""
         if (connection := self.transport.get_extra_info("socket")) is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
     def _refuse(self, status: int, text: str) -> None:
-        """Answer without asking the application, and end the connection; silently where an answer is under way."""
+        """Answer without asking the application, and end the connection; silently if an answer is under way."""
         self._stop_receiving()
         if self._answers():
             self._abort()

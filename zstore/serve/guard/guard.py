@@ -1,9 +1,9 @@
-"""What stands before every route: whom the service answers, what requests may be, and the headers of every answer.
+"""Checks before every route: whom the service answers, the limits of requests, and the headers of every answer.
 
 [Note: browsers]
 A page of another site can make a browser send requests here. So the `Host` must be a name of this service (else a name that is
 made to lead here would pass for it), requests that another site's page made are refused but for links, nothing is shared
-across origins, and what changes anything comes from the service's own page, or from no browser.
+across origins, and requests that change anything come from the service's own page, or from no browser.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _too_large() -> HTTPException:
 
 
 def check_url(request: Request) -> None:
-    """Raise HTTPException for a URL that is too long, or has what no path of the service has."""
+    """Raise HTTPException for a URL that is too long, or has parts that no path of the service has."""
     path, query = request.scope["path"], request.scope["query_string"]
     if len(request.scope["raw_path"]) + len(query) > MOST_URL_BYTES:
         raise HTTPException(414, f"a URL may have {MOST_URL_BYTES} bytes")
@@ -169,7 +169,7 @@ def check_host(request: Request, settings: Settings) -> None:
 
 
 def host_name(text: str) -> str | None:
-    """Return name or address in `host:port`, in lower case; None where it is none."""
+    """Return name or address in `host:port`, in lower case; None if it is none."""
     try:
         parts = urlsplit(f"//{text}")
         _ = parts.port
@@ -183,7 +183,7 @@ def host_name(text: str) -> str | None:
 def is_own_host(name: str, settings: Settings) -> bool:
     """Return whether a host of that name is this service.
 
-    An address is no name that somebody can make lead here, so all are right where the service listens on more than this
+    An address is no name that somebody can make lead here, so all are right if the service listens on more than this
     machine.
     """
     if name == settings.host.lower() or name in (host.lower().rstrip(".") for host in settings.hosts):

@@ -1,1 +1,1 @@
-"""Checkpoints that are taken in: uploads on disk, what they must bring, and their commits."""
+"""Checkpoints that are taken in: uploads on disk, their expected files, and their commits."""

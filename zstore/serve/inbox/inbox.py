@@ -6,9 +6,9 @@ as long as its client was heard of within a quarter of an hour. Of one training 
 earlier one that is not committed: a run has one save of a tag at a time, so the client of the earlier one was killed.
 
 [Note: room for uploads]
-An upload is refused when it is planned, unless what it brings fits beside what all others that go on still need. What is linked
-takes no room. Drives that others fill too may still be full before its end: then the file that does not fit is refused, what
-came stays, and the client goes on where there is room again.
+An upload is refused when it is planned, unless its files fit beside those that all other uploads still need. Linked files
+take no room. Drives that others fill too may still be full before its end: then one that does not fit is refused, files that
+came stay, and the client goes on once there is room again.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class Inbox:
         self._runs = runs
         self._jobs = jobs
         self._reported: dict[str, RunningJob] = {}
-        """By the upload's id, where the page sees it."""
+        """By the upload's id, for the page."""
         self._keep_last = keep_last
         self._files = files or Files()
         self._lock = threading.Lock()
         """For the table of uploads; nothing else is locked under it."""
         self._deciding = threading.Lock()
-        """For what looks at more than one upload; taken before an upload's own."""
+        """For work on more than one upload; taken before an upload's own."""
         self._uploads: dict[str, Upload] | None = None
 
     # -- which there are --------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class Inbox:
         return [upload for upload in found if upload not in old]
 
     def _found(self) -> Iterator[Upload]:
-        """Yield what earlier services left."""
+        """Yield the uploads that earlier services left."""
         for root in self._runs.local_roots():
             for pattern in (f"{UPLOADS_FOLDER}/*/{OFFER_FILE}", f"*/{UPLOADS_FOLDER}/*/{OFFER_FILE}"):
                 for path in root.glob(pattern):
@@ -148,7 +148,7 @@ class Inbox:
                 raise UsageError(f"{MOST_UPLOADS} uploads are under way: wait until some are done, or give some up")
             self._require_room(new)
             upload = new
-        upload.offer = new.offer  # what is to be kept and replaced may be asked for in another way
+        upload.offer = new.offer  # the client may have changed which checkpoints are kept and replaced
         upload.store()
         upload.touch()
         with self._lock:
@@ -157,7 +157,7 @@ class Inbox:
         return upload
 
     def plan(self, upload: Upload) -> UploadState:
-        """Plan an upload whose metadata and manifests are there. Raises DiskFullError where it does not fit."""
+        """Plan an upload whose metadata and manifests are there. Raises DiskFullError if it does not fit."""
         with self._deciding:
             upload.plan()
             self._require_room(upload)
@@ -200,7 +200,7 @@ class Inbox:
     def commit(self, upload: Upload) -> Committed:
         """Commit an upload whose files are all there, and apply retention.
 
-        Raises CheckpointMismatchError that names files which are missing, CheckpointExistsError where the tag was taken
+        Raises CheckpointMismatchError that names files which are missing, CheckpointExistsError if the tag was taken
         meanwhile.
         """
         with self._deciding, upload.lock:
@@ -294,7 +294,7 @@ def _files_of(offer: UploadOffer) -> tuple[object, ...]:
 
 
 def _device_of(folder: Path) -> int | None:
-    """Return the drive that a folder is on; None where somebody removed it."""
+    """Return the drive that a folder is on; None if somebody removed it."""
     try:
         return os.stat(folder).st_dev
     except FileNotFoundError:
@@ -306,7 +306,7 @@ def _is_alive(upload: Upload) -> bool:
 
 
 def _committed(folder: Path, record: Record) -> Record | None:
-    """Return the record of the checkpoint in `folder` that is the one of `record`; None where there is none."""
+    """Return the record of the checkpoint in `folder` that is the one of `record`; None if there is none."""
     with contextlib.suppress(ZstoreError, OSError):
         info = find_tag(folder, record.tag)
         if info is not None and replace(info.record, committed_ns=record.committed_ns) == record:
@@ -322,9 +322,9 @@ def _committed_state(upload: Upload, record: Record) -> UploadState:
 
 
 def _check_free(upload: Upload) -> TagInfo | None:
-    """Return the checkpoint that it replaces, None where there is none.
+    """Return the checkpoint that it replaces, None if there is none.
 
-    Raises CheckpointExistsError where tag or name belong to another training run. See [Note: whose name it is].
+    Raises CheckpointExistsError if tag or name belong to another training run. See [Note: whose name it is].
     """
     record, offer = upload.record, upload.offer
     if not upload.folder.is_dir():

@@ -14,4 +14,4 @@ class UploadLimits:
     def __init__(self) -> None:
         self.files = asyncio.Semaphore(_MOST_FILES)
         self.large = asyncio.Semaphore(1)
-        """For JSON of over a megabyte, and what is made of it."""
+        """For JSON of over a megabyte, and the objects that are made of it."""

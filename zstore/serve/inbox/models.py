@@ -1,4 +1,4 @@
-"""What clients and the service say to each other about uploads, under `/api/uploads`. See [Note: an upload]."""
+"""Messages between clients and the service about uploads, under `/api/uploads`. See [Note: an upload]."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 UPLOADS_FOLDER = ".uploads"
-"""In a run's folder, what is not committed."""
+"""Folder of a run's uploads that are not committed."""
 OFFER_FILE = "upload.json"
 ALIVE_S = 15 * 60.0
 """So long after the last word from its client, an upload counts as going on."""
@@ -105,4 +105,4 @@ class Committed(_Model):
     linked_bytes: int
     """Of files that are links to those of another checkpoint."""
     messages: list[str]
-    """What the user should know: checkpoints that could not be removed."""
+    """Messages for the user: checkpoints that could not be removed."""

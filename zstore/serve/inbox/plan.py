@@ -1,9 +1,9 @@
-"""What an upload must bring, by its record: every file with its size and how its content is known. Believes no client.
+"""The expected files of an upload, by its record: every file with its size and how its content is known. Believes no client.
 
-[Note: what is known of a file]
+[Note: known contents]
 The record has its own digest and those of the metadata and of each manifest; the metadata says which shard files there are and
 how large they are, the manifests the checksums of their chunks. The metadata files of the groups and arrays are copies out of
-the root's, and are made here. What a program left at the top of the folder, as `config.json`, is known by the SHA-256 that the
+the root's, and are made here. A file that a program left at the top, as `config.json`, is known by the SHA-256 that the
 client gave. So nothing that is stored has a name or a size that the client made up.
 """
 
@@ -29,7 +29,7 @@ from ...format.partition import round_up
 from ...format.shardfile import BLOCK_BYTES, CRC_BYTES, layout_of
 
 MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
-"""Of the metadata, and of a manifest: what is parsed here at a time."""
+"""Of the metadata, and of a manifest: one is parsed at a time."""
 MAX_DOCUMENT_VALUES = 2**22
 MAX_EXTRA_FILES = 1000
 MAX_EXTRA_BYTES = 2**40
@@ -81,9 +81,9 @@ class UploadPlan:
 
 
 def documents_of(record: Record, sizes: Mapping[str, int]) -> dict[str, KnownContent]:
-    """Return what is known of the metadata and of the manifests, of which a client says the sizes.
+    """Return the known contents of the metadata and of the manifests, of which a client says the sizes.
 
-    Raises UsageError where it names other files, or larger ones than are taken.
+    Raises UsageError if it names other files, or larger ones than are taken.
     """
     digests = {METADATA_FILE: record.metadata_sha256}
     digests |= {manifest_file(rank): digest for rank, digest in enumerate(record.manifest_sha256)}
@@ -113,7 +113,7 @@ def check_extras(extras: Mapping[str, KnownContent]) -> None:
 
 
 def make_plan(record: Record, folder: Path, extras: Mapping[str, KnownContent]) -> UploadPlan:
-    """Return what the upload brings, by the metadata and the manifests in `folder`, whose digests were checked.
+    """Return the files of the upload, by the metadata and the manifests in `folder`, whose digests were checked.
 
     Raises CorruptionError, or CheckpointMismatchError, for documents that no reader would take.
     """

@@ -1,17 +1,17 @@
-"""One upload on disk: what it is to bring, what came so far, and where that lies.
+"""One upload on disk: its expected files, those that came so far, and their places.
 
 [Note: an upload]
-    <run>/.uploads/<id>/upload.json     what the client offered, the record with it; touched while it goes on
+    <run>/.uploads/<id>/upload.json     the client's offer, the record with it; touched while it goes on
     <run>/.uploads/<id>/parts/<digest>  a file that is not whole yet, as far as it came; named by the SHA-256 of its path
     <run>/.uploads/<id>/checkpoint/...  files that are whole: each was made durable and checked before it got its name there
 
 All that is known of an upload is there, so a service that is started again goes on with it. No reader takes anything below
 `.uploads` for a checkpoint, since tags' folders have no leading dot, and there is no record before the commit: that moves
-`checkpoint/` to where a save of this machine would have its temporary folder, and from there on is that save's commit
-(`zstore.checkpoint.commit`). It lies in the run's own folder, whose file system it needs for that.
+`checkpoint/` to the place of the temporary folder of a save of this machine, and from there on is that save's commit
+(`zstore.checkpoint.commit`). It is in the run's own folder, whose file system it needs for that.
 
-A client is killed: what came stays, and the same save offered again goes on with it; without one, it is removed after a day. A
-service is killed: the same, part files are as long as what was written; one that a power cut left with other bytes fails its
+A client is killed: its files stay, and the same save offered again goes on with it; without one, it is removed after a day. A
+service is killed: the same, part files are as long as the bytes written; one that a power cut left with other bytes fails its
 check, and is asked for again.
 """
 
@@ -72,11 +72,11 @@ class Upload:
         self.record = Record.decode(offer.record.encode(), RECORD_FILE)
         self.started_at = self.active_at = time.time()
         self.lock = threading.RLock()
-        """Held for what looks at all files."""
+        """Held for work on all files."""
         self._touched_at = 0.0
         self.total_bytes = 0
         self.progress: Callable[[int], None] = lambda num_bytes: None
-        """Told of bytes of files that came, less than none where they were dropped."""
+        """Told of bytes of files that came, less than none if they were dropped."""
         self._files = files
         self._documents = documents_of(self.record, offer.documents)
         self._extras = {
@@ -90,7 +90,7 @@ class Upload:
     # -- on disk ----------------------------------------------------------------------------------------------------
 
     def store(self) -> None:
-        """Write down what was offered; the upload is there from now on."""
+        """Store the offer; the upload is there from now on."""
         for folder in (self.checkpoint, self.path / "parts"):
             self._files.make_folder(folder)
         part = self.path / f"{OFFER_FILE}.part"
@@ -138,7 +138,7 @@ class Upload:
         with contextlib.suppress(OSError):
             os.utime(self.path / OFFER_FILE)
 
-    # -- what is to come, and what came -----------------------------------------------------------------------------
+    # -- files to come, and files that came ---------------------------------------------------------------------------
 
     def plan(self) -> UploadPlan:
         """Return all that it brings. Raises UsageError as long as metadata and manifests are not there."""
@@ -180,7 +180,7 @@ class Upload:
         return {**self._documents, **shards, **self._extras}
 
     def content_of(self, file: str) -> Content:
-        """Return what is known of a file; raises CheckpointNotFoundError for one that the upload does not have."""
+        """Return the known content of a file; raises CheckpointNotFoundError for one that the upload does not have."""
         content: Content | None = self._documents.get(file) or self._extras.get(file)
         if content is None:
             content = self.plan().shards.get(file)
@@ -224,7 +224,7 @@ class Upload:
         }
 
     def room_needed(self) -> int:
-        """Return the bytes that what is to come takes on the drive."""
+        """Return the bytes that files to come take on the drive."""
         with self.lock:
             blocks = [content.num_bytes - self.received(file) + 4096 for file, content in self._to_come().items()]
             return sum(blocks) + (0 if self._plan is None else self._plan.copies_bytes)
@@ -243,7 +243,7 @@ class Upload:
         return UploadFile(path=file, bytes=size, received=self.received(file), candidate=file in self._candidates)
 
     def state(self, *, rank: int | None = None, files: bool = True) -> UploadState:
-        """Return what clients are told."""
+        """Return the state for clients."""
         with self.lock:
             if files and all(self.is_whole(file) for file in self._documents):
                 self.plan()
@@ -293,9 +293,9 @@ class Upload:
 
     @contextlib.contextmanager
     def writing(self, file: str, offset: int) -> Iterator[Arrival]:
-        """Yield where bytes of a file go, from `offset` on; a connection that sends the same file ends with an error.
+        """Yield the receiver of a file's bytes, from `offset` on; a connection that sends the same file ends with an error.
 
-        Raises CheckpointError where the file does not have `offset` bytes so far, or is whole; 0 always begins anew.
+        Raises CheckpointError if the file does not have `offset` bytes so far, or is whole; 0 always begins anew.
         """
         content = self.content_of(file)
         with self.lock:
@@ -333,7 +333,7 @@ class Upload:
     def take(self, file: str, content: Content, opened: OpenFile) -> None:
         """Make a file that came whole durable, check it, and give it its name.
 
-        Raises CorruptionError, and drops it, where it is wrong.
+        Raises CorruptionError, and drops it, if it is wrong.
         """
         part, target = self._part(file), self.checkpoint / file
         self._files.sync_data(opened)
@@ -379,7 +379,7 @@ class Arrival:
         self.most = content.num_bytes
 
     def write(self, data: bytes | bytearray) -> None:
-        """Write what came next. Raises UsageError for more bytes than the file has, DiskFullError where there is no room."""
+        """Write the next bytes. Raises UsageError for more bytes than the file has, DiskFullError if there is no room."""
         if self.offset + len(data) > self.most:
             raise UsageError(f"{self._file} has {self.most} bytes, more were sent")
         with self._writer.lock:

@@ -1,4 +1,4 @@
-"""Verifying an uploaded shard file: index, every chunk and all that lies between, in one pass and a megabyte of memory."""
+"""Verifying an uploaded shard file: index, every chunk and all bytes between, in one pass and a megabyte of memory."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _not_zeros(path: Path, name: str, offset: int) -> CorruptionError:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, hex. Raises what opening and reading it raises; a symbolic link is not followed."""
+    """Return the SHA-256 of a file, hex. Raises the errors of opening and reading it; a symbolic link is not followed."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     with os.fdopen(fd, "rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -2,9 +2,9 @@
 
 [Note: modules in one script]
 A page that is opened from a disk may not load modules, and a policy that allowed `data:` URLs would allow any script. So each
-module becomes a function that is called at once and returns what the module exports, after those that it imports from, and
-all stand in one script that the policy names by its hash. That holds for modules that import each other in no circle, export
-declarations by name, never change what they export, and load nothing at run time; others are refused.
+module becomes a function that is called at once and returns the exports of the module, after those that it imports from, and
+all are in one script that the policy names by its hash. That holds for modules that import each other in no circle, export
+declarations by name, never change their exports, and load nothing at run time; others are refused.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _FOLDER = Path(__file__).parents[1] / "assets"
 _LESS = "\\u003c"
 """`<` as the data has it, which can end no element so."""
 ASSETS = "/assets/"
-"""Where the service has the files of the page."""
+"""First part of the paths of the page's files in the service."""
 DATA_ID = "report-data"
 """Of the element that holds the data."""
 NOTE_BEFORE = '<main id="main"'
-"""What the note stands before."""
+"""The text before which the note is inserted."""
 
 _IMPORT = re.compile(
     r"""^import\s+(?:(?P<what>[^"';]+?)\s+from\s+)?["'](?P<source>[^"']+)["'];?[ \t]*$""", re.MULTILINE
@@ -46,7 +46,7 @@ _TYPES = {"svg": "image/svg+xml", "png": "image/png"}
 
 @dataclass(frozen=True, kw_only=True)
 class Inside:
-    """What is put into the page."""
+    """The parts that are put into the page."""
 
     data: Mapping[str, str]
     """JSON by path of the API."""
@@ -58,7 +58,7 @@ class Inside:
 def one_file(page: str, assets: Mapping[str, bytes], inside: Inside) -> str:
     """Return `page`, HTML that names its files below `/assets/`, with these and the data inside; `assets` are by name.
 
-    Raises ValueError where the page uses its files in a way that one file cannot; see [Note: modules in one script].
+    Raises ValueError if the page uses its files in a way that one file cannot; see [Note: modules in one script].
     """
     scripts: list[str] = []
     styles: list[str] = []
@@ -117,7 +117,7 @@ def read_assets() -> dict[str, bytes]:
 
 
 def bundle(assets: Mapping[str, bytes], entry: str) -> str:
-    """Return one script that does what the module `entry` does, with those that it imports; see the note above."""
+    """Return one script that does the work of the module `entry`, with those that it imports; see the note above."""
     graph: dict[str, set[str]] = {}
     open_names = [entry]
     while open_names:

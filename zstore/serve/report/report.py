@@ -1,9 +1,9 @@
-"""A report: the page's views of one run as one file, with what the API answers inside. Knows no web server.
+"""A report: the page's views of one run as one file, with the API's answers inside. Knows no web server.
 
-[Note: what a report holds]
+[Note: content of a report]
 Answers of the API by their paths, as `assets/data.js` asks for them. Those without which a view is empty come first, then the
-arrays of the newest checkpoints and how neighbours differ, then what arrays' values are like. What would make the file larger
-than its limit is left out; a line at the top of the page says so, as it says what nobody asked for.
+arrays of the newest checkpoints and how neighbours differ, then statistics of values. Answers that would make the file larger
+than its limit are left out; a line at the top of the page names them, and those that nobody asked for.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Limits:
 
 @dataclass
 class Answers:
-    """Answers of the API by their paths, of at most `most_bytes` together, and what was left out."""
+    """Answers of the API by their paths, of at most `most_bytes` together, and the names of those that were left out."""
 
     most_bytes: int
     found: dict[str, str] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Answers:
     left_out: list[str] = field(default_factory=list)
 
     def add(self, path: str, answer: BaseModel) -> bool:
-        """Take in an answer; False where it is too large for what is left."""
+        """Take in an answer; False if it is too large for the remaining room."""
         text = json_of(answer)
         num_bytes = answer_bytes(path, text)
         if self.num_bytes + num_bytes > self.most_bytes:
@@ -73,7 +73,7 @@ class Answers:
         return True
 
     def add_newest(self, path: str, answer: M, name: str, what: str) -> None:
-        """Take in an answer with as much of the end of its list `name` as half of what is left holds."""
+        """Take in an answer with as much of the end of its list `name` as fits into half of the remaining room."""
         whole: list[Any] = getattr(answer, name)
         kept = whole
         while answer_bytes(path, json_of(answer)) * 2 > self.most_bytes - self.num_bytes and kept:
@@ -84,7 +84,7 @@ class Answers:
         self.require(path, answer)
 
     def require(self, path: str, answer: BaseModel) -> None:
-        """Take in an answer. Raises UsageError where it is too large for what is left."""
+        """Take in an answer. Raises UsageError if it is too large for the remaining room."""
         if not self.add(path, answer):
             raise UsageError(f"{path} does not fit into a report of that size: give a larger --max-size")
 
@@ -93,7 +93,7 @@ class Report:
     """The report of one run, while it is made. Methods block on file systems."""
 
     def __init__(self, library: Library, run: Run, limits: Limits) -> None:
-        """Collect all but what is read of arrays' values. Raises UsageError where the limit is too small for it."""
+        """Collect all answers but those about arrays' values. Raises UsageError if the limit is too small for it."""
         self.run = run
         self._library = library
         self._limits = limits
@@ -119,12 +119,12 @@ class Report:
 
     @property
     def plan_text(self) -> str:
-        """What `text` does."""
+        """The work of `text`, for people."""
         return f"statistics of {len(self._chosen)} arrays, reading {format_bytes(self.read_bytes)}"
 
     @property
     def left_out(self) -> Sequence[str]:
-        """What the report does not hold."""
+        """Answers that the report lacks."""
         return self._answers.left_out
 
     def text(self, advance: Advance) -> str:
@@ -228,7 +228,7 @@ class Report:
 
     @contextmanager
     def _trying(self, what: str) -> Iterator[Callable[[str, BaseModel], None]]:
-        """Yield what adds an answer; note what is too large, or cannot be read, as left out."""
+        """Yield a function that adds an answer; note answers that are too large, or cannot be read, as left out."""
         fits = True
 
         def add(path: str, answer: BaseModel) -> None:
@@ -251,7 +251,7 @@ _NOTE_BYTES = 4000
 def open_run(location: str, storage_options: dict[str, Any], memory_bytes: int) -> Iterator[tuple[Library, Run]]:
     """Yield the one run at a path or URL, and the library that holds it.
 
-    Raises CheckpointNotFoundError where there is no run, UsageError where there are several.
+    Raises CheckpointNotFoundError if there is no run, UsageError if there are several.
     """
     root = Root.parse(location)
     if is_url(root.location):

@@ -1,4 +1,4 @@
-"""The routes of what `/api` shows and does, and the document that describes all below `/api`."""
+"""The routes of queries and actions of `/api`, and the document that describes all below `/api`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def _document(request: Request, values: Values) -> Response:
 
 OPERATIONS: tuple[Operation, ...] = (
     Operation(path="/api/openapi.json", summary="This document", answer=None, handle=_document),
-    # `{checkpoint:path}` takes all that is left: what ends in a word of its own is tried before.
+    # `{checkpoint:path}` takes all other paths: those that end in a word of their own are tried before.
     *actions.OPERATIONS,
     *events.OPERATIONS,
     *queries.OPERATIONS,

@@ -1,8 +1,8 @@
-"""Live events of a run: its files are polled once for all listeners, and each gets what is new to it.
+"""Live events of a run: its files are polled once for all listeners, and each gets the events that are new to it.
 
 [Note: cursors]
-What a listener has seen is told by counts of the journal's lines, which any process of the service finds alike, and by marks of
-what else changed. An event's id is the cursor after it: a listener that comes back with it gets what it missed. Nothing waits
+The state of a listener is told by counts of the journal's lines, which any process of the service finds alike, and by marks of
+other changes. An event's id is the cursor after it: a listener that comes back with it gets all that it missed. Nothing waits
 for a listener in memory: a slow one gets, once it is ready, the steps since then as fewer rows.
 """
 
@@ -39,7 +39,7 @@ _CURSOR = re.compile(r"([A-Za-z0-9_.-]*)~(\d{1,12})~(\d{1,12})~(\d{1,12})~([0-9a
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
-    """What a listener has seen. See [Note: cursors]."""
+    """The events that a listener has seen. See [Note: cursors]."""
 
     journal: str = ""
     lines: int = 0
@@ -65,7 +65,7 @@ class Cursor:
 
     @classmethod
     def parse(cls, text: str) -> Cursor | None:
-        """Return the cursor of an event's id, None for what is none."""
+        """Return the cursor of an event's id, None for any other text."""
         found = _CURSOR.fullmatch(text)
         if found is None:
             return None
@@ -76,7 +76,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class News:
-    """Events, each a name and JSON, and what has been seen after them."""
+    """Events, each a name and JSON, and the cursor after them."""
 
     events: tuple[tuple[str, str], ...]
     cursor: Cursor
@@ -112,13 +112,13 @@ class Broadcast:
                     await polling
 
     async def now(self) -> Cursor:
-        """Return what there is, as it was at the last poll."""
+        """Return the cursor of the last poll."""
         while self._now is None:
             await self._polled.wait()
         return self._now
 
     async def changed(self, seen: Cursor, timeout_s: float) -> bool:
-        """Wait until there is something that was not seen; false where nothing came in that time."""
+        """Wait until there is something that was not seen; false if nothing came in that time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -128,7 +128,7 @@ class Broadcast:
         return False
 
     async def news(self, seen: Cursor) -> News:
-        """Return what is new since `seen`."""
+        """Return the news since `seen`."""
         now = await self.now()
         found = self._told.get((seen, now))
         if found is None:
@@ -189,7 +189,7 @@ class Broadcast:
         with history.lock:
             view = history.current
             if view is not None and view.run_id == now.journal:
-                # What came since the poll is told with it.
+                # Events since the poll are told with it.
                 now = replace(now, lines=view.table.num_lines, saves=view.num_saves, warnings=view.num_warnings)
                 events += _of_journal(view, seen)
         if (seen.run, seen.saves, seen.warnings) != (now.run, now.saves, now.warnings):
@@ -220,5 +220,5 @@ def _reason(view: JournalView | None) -> str | None:
 
 
 def first_cursor(now: Cursor) -> Cursor:
-    """Return where a new listener begins: a few steps before `now`, for it asked for the others a moment ago."""
+    """Return the first cursor of a new listener: a few steps before `now`, for it asked for the others a moment ago."""
     return replace(now, lines=max(0, now.lines - _FIRST_ROWS))

@@ -1,4 +1,4 @@
-"""`/xarray/<run>/<path>`: what `/zarr` has, with names of dimensions in each `zarr.json`, and arrays in their own shape.
+"""`/xarray/<run>/<path>`: the files of `/zarr`, with names of dimensions in each `zarr.json`, and arrays in their own shape.
 
 See [Note: names of dimensions] and [Note: unfolded arrays].
 """
@@ -94,7 +94,7 @@ def _chunk(service: Service, place: Place) -> tuple[Opened, bytes] | None:
 
 
 def _document(service: Service, documents: _Documents, place: Place) -> tuple[Opened, bytes]:
-    """Return a `zarr.json` with names of dimensions: what it is as a file, and its bytes."""
+    """Return a `zarr.json` with names of dimensions: its properties as a file, and its bytes."""
     source, text = _read(service, place)
     info = place.info
     if info is None:  # beside checkpoints there is none

@@ -1,9 +1,9 @@
-"""`/zarr/<run>/<path>`: files of checkpoints as they lie on disk, with ranges and tags, and listings of folders.
+"""`/zarr/<run>/<path>`: files of checkpoints as they are on disk, with ranges and tags, and listings of folders.
 
 [Note: names in paths]
-A component of a path is percent-encoded in a URL, also where it has a `%` of its own: the folder `a%20b` is `a%2520b`. Many
-clients put paths into URLs as they are, and then it arrives as `a%20b`. What is not there as decoded is therefore looked for
-as it stands. A decoded component never has a `/`, so neither reading leads anywhere else.
+A component of a path is percent-encoded in a URL, even if it has a `%` of its own: the folder `a%20b` is `a%2520b`. Many
+clients put paths into URLs as they are, and then it arrives as `a%20b`. One that is not there decoded is therefore looked for
+as it is. A decoded component never has a `/`, so neither reading leads anywhere else.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ..files.visible import Place
 from ..service import Service, service_of
 
 _AT_ONCE_BYTES = 256 * 1024
-"""What is read where the file is opened: less than going to a thread once more costs."""
+"""Bytes that are read with the opening of the file: that costs less than going to a thread once more."""
 
 _T = TypeVar("_T")
 
 
 class FileResponse(Response):
-    """Part of a file; `data` are its bytes where they were read already. Reading ends where the client has gone."""
+    """Part of a file; `data` are its bytes if they were read already. Reading ends when the client has gone."""
 
     def __init__(self, opened: Opened, part: Part, transfers: Transfers, data: bytes | None = None) -> None:
         self._opened, self._part, self._transfers, self._data = opened, part, transfers, data
@@ -90,7 +90,7 @@ async def run_without_slash(request: Request) -> Response:
 
 
 async def answer_file(request: Request) -> Response:
-    """Answer with a file as it is, or with what a folder has."""
+    """Answer with a file as it is, or with the content of a folder."""
     service = service_of(request)
     parts = parts_of(request)
     if parts[-1] == "":
@@ -105,19 +105,19 @@ async def answer_file(request: Request) -> Response:
 
 
 def parts_of(request: Request) -> tuple[str, ...]:
-    """Return the components of a path from the run's name on, as they stand; the last is empty where it ends in `/`."""
+    """Return the components of a path from the run's name on, as they are; the last is empty if it ends in `/`."""
     raw: bytes = request.scope["raw_path"]
     return tuple(raw.decode("ascii", "replace").split("/")[2:])
 
 
 def _candidates(parts: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return what a path may mean, the first that is there counts. See [Note: names in paths]."""
+    """Return the meanings of a path; the first that exists counts. See [Note: names in paths]."""
     decoded = tuple(unquote(part) for part in parts)
     return list(dict.fromkeys([decoded, decoded[:1] + parts[1:], parts]))
 
 
 def first(request: Request, parts: tuple[str, ...], use: Callable[[Place], _T]) -> _T:
-    """Return what `use` makes of what `parts_of` names. Raises CheckpointNotFoundError where nothing is there."""
+    """Return the result of `use` for the place that `parts_of` names. Raises CheckpointNotFoundError if nothing is there."""
     service = service_of(request)
     run = service.runs.get(unquote(parts[0]))
     missing: Exception | None = None
@@ -142,7 +142,7 @@ def headers_of(request: Request) -> dict[str, str]:
 
 
 def _open(request: Request, parts: tuple[str, ...]) -> tuple[Opened, Part, bytes | None]:
-    """Return the file that a request names, what it gets of it, and the bytes of that where they are few."""
+    """Return the file that a request names, the part that it gets, and the bytes of that if they are few."""
     opened = first(request, parts, lambda place: open_place(service_of(request), place))
     part = choose(request.method, headers_of(request), opened.etag, opened.size)
     if opened.file is None or not 0 < part.nbytes <= _AT_ONCE_BYTES or request.method != "GET":
@@ -164,6 +164,6 @@ def _index(request: Request, listing: Listing) -> Response:
 
 
 def with_slash(request: Request) -> Response:
-    """Point to the folder's URL, relative to where the request went."""
+    """Point to the folder's URL, relative to that of the request."""
     raw: bytes = request.scope["raw_path"]
     return RedirectResponse(f"./{raw.rpartition(b'/')[2].decode('ascii', 'replace')}/")

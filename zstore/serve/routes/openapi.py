@@ -25,7 +25,7 @@ EVENTS: Mapping[str, type[BaseModel]] = {
 """Models of the data of events, by the event's name."""
 
 Refs = Mapping[Any, dict[str, Any]]
-"""Where a model's schema is, by the model."""
+"""The reference to a model's schema, by the model."""
 
 _SEGMENT = re.compile(r"\{(\w+)(?::path)?\}")
 _HELP = {

@@ -60,7 +60,7 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What the document says of one method of one path."""
+    """The document's description of one method of one path."""
 
     path: str
     summary: str
@@ -75,7 +75,7 @@ class Description:
     status: int = 200
     """204: the answer is empty."""
     other: Mapping[int, str] = field(default_factory=dict)
-    """Other statuses with the same answer, and what they mean."""
+    """Other statuses with the same answer, and their meanings."""
     media: str = "application/json"
     problems: tuple[int, ...] = ()
     """Statuses of answers that it may give in place of this, beside those that all may give."""
@@ -157,7 +157,7 @@ class _CancelledError(ZstoreError):
 
 
 async def answer_heavy(request: Request, work: Callable[[Callable[[int], None]], BaseModel]) -> Response:
-    """Answer with the model that `work` returns: one of few at a time, and given up where its client goes away.
+    """Answer with the model that `work` returns: one of few at a time, and given up when its client goes away.
 
     `work` gets a function to call as it goes on, which ends it by raising.
     """
@@ -168,7 +168,7 @@ async def answer_heavy(request: Request, work: Callable[[Callable[[int], None]],
             raise _CancelledError("the client went away")
 
     async def watch() -> None:
-        # A GET has no body: what comes next is the end of the connection.
+        # A GET has no body: the next event is the end of the connection.
         while (await request.receive())["type"] != "http.disconnect":
             pass
         gone.set()

@@ -1,4 +1,4 @@
-"""The page: one HTML file for all its URLs, and what that loads.
+"""The page: one HTML file for all its URLs, and the files that it loads.
 
 [Note: the page]
 Plain ES modules without a build step, in `assets`. The service answers each URL of the page with the same `index.html`;
@@ -54,7 +54,7 @@ class Assets:
         self._found: Mapping[str, Asset] | None = None
 
     async def get(self, name: str) -> Asset | None:
-        """Return the file of that name; None where the page has none."""
+        """Return the file of that name; None if the page has none."""
         if self._found is None:
             self._found = await self._read()
         return self._found.get(name)

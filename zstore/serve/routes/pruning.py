@@ -1,4 +1,4 @@
-"""Pruning and verifying a run's checkpoints as jobs: what the commands do, and the lines that they print."""
+"""Pruning and verifying a run's checkpoints as jobs: the work of the commands, and the lines that they print."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..views.timeline import checkpoint_of
 
 
 def start_verify(service: Service, run: Run, checkpoint: str) -> Job:
-    """Begin to check every byte of a checkpoint. Raises CheckpointNotFoundError, ConflictError where a job goes on."""
+    """Begin to check every byte of a checkpoint. Raises CheckpointNotFoundError, ConflictError if a job goes on."""
     listed = service.timeline(run).find(checkpoint)
     info, location = listed.info, listed.info.location
 
@@ -46,11 +46,11 @@ def start_verify(service: Service, run: Run, checkpoint: str) -> Job:
 
 
 def prune(service: Service, run: Run, rules: PruneRules) -> PruneResult:
-    """Return what the rules leave of a run's checkpoints; with `rules.plan`, the digest of such an answer, begin to remove
+    """Return the fates of a run's checkpoints by the rules; with `rules.plan`, the digest of such an answer, begin to remove
     the others.
 
-    Raises UsageError for rules that make no sense, CheckpointNotFoundError where there is nothing to weigh, ConflictError
-    where the checkpoints that go are not those of the plan any more.
+    Raises UsageError for rules that make no sense, CheckpointNotFoundError if there is nothing to weigh, ConflictError
+    if the checkpoints that go are not those of the plan any more.
     """
     fates = _weigh(service, run, _keep(rules))
     doomed = [fate for fate in fates if not fate.reasons]
@@ -104,7 +104,7 @@ def _digest(doomed: Sequence[Fate]) -> str:
 
 
 def _remover_of_same(folder: Folder) -> Callable[[TagInfo], None]:
-    """Return what removes a checkpoint in the folder, unless another one took its name while the job waited."""
+    """Return a function that removes a checkpoint in the folder, unless another one took its name while the job waited."""
     remove = remover(folder)
 
     def remove_same(info: TagInfo) -> None:

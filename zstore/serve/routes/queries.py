@@ -1,4 +1,4 @@
-"""What can be asked of `/api` without changing anything."""
+"""The queries of `/api`, which change nothing."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Files of a run besides its checkpoints that a client uploads: its journal, and its model's config and tokenizer.
 
 [Note: journals that are sent]
-A client sends the lines of its journal as it writes them, each time with the place in the file that they begin at. What is
+A client sends the lines of its journal as it writes them, each time with the place in the file that they begin at. Text that is
 there already is compared and not written again, so that a request whose answer was lost may be repeated. A line that the end of
-the service cut off is removed before the next ones come. What the run is asked for (see [Note: requests] in
+the service cut off is removed before the next ones come. A request to the run (see [Note: requests] in
 `zstore.journal`) is in the answers, until the client says `taken=ID`: then it has the request on its own machine. One that
-waits when a process begins was meant for a process that is gone, and is removed. Under `/api/uploads`, where bodies may be
-larger than JSON elsewhere.
+waits when a process begins was meant for a process that is gone, and is removed. Under `/api/uploads`, since bodies may be
+larger there than JSON elsewhere.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class JournalSize(BaseModel):
     bytes: int
     """Of the whole lines that are there."""
     request: RunRequest | None = None
-    """What the run is asked for."""
+    """The request to the run."""
 
 
 async def _size(request: Request) -> Response:
@@ -115,7 +115,7 @@ async def _small_body(request: Request, most_bytes: int) -> bytes:
 def append_lines(service: Service, run: str, run_id: str, offset: int, lines: bytes) -> JournalSize:
     """Let the journal of training run `run_id` have `lines` from byte `offset` on; return its size.
 
-    Raises CheckpointExistsError for a name with the checkpoints of another training run, ConflictError where the journal has
+    Raises CheckpointExistsError for a name with the checkpoints of another training run, ConflictError if the journal has
     other lines there, or ends before.
     """
     path = service.runs.folder_for_uploads(run) / journal_file(run_id)
@@ -149,7 +149,7 @@ def _begins(lines: bytes) -> bool:
 
 
 def _pending(path: Path, taken: str | None) -> RunRequest | None:
-    """Return what the run is asked for; what it has taken is removed."""
+    """Return the request to the run; one that it has taken is removed."""
     try:
         found = read_request(path)
     except FileNotFoundError:
@@ -172,7 +172,7 @@ def _require_own(folder: Path, run: str, run_id: str) -> None:
 
 
 def _keep(service: Service, run: str, name: str, data: bytes) -> None:
-    """Write a file beside the checkpoints. Where there are some, it may be made, but not become another one."""
+    """Write a file beside the checkpoints. If there are some, it may be made, but not replaced."""
     folder = service.runs.folder_for_uploads(run)
     path, files = folder / name, service.settings.files
     if path.is_symlink() or (path.exists() and not path.is_file()):

@@ -26,7 +26,7 @@ async def _begin(request: Request) -> Response:
     access = service_of(request).access
     try:
         shown = SignIn.model_validate_json(await request.body()).token.get_secret_value()
-    except ValidationError:  # its text would repeat what was sent
+    except ValidationError:  # its text would repeat the body
         raise UsageError('expected the JSON object {"token": "..."}') from None
     if not access.has_token:
         raise HTTPException(403, "this service has no token: reading needs none, and nothing can act")

@@ -1,17 +1,17 @@
-"""Taking checkpoints in: `/api/uploads`. See [Note: an upload] in `upload` for what lies where.
+"""Taking checkpoints in: `/api/uploads`. See [Note: an upload] in `upload` for the places of files.
 
 [Note: the protocol of an upload]
-    POST   /api/uploads                   the record, and which files there are; refused here where it may not be
+    POST   /api/uploads                   the record, and which files there are; refused here if it may not be
     PUT    /api/uploads/ID/files/PATH     the root's zarr.json and the manifests, each checked against the record
-    POST   /api/uploads/ID/plan           which files are wanted; refused here where the drive has no room
+    POST   /api/uploads/ID/plan           which files are wanted; refused here if the drive has no room
     POST   /api/uploads/ID/claims         (each rank) the SHA-256 of files that a committed checkpoint seems to have
     PUT    /api/uploads/ID/files/PATH     (each rank) the others; `Content-Range` says from which byte on
     POST   /api/uploads/ID/commit         the checkpoint is visible from here on, whole
-    GET    /api/uploads?run=RUN           which are under way; refused where the run takes none
-    GET    /api/uploads/ID?rank=R         what is missing, of all or one rank's files
+    GET    /api/uploads?run=RUN           which are under way; refused if the run takes none
+    GET    /api/uploads/ID?rank=R         the missing files, of all ranks or one
     GET    /api/uploads/ID/files/PATH     how much of a file is there; a client goes on from there that lost its connection
     DELETE /api/uploads/ID                gives it up
-All but the claims may be repeated. An offer of the same save finds what came before, also where the service was started again.
+All but the claims may be repeated. An offer of the same save finds the files that came before, even if the service restarted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CLAIMS_BYTES = 4 * 1024 * 1024
 _LARGE_BYTES = 1024 * 1024
 """Of larger JSON one is read at a time."""
 _WRITE_BYTES = 1024 * 1024
-"""What is collected of a file before it is written."""
+"""Bytes of a file that are collected before they are written."""
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 M = TypeVar("M", bound=BaseModel)
 
@@ -113,7 +113,7 @@ async def _file(request: Request) -> Response:
 
 
 async def _put(request: Request) -> Response:
-    """Take a file, or the rest of one. What came of a connection that breaks stays."""
+    """Take a file, or its remaining bytes. Bytes from a connection that breaks stay."""
     require_action(request)
     service = service_of(request)
     async with service.upload_limits.files:
@@ -147,7 +147,7 @@ async def _opened(upload: Upload, file: str, offset: int) -> AsyncIterator[Arriv
 
 
 async def _receive(request: Request, arrival: Arrival, length: int) -> None:
-    """Write a body of `length` bytes as it comes; what came before the connection broke is written too."""
+    """Write a body of `length` bytes as it comes; bytes that came before the connection broke are written too."""
     pending = bytearray()
     received = 0
     try:

@@ -1,8 +1,8 @@
-"""`/weights/<run>/<checkpoint>/...`: a model's safetensors files, made while they are downloaded, and what belongs to them.
+"""`/weights/<run>/<checkpoint>/...`: a model's safetensors files, made while they are downloaded, and their companions.
 
 [Note: bytes that are made on the way]
-Length, tag and every byte of a file follow from the record of the checkpoint and from what the URL asks for, so ranges and
-downloads that go on later are of one and the same file. It is the one that `zstore consolidate` writes. What cannot be
+Length, tag and every byte of a file follow from the record of the checkpoint and from the query of the URL, so ranges and
+downloads that go on later are of one and the same file. It is the one that `zstore consolidate` writes. A value that cannot be
 read, fails its checksum or does not fit its type ends the connection before all bytes were sent: a client sees that the
 download is incomplete, and never a wrong byte. `latest` may be another checkpoint at the next request: there a range is given
 only with the tag of the file that the client has begun (`If-Range`), else the whole file.
@@ -67,7 +67,7 @@ class Wanted:
 
     @classmethod
     def of(cls, request: Request) -> Wanted:
-        """Return what a request asks for. Raises UsageError for what is not known."""
+        """Return the wishes of a request. Raises UsageError for unknown ones."""
         query = dict(request.query_params)
         dtype = query.pop("dtype", _DEFAULT_DTYPE)
         overflow = query.pop("overflow", "error")
@@ -92,7 +92,7 @@ class _File:
     size: int
     etag: str
     data: bytes = b""
-    """Its bytes, where they are few."""
+    """Its bytes, if they are few."""
     layout: FileLayout | None = None
 
 
@@ -110,7 +110,7 @@ async def _weights(request: Request) -> Response:
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Return checkpoint and file of a path; no file where it is the checkpoint's own."""
+    """Return checkpoint and file of a path; no file if it is the checkpoint's own."""
     folder, _, name = path.rpartition("/")
     if name.endswith((SUFFIX, f"{SUFFIX}.index.json")) or is_companion(name):
         return folder, name
@@ -161,8 +161,8 @@ def _folder(request: Request, checkpoint: str, wanted: Wanted) -> WeightsFolder:
 
 
 def _answer(request: Request, checkpoint: str, name: str, wanted: Wanted) -> Response:
-    """Return the answer to a request for a file. Raises CheckpointNotFoundError where there is none of that name,
-    CheckpointMismatchError where the weights are known not to fit their type."""
+    """Return the answer to a request for a file. Raises CheckpointNotFoundError if there is none of that name,
+    CheckpointMismatchError if the weights are known not to fit their type."""
     source = _find(request, checkpoint)
     headers = {key.lower(): value for key, value in request.headers.items()}
     if checkpoint == LATEST_FILE and not {"if-range", "if-match"} & headers.keys():
@@ -201,7 +201,7 @@ def _media_type(name: str) -> str:
 
 
 def _files(source: _Source, wanted: Wanted) -> Iterator[_File]:
-    """Yield the safetensors files, the index last where there are several."""
+    """Yield the safetensors files, the index last if there are several."""
     layouts = source.service.plans.layouts(source.reader, wanted.dtype, wanted.max_file_bytes)
     for layout in layouts:
         etag = _etag(source, wanted, layout.header)
@@ -222,7 +222,7 @@ def _beside(info: TagInfo) -> dict[str, Folder]:
 
 
 def _companion(source: _Source, name: str) -> Opened:
-    """Return a config or tokenizer file, which the caller closes; raises CheckpointNotFoundError where there is none."""
+    """Return a config or tokenizer file, which the caller closes; raises CheckpointNotFoundError if there is none."""
     folder = _beside(source.info).get(name)
     if folder is None:
         raise CheckpointNotFoundError(
@@ -234,7 +234,7 @@ def _companion(source: _Source, name: str) -> Opened:
 
 @dataclass(frozen=True)
 class _Work:
-    """What is to be made of a file."""
+    """The part of a file that is to be made."""
 
     source: _Source
     layout: FileLayout
@@ -242,7 +242,7 @@ class _Work:
     wanted: Wanted
 
     def cut(self, block_bytes: int) -> Iterator[Make]:
-        """Yield what makes the blocks, in order."""
+        """Yield functions that make the blocks, in order."""
         reader, overflow = self.source.reader, self.wanted.overflow
         for block in cut_blocks(reader, self.layout, self.part.start, self.part.stop, block_bytes):
             yield partial(read_block, reader, block, overflow)
@@ -273,7 +273,7 @@ class _WeightsResponse(Response):
 
     async def _answer(self, download: Download, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            # Before the status: what fails here can be told.
+            # Before the status: errors up to here can be told.
             block = await download.next()
         except (ZstoreError, OSError) as error:
             self._work.failed(error)

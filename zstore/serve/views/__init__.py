@@ -1,1 +1,1 @@
-"""What answers are made of: journals, checkpoints, arrays and differences as models. No HTTP."""
+"""The content of answers: journals, checkpoints, arrays and differences as models. No HTTP."""

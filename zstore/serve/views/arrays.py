@@ -38,10 +38,10 @@ def list_arrays(service: Library, run: Run, checkpoint: str) -> ArrayList:
 def array_statistics(
     service: Library, run: Run, checkpoint: str, array: str, advance: Callable[[int], None] = lambda nbytes: None
 ) -> ArrayStatistics:
-    """Return statistics of an array's values, read and verified once, then from what is kept.
+    """Return statistics of an array's values, read and verified once, then from the cache.
 
-    `advance` is told bytes as they are read; what it raises ends the reading. Raises CheckpointNotFoundError for an array
-    that is not there, CorruptionError where its bytes are not what was written.
+    `advance` is told bytes as they are read; its errors end the reading. Raises CheckpointNotFoundError for an array
+    that is not there, CorruptionError if its bytes are not those that were written.
     """
     info = service.timeline(run).find(checkpoint).info
     if (kept := service.statistics.get((info.record.id, array))) is not None:

@@ -28,7 +28,7 @@ COLUMNS = ("step", "at", "loss", "loss_min", "loss_max", "lr", "grad_norm", "tok
 """Columns that every table has; others come with the steps."""
 _STEPS, _SERIAL = "#steps", "#serial"
 _HIDDEN = (_STEPS, _SERIAL)
-"""How many steps a row stands for, and the number of its last line among all of steps."""
+"""How many steps a row covers, and the number of its last line among all of steps."""
 _LAST = {"step", "at", _SERIAL}
 
 
@@ -57,7 +57,7 @@ class StepTable:
 
     @property
     def last(self) -> dict[str, float]:
-        """The last row; empty where there is none."""
+        """The last row; empty if there is none."""
         if not self._size:
             return {}
         return {name: float(self._data[place, self._size - 1]) for name, place in self._places.items()}
@@ -99,7 +99,7 @@ class StepTable:
     ) -> dict[str, list[float | None]]:
         """Return the rows after a step, or a line by its number, up to a step, as at most `points` values a column.
 
-        Columns that come with the steps are there where they have a value.
+        Columns that come with the steps are there if they have a value.
         """
         first = int(np.searchsorted(self._data[0, : self._size], after_step, side="right"))
         if after_line > -math.inf:  # rows that were taken again have later numbers: these rise too

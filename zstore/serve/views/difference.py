@@ -21,8 +21,8 @@ def compare(
 ) -> Difference:
     """Return how the checkpoints of `pair` differ; with `array` that one by its values, which are read and verified.
 
-    `advance` is told bytes as they are read; what it raises ends the reading. Raises CheckpointNotFoundError for an array
-    that neither has, CorruptionError for what is damaged.
+    `advance` is told bytes as they are read; its errors end the reading. Raises CheckpointNotFoundError for an array
+    that neither has, CorruptionError for damaged data.
     """
     found = [service.timeline(run).find(checkpoint) for checkpoint in pair]
     infos, places = [one.info for one in found], [one.entry.checkpoint for one in found]

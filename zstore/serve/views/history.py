@@ -1,6 +1,6 @@
-"""What the journals of a run say, read as far as they go and then on from there. See [Note: the journal] in `zstore.journal`.
+"""The content of a run's journals, read as far as they go and then on from there. See [Note: the journal] in `zstore.journal`.
 
-Each journal is one training run; the folder's newest one counts for curves and state. What is kept is bounded: rows of steps
+Each journal is one training run; the folder's newest one counts for curves and state. Memory is bounded: rows of steps
 by [Note: columns], and the newest of all else.
 """
 
@@ -37,19 +37,19 @@ State = Literal["training", "stopped", "unknown"]
 
 
 def text_of(line: Mapping[str, Any], key: str) -> str:
-    """Return a text of a journal, empty where it is none."""
+    """Return a text of a journal, empty if it is none."""
     value = line.get(key)
     return value if isinstance(value, str) else ""
 
 
 def count_of(line: Mapping[str, Any], key: str) -> int | None:
-    """Return a whole number of a journal, None where it is none."""
+    """Return a whole number of a journal, None if it is none."""
     value = number(line.get(key))
     return None if math.isnan(value) else int(value)
 
 
 def seconds_of(line: Mapping[str, Any], key: str) -> float | None:
-    """Return a number of a journal, None where it is none."""
+    """Return a number of a journal, None if it is none."""
     value = number(line.get(key))
     return None if math.isnan(value) else value
 
@@ -70,7 +70,7 @@ def is_alive(session: Session) -> bool:
 
 
 def state_of(session: Session | None, last_at: float, step_s: float) -> State:
-    """Return what a run is doing, by its last session, the time of its last line, and how long its steps take (or NaN)."""
+    """Return the state of a run, by its last session, the time of its last line, and how long its steps take (or NaN)."""
     if session is None:
         return "unknown"
     if session.ended_at is not None:
@@ -141,7 +141,7 @@ class Numbered:
 
 
 class JournalView:
-    """What one journal says. Not for several threads at once."""
+    """The content of one journal. Not for several threads at once."""
 
     def __init__(self, run_id: str, *, keeps_steps: bool) -> None:
         self.run_id = run_id
@@ -151,7 +151,7 @@ class JournalView:
         self.table = StepTable()
         self.sessions: list[Session] = []
         self.saves: OrderedDict[tuple[int, str], Numbered] = OrderedDict()
-        """By step and tag, what was said last of each."""
+        """By step and tag, the last news of each."""
         self.actions: list[ActionEvent] = []
         self.step: int | None = None
         """The last one."""
@@ -209,13 +209,13 @@ class JournalView:
 
     @property
     def state(self) -> State:
-        """What the run is doing."""
+        """The state of the run."""
         session = self.sessions[-1] if self.sessions else None
         return state_of(session, self.last_at, self.table.last.get("step_s", float("nan")))
 
 
 class History:
-    """The journals in a run's folder. Usable from any thread: hold `lock` while using what it returns."""
+    """The journals in a run's folder. Usable from any thread: hold `lock` while using its results."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
@@ -223,7 +223,7 @@ class History:
         self.lock = threading.RLock()
 
     def refresh(self) -> None:
-        """Read what was written since; blocks on the file system."""
+        """Read the new lines; blocks on the file system."""
         with self.lock:
             found = journals_in(self._folder)
             newest = max(found, key=lambda name: found[name].written_ns, default=None)
@@ -252,11 +252,11 @@ class History:
 
     @property
     def views(self) -> list[JournalView]:
-        """What each journal says, the one that began first at the head."""
+        """The views of all journals, the one that began first at the head."""
         return sorted(self._views.values(), key=lambda view: view.sessions[0].started_at if view.sessions else 0.0)
 
     @property
     def current(self) -> JournalView | None:
-        """The newest journal, None where there is none."""
+        """The newest journal, None if there is none."""
         kept = [view for view in self._views.values() if view.keeps_steps]
         return max(kept, key=lambda view: view.last_at, default=None)

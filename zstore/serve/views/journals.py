@@ -17,17 +17,17 @@ from ...journal.names import run_of
 
 @dataclass(frozen=True, kw_only=True)
 class JournalFile:
-    """A journal as it lies in its folder."""
+    """A journal in its folder."""
 
     nbytes: int
     written_ns: int
-    """When it was written last; behind a URL, where that is not told, its bytes."""
+    """When it was written last; behind a URL, if that is not told, its bytes."""
     identity: tuple[int, int] = (0, 0)
-    """Changes where another file takes its name."""
+    """Changes when another file takes its name."""
 
 
 def journals_in(folder: Folder) -> dict[str, JournalFile]:
-    """Return the journals in a folder by name; none where it cannot be read."""
+    """Return the journals in a folder by name; none if it cannot be read."""
     try:
         return _journals_here(folder) if folder.is_local else _journals_there(folder)
     except (OSError, ZstoreError):
@@ -56,7 +56,7 @@ def _journals_there(folder: Folder) -> dict[str, JournalFile]:
 
 
 def read_part(folder: Folder, name: str, start: int, stop: int) -> bytes:
-    """Return bytes `[start, stop)` of a journal, fewer where it ends before; none where it cannot be read."""
+    """Return bytes `[start, stop)` of a journal, fewer if it ends before; none if it cannot be read."""
     try:
         return folder.read_range(name, start, stop) if stop > start else b""
     except (OSError, ZstoreError):

@@ -1,4 +1,4 @@
-"""What views of runs read, and what is kept of it. Knows no web server: a report is made of it too."""
+"""The data that views of runs read, and its caches. Knows no web server: a report is made of it too."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ class Library:
         return self._timelines.get_or_make(run.folder.location, lambda: Timeline(run.folder))
 
     def close(self) -> None:
-        """End what goes on; blocks."""
+        """End all work; blocks."""
         self.readers.close()

@@ -2,7 +2,7 @@
 
 [Note: memory of reading]
 All reading shares one pool; each of the `NUM_HEAVY` requests that go on at a time reads ahead in half as much beside it, and
-computes in blocks of about 1 MiB a thread. A checkpoint whose metadata is larger alone than what is cached of all is opened
+computes in blocks of about 1 MiB a thread. A checkpoint whose metadata is larger alone than the cache for all is opened
 for its request only. See [Note: memory of the service] in `zstore.serve.memory`.
 """
 
@@ -22,7 +22,7 @@ NUM_HEAVY = 2
 """Requests that read values at a time; others wait."""
 _NUM_THREADS = 8
 _ARRAY_BYTES = 2_000
-"""What the metadata of an array takes in memory, about."""
+"""Memory of an array's metadata, about."""
 
 
 class Readers(Closing):
@@ -47,7 +47,7 @@ class Readers(Closing):
                 opening = open_resources(pool_bytes=self._pool_bytes, num_threads=_NUM_THREADS)
                 self._resources = self._ends.enter_context(opening)
         reader = CheckpointReader(info, self._resources)
-        # Parsed metadata as JSON is most of what a reader takes, and only verifying asks for it.
+        # Parsed metadata as JSON is most of a reader's memory, and only verifying asks for it.
         reader.documents.clear()
         return self._readers.put(key, reader)
 
@@ -56,7 +56,7 @@ class Readers(Closing):
         self._readers.remove((info.location, info.record.id))
 
     def close(self) -> None:
-        """End the threads; what is read meanwhile fails."""
+        """End the threads; reads under way fail."""
         self._readers.clear()
         with self._lock:
             self._ends.close()

@@ -1,4 +1,4 @@
-"""What the page shows of runs and their checkpoints, as models: for `/api`, and for reports. All block on file systems."""
+"""The page's views of runs and their checkpoints, as models: for `/api`, and for reports. All block on file systems."""
 
 from __future__ import annotations
 
@@ -109,14 +109,14 @@ def run_steps(
 
 
 def run_placement(service: Library, run: Run) -> Placement:
-    """Return where the bytes of a run rest: by the plan of its newest journal, and the memory of its last step."""
+    """Return the tiers of a run's bytes: by the plan of its newest journal, and the memory of its last step."""
     history = fresh_history(service, run)
     with history.lock:
         view = history.current
         plan, memory = (view.plan, view.memory) if view is not None else ({}, {})
     parts = [_part(part) for part in _list(plan, "parts") if isinstance(part, dict) and part.get("tier") in _TIERS]
     for tier in _TIERS:
-        # What a step measured is not told apart by kind.
+        # The measured bytes of a step are not told apart by kind.
         measured = count_of(memory, tier)
         if measured and all(part.measured_bytes is None for part in parts if part.tier == tier):
             parts.append(PlanPart(tier=tier, kind="all", planned_bytes=None, measured_bytes=measured))
@@ -154,12 +154,12 @@ def _is_array(entry: Any) -> bool:
 
 
 def list_checkpoints(service: Library, run: Run) -> CheckpointList:
-    """Return the checkpoints of a run, what they share, and what is not committed."""
+    """Return the checkpoints of a run, the files that they share, and unfinished saves."""
     return service.timeline(run).answer()
 
 
 def checkpoint_detail(service: Library, run: Run, checkpoint: str) -> CheckpointDetail:
-    """Return one checkpoint. Raises CheckpointNotFoundError, or CorruptionError where its metadata is damaged."""
+    """Return one checkpoint. Raises CheckpointNotFoundError, or CorruptionError if its metadata is damaged."""
     listed = service.timeline(run).find(checkpoint)
     reader = service.readers.open(listed.info)
     record = listed.info.record

@@ -1,4 +1,4 @@
-"""Summaries of journals, from their first and last lines only: what the list of runs shows."""
+"""Summaries of journals, from their first and last lines only, for the list of runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_CACHED = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class JournalSummary:
-    """What the first and the last lines of a run's newest journal say."""
+    """The content of the first and the last lines of a run's newest journal."""
 
     run_id: str | None = None
     step: int | None = None
@@ -32,7 +32,7 @@ class JournalSummary:
 
     @property
     def state(self) -> State:
-        """What the run is doing."""
+        """The state of the run."""
         return state_of(self.session, self.last_at or 0.0, self.step_s)
 
 
@@ -43,7 +43,7 @@ class JournalSummaries:
         self._cache: Cache[str, tuple[tuple[str, int, int], JournalSummary]] = Cache(_MOST_CACHED)
 
     def of(self, folder: Folder) -> JournalSummary:
-        """Return what the newest journal in a folder says."""
+        """Return the summary of the newest journal in a folder."""
         found = journals_in(folder)
         if not found:
             return JournalSummary()

@@ -1,6 +1,6 @@
-"""The checkpoints of a run, what their files take, and what they share. See [Note: sizes] in `zstore.checkpoint.usage`.
+"""The checkpoints of a run, their files' bytes, and the shared ones. See [Note: sizes] in `zstore.checkpoint.usage`.
 
-[Note: what is looked at again]
+[Note: repeated looks]
 A committed checkpoint never changes, but for the names that its files have elsewhere. So records and files are read once for
 each state of a tag's folder (its inode and time), and afterwards only the number of names is asked for again: of files that
 something outside of the run's checkpoints names too, and of all of them every `_ALL_AGAIN_S` or when checkpoints came or went.
@@ -41,7 +41,7 @@ Signature = tuple[Any, ...]
 
 @dataclass
 class FileTable:
-    """The files of one checkpoint: numbers that stand for them, their bytes, their names in it and anywhere."""
+    """The files of one checkpoint: their keys, their bytes, their names in it and anywhere."""
 
     keys: Numbers
     sizes: Numbers
@@ -108,7 +108,7 @@ class Listed:
 
 @dataclass
 class _Known:
-    """What was found last."""
+    """The files and names that were found last."""
 
     signature: Signature = ()
     catalog: Catalog = _EMPTY
@@ -144,7 +144,7 @@ class Timeline:
         self._lock = threading.Lock()
 
     def answer(self) -> CheckpointList:
-        """Return the list as `/api` has it. Raises CheckpointNotFoundError where the folder is gone."""
+        """Return the list as `/api` has it. Raises CheckpointNotFoundError if the folder is gone."""
         with self._lock:
             return self._look()
 
@@ -155,7 +155,7 @@ class Timeline:
             return self._known.listed
 
     def signature(self) -> Signature:
-        """Return what changes when checkpoints come or go; cheap for a local folder, the last one known behind a URL."""
+        """Return a value that changes if checkpoints come or go; cheap for a local folder, the last known one behind a URL."""
         if not self._folder.is_local:
             with self._lock:
                 return self._known.signature
@@ -164,7 +164,7 @@ class Timeline:
     def find(self, checkpoint: str) -> Listed:
         """Return the checkpoint of that path or tag, or the newest for `latest`.
 
-        Only what the list has is found. Raises CheckpointNotFoundError.
+        Only checkpoints in the list are found. Raises CheckpointNotFoundError.
         """
         found = self.listed()
         if checkpoint == LATEST_FILE and (newest := newest_of(found)) is not None:
@@ -271,7 +271,7 @@ class Timeline:
 
 
 def _joined(tables: Sequence[FileTable]) -> tuple[Numbers, list[int]]:
-    """Return the keys of all tables' files, and where each table's end."""
+    """Return the keys of all tables' files, and the end of each table's."""
     keys = np.concatenate([table.keys for table in tables]) if tables else np.zeros(0, np.int64)
     return keys, np.cumsum([table.keys.size for table in tables]).tolist()
 
@@ -306,7 +306,7 @@ def _total_bytes(tables: Sequence[FileTable]) -> int:
 
 
 def _folder_signature(folder: Folder) -> Signature | None:
-    """Return what changes where another checkpoint takes the place of a tag's folder; None where it was removed."""
+    """Return a value that changes when another checkpoint takes the place of a tag's folder; None if it was removed."""
     try:
         status = os.stat(folder.path)
     except FileNotFoundError:
@@ -341,5 +341,5 @@ def _subfolders(path: str) -> list[tuple[str, int, int]]:
 
 
 def newest_of(listed: Sequence[Listed]) -> Listed | None:
-    """Return the checkpoint that `latest` means, None where there is none."""
+    """Return the checkpoint that `latest` means, None if there is none."""
     return next((one for one in reversed(listed) if one.info.record.is_latest), listed[-1] if listed else None)

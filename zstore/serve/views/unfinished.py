@@ -1,4 +1,4 @@
-"""What saves and uploads that are not committed left, or write just now, in a run's folder."""
+"""Saves and uploads in a run's folder that are not committed: those under way, and leftovers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _find_uploads(path: Path) -> list[Unfinished]:
 
 
 def _upload_in(path: Path) -> Unfinished:
-    """Return an upload to this service, by what its client offered."""
+    """Return an upload to this service, by its client's offer."""
     offer = UploadOffer.model_validate_json(path.read_bytes())
     record = Record.decode(offer.record.encode(), str(path))
     alive = time.time() - path.stat().st_mtime < ALIVE_S
