@@ -3,7 +3,7 @@
 Read `docs/format.md` for the bytes, and in this order: names, format, metadata; request, reuse, publish, pieces, gather,
 commit, handle, save; folder, catalog, source, reader, lookahead, verify, reshard, usage, keep, retention.
 
-The names below are for whoever builds on the store. Those that only some readers need are imported when they are first used.
+The names below are for code that builds on the store. Those that only some readers need are imported on first use.
 """
 
 from importlib import import_module

@@ -2,7 +2,7 @@
 
 [Note: building a checkpoint]
 In a temporary folder, whose commit is one rename (see `zstore.checkpoint.commit`):
-    (each rank)  `place` for every shard file, whoever fills it; `write_manifest`, last
+    (each rank)  `place` for every shard file, whichever code fills it; `write_manifest`, last
     (rank 0)     the metadata; `collect` until all manifests are there; `check_complete`; `sync_folders`; `record`
 A process that writes all ranks' parts leaves rank 0's to `finish`.
 """
@@ -34,17 +34,17 @@ class CheckpointBuilder:
     def __init__(self, plan: CheckpointPlan, folder: Path, files: Files, ranks: Collection[int] | None = None) -> None:
         self.folder = folder
         self._ranks = range(plan.world_size) if ranks is None else ranks
-        """Those whose manifests come into the folder."""
+        """Ranks whose manifests come into the folder."""
         self._plan = plan
         self._files = files
         self._made: set[str] = set()
-        """Folders that are there."""
+        """Folders that exist."""
         self._found: dict[int, str] = {}
-        """Digests of the manifests that were looked at, by rank."""
+        """Digests of the manifests that were read, by rank."""
 
     @cached_property
     def _texts(self) -> Mapping[str, bytes]:
-        """Of all documents, by folder."""
+        """Bytes of all documents, by folder."""
         plan = self._plan
         return encode_documents(plan.specs, {name: plan.grid(name) for name in plan.specs}, plan.codec)
 
@@ -70,7 +70,7 @@ class CheckpointBuilder:
         return self.folder / path
 
     def _make_folder(self, folder: str) -> None:
-        """Make an array's folder, for whoever of its shard and its metadata comes first."""
+        """Make an array's folder, for its first shard or its metadata, whichever comes first."""
         if folder not in self._made:
             self._files.make_folder(os.path.join(self.folder, folder))
             self._made.add(folder)
@@ -100,7 +100,7 @@ class CheckpointBuilder:
             rank_state=rank_state,
             layout=self._layout if outcome == COMPLETE else "",
         )
-        # Whole or not there: rank 0 reads it as soon as it has its name.
+        # Written in one go: rank 0 reads it as soon as it has its name.
         path = self.folder / manifest_file(rank)
         part = path.with_suffix(".part")
         self._files.write_small(part, manifest.encode(), sync=sync)
@@ -108,7 +108,7 @@ class CheckpointBuilder:
         self._files.rename(part, path)
 
     def _check_shards(self, rank: int, summaries: Sequence[ShardSummary]) -> None:
-        """Each rank looks at its own shards: of thousands of ranks, rank 0 alone could not look at all."""
+        """Each rank checks its own shards: rank 0 alone could not check those of thousands of ranks."""
         stored = {each.array: each.file_bytes for each in summaries if each.shard == rank}
         strange = [(each.array, each.shard) for each in summaries if each.shard != rank]
         for name in self._plan.specs:
@@ -144,14 +144,14 @@ class CheckpointBuilder:
         )
 
     def collect(self) -> bool:
-        """Look at the manifests that came since the last call; return whether those of all ranks are there.
+        """Read the manifests that came since the last call; return whether those of all ranks have come.
 
         Raises RankError as soon as one says that its rank failed, CheckpointError for one of another save or model.
         """
         for rank in self._arrived():
             path = self.folder / manifest_file(rank)
             data = read_json(path)
-            # Each rank made sure of its own shards: the list of them, of which there are millions, is not looked at.
+            # Each rank checked its own shards: their list, which may have millions of entries, is not read.
             manifest = Manifest.decode_head(data, str(path))
             if manifest.outcome != COMPLETE:
                 raise RankError(f"rank {rank} could not save its part of {self.folder}", {rank: manifest.outcome})
@@ -165,7 +165,7 @@ class CheckpointBuilder:
         return not self.missing_ranks()
 
     def _arrived(self) -> list[int]:
-        """Return the ranks whose manifest is there and was not looked at."""
+        """Return the ranks whose manifest has come and was not read yet."""
         names = set(os.listdir(self.folder / MANIFEST_FOLDER))
         return [rank for rank in self.missing_ranks() if os.path.basename(manifest_file(rank)) in names]
 
@@ -175,15 +175,15 @@ class CheckpointBuilder:
 
     @property
     def digests(self) -> dict[int, str]:
-        """Those of the manifests that were looked at, by rank."""
+        """Digests of the manifests that were read, by rank."""
         return dict(self._found)
 
     def learn(self, digests: Mapping[int, str]) -> None:
-        """Take digests of manifests that are in other folders."""
+        """Add digests of manifests that are in other folders."""
         self._found |= digests
 
     def check_complete(self) -> None:
-        """Raise CheckpointError unless every shard of every array is some rank's, which made sure that it stored it."""
+        """Raise CheckpointError unless every shard of every array belongs to a rank that checked that it stored it."""
         for name in self._plan.specs:
             num_shards = self._plan.grid(name).num_shards
             if num_shards > self._plan.world_size:
@@ -222,7 +222,7 @@ class CheckpointBuilder:
 
     def finish(self, state: Mapping[str, Any], *, training_world_size: int | None = None, sync: bool = True) -> Record:
         """Complete a checkpoint whose shard files and manifests are all there, and return its commit record. Without `sync`
-        the caller makes all durable."""
+        the caller makes everything durable."""
         if not sync:
             for write in self.metadata_tasks():
                 write()

@@ -18,7 +18,7 @@ from .names import LATEST_FILE, METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own
 _MOST_LISTED = 10
 """Tags that a message names."""
 LOOPS_FOLDER = re.compile(r"checkpoint[-_]\d+")
-"""Folders that loops of others make, each with a checkpoint in it."""
+"""Folders that other training loops make, each with a checkpoint in it."""
 _FOREIGN = {
     "latest_checkpointed_iteration.txt": "Megatron, which this version does not read",
     ".metadata": "torch.distributed.checkpoint, which `zstore convert` reads by the path of its own folder",
@@ -95,8 +95,8 @@ def is_committed(place: FolderLike) -> bool:
 
 _MOST_STAMPED = 16
 _stamps: dict[Folder, dict[tuple[str, int], int]] = {}
-"""Of folders that this process saved to last, the times of commit by the name and the inode of a checkpoint's folder: a
-record does not change, so a save reads those alone that came since the last one, however many there are."""
+"""Times of commit, by name and inode of a checkpoint's folder, in the folders that this process saved to last: a
+record does not change, so a save reads only those that came since the last one."""
 
 
 def stamped(record: Record, place: FolderLike) -> Record:
@@ -177,7 +177,7 @@ def _decoded(data: bytes | Exception, folder: Folder) -> Record:
 
 
 def _open_tag(folder: Folder, name: str) -> TagInfo:
-    """Return the checkpoint in the tag's folder `name`; raises what reading its record raises."""
+    """Return the checkpoint in the tag's folder `name`; raises the errors of reading its record."""
     (data,) = folder.read_records([name])
     return TagInfo(folder=folder.child(name), record=_decoded(data, folder.child(name)))
 
@@ -206,7 +206,7 @@ def find_tag(place: FolderLike, tag: str) -> TagInfo | None:
 
 
 def find_folder(place: FolderLike, name: str) -> TagInfo | None:
-    """Return the committed checkpoint in the tag's folder `name`, as `find_tag` does by its tag."""
+    """Return the committed checkpoint in the tag's folder `name`, as `find_tag` does by tag."""
     folder = folder_at(place)
     try:
         return _open_tag(folder, name)
@@ -322,7 +322,7 @@ def _nothing(folder: Folder, tag: str | None, catalog: Catalog) -> str:
 
 
 def check_tag_is_free(place: FolderLike, tag: str, *, overwrite: bool, run: str = "") -> TagInfo | None:
-    """Return the checkpoint that a save to `tag` replaces: with `overwrite` any, else one of the run `run`.
+    """Return the checkpoint that a save to `tag` replaces: with `overwrite` any, otherwise one of the run `run`.
 
     Raises CheckpointExistsError if the save would replace something that it may not.
     """
@@ -354,7 +354,7 @@ def replaced_text(info: TagInfo) -> str:
 
 
 def _is_in_use(folder: Folder, name: str) -> bool:
-    """Whether there is something of that name; a folder that somebody made for the checkpoint is empty, and free."""
+    """Whether something has that name; an empty folder that somebody made for the checkpoint leaves it free."""
     try:
         entries = folder.entries()
     except (FileNotFoundError, NotADirectoryError):

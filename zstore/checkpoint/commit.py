@@ -71,7 +71,7 @@ class Committer:
         self._lock: SaveLock | None = None
 
     def check(self, *, overwrite: bool, run: str = "") -> TagInfo | None:
-        """Check that the save may begin; runs in the caller's thread, and changes nothing but to make `folder`.
+        """Check that the save may begin; runs in the caller's thread, and changes nothing except that it makes `folder`.
 
         Returns the checkpoint that is to be replaced. Raises CheckpointExistsError for a committed tag (unless `overwrite`,
         or it is one of the run `run`), StorageError if nothing can be made.
@@ -167,7 +167,7 @@ class Committer:
         self.close()
 
     def close(self) -> None:
-        """Give the lock back: the save is over."""
+        """Release the lock: the save is over."""
         if self._lock is not None:
             self._lock.release()
 

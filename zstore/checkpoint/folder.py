@@ -55,7 +55,7 @@ class Folder(ABC):
         self.location = location
         """Path or URL, for messages."""
         self.name = name
-        """The last part of it."""
+        """Its last part."""
 
     @property
     @abstractmethod
@@ -69,11 +69,11 @@ class Folder(ABC):
 
     @abstractmethod
     def child(self, name: str) -> Folder:
-        """Return the folder `name` in it, which need not be there."""
+        """Return the folder `name` in it, which need not exist."""
 
     @abstractmethod
     def location_of(self, file: str) -> str:
-        """Return path or URL of a file in it, as `resources()` and messages take it."""
+        """Return the path or URL of a file in it, for `resources()` and messages."""
 
     @abstractmethod
     def read_small(self, file: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
@@ -130,11 +130,11 @@ class Folder(ABC):
     def sizes(self, top: str) -> dict[str, int | None]:
         """Return the bytes of each file anywhere below its folder `top`, by path inside this one.
 
-        None for one that is no plain file, as a symbolic link. Empty if there is no such folder.
+        None for one that is not a regular file, such as a symbolic link. Empty if there is no such folder.
         """
 
     def sizes_of(self, files: Iterable[str]) -> dict[str, int | None]:
-        """Return the bytes of those of some files that are there; None for one that is no plain file."""
+        """Return the bytes of those of `files` that exist; None for one that is not a regular file."""
         wanted = set(files)
         tops = {file.split("/")[0] for file in wanted}
         return {file: size for top in tops for file, size in self.sizes(top).items() if file in wanted}
@@ -170,7 +170,7 @@ class LocalFolder(Folder):
         super().__init__(str(path), path.name)
         self._path = path
         self._checked: set[str] = set()
-        """Folders below it that are known to be no links."""
+        """Folders below it that are known not to be links."""
 
     @property
     def path(self) -> Path:
@@ -286,7 +286,7 @@ class LocalFolder(Folder):
 
 
 def plain_sizes(folder: Path, files: Iterable[str]) -> dict[str, int | None]:
-    """Return the bytes of those of `files` that are in `folder`, by path inside it; None for one that is no plain file."""
+    """Return the bytes of those of `files` that are in `folder`, by path inside it; None for one that is not a regular file."""
     found: dict[str, int | None] = {}
     for file in files:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

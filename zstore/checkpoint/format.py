@@ -59,7 +59,7 @@ class Base:
     """Folder or name that they were loaded from; None: not known."""
     revision: str | None
     digests: Mapping[str, tuple[str, int]]
-    """Of each parameter that was left out, its data type and the crc32c of its values in that."""
+    """Data type of each parameter that was left out, and the crc32c of its values in that type."""
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Base:
@@ -77,7 +77,7 @@ class Base:
 
     @property
     def text(self) -> str:
-        """The place, for a sentence."""
+        """The origin, for a sentence."""
         if self.folder is None:
             return "a place that was not known"
         return self.folder if self.revision is None else f"{self.folder} (revision {self.revision})"
@@ -95,7 +95,7 @@ class Manifest:
     layout: str = ""
     """SHA-256, hex, of the arrays and cuts for which the rank stored every shard that is its own."""
     rank_state: Mapping[str, Any] = field(default_factory=dict)
-    """JSON that belongs to this rank alone, as the states of its random number generators."""
+    """JSON that belongs to this rank alone, such as the states of its random number generators."""
     shards: tuple[ShardSummary, ...] = ()
 
     def encode(self) -> bytes:
@@ -161,7 +161,7 @@ def _decode_entry(entry: object, path: str) -> ShardSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The commit record, `zstore.json`, in the order of the file: a folder without a valid one is no checkpoint."""
+    """The commit record, `zstore.json`, in the order of the file: a folder without a valid one is not a checkpoint."""
 
     id: str
     """Id of the save that wrote the checkpoint."""
@@ -173,7 +173,7 @@ class Record:
     """Ranks of the run that saved the state; another number if it was resharded since, and then no rank has states
     of its own."""
     run: str = ""
-    """Id of the training run, kept across resumes; retention deletes only what its own run saved."""
+    """Id of the training run, kept across resumes; retention deletes only checkpoints of its own run."""
     committed_ns: int = 0
     """Time of the commit, nanoseconds since 1970; more than that of any checkpoint that was in the folder before."""
     metadata_sha256: str
@@ -197,7 +197,7 @@ class Record:
 
     @property
     def is_latest(self) -> bool:
-        """Whether the checkpoint counts as the newest of its folder, once it is: its save did not say otherwise."""
+        """Whether the checkpoint may count as the newest of its folder: its save did not say otherwise."""
         return self.state.get(LATEST_KEY) is not False
 
     def encode(self) -> bytes:
@@ -254,7 +254,7 @@ def sha256(data: bytes) -> str:
 def encode_state(value: Any, where: str) -> Any:
     """Return `value` as plain JSON. See [Note: JSON state].
 
-    Raises UsageError that names the place, as `client_state['best'][0]`, of a value that JSON cannot hold.
+    Raises UsageError that names the place, such as `client_state['best'][0]`, of a value that JSON cannot hold.
     """
     return _encode(value, where, 0)
 
@@ -266,7 +266,7 @@ def _encode(value: Any, where: str, depth: int) -> Any:
         return {"$float": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, (int, float, str)):  # subclasses, as enums and numpy's float64, become the plain type
+    if isinstance(value, (int, float, str)):  # subclasses, such as enums and numpy's float64, become the plain type
         return int(value) if isinstance(value, int) else float(value) if isinstance(value, float) else str(value)
     if isinstance(value, (list, tuple)):
         return [_encode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
@@ -284,7 +284,7 @@ def _encode(value: Any, where: str, depth: int) -> Any:
 
 
 def decode_state(value: Any, depth: int = 0) -> Any:
-    """Return what `encode_state` was given; tuples come back as lists. Raises CorruptionError if it is too deep."""
+    """Return the value that `encode_state` was given; tuples come back as lists. Raises CorruptionError if it is too deep."""
     if depth > _MAX_DEPTH + 2:
         raise CorruptionError(f"state is nested more than {_MAX_DEPTH} levels deep: the file is damaged")
     if isinstance(value, dict):
@@ -300,7 +300,7 @@ def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> bytes:
     Raises FileNotFoundError or NotADirectoryError if it is missing, CorruptionError if it is larger than any such
     file, a symbolic link or no file, StorageError if it cannot be read.
     """
-    # A pipe would keep its reader waiting for ever; a link may lead anywhere.
+    # A pipe would keep its reader waiting forever; a link may lead anywhere.
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         if path.is_symlink():

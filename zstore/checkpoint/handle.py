@@ -28,7 +28,7 @@ class SaveJob(Protocol):
 
 
 class SaveHandle:
-    """A save under way. The end of the program completes it, and has a non-zero exit code if it cannot and nobody asked."""
+    """A save under way. The end of the program completes it, and exits non-zero if that fails and nobody waited."""
 
     def __init__(self, job: SaveJob) -> None:
         self._job = job
@@ -55,7 +55,7 @@ class SaveHandle:
         return Ticket(self._ticket.future, partial(_completions.heard, self._completion))
 
     def wait(self, timeout_s: float | None = None) -> SaveSummary:
-        """Return once the checkpoint is committed; raises what went wrong, on every rank, or TimeoutError."""
+        """Return once the checkpoint is committed; raises the save's error, on every rank, or TimeoutError."""
         if not self.wait_for_end(timeout_s):
             raise TimeoutError(f"{self._job.title} is not done after {timeout_s} s")
         return self.ticket.wait()
@@ -69,6 +69,6 @@ class SaveHandle:
         return self._ticket.done()
 
     def cancel(self) -> None:
-        """Give the save up at the next shard, as when another rank could not begin it; `wait()` then raises."""
+        """Give the save up at the next shard, for instance if another rank could not begin it; `wait()` then raises."""
         self._cancelled = True
         self._job.cancel()

@@ -21,7 +21,7 @@ except ImportError:  # Windows: nothing saves there
 
 _UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)
 FOREIGN_LIFE_S = 24 * 3600
-"""Without locks, a save of another machine counts as alive for so long."""
+"""Without locks, a save of another machine counts as alive for this long."""
 
 
 class SaveLock:
@@ -50,7 +50,7 @@ class SaveLock:
         with contextlib.suppress(OSError):
             os.unlink(self.path)
         if fcntl is not None:
-            # Explicitly: a forked child, as a data loader's worker, shares the lock with us.
+            # Explicitly: a forked child, such as a data loader's worker, shares the lock with us.
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)

@@ -2,8 +2,8 @@
 
 [Note: spans]
 The ranges are cut at the ends of stored chunks, into spans of about `span_bytes`. Threads load spans in order into a fixed
-set of buffers; a buffer is free again when every element of its span was used. Whoever uses the ranges roughly in order
-cannot be stuck: the earliest span that is not used up always has a buffer. A span exists from when its loading begins until
+set of buffers; a buffer is free again when every element of its span was used. A user of the ranges roughly in order
+cannot get stuck: the earliest span that is not used up always has a buffer. A span exists from when its loading begins until
 it is used up: all spans of a huge checkpoint would take gigabytes.
 """
 
@@ -82,7 +82,7 @@ def cut_spans(array: StoredArray, first: int, stop: int, span_bytes: int) -> Ite
     grid, itemsize = array.grid, array.spec.itemsize
     while first < stop:
         shard, local = divmod(first, grid.shard_numel)
-        # As they are in the file: else a span is a request and a little more.
+        # As they are in the file: otherwise a span is a request and a little more.
         chunks = max(1, span_bytes // round_up(grid.chunk_numel * itemsize + CRC_BYTES, BLOCK_BYTES))
         end = min((local // grid.chunk_numel + chunks) * grid.chunk_numel, grid.shard_numel)
         end = min(shard * grid.shard_numel + end, stop)
@@ -91,7 +91,7 @@ def cut_spans(array: StoredArray, first: int, stop: int, span_bytes: int) -> Ite
 
 
 def _spans_memory(reader: ArraySource) -> int:
-    """Return the bytes that spans take beside the reader's pool, about."""
+    """Return about the bytes that spans take beside the reader's pool."""
     return min(MEMORY_BYTES, reader.resources.pool.nbytes // 2)
 
 
@@ -304,7 +304,7 @@ def read_into(
 ) -> None:
     """Read each range whole into its memory, contiguous elements or bytes, by several threads at once, a request each.
 
-    Takes no memory beside the reader's pool. The first error stops all and is raised; the memory is a mixture then.
+    Takes no memory beside the reader's pool. The first error stops all reads and is raised; the memory then has mixed content.
     """
     tasks: list[Callable[[], None]] = []
     for number, ((name, first, stop), out) in enumerate(targets):

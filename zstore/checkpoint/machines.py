@@ -2,7 +2,7 @@
 
 [Note: parts]
 The ranks of a machine save into its own folder, as all ranks do into a shared one; the first of them leads, as rank 0 does
-there. Each part has all metadata, the manifests and shards of its ranks, copies of what every rank loads and rank 0 stores
+there. Each part has all metadata, the manifests and shards of its ranks, copies of all that every rank loads and rank 0 stores
 (its manifest, module buffers and the client's tensors), and a file that names the machine:
 
     manifest/machine-<n>.json
@@ -57,7 +57,7 @@ def machine_file(number: int) -> str:
 
 
 def machines_of(record: Record) -> list[Machine]:
-    """Return the machines whose parts a checkpoint is made of; none of one in a shared folder."""
+    """Return the machines that have parts of a checkpoint; none for one in a shared folder."""
     found = record.state.get(MACHINES_KEY)
     machines: list[Machine] = []
     for one in found if isinstance(found, list) else ():
@@ -93,7 +93,7 @@ class Parts:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those of this machine."""
+        """Ranks of this machine."""
         return self.machines[self.here].ranks
 
     @property
@@ -112,7 +112,7 @@ class Parts:
             raise CheckpointError(f"the save was given up on {told}")
 
     def give_up(self, reason: str) -> None:
-        """Tell the other machines; a later reason is not told."""
+        """Tell the other machines why this one gives up; only the first reason counts."""
         if self._read("failed") is None:
             self._post("failed", f"{self.machines[self.here].text}: {reason}")
 
@@ -136,14 +136,14 @@ class Parts:
         return found
 
     def share_record(self, record: Record | None, wait: Wait) -> Record:
-        """Return rank 0's record, which that passes (leaders)."""
+        """Return rank 0's record, which rank 0 passes (leaders)."""
         if record is not None:
             self._post("record", record.encode().decode())
             return record
         return Record.decode(self._await("record", wait, self.machines[0]).encode(), "rank 0's record")
 
     def committed(self, wait: Wait) -> None:
-        """Tell that this machine's part is committed, and return once those of all are (leaders)."""
+        """Announce that this machine's part is committed, and return once all parts are (leaders)."""
         self._post(f"committed-{self.here}", "")
         for number, machine in enumerate(self.machines):
             self._await(f"committed-{number}", wait, machine)

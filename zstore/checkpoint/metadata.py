@@ -25,7 +25,7 @@ from ..format.partition import ALIGN_NUMEL, MAX_CHUNKS_PER_SHARD, Grid, extents_
 from .format import brief, dump_metadata
 from .names import METADATA_FILE, array_path
 
-# Bounds on what metadata may ask for, before anything is allocated.
+# Bounds on the requests of metadata, before anything is allocated.
 MAX_NUMEL = 2**48
 MAX_CHUNK_BYTES = 2**31
 
@@ -96,7 +96,7 @@ def _encode(specs: Sequence[ArraySpec], grids: Sequence[Grid], codec: Codec | No
     texts |= dict.fromkeys(groups, dump_metadata(_GROUP).decode())
     consolidated = {"kind": "inline", "must_understand": False, "metadata": _PLACE}
     outline = dump_metadata(_GROUP | {"consolidated_metadata": consolidated}).decode()
-    # A line break is one of the document's indentation: within JSON's strings there are none.
+    # Every line break belongs to the indentation: JSON's strings have none.
     inner = [f"{json.dumps(folder)}: {texts[folder]}".replace("\n", _INDENT) for folder in sorted(texts)]
     whole = ",".join(_INDENT + text for text in inner)
     texts[""] = outline.replace(json.dumps(_PLACE), f"{{{whole}{_INDENT[:-1]}}}" if whole else "{}")
@@ -179,7 +179,7 @@ def parse_array(document: Mapping[str, Any], where: str) -> tuple[ArraySpec, Gri
 def _parse_codec(document: Mapping[str, Any], spec: ArraySpec, where: str) -> Codec | None:
     codecs = document["codecs"][0]["configuration"].get("codecs")
     if not isinstance(codecs, list) or len(codecs) != 3:
-        return None  # the plain ones, or none that are read
+        return None  # the plain ones, or unsupported ones
     try:
         return parse_codec(codecs[1], spec.itemsize)
     except ValueError as error:

@@ -37,8 +37,8 @@ SIGNED = frozenset({"exp_avg", "momentum_buffer"})
 POSITIVE = frozenset({"exp_avg_sq", "square_avg", "acc_delta", "exp_inf"})
 """Slots that are kept in fewer bits: averages that forget, so that roundings do not add up."""
 _EXACT_WITH = {"square_avg": ("grad_avg",), "exp_avg_sq": ("max_exp_avg_sq", "max_exp_avg_sqs")}
-"""Slots that stay in fp32 beside others: centered RMSprop takes the square of a mean off, which must not be more, and of
-amsgrad's largest value every rounding up would stay."""
+"""Slots that stay in fp32 beside others: centered RMSprop subtracts the square of a mean, which must not be larger, and in
+amsgrad's maximum every rounding up would stay."""
 
 BLOCK_NUMEL = 256
 """Elements of a block, at most."""
@@ -55,12 +55,12 @@ _SCALE = "_scale"
 
 @dataclass(frozen=True)
 class StoredSlot:
-    """An array that is kept of a slot."""
+    """An array that is stored for a slot."""
 
     name: str
     dtype: str
     block: int = 1
-    """Elements of the parameter that a value is for."""
+    """Elements of the parameter for each value."""
 
 
 def block_numel(stored_shape: tuple[int, ...]) -> int:

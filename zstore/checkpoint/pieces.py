@@ -40,7 +40,7 @@ _CRC = struct.Struct("<I")
 
 
 class Pieces:
-    """Those of the save `request` in its temporary folder `folder`. See [Note: pieces]."""
+    """The pieces of the save `request` in its temporary folder `folder`. See [Note: pieces]."""
 
     def __init__(self, request: SaveRequest, folder: Path) -> None:
         self._request = request
@@ -125,7 +125,7 @@ class Pieces:
             if first < stop:
                 request.pins[name].copy_into(data[at : at + stop - first], request.pieces[name], request.rank)
                 at += stop - first
-                # Released at once: whoever updates this shard may be waiting.
+                # Released at once: an updater of this shard may be waiting.
                 request.pins[name].release()
         # It need not be durable: it is gone before the commit.
         whole = data.tobytes()

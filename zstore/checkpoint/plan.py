@@ -67,7 +67,7 @@ class CheckpointPlan:
     def layout_digest(self) -> str:
         """Return the SHA-256, hex, of all arrays and how they are cut: ranks with the same one agree on every shard.
 
-        Arrays that rank 0 stores whole are no concern of the others.
+        Arrays that rank 0 stores whole do not concern the others.
         """
         names = sorted(self.specs.keys() - self.small.keys())
         grids, pieces = (tuple(map(of, names)) for of in (self.grid, self.pieces.get))

@@ -62,7 +62,7 @@ class Publisher:
         self._write_small(name)
 
     def syncs(self) -> Iterator[Callable[[], None]]:
-        """Yield a task for each shard file that makes it durable: many at once, for drives coalesce concurrent flushes."""
+        """Yield a task for each shard file that makes it durable: many at once, since drives coalesce concurrent flushes."""
         written, self._written = self._written, []
         return (partial(self._files.sync_file, path) for path in written)
 
@@ -73,7 +73,7 @@ class Publisher:
         summary = self._link_known(name, pin, path)
         if summary is None:
             summary = pin.publish(self._resources, path, request.grid(name), request.rank, Priority.CHECKPOINT)
-        # Released at once: whoever updates this shard may be waiting.
+        # Released at once: an updater of this shard may be waiting.
         pin.release()
         self._written_at(path)
         later = self._target / request.shard_path(name, request.rank)
@@ -91,7 +91,7 @@ class Publisher:
         if pin.checksums(request.resources, request.grid(name), request.rank) != known.crcs:
             self._files.unlink(path)
             return None
-        # Of a snapshot of a step, it need not be durable yet: it is made so with the others, which else costs nothing.
+        # Of a snapshot of a step, it need not be durable yet: it is made so with the others, at no extra cost.
         file_bytes = request.file_bytes(name, request.rank)
         return ShardSummary(name, request.rank, file_bytes, known.crcs, linked=True)
 
@@ -109,7 +109,7 @@ class Publisher:
 
     def store_joined(self, name: str, data: Bytes) -> ShardSummary:
         """Store this rank's shard of an array, which was put together from the ranks' pieces: link the last checkpoint's file
-        if that holds the same, else write it."""
+        if that holds the same, otherwise write it."""
         rank = self._request.rank
         path = self._place(name, rank)
         summary = self._link_equal(name, data, path) or self._write_whole(name, data, path, rank)

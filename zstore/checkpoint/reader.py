@@ -30,7 +30,7 @@ _MOST_OPEN_SHARDS = 4096
 
 
 class _Checksums:
-    """Those of one rank's shards of the arrays `numbers`, packed: a reader may need those of thousands of ranks."""
+    """Checksums of one rank's shards of the arrays `numbers`, packed: a reader may need those of thousands of ranks."""
 
     def __init__(self, numbers: Mapping[str, int], shard: int, entries: Iterable[ShardSummary]) -> None:
         parts: list[Sequence[int]] = [()] * len(numbers)
@@ -41,7 +41,7 @@ class _Checksums:
         self._crcs = np.fromiter(itertools.chain.from_iterable(parts), np.uint32, int(self._ends[-1]))
 
     def of(self, number: int) -> npt.NDArray[np.uint32]:
-        """Return those of one array, none if the rank stored no shard of it."""
+        """Return the checksums of one array, none if the rank stored no shard of it."""
         return self._crcs[self._ends[number] : self._ends[number + 1]]
 
 
@@ -66,7 +66,7 @@ class CheckpointReader(ArraySource):
         self._numbers: dict[str, dict[str, int]] = {}
         """By group, the number of each of its arrays."""
         self._checksums: dict[tuple[str, int], _Checksums] = {}
-        """By group and rank, those of the rank's shards."""
+        """By group and rank, the checksums of the rank's shards."""
         self._decoded: Manifest | None = None
         """The last one whose checksums were needed: other groups' are in it."""
         self._decoding = threading.Lock()
@@ -283,6 +283,6 @@ def tags(place: FolderLike) -> list[TagInfo]:
 
 
 def refused(place: FolderLike) -> list[Refusal]:
-    """Return the folders in `place` that look like checkpoints and are none, with the reason; none of a tag's folder."""
+    """Return the folders in `place` that look like checkpoints and are not, with the reason; none of a tag's folder."""
     folder = folder_at(place)
     return [] if folder.has(RECORD_FILE) else list(scan(folder).refusals)

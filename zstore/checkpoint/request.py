@@ -33,7 +33,7 @@ class SaveRequest(CheckpointPlan):
     pins: Mapping[str, PinnedShard]
     """This rank's pinned shards by array name."""
     rank_state: Mapping[str, Any] = field(default_factory=dict)
-    """JSON of this rank alone, as its RNG states."""
+    """JSON of this rank alone, such as its RNG states."""
     record: Mapping[str, Any] = field(default_factory=dict)
     """JSON of the whole run; rank 0's counts."""
     keep: Keep | None = None

@@ -6,7 +6,7 @@ last     it is one of the newest, by the time of its commit
 every    its step is a multiple of a number
 best     its value of a metric is the least, or the greatest, of all; of equal ones the newest
 tag      its tag is one of the names, or matches one of the patterns (`*`, `?`, `[...]`)
-A metric is a finite number under `metrics` in the record's state, or else in the client's state, by keys joined with `.`.
+A metric is a finite number under `metrics` in the record's state, or otherwise in the client's state, by keys joined with `.`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Fate:
 
     info: TagInfo
     reasons: tuple[str, ...]
-    """Why it stays; none: it goes."""
+    """Why it stays; empty: it goes."""
     size_bytes: int
     """Its size on disk: the bytes of all its files, those that other checkpoints share too. See [Note: sizes]."""
 

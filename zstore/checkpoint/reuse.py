@@ -3,14 +3,14 @@
 [Note: links of unchanged shards]
 A shard of which no pass changed anything has the version that it had when it was saved. Its file is then linked from that
 checkpoint, if it is still the very file that was written, and the checksums of the values in memory are those of the
-file: whoever has a parameter may have written to its memory without a pass. Else the shard is written.
+file: any code with a parameter may have written to its memory without a pass. Otherwise the shard is written.
 
 [Note: spare folders]
-A spare folder is a formerly committed checkpoint under the name of a save that is alive, so that nobody sweeps it. It has no
+A spare folder is a formerly committed checkpoint under the name of a living save, so that nobody sweeps it. It has no
 record, no manifests, and no file that was linked into it, whose bytes would stay on the drive for nothing. It has
-the metadata, the folders, and the shards that were written: `UnsyncedFiles` writes them anew in place, if no other
-name leads to them. A save takes it only if it has the same arrays, laid out alike: nothing else may be in it.
-Making hundreds of files and folders is most of what a small save costs.
+the metadata, the folders, and the shards that were written: `UnsyncedFiles` rewrites them in place, if no other
+name leads to them. A save takes it only if it has the same arrays, laid out alike: it may hold nothing else.
+Making hundreds of files and folders is most of the cost of a small save.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class KnownFile:
     """A shard file in a committed checkpoint."""
 
     version: int
-    """Of the shard that it holds; see `Tier.version`."""
+    """Version of the shard that it holds; see `Tier.version`."""
     path: str
     crcs: tuple[int, ...]
     """crc32c of each present chunk."""
@@ -95,7 +95,7 @@ class Spare:
 
     path: Path
     metadata_sha256: str
-    """Of its root's metadata, which names all arrays."""
+    """SHA-256 of its root's metadata, which names all arrays."""
     lock: SaveLock
 
     def take(self, files: Files, path: Path) -> None:

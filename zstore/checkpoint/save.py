@@ -3,7 +3,7 @@
 [Note: who does what]
 On every rank, in one background thread and without collectives:
     publish the pins (links or copies), read-only and durable; release each; write the manifest, last.
-On rank 0 besides: make the temporary folder first, for which the others wait; write metadata and the small arrays; wait for the
+On rank 0 also: make the temporary folder first, for which the others wait; write metadata and the small arrays; wait for the
 manifest of every rank, and put together the arrays that it stores whole (see [Note: pieces]; of huge worlds others put together
 shards of their neighbours' pieces, before their manifest); call `before_commit`; commit. The
 others wait for the commit, so that `wait()` tells the same on every rank. A rank that fails writes a manifest that says so;
@@ -57,7 +57,7 @@ def save_checkpoint(request: SaveRequest) -> SaveHandle:
     """Begin to save in the background and return the handle. See [Note: who does what].
 
     The pins belong to the save from now on, also if this raises: it releases them. Raises before anything is
-    written: UsageError for what makes no sense or is not JSON, CheckpointExistsError, StorageError for a folder that
+    written: UsageError for a bad request or state that is not JSON, CheckpointExistsError, StorageError for a folder that
     cannot be written, DiskFullError if there is no room. The caller tells the other ranks, which `cancel()` theirs.
     """
     job: _Save | None = None
@@ -102,7 +102,7 @@ class _Save:
         self._messages: list[str] = []
         self._spare: Spare | None = None
         self._flush: Flush | None = None
-        """Makes what this rank writes durable at once, rank 0's as it commits; None: each file is by itself."""
+        """Makes this rank's files durable at once, rank 0's as it commits; None: each file is by itself."""
         self._is_complete = False
         """Whether this rank's part is there, and its manifest says so."""
         self._started = time.monotonic()
@@ -128,7 +128,7 @@ class _Save:
         self.cancelled.set()
 
     def check(self) -> None:
-        """Check what can be checked at once."""
+        """Check all that can be checked at once."""
         if self._request.leads:
             request = self._request
             self._builder.check_names()
@@ -176,7 +176,7 @@ class _Save:
         except BaseException as error:
             self.give_up(error)
             if isinstance(error, OSError) and error.errno == errno.ENOENT:
-                self._check_alive()  # rank 0 gave up, and removed what this rank was working on: it knows why
+                self._check_alive()  # rank 0 gave up, and removed this rank's files: it knows why
             raise
         finally:
             for pin in request.pins.values():

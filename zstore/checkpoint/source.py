@@ -25,7 +25,7 @@ from .format import Record
 from .names import shard_file
 
 NUM_THREADS = 4
-"""I/O threads of a source that is given none."""
+"""I/O threads of a source without resources of its own."""
 NUM_REMOTE_REQUESTS = 12
 """Requests over a network under way at a time: each takes tens of milliseconds, whatever it reads."""
 _NUM_LOCAL_READERS = 6
@@ -72,12 +72,12 @@ class StoredArray:
 class ArraySource(Closing):
     """Named arrays and the state of the run that they belong to. Close it, or use it in a `with` block.
 
-    Usable from any thread but an I/O thread. Names are those of our format: `model/...` (weights in their best
+    Usable from any thread except an I/O thread. Names are those of our format: `model/...` (weights in their best
     precision), `optimizer/<slot>/...`, `buffer/...`, `client/...`.
     """
 
     kind: str = "a checkpoint of other software"
-    """Whose checkpoint it is, for people: as "zstore", "DeepSpeed stage 2"."""
+    """The software whose checkpoint it is, for people: "zstore", "DeepSpeed stage 2"."""
     notes: tuple[str, ...] = ()
     """State that other software's checkpoint has, or lacks, and that is not carried over: for one warning on use."""
 
@@ -104,7 +104,7 @@ class ArraySource(Closing):
 
     @property
     def num_readers(self) -> int:
-        """How many `read` at a time serve this source best."""
+        """How many concurrent `read` calls serve this source best."""
         return NUM_REMOTE_REQUESTS if self.is_remote else _NUM_LOCAL_READERS
 
     @property

@@ -1,4 +1,4 @@
-"""Masters that are stored as bf16 weights and the bits that these lack: names, and the fp32 values out of them.
+"""Masters that are stored as bf16 weights and the bits that these lack: names, and the fp32 values from both.
 
 See "Split masters" in docs/format.md. No torch.
 """

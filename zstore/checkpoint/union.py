@@ -12,7 +12,7 @@ from .names import RECORD_FILE
 
 
 class UnionFolder(LocalFolder):
-    """The folders `paths`, of which the first is the one that people named: a file is that of the first folder that has it."""
+    """The folders `paths`, the first being the one that the user named: a file comes from the first folder that has it."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         super().__init__(paths[0])

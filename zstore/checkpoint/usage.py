@@ -27,11 +27,11 @@ class StoredFile:
     num_names: int = 1
     """Hard links to it, anywhere."""
     names_seen: int = 1
-    """Those of them that were found in the checkpoints that were looked at."""
+    """Those of them in the checkpoints that were examined."""
 
     @property
     def is_freed(self) -> bool:
-        """Whether removing the names that were seen frees it."""
+        """Whether removing the names that were found frees it."""
         return self.names_seen >= self.num_names
 
 

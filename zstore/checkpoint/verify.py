@@ -1,4 +1,4 @@
-"""Checking a whole checkpoint: every chunk of every shard, every manifest, every metadata file, and nothing besides."""
+"""Checking a whole checkpoint: every chunk of every shard, every manifest, every metadata file, and nothing else."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _Crcs = dict[tuple[str, int], Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something that is not as it was committed."""
+    """A difference from the committed state."""
 
     file: str
     """Path inside the checkpoint."""
@@ -112,7 +112,7 @@ class _Check:
         return [partial(_check_metadata, reader, batch) for batch in batches]
 
     def _sizes(self) -> dict[str, int | None]:
-        """Return the bytes of the files (see `Folder.sizes`): of all on rank 0, which looks for those too many, and behind a
+        """Return the bytes of the files (see `Folder.sizes`): of all on rank 0, which looks for extra ones, and behind a
         URL, where a listing is one request."""
         if self._team.rank == 0 or not self._reader.folder.is_local:
             return _sizes(self._reader)

@@ -1,4 +1,4 @@
-"""Entries of torch.distributed.checkpoint that are no tensors: their kinds, and the places of their bytes. No torch.
+"""Entries of torch.distributed.checkpoint that are not tensors: their kinds, and the places of their bytes. No torch.
 
 [Note: bytes in pickles]
 torch.save pickles with protocol 2, which knows no `bytes`: they are stored as text of one character each, in UTF-8, so that
@@ -111,7 +111,7 @@ class TextBytes:
 
 @dataclass(frozen=True)
 class LoadedBytes:
-    """A few bytes that are unpickled anew whenever they are read."""
+    """A few bytes that are unpickled again whenever they are read."""
 
     place: FileRange
     nbytes: int
@@ -129,7 +129,7 @@ Opaque = FileRange | TextBytes | LoadedBytes
 
 
 class Entries:
-    """Looks into the entries of one checkpoint. They may not overlap: else many could be made of few bytes."""
+    """Looks into the entries of one checkpoint. They may not overlap: otherwise many could be made of few bytes."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -138,7 +138,7 @@ class Entries:
         """Bytes of each file that no entry had yet."""
 
     def look(self, place: FileRange) -> tuple[str, Any]:
-        """Return an empty kind and JSON for plain data, else the kind and the `Opaque`.
+        """Return an empty kind and JSON for plain data, otherwise the kind and the `Opaque`.
 
         Raises CorruptionError if the entry is missing or damaged, or the file has less than its entries.
         """

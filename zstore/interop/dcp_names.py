@@ -4,7 +4,7 @@
 DCP flattens a nested state dict: an entry's key is its path, joined with dots, and its planner keeps the paths. Here a
 tensor of path
     (..., "model", fqn)                                    is `model/<fqn>`
-    (fqn,)                                                 is `model/<fqn>`, as torchtitan has its weights
+    (fqn,)                                                 is `model/<fqn>`, as torchtitan names its weights
     (..., "optim", "state", fqn, slot)                     is `optimizer/<slot>/<fqn>`, with "optimizer(s)" likewise
     (..., "optim", "state.<fqn>.<slot>")                   is `optimizer/<slot>/<fqn>`, an optimizer that is flattened
 and any other is `client/<key>`. The part before the name is a root. The record keeps the root of the weights and
@@ -76,7 +76,7 @@ def key_of(path: Path) -> str:
 
 
 def step_of(folder_name: str) -> int:
-    """Return the training step that a checkpoint's folder is called by, as `step-100`; 0 for any other name."""
+    """Return the training step in the name of a checkpoint's folder, such as `step-100`; 0 for any other name."""
     found = _STEP.search(folder_name)
     return int(found[1]) if found else 0
 
@@ -138,7 +138,7 @@ def paths_of(document: Mapping[str, Any], arrays: Iterable[str]) -> dict[str, Pa
     """Return the path of each array of a checkpoint, given `record.state["dcp"]` (empty if it has none).
 
     Parts of split masters and scales of moments have none: they belong to other arrays. Raises CorruptionError
-    for a document that is none.
+    for a document of another kind.
     """
     kept = {name: path_from_json(path) for name, path in _mapping(document.get("paths", {})).items()}
     model = path_from_json(document.get("model") if document.get("model") is not None else ["model"])

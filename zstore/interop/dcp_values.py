@@ -2,7 +2,7 @@
 
 [Note: values]
 Numbers, text and containers of them are kept in the record, exactly: a tuple comes back as a tuple. `bytes` are an array
-of uint8. Of anything else torch's pickle is kept in an array of uint8, which zstore never unpickles.
+of uint8. For anything else torch's pickle is kept in an array of uint8, which zstore never unpickles.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _encode(value: object, room: Room, depth: int) -> Any:
 
 
 def decode_value(value: Any) -> Any:
-    """Return what `encode_value` was given; raises CorruptionError for anything else."""
+    """Return the value that `encode_value` was given; raises CorruptionError for anything else."""
     if isinstance(value, list):
         return [decode_value(item) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Arrays and scalars of numpy out of pickles, built from their bytes by ourselves."""
+"""Arrays and scalars of numpy from pickles, built from their bytes here."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 [Note: what a pickle may do]
 A pickle is a program: it names functions of any module and has them called. The machine here knows the opcodes that
-build numbers, text, lists, tuples, dicts and sets. Any other name must be in the caller's table, and all that the
-table has is ours: functions that build data. Everything else is refused by name before anything happens. There are no
+build numbers, text, lists, tuples, dicts and sets. Any other name must be in the caller's table, whose
+entries are our own functions that build data. Everything else is refused by name before anything happens. There are no
 recursive calls, and nothing is allocated for which the pickle does not have the bytes. The result may refer to
-itself, or to one thing many times over: whoever walks it must count its steps (`Walk`).
+itself, or to one object many times over: code that walks it must count its steps (`Walk`).
 
 Source of the opcodes: pickletools of the Python standard library, protocols 2 to 5.
 """
@@ -26,7 +26,7 @@ Table = Mapping[str, Maker | None]
 """Full name of a global -> what makes its calls' results; None if it may be named, but not called."""
 
 MAX_PICKLE_BYTES = 256 * 1024 * 1024
-"""A longer pickle is not read: tensors' values are no part of it."""
+"""A longer pickle is not read: tensors' values are not part of it."""
 
 _MOST_CONTAINERS, _BYTES_A_CONTAINER = 2**20, 8
 """As many lists, dicts, sets and marks may be in a pickle, and one more for so many bytes of it: an empty list is one byte
@@ -67,7 +67,7 @@ def brief(value: Any) -> str:
 
 
 class Walk:
-    """Counts the steps of whoever walks through the objects of a pickle: they may be endless."""
+    """Counts the steps of code that walks through the objects of a pickle: they may be endless."""
 
     def __init__(self, where: str, most: int = 1_000_000) -> None:
         self._where = where
@@ -95,7 +95,7 @@ def load_pickle(
     """Return the object of the pickle at the stream's position, of at most `size` bytes; the stream is behind it then.
 
     `where` names it in messages; `persistent` gives the objects that are kept outside it. Raises CheckpointMismatchError
-    for a global that neither `table` nor `PLAIN` has, CorruptionError for data that is no pickle.
+    for a global that neither `table` nor `PLAIN` has, CorruptionError for data that is not a pickle.
     """
     machine = _Machine(stream, where, {**PLAIN, **table}, persistent, min(size, MAX_PICKLE_BYTES))
     try:
@@ -160,7 +160,7 @@ PLAIN: Table = {
 
 
 def _key(key: Any) -> Any:
-    """Return `key`, which may be a key of a dict: hashing it calls nothing, and goes neither deep nor on for ever."""
+    """Return `key`, which may be a key of a dict: hashing it calls nothing, and goes neither deep nor on forever."""
     left, done = [(key, 0)], 0
     while left:
         value, depth = left.pop()
@@ -235,7 +235,7 @@ class _Machine:
         return struct.unpack(form, self._read(struct.calcsize(form)))[0]
 
     def _simple(self, opcode: int) -> bool:
-        """Do what opcodes of one value each do; return whether it is one of those."""
+        """Carry out an opcode of one value; return whether it is one of those."""
         push = self._stack.append
         if opcode in _PUTS:
             self._put(self._number(_PUTS[opcode]))
@@ -392,7 +392,7 @@ class _Machine:
 
 _STEPS: dict[int, Callable[[_Machine], Any]] = {
     0x80: _Machine._protocol,
-    0x95: lambda machine: machine._number("<Q"),  # a frame: how much to read ahead, which nobody needs
+    0x95: lambda machine: machine._number("<Q"),  # a frame: how much to read ahead, which is not needed
     ord("("): _Machine._mark,
     ord("0"): _Machine._pop,
     ord("1"): _Machine._unmark,

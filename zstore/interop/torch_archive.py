@@ -153,7 +153,7 @@ class Sink(Protocol):
 
 
 class _ArchiveFile(io.RawIOBase):
-    """A sink from its present end on, as a file of its own."""
+    """A sink from its present end on, as a separate file."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink

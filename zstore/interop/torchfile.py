@@ -5,7 +5,7 @@ Since torch 1.6 a file is a zip archive: `<name>/data.pkl`, a pickle, and beside
 storage, `<name>/data/<key>`; the pickle refers to them by key. Before that, and if a caller of `torch.save` asks for
 it, a file is five pickles (a magic number, a protocol, facts about the machine, the object, the storages' keys in order)
 and then each storage: its number of elements, 8 bytes, and the elements.
-The pickles are read by `zstore.interop.pickles`; a name out of a pickle is looked up, and never used as a path.
+The pickles are read by `zstore.interop.pickles`; a name from a pickle is looked up, and never used as a path.
 Source: torch/serialization.py and torch/_utils.py of torch 2.
 """
 
@@ -163,7 +163,7 @@ def load_torch_file(
 
 
 def find_pickle(path: Path, part: tuple[int, int]) -> tuple[int, int]:
-    """Return offset and bytes, in the file, of the pickle of the archive at `part`. Raises what `load_torch_file` does."""
+    """Return offset and bytes, in the file, of the pickle of the archive at `part`. Raises as `load_torch_file` does."""
     with opened_file(path) as (file, size):
         return _archive(path, file, size, part).find("data.pkl")
 
@@ -414,7 +414,7 @@ class _Zip:
 
 
 def _load_legacy(path: Path, file: BinaryIO, size: int, table: Table) -> Any:
-    """Return the object in a file that is no archive. See [Note: the files]."""
+    """Return the object in a file that is not an archive. See [Note: the files]."""
     where = f"{path} (not a zip archive)"
     storages: dict[str, tuple[Storage, int]] = {}
 

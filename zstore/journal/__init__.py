@@ -4,7 +4,7 @@
 `journal-<run_id>.jsonl` in the folder of checkpoints, written by rank 0 alone and only at its end. A last line without its
 newline was cut off when the process was killed: readers drop it, a writer that goes on cuts it away. Each line has
 `kind` and `at` (seconds since 1970). Readers pass over kinds and keys that they do not know. Bytes are bytes, names that end
-in `_s` are seconds. A value that is not known, or is no finite number, is null or missing.
+in `_s` are seconds. A value that is not known, or is not a finite number, is null or missing.
 
 start    one process begins or resumes: `version` (1), `run`, `step`, `total_steps`, `loop` (engine, train, trainer,
          lightning, accelerate, offloaded), `world_size`, `host`, `pid`, `versions` (by package), `device`, `parameters`,

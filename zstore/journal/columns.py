@@ -68,7 +68,7 @@ def measured(record: Mapping[str, Any]) -> dict[str, float]:
     """Return utilisation, memory, rates and stalls of a step's record, by the names of their columns: NaN if a value is no
     number.
 
-    Rates that are not known are left out, and so is all that the record does not have.
+    Rates that are not known are left out, and so is anything that the record lacks.
     """
     found = {f"memory/{tier}": number(nbytes) for tier, nbytes in _mapping(record.get("memory")).items()}
     if not math.isnan(mfu := number(record.get("mfu"))):

@@ -40,7 +40,7 @@ class Request:
 def request(folder: FolderLike, run_id: str, action: str) -> Request:
     """Ask the run whose journal is in a local folder to "save" or to "stop", and return the request.
 
-    Raises UsageError for another action, an id that is none, and a folder behind a URL; StorageError if nothing can be
+    Raises UsageError for another action, an invalid id, and a folder behind a URL; StorageError if nothing can be
     written.
     """
     if action not in ACTIONS:

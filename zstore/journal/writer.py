@@ -3,7 +3,7 @@
 [Note: what writing costs]
 `append` puts a dict into a queue. Every half second a thread makes JSON of the new ones, and appends it in one write. So a
 killed process loses less than a second, a slow file system holds nobody up, and the file is not forced to the drive. If a
-write fails, as on a full disk, the torn last line is cut away, the first failure is told, and the same lines
+write fails, for instance on a full disk, the torn last line is cut away, the first failure is told, and the same lines
 are tried again with the next ones; of those the newest few MiB are kept.
 
 Lines wait as long as their file is not known; if there are many, every other one of the older half is dropped.

@@ -2,7 +2,7 @@
 
 [Note: the order of an upload]
     1  <tag>.lock-<id>      written: an upload is under way; names its run, its process and the time
-    2  the files of <tag>/  but for zarr.json at its top and the record; then their sizes are compared with a listing
+    2  the files of <tag>/  except zarr.json at its top and the record; then their sizes are compared with a listing
     3  <tag>/zarr.json
     4  <tag>/zstore.json    the commit
     5  `latest` replaced; checkpoints that retention does not keep removed; the lock removed
@@ -96,7 +96,7 @@ class RemoteCommitter:
         """Publish the uploaded files; returns a message for each failure after that.
 
         `metadata` is the root's `zarr.json`; `sizes` are the bytes of every other file of the checkpoint. The record's
-        `committed_ns` is set anew: it is the largest in the folder.
+        `committed_ns` is set again: it is the largest in the folder.
         """
         self._check_whole(sizes)
         record = stamped(record, self.folder)

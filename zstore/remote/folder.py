@@ -145,13 +145,13 @@ class RemoteFolder(UrlFolder):
             self.fs.makedirs(inner.rpartition("/")[0], exist_ok=True)
 
     def remove(self, file: str) -> None:
-        """Remove a file; a missing one is no error."""
+        """Remove a file; a missing one is not an error."""
         inner = self._inner(file)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             self._run(lambda: self.fs.rm_file(inner), "remove", file)
 
     def remove_tree(self, name: str) -> None:
-        """Remove all files below the folder `name` in it; a missing one is no error."""
+        """Remove all files below the folder `name` in it; a missing one is not an error."""
         inner = self._inner(name)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             self._run(lambda: self.fs.rm(inner, recursive=True), "remove the folder", name, listing=inner)
@@ -163,7 +163,7 @@ _WITHOUT_FOLDERS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "
 def open_folder(
     url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
 ) -> UrlFolder:
-    """Return the folder at `url`: that of a service if `zstore serve` answers there, which an HTTP server is asked, else
+    """Return the folder at `url`: that of a service if `zstore serve` answers there, which an HTTP server is asked, otherwise
     see `open_fsspec_folder`. For a service `storage_options` are `token` and `ca_certs`; see `ServiceConnection`.
 
     Raises UsageError if nothing opens the URL or the options make no sense, StorageError if no server answers.

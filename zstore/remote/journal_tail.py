@@ -26,7 +26,7 @@ class JournalTail(Closing):
 
     Lines that an earlier process of the run left unsent go too, if they are still in the file. `asked` is told the run's
     request at the service, "save" or "stop"; `failed`, once, the service's refusal, and that lines could not be sent
-    before `close`: a network that is gone for a while is no failure.
+    before `close`: a network that is gone for a while is not a failure.
     """
 
     def __init__(

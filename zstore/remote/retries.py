@@ -62,4 +62,4 @@ class Retries:
 
 
 PATIENT = Retries(attempts=10)
-"""For requests that nobody waits for, as uploads behind training: over a minute."""
+"""For requests that nobody waits for, such as uploads behind training: over a minute."""

@@ -109,7 +109,7 @@ class _Upload:
         except BaseException as error:
             self._local.cancel()
             failure = self._failure(error)
-            if told is not None and failure is not error:  # else the local save told of it
+            if told is not None and failure is not error:  # otherwise the local save told of it
                 told(failure)
             raise failure from error
         if told is not None:

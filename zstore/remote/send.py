@@ -65,7 +65,7 @@ def _whole_or_nothing(out: Any) -> Iterator[Any]:
     except BaseException:
         with contextlib.suppress(Exception):
             out.discard()
-        # Else it would be completed as it is when it is collected.
+        # Otherwise it would be completed as it is when it is collected.
         with contextlib.suppress(Exception):
             out.closed = True
         raise

@@ -159,8 +159,8 @@ class ServiceConnection:
         """Return the answer to one try of a request; `path` begins with `/` and is encoded, with its query.
 
         With `stream` the answer's body is read by the caller, who closes the answer (`with`); else it is `answer.data`. Raises
-        what `refuse` says for statuses from 300 on that are not in `accept`, and an error that `Retries` tries again for a
-        connection that fails. A `body` that is a file or an iterator has its length in `headers`, else it goes in chunks.
+        the errors of `refuse` for statuses from 300 on that are not in `accept`, and an error that `Retries` tries again for a
+        connection that fails. A `body` that is a file or an iterator has its length in `headers`, otherwise it goes in chunks.
         """
         answer = self._send(method, path, body, {**self.headers, **(headers or {})}, timeout_s)
         try:

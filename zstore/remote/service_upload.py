@@ -44,7 +44,7 @@ class ServicePlace:
 
     @classmethod
     def of(cls, url: str, storage_options: Mapping[str, Any] | None = None) -> ServicePlace:
-        """Return the run that a URL names. Raises UsageError if it names none, or something inside of one."""
+        """Return the run that a URL names. Raises UsageError if it names none, or something inside one."""
         place = ServiceUrl.parse(url)
         if not place.run or place.folder:
             raise UsageError(

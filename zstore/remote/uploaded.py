@@ -28,7 +28,7 @@ def extra_files(reader: CheckpointReader) -> dict[str, int]:
 
 
 def common_files(reader: CheckpointReader) -> dict[str, int]:
-    """Return path and bytes of all files of a local checkpoint but for shard files, and the two that are written last."""
+    """Return path and bytes of all files of a local checkpoint except shard files, and the two that are written last."""
     folders = reader.documents["consolidated_metadata"]["metadata"]
     files = [f"{folder}/{METADATA_FILE}" for folder in folders]
     files += [manifest_file(rank) for rank in range(reader.record.world_size)]

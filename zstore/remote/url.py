@@ -15,7 +15,7 @@ _PASSWORD = re.compile(r"(://[^/@:]*):[^/@]*@")
 
 
 def is_url(location: str | os.PathLike[str]) -> bool:
-    """Return whether it is a URL, as `s3://bucket/run`, and no path."""
+    """Return whether it is a URL, such as `s3://bucket/run`, rather than a path."""
     return isinstance(location, str) and _URL.match(location) is not None
 
 
@@ -25,8 +25,8 @@ def shown(url: str) -> str:
 
 
 def parse_options(words: Iterable[str]) -> dict[str, Any]:
-    """Return the storage options in words like `key=value`; a value that is JSON, as `true` or `{"a": 1}`, is
-    parsed, all else is text.
+    """Return the storage options in words like `key=value`; a value that is JSON, such as `true` or `{"a": 1}`, is
+    parsed, anything else is text.
 
     Raises UsageError for other words.
     """

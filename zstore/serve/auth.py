@@ -4,7 +4,7 @@
 Whoever shows the token (`Authorization: Bearer TOKEN`) is authorized. A browser shows it once, to `POST /api/session`, and
 gets a cookie whose value is random and known to this process alone. Tokens are compared in constant time, and appear in no
 log and no answer. An address may try a few wrong tokens, then one in a second; one that it tried before tells it nothing
-and costs it nothing, so that a forgotten client with an old token locks nobody out.
+and costs it nothing, so that a forgotten client with an old token does not lock others out.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Cache(Generic[K, V]):
         return value
 
     def get_or_make(self, key: K, make: Callable[[], V]) -> V:
-        """Return the cached value, or cache what `make` returns; it is called with the lock held, so it must be quick."""
+        """Return the cached value, or cache the result of `make`; it is called with the lock held, so it must be quick."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
@@ -45,7 +45,7 @@ class Cache(Generic[K, V]):
             return value
 
     def remove(self, key: K) -> None:
-        """Remove a value; one that is not cached is no error."""
+        """Remove a value; one that is not cached is not an error."""
         with self._lock:
             self._remove(key)
 

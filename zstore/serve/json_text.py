@@ -12,10 +12,10 @@ from pydantic_core import PydanticSerializationError
 
 
 def json_of(model: BaseModel) -> str:
-    """Return a model as JSON in UTF-8, numbers that are not finite as null and characters that are no Unicode as `?`."""
+    """Return a model as JSON in UTF-8, numbers that are not finite as null and characters that are not Unicode as `?`."""
     try:
         return model.model_dump_json()
-    except PydanticSerializationError:  # a lone surrogate, out of a journal or the name of a file
+    except PydanticSerializationError:  # a lone surrogate, from a journal or the name of a file
         return json.dumps(_encodable(model.model_dump()), separators=(",", ":"), ensure_ascii=False)
 
 

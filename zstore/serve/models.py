@@ -175,11 +175,11 @@ class Steps(_Model):
 
 
 class Ended(_Model):
-    """Event `end`: a run trains no more."""
+    """Event `end`: a run no longer trains."""
 
     step: int | None
     reason: str | None
-    """done, stopped or failed; null if the run did not say, as when it was killed."""
+    """done, stopped or failed; null if the run did not say, for instance when it was killed."""
 
 
 class CheckpointsChanged(_Model):
@@ -216,7 +216,7 @@ class Unfinished(_Model):
 
 
 class RefusedFolder(_Model):
-    """A folder that looks like a checkpoint and is none."""
+    """A folder that looks like a checkpoint and is not."""
 
     name: str
     reason: str

@@ -3,7 +3,7 @@
 [Note: names of runs]
 A root that has checkpoints or a journal itself is one run, called as the root is; the folders in any other root that have
 some are a run each, called as their folder is. Of two with one name the second is called `<root>.<name>`, and so on. A name
-is one segment of a URL, percent-encoded there. A link in a root that leads out of it is no run, nor is a folder with control
+is one segment of a URL, percent-encoded there. A link in a root that leads out of it is not a run, nor is a folder with control
 characters in its name, which no URL of the service may have.
 """
 
@@ -42,7 +42,7 @@ class Run:
 
 
 class Runs:
-    """The runs of all roots, looked for anew every few seconds. Usable from any thread; calls block on the file systems."""
+    """The runs of all roots, looked for again every few seconds. Usable from any thread; calls block on the file systems."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -77,7 +77,7 @@ class Runs:
         return [Path(root.location) for root in self._settings.roots if not is_url(root.location)]
 
     def folder_for_uploads(self, name: str) -> Path:
-        """Return the folder of the run of that name, or that of a new run of it: in the first root that is no run.
+        """Return the folder of the run of that name, or that of a new run of it: in the first root that is not a run.
 
         Raises UsageError for a run behind a URL, and for names that no new run can have.
         """

@@ -39,7 +39,7 @@ def run(settings: Settings, announce: Callable[[str], None] = lambda _: None) ->
 
 
 class Server(uvicorn.Server):
-    """A server that ends answers that would go on for ever."""
+    """A server that ends answers that would go on forever."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)

@@ -16,7 +16,7 @@ DEFAULT_PORT = 8700
 
 @dataclass(frozen=True, kw_only=True)
 class Root:
-    """A folder or URL that is served: a run's own folder, or a folder of such."""
+    """A folder or URL that is served: a run's own folder, or a folder of runs."""
 
     location: str
     name: str
@@ -45,7 +45,7 @@ class Settings:
     port: int = DEFAULT_PORT
     """0: one that is free."""
     token: str | None = field(default=None, repr=False)
-    """Whoever shows it may use all of the service. None: anybody may read, and nobody act."""
+    """Clients that show it may use all of the service. None: anybody may read, and nobody act."""
     allow_actions: bool = False
     """Take uploads, and carry out the page's actions: save, stop, verify, prune."""
     keep_last: int | None = None

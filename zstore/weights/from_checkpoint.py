@@ -1,8 +1,8 @@
 """The weights of a checkpoint: listed, read in any precision, written as safetensors.
 
 [Note: the pipeline]
-Threads take spans of the arrays in the order of the output, a request each. Whoever reads a span checks it and casts it
-straight to its place: into tensors, or into 4-MiB blocks of the output file, of which whoever completes one writes it.
+Threads take spans of the arrays in the order of the output, a request each. The thread that reads a span checks it and casts it
+straight to its place: into tensors, or into 4-MiB blocks of the output file, each written by the thread that completes it.
 Nothing is handed from thread to thread. In memory are a span of each thread and a few blocks, whatever the model's size.
 """
 

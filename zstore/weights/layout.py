@@ -20,7 +20,7 @@ STEM = "model"
 """First part of the names of a model's files, as `from_pretrained` looks for them."""
 
 MAX_FILE_BYTES = 5 * 1000**3
-"""Bytes of weights in one file unless asked otherwise, as transformers has it."""
+"""Bytes of weights in one file unless asked otherwise, as in transformers."""
 
 _ALIGN_BYTES = 4096
 SAFETENSORS_DTYPES = {
@@ -133,7 +133,7 @@ def plan_files(weights: Iterable[Weight], max_file_bytes: int, stem: str = STEM)
 
 
 def _lay_out(name: str, weights: Sequence[Weight]) -> FileLayout:
-    # The widest types first, as safetensors itself has it: every tensor is then aligned to its elements.
+    # The widest types first, as safetensors itself does: every tensor is then aligned to its elements.
     ordered = sorted(weights, key=lambda weight: -weight.itemsize)
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts: list[int] = []

@@ -1,7 +1,7 @@
 """Any bytes of a model's safetensors files, without the files: cut into blocks, and read from the checkpoint.
 
 [Note: blocks]
-A range of a file's bytes is cut into blocks of at most so many bytes, which follow each other without a hole. A block is of
+A range of a file's bytes is cut into blocks of bounded size, which follow each other without holes. A block is of
 the header, or of elements of one or several weights; it ends with a stored chunk, if chunks are not larger than blocks,
 so that none is read twice. A range may begin or end inside an element: the block has all of it, and is then cut.
 """

@@ -2,7 +2,7 @@
 
 [Note: the folders]
 `<root>/latest` holds the tag, `<root>/<tag>/` the files: model states, one file at stages 0 to 2 and one for each rank at
-stage 3; optimizer states, one file for each rank, none at stage 0 (but with bf16); `offloaded_tensors/rank<NN>/`, tensors
+stage 3; optimizer states, one file for each rank, none at stage 0 (except with bf16); `offloaded_tensors/rank<NN>/`, tensors
 from NVMe; `zero/<parameter>/fp32.pt` and its like, if the folder is a universal one (then the root has
 `latest_universal`). A trainer's `checkpoint-<N>/` is such a root.
 Source: deepspeed/runtime/engine.py and deepspeed/checkpoint/ds_to_universal.py of 0.19.
@@ -109,7 +109,7 @@ def _files(path: Path) -> CheckpointFiles:
     names = _names(path)
     _refuse_parallel(path, names)
     universal = {folder.name: folder for folder in _folders(path / _UNIVERSAL)}
-    if universal and MODEL_STATES in names:  # stage 3 has a file beside it, of the same but for the weights
+    if universal and MODEL_STATES in names:  # stage 3 has a file beside it, of the same content except the weights
         names = [name for name in names if name == MODEL_STATES or not _MODEL.match(name)]
     optimizer: dict[int, Path] = {}
     model: dict[int, Path] = {}

@@ -1,7 +1,7 @@
 """A DeepSpeed checkpoint as named arrays. No torch.
 
 [Note: which value a parameter has]
-`model/<name>` is the master if the optimizer has one, else the parameter of the model states: of frozen ones, and
+`model/<name>` is the master if the optimizer has one, otherwise the parameter of the model states: of frozen ones, and
 if there is no optimizer. Tied parameters are there once, under the name that is first in the model.
 """
 

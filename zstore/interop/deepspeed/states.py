@@ -182,7 +182,7 @@ class _Stage2(_Layout):
         base = self.ranks[0].get("base_optimizer_state")
         if isinstance(base, dict):
             self.states.groups = [table_of(group) for group in Fields(base, self.ranks[0].where).items("param_groups")]
-        else:  # an "elastic" checkpoint has no settings: whoever loads it keeps its own
+        else:  # an "elastic" checkpoint has no settings: the loader keeps its own
             self.states.groups = [{} for _ in groups]
         all_paddings = self.ranks[0].get("param_alignment_paddings")
         for number, shapes in enumerate(groups):

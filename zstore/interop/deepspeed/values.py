@@ -39,7 +39,7 @@ CLASSES: Table = {
 
 
 class Fields:
-    """A dict out of a pickle."""
+    """A dict from a pickle."""
 
     def __init__(self, value: Any, where: str) -> None:
         if not isinstance(value, dict):
@@ -196,5 +196,5 @@ def _is_key(key: Any) -> bool:
 
 
 def table_of(value: Any) -> Mapping[Any, Any]:
-    """Return `value` if it is a dict, else an empty one."""
+    """Return `value` if it is a dict, otherwise an empty one."""
     return value if isinstance(value, dict) else {}

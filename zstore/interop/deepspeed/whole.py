@@ -30,7 +30,7 @@ class _UnmatchedError(Exception):
 
 
 class WholeStates:
-    """Reads the optimizer's state out of model states."""
+    """Reads the optimizer's state from model states."""
 
     def __init__(self, model: Fields, files: Files) -> None:
         self._model = model
@@ -98,7 +98,7 @@ class WholeStates:
     def _match(
         self, names: Sequence[str], candidates: Mapping[str, TorchTensor], master: TorchTensor, start: int
     ) -> str:
-        """Return the first of `names` whose values are those of `master` from `start` on, cast."""
+        """Return the first of `names` whose values are equal to those of `master` from `start` on, cast."""
         for name in names:
             weight = candidates[name]
             if weight.numel and start + weight.numel <= master.numel and self._agree(weight, master, start):

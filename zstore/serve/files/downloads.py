@@ -4,7 +4,7 @@
 Memory is counted in units of 1 MiB. A download has room for two blocks while it lasts: one that is sent, one that is made.
 More are made ahead as long as a quarter of all memory stays free and nobody waits. The first downloads have large blocks,
 which are made faster; later ones, once half of the memory is taken, small ones. A slow client holds its blocks and no
-more. If there is no room for two blocks, a download waits a while for others to end, and is turned away then.
+more. If there is no room for two blocks, a download waits a while for others to end, and is then refused.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Download:
             self._shared.give_back(spare * self._size)
 
     def close(self) -> None:
-        """Make no more. A block that a thread is busy with keeps its memory until it is done."""
+        """Make no more blocks. One that a thread is busy with keeps its memory until it is done."""
         self._ended = True
         at_work = [task for task in self._coming if not task.done()]
         for task in self._coming:
@@ -165,6 +165,6 @@ class Download:
 
 
 def _look_at(task: asyncio.Task[memoryview]) -> None:
-    """Take notice of an error that nobody waits for."""
+    """Retrieve an error that nobody waits for."""
     if not task.cancelled():
         task.exception()

@@ -128,7 +128,7 @@ def open_below(folder: Folder, path: str, *, is_checkpoint: bool) -> int:
 
 def _open_folder(folder: Folder, *, is_checkpoint: bool) -> int:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    if not is_checkpoint:  # whoever serves it named it
+    if not is_checkpoint:  # the settings name it
         return os.open(folder.path, flags)
     # Wherever a link leads by now, only files in the folder of checkpoints are opened.
     name = os.path.basename(os.path.realpath(folder.path))

@@ -53,5 +53,5 @@ class Transfers(Closing):
             self._under_way -= 1
 
     def close(self) -> None:
-        """End the threads, once they have read all that they were asked for."""
+        """End the threads, once they have read all requested blocks."""
         self.threads.shutdown(wait=True, cancel_futures=True)

@@ -1,7 +1,7 @@
-"""Arrays for xarray in their own shape, whose files have two extents in place of more, or one in place of none. Pure.
+"""Arrays for xarray in their own shape, whose files have two extents instead of more, or one instead of none. Pure.
 
 [Note: unfolded arrays]
-Such an array is shown as one of plain chunks, each of elements that are next to each other, which the service reads out of the
+Such an array is shown as one of plain chunks, each of elements that are next to each other, which the service reads from the
 shard files as they are asked for: chunks of these end anywhere in the array's own extents.
 """
 

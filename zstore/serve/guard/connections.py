@@ -26,7 +26,7 @@ class Limits:
     head_s: float = 20.0
     """Within which the head of a request must have come, from its first byte, or from the start of the connection."""
     body_s: float = 30.0
-    """A body must bring `body_bytes` in each such time while somebody waits for it."""
+    """A body must bring `body_bytes` in each such period while the application waits for it."""
     body_bytes: int = 16 * 1024
     most_ignored_bytes: int = 64 * 1024 * 1024
     """Of a body that is answered before its end, and read no further than this, so that a client sees the answer."""

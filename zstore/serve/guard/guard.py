@@ -2,7 +2,7 @@
 
 [Note: browsers]
 A page of another site can make a browser send requests here. So the `Host` must be a name of this service (else a name that is
-made to lead here would pass for it), requests that another site's page made are refused but for links, nothing is shared
+made to lead here would pass for it), requests that another site's page made are refused except links, nothing is shared
 across origins, and requests that change anything come from the service's own page, or from no browser.
 """
 
@@ -104,12 +104,12 @@ class Guard:
 
 
 class _Answer:
-    """Gives an answer its headers, and notes one that goes on until somebody ends it."""
+    """Gives an answer its headers, and notes one without an end of its own."""
 
     def __init__(self, send: Send, streams: Streams) -> None:
         self._send = send
         self._streams = streams
-        self._task = asyncio.current_task()  # what sends may be a task of its own
+        self._task = asyncio.current_task()  # the sender may be a separate task
         self.started = False
 
     async def send(self, message: Message) -> None:
@@ -183,7 +183,7 @@ def host_name(text: str) -> str | None:
 def is_own_host(name: str, settings: Settings) -> bool:
     """Return whether a host of that name is this service.
 
-    An address is no name that somebody can make lead here, so all are right if the service listens on more than this
+    Nobody can make an address lead here as a name can, so all are accepted if the service listens on more than this
     machine.
     """
     if name == settings.host.lower() or name in (host.lower().rstrip(".") for host in settings.hosts):
@@ -227,7 +227,7 @@ def _netloc(origin: str) -> str:
 
 
 def check_body(request: Request) -> None:
-    """Raise HTTPException for a body that is too large, or is no JSON; those of uploads are their routes' matter."""
+    """Raise HTTPException for a body that is too large, or is not JSON; routes of uploads check their own."""
     if request.scope["path"].startswith(STREAMING):
         return
     headers: Headers = request.headers

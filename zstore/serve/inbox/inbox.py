@@ -70,7 +70,7 @@ class Inbox:
     # -- which there are --------------------------------------------------------------------------------------------
 
     def all(self) -> list[Upload]:
-        """Return the uploads that are not committed; those that nobody goes on with are removed."""
+        """Return the uploads that are not committed; abandoned ones are removed."""
         with self._lock:
             if self._uploads is None:
                 self._uploads = {upload.id: upload for upload in self._found()}
@@ -98,7 +98,7 @@ class Inbox:
         )
 
     def remove(self, upload: Upload) -> None:
-        """Remove an upload and all that came of it."""
+        """Remove an upload and all its files."""
         with self._lock:
             if self._uploads is not None:
                 self._uploads.pop(upload.id, None)

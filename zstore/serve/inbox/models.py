@@ -18,7 +18,7 @@ class _Model(BaseModel):
 
 
 class ExtraFile(_Model):
-    """A file at the top of a checkpoint that a program left there, as `config.json`."""
+    """A file at the top of a checkpoint that a program left there, such as `config.json`."""
 
     bytes: int
     sha256: str

@@ -3,7 +3,7 @@
 [Note: known contents]
 The record has its own digest and those of the metadata and of each manifest; the metadata says which shard files there are and
 how large they are, the manifests the checksums of their chunks. The metadata files of the groups and arrays are copies out of
-the root's, and are made here. A file that a program left at the top, as `config.json`, is known by the SHA-256 that the
+the root's, and are made here. A file that a program left at the top, such as `config.json`, is known by the SHA-256 that the
 client gave. So nothing that is stored has a name or a size that the client made up.
 """
 
@@ -62,7 +62,7 @@ Content = KnownContent | ShardContent
 
 @dataclass(frozen=True, kw_only=True)
 class UploadPlan:
-    """All files of a checkpoint but for the record, by path inside it."""
+    """All files of a checkpoint except the record, by path inside it."""
 
     record: Record
     arrays: Mapping[str, StoredArray]

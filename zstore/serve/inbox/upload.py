@@ -125,7 +125,7 @@ class Upload:
                 self._files.unlink(lock)
 
     def remove(self) -> None:
-        """Remove all that came. Connections that still send end with an error."""
+        """Remove all files that came. Connections that still send end with an error."""
         for file in list(self._writers):
             self._end_writer(file)
         self._files.remove_tree(self.path)
@@ -141,7 +141,7 @@ class Upload:
     # -- files to come, and files that came ---------------------------------------------------------------------------
 
     def plan(self) -> UploadPlan:
-        """Return all that it brings. Raises UsageError as long as metadata and manifests are not there."""
+        """Return all its files. Raises UsageError as long as metadata and manifests are missing."""
         with self.lock:
             if self._plan is None:
                 missing = [file for file in self._documents if not self.is_whole(file)]
@@ -216,7 +216,7 @@ class Upload:
                     self.take(file, content, opened)
 
     def _to_come(self) -> dict[str, Content]:
-        """Return the files that are not whole, and are no candidates."""
+        """Return the files that are not whole, and are not candidates."""
         return {
             file: content
             for file, content in self._contents().items()
@@ -295,7 +295,7 @@ class Upload:
     def writing(self, file: str, offset: int) -> Iterator[Arrival]:
         """Yield the receiver of a file's bytes, from `offset` on; a connection that sends the same file ends with an error.
 
-        Raises CheckpointError if the file does not have `offset` bytes so far, or is whole; 0 always begins anew.
+        Raises CheckpointError if the file does not have `offset` bytes so far, or is whole; 0 always begins again.
         """
         content = self.content_of(file)
         with self.lock:

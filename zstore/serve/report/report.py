@@ -137,7 +137,7 @@ class Report:
 
     def _with(self, data: dict[str, str], note: str) -> str:
         title = f"{self.run.name} · zstore report"
-        # Names of files may have bytes that are no text.
+        # Names of files may have bytes that are not text.
         title, note = (text.encode("utf-8", "replace").decode() for text in (title, note[:_NOTE_BYTES]))
         return one_file(self._page, self._assets, Inside(data=data, title=title, note=note))
 

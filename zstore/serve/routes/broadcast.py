@@ -83,7 +83,7 @@ class News:
 
 
 class Broadcast:
-    """Polls one run while somebody listens. Its methods belong to the event loop."""
+    """Polls one run while there are listeners. Its methods belong to the event loop."""
 
     def __init__(self, service: Service, run: Run) -> None:
         self._service = service
@@ -144,7 +144,7 @@ class Broadcast:
                 found = await anyio.to_thread.run_sync(self._poll)
             except (ZstoreError, OSError):  # the folder is gone, and may come back
                 found = self._now or Cursor()
-            except Exception:  # a bug: without an answer listeners would wait for ever, and nobody would see why
+            except Exception:  # a bug: without an answer listeners would wait forever, and nobody would see why
                 if not was_logged:
                     _log.exception("reading the run %r failed", self._run.name)
                     was_logged = True

@@ -103,7 +103,7 @@ async def _answer(assets: Assets, name: str, request: Request) -> Response:
 
 
 async def _redirect(request: Request) -> Response:
-    """Lead people who open the address of a run to its page; to all others none is missing."""
+    """Redirect from the address of a run to its page; clients that may not read learn nothing about the run."""
     if may_read(request):
         await run_in_threadpool(run_of, request)
     name = quote(request.path_params["run"], safe="")

@@ -2,7 +2,7 @@
 
 [Note: columns]
 A row is a step, or after `MOST_ROWS` of them several that follow each other: then the older half of the rows is joined in
-pairs. A joined row has the last step and time, the least and greatest loss, and of all else the mean. NaN: not known.
+pairs. A joined row has the last step and time, the least and greatest loss, and the mean of everything else. NaN: not known.
 """
 
 from __future__ import annotations

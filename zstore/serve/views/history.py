@@ -1,7 +1,7 @@
 """The content of a run's journals, read as far as they go and then on from there. See [Note: the journal] in `zstore.journal`.
 
 Each journal is one training run; the folder's newest one counts for curves and state. Memory is bounded: rows of steps
-by [Note: columns], and the newest of all else.
+by [Note: columns], and the newest of everything else.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ State = Literal["training", "stopped", "unknown"]
 
 
 def text_of(line: Mapping[str, Any], key: str) -> str:
-    """Return a text of a journal, empty if it is none."""
+    """Return a text of a journal, empty if it is not one."""
     value = line.get(key)
     return value if isinstance(value, str) else ""
 
@@ -66,7 +66,7 @@ def is_alive(session: Session) -> bool:
     except (OSError, ValueError, IndexError):
         return False
     begun_at = time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK")
-    return begun_at < session.started_at + _LATE_S  # else another process has its number
+    return begun_at < session.started_at + _LATE_S  # otherwise another process has its number
 
 
 def state_of(session: Session | None, last_at: float, step_s: float) -> State:

@@ -52,7 +52,7 @@ class Readers(Closing):
         return self._readers.put(key, reader)
 
     def forget(self, info: TagInfo) -> None:
-        """Open the checkpoint anew the next time, as after its files were found damaged."""
+        """Open the checkpoint again the next time, for instance after its files were found damaged."""
         self._readers.remove((info.location, info.record.id))
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The checkpoints of a run, their files' bytes, and the shared ones. See [Note: sizes] in `zstore.checkpoint.usage`.
 
 [Note: repeated looks]
-A committed checkpoint never changes, but for the names that its files have elsewhere. So records and files are read once for
+A committed checkpoint never changes, except the names that its files have elsewhere. So records and files are read once for
 each state of a tag's folder (its inode and time), and afterwards only the number of names is asked for again: of files that
 something outside of the run's checkpoints names too, and of all of them every `_ALL_AGAIN_S` or when checkpoints came or went.
 Behind a URL one listing tells all sizes; it counts for `_REMOTE_FRESH_S`.
@@ -75,7 +75,7 @@ def read_files(folder: Folder) -> FileTable:
     while waiting:
         try:
             entries = list(os.scandir(waiting.pop()))
-        except OSError:  # somebody removes it
+        except OSError:  # it is being removed
             continue
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
