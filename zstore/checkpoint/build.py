@@ -100,7 +100,7 @@ class CheckpointBuilder:
             rank_state=rank_state,
             layout=self._layout if outcome == COMPLETE else "",
         )
-        # Written in one go: rank 0 reads it as soon as it has its name.
+        # Written atomically: rank 0 reads it as soon as it has its name.
         path = self.folder / manifest_file(rank)
         part = path.with_suffix(".part")
         self._files.write_small(part, manifest.encode(), sync=sync)

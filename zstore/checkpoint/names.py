@@ -1,7 +1,7 @@
 """Names on disk: tags, arrays, shard files, and the names that a save uses on its way. Pure.
 
 [Note: names on disk]
-A user's name becomes one path component: its UTF-8 bytes, percent-encoded except letters, digits and
+A user's name becomes one path component: its UTF-8 bytes, percent-encoded except for letters, digits and
 `-_.~=+@,`. Encoded too, although the characters are plain: a leading `.`, the first of two leading `_` (Zarr reserves
 `__`), the first letter of names that the format uses itself, and the `.` of an ending that looks like one of a save's
 own. A component over 180 bytes is cut and ends in `~` and the first 32 digits of the SHA-256 of the true name. The true

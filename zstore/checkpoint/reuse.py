@@ -114,7 +114,7 @@ class Spare:
 def make_spare(
     files: Files, folder: Path, plan: CheckpointPlan, metadata_sha256: str
 ) -> tuple[Spare | None, list[str]]:
-    """Remove all but the newest checkpoint of `plan`'s run in `folder`, and make a spare folder of the last of it.
+    """Remove all but the newest checkpoint of `plan`'s run in `folder`, and make a spare folder of the last one removed.
 
     `metadata_sha256` is that of `plan`. Returns the spare folder, None if no checkpoint has the arrays of `plan`, and
     messages for the user.

@@ -56,7 +56,7 @@ _FOR_SMALL_FILES = 3
 def save_checkpoint(request: SaveRequest) -> SaveHandle:
     """Begin to save in the background and return the handle. See [Note: who does what].
 
-    The pins belong to the save from now on, also if this raises: it releases them. Raises before anything is
+    The pins belong to the save from now on, even if this raises: it releases them. Raises before anything is
     written: UsageError for a bad request or state that is not JSON, CheckpointExistsError, StorageError for a folder that
     cannot be written, DiskFullError if there is no room. The caller tells the other ranks, which `cancel()` theirs.
     """

@@ -78,7 +78,7 @@ class TextBytes:
 
     @property
     def nbytes(self) -> int:
-        """How many there are."""
+        """Number of bytes."""
         return self._starts[-1]
 
     def read(self, files: Files, first: int, out: Bytes) -> None:
@@ -135,7 +135,7 @@ class Entries:
         self._files = files
         self._room = Room(_MOST_VALUES, _MOST_VALUES_BYTES)
         self._left: dict[Path, int] = {}
-        """Bytes of each file that no entry had yet."""
+        """Bytes of each file that no entry has claimed yet."""
 
     def look(self, place: FileRange) -> tuple[str, Any]:
         """Return an empty kind and JSON for plain data, otherwise the kind and the `Opaque`.

@@ -141,6 +141,6 @@ class DcpState:
 
 
 def make_document(names: Names, values: Iterable[tuple[Path, Any]], opaque: Mapping[str, str]) -> dict[str, Any]:
-    """Return the JSON of which `DcpState.of` makes the same again; the paths of opaque arrays are in `names`."""
+    """Return the JSON from which `DcpState.of` restores the same; the paths of opaque arrays are in `names`."""
     ordered = sorted(([list(path), value] for path, value in values), key=lambda pair: key_of(tuple(pair[0])))
     return names.document() | {"values": ordered, "opaque": dict(sorted(opaque.items()))}

@@ -29,7 +29,7 @@ MAX_PICKLE_BYTES = 256 * 1024 * 1024
 """A longer pickle is not read: tensors' values are not part of it."""
 
 _MOST_CONTAINERS, _BYTES_A_CONTAINER = 2**20, 8
-"""As many lists, dicts, sets and marks may be in a pickle, and one more for so many bytes of it: an empty list is one byte
+"""Most lists, dicts, sets and marks in a pickle, plus one for each 8 bytes of it: an empty list is one byte
 of a pickle, and 64 in memory."""
 _COSTS: dict[type, int] = {tuple: 0, set: 4}
 _MOST_LONG_BYTES = 255

@@ -2,7 +2,7 @@
 
 [Note: the folder]
 `.metadata` is a pickle of dataclasses: for each key a tensor's size and the blocks that it was cut into, or that it is
-something else; and for each block a file, an offset and a length. There is the output of torch.save for the block: a whole
+something else; and for each block a file, an offset and a length, the place of the output of torch.save for the block: a whole
 zip archive. A block is found when it is first read. Entries that are not tensors are read when the checkpoint is opened:
 plain data goes to the record, of anything else the pickle is an array of bytes.
 Source: torch/distributed/checkpoint/metadata.py and filesystem.py of torch 2.

@@ -33,10 +33,10 @@ from .pickles import MAX_PICKLE_BYTES, Global, Maker, Table, inert, load_pickle
 
 _MAX_READ_BYTES = 32 * 1024 * 1024
 _MAX_END_BYTES = 1024 * 1024
-"""More than an archive has behind its directory."""
+"""More bytes than an archive has behind its directory."""
 _MAX_NUMEL = 2**48
 MAX_DIMS = 64
-"""A tensor has at most so many."""
+"""Most dimensions of a tensor."""
 _MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 _LOCAL_HEADER_BYTES = 30

@@ -13,7 +13,7 @@ KINDS = frozenset({"start", "plan", "step", "save", "load", "eval", "action", "w
 """Records of other kinds are passed over."""
 
 _MOST_BYTES = 64 * 1024 * 1024
-"""That are read at a time."""
+"""Bytes that are read at a time."""
 
 
 def journals(folder: FolderLike) -> list[str]:

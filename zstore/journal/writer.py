@@ -23,9 +23,9 @@ from ..closing import Closing, join_threads, start_threads
 from .lines import encode
 
 _PAUSE_S = 0.5
-"""Between two writes, and two calls of the function that is called beside them."""
+"""Seconds between two writes, and between two calls of `beside`."""
 _MOST_WAITING = 4096
-"""Records that wait for a place."""
+"""Most records that wait for a sink."""
 _MOST_UNWRITTEN_BYTES = 4 * 1024 * 1024
 _BLOCK_BYTES = 64 * 1024
 

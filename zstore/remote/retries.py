@@ -30,7 +30,7 @@ _MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 @dataclass(frozen=True, kw_only=True)
 class Retries:
-    """How often a request is tried, and how long is waited in between: longer each time."""
+    """How often a request is tried, and the pauses in between, longer each time."""
 
     attempts: int = 6
     first_pause_s: float = 0.2

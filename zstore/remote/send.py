@@ -22,8 +22,8 @@ def part_bytes(size: int) -> int:
 
 
 def held_bytes(size: int) -> int:
-    """Return about the most memory that the copying of a file of `size` bytes takes: a part is there as it was read, in the
-    file's buffer, as the request has it, and may be copied once more on its way out."""
+    """Return about the most memory that the copying of a file of `size` bytes takes: a part is held as it was read, in the
+    file's buffer and in the request, and may be copied once more on its way out."""
     return _MOST_PARTS_HELD * part_bytes(size)
 
 

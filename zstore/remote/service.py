@@ -41,7 +41,7 @@ _MOST_CONNECTIONS = 32
 """Connections that are kept open; more are made if more threads ask."""
 _CONNECT_S = 10.0
 _READ_S = 120.0
-"""Most that a server may stay silent."""
+"""Longest silence of a server."""
 _MOST_PROBLEM_BYTES = 64 * 1024
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses that another try may not meet."""

@@ -62,10 +62,9 @@ def upload_checkpoint(
 
     The URL may be that of a run in a service of zstore. `source` is the checkpoint's folder, or the folder above (then the
     newest). Returns the URL of the tag's folder, and messages for the user. Blocks until it is committed there.
-    `memory_bytes` bounds the parts that are in memory on their way (None: those of `NUM_THREADS` files): fewer files go at a
-    time then. Raises CheckpointExistsError for a tag that is there (unless
-    `overwrite`), BudgetError if one file's parts are too much, StorageError if the upload fails; nothing of it is seen
-    then.
+    `memory_bytes` bounds the parts in memory (None: those of `NUM_THREADS` files) by sending fewer files at a time. Raises
+    CheckpointExistsError for a tag that is there (unless `overwrite`), BudgetError if one file's parts are too much,
+    StorageError if the upload fails; nothing of it is visible then.
     """
     place = place_of(url, storage_options)
     with CheckpointReader(source) if isinstance(source, TagInfo) else open_checkpoint(source) as reader:

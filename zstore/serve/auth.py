@@ -37,7 +37,7 @@ class WrongTokens:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._left: Cache[str, tuple[float, float]] = Cache(_MOST_CACHED)
-        """By address: tries left, and when that was so."""
+        """By address: tries left, and the time of that count."""
         self._tried: Cache[bytes, bool] = Cache(_MOST_CACHED)
         """Digests of address and wrong token."""
 
@@ -47,7 +47,7 @@ class WrongTokens:
             return self._now(address) >= 1
 
     def count(self, address: str, token: bytes) -> None:
-        """Note a wrong token."""
+        """Record a wrong token."""
         digest = hashlib.sha256(address.encode() + b"\0" + token).digest()
         with self._lock:
             if self._tried.get(digest):
@@ -81,7 +81,7 @@ class Access:
         source = _network(address)
         if not self._wrong.may_try(source):
             raise HTTPException(429, "too many wrong tokens from this address: wait a second", {"Retry-After": "1"})
-        # Digests have one length, so that not even the token's is told.
+        # Digests have one length, so that not even the token's leaks.
         right = hmac.compare_digest(hashlib.sha256(shown).digest(), hashlib.sha256(self._token).digest())
         if not right:
             self._wrong.count(source, shown)

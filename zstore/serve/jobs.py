@@ -147,7 +147,7 @@ class Jobs(Closing):
         return running.now
 
     def all(self) -> JobList:
-        """Return those that are kept, the oldest first."""
+        """Return the kept jobs, the oldest first."""
         with self.lock:
             return JobList(jobs=[one.now for one in self._kept.values()])
 
@@ -167,6 +167,6 @@ class Jobs(Closing):
             return [one.now for one in self._kept.values() if one.version > since_version and one.now.run == run]
 
     def close(self) -> None:
-        """Cancel running jobs, and wait for its end."""
+        """Cancel running jobs, and wait for their end."""
         self.is_closed = True
         self._workers.shutdown(wait=True)

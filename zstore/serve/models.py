@@ -156,7 +156,7 @@ class RunDetail(_Model):
     summary: RunSummary
     sessions: list[Session]
     saves: list[SaveEvent]
-    """The last news of each of the newest 200, the oldest first."""
+    """The last state of each of the newest 200, the oldest first."""
     actions: list[ActionEvent]
     """The newest 50, the oldest first."""
     warnings: list[Warned]

@@ -29,7 +29,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _TAKEN = frozenset({"api", "assets"})
 """First parts of the service's own URLs."""
 _FRESH_S = 2.0
-"""How long a list of runs counts: people look again and again, folders change seldom."""
+"""How long a list of runs is valid: people look often, folders change seldom."""
 
 
 @dataclass(frozen=True, kw_only=True)

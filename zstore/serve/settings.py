@@ -43,7 +43,7 @@ class Settings:
     roots: tuple[Root, ...]
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
-    """0: one that is free."""
+    """0: any free one."""
     token: str | None = field(default=None, repr=False)
     """Clients that show it may use all of the service. None: anybody may read, and nobody act."""
     allow_actions: bool = False
@@ -57,7 +57,7 @@ class Settings:
     memory_bytes: int = 512 * 1024 * 1024
     """Most that buffers and cached metadata take together; see `zstore.serve.memory`."""
     files: Files = field(default_factory=Files, repr=False)
-    """Through which uploads are written."""
+    """Writes uploads."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 _GROUPS = ("model/", "buffer/")
 _PIECE_NUMEL = 512 * 1024
-"""Elements of a split master that are put together in one go, about: it takes fifteen bytes an element."""
+"""About how many elements of a split master are put together at a time: each takes fifteen bytes."""
 _READ_BYTES = 8 * 1024 * 1024
 
 Advance = Callable[[int], None]

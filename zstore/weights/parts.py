@@ -44,9 +44,9 @@ class Block:
     header: bytes = b""
     pieces: tuple[Piece, ...] = ()
     skip: int = 0
-    """Bytes before those that are wanted."""
+    """Bytes before the wanted ones."""
     nbytes: int
-    """Bytes that are wanted."""
+    """Wanted bytes."""
 
 
 def cut_blocks(source: ArraySource, layout: FileLayout, start: int, stop: int, block_bytes: int) -> Iterator[Block]:

@@ -39,7 +39,7 @@ class StoredWeight(Shaped):
     shape: tuple[int, ...]
     path: Path
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
 
 
 class WeightsReader(Closing):

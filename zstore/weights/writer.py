@@ -71,7 +71,7 @@ class WeightsWriter(Closing):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the blocks that were in memory at the same time, at most."""
+        """Peak bytes of blocks in memory."""
         return self._slabs.made_bytes
 
     def lost(self) -> list[Lost]:

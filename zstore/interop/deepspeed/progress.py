@@ -1,4 +1,4 @@
-"""How far a DeepSpeed run was: the record of its checkpoint, in the form in which our engine keeps its own."""
+"""The progress of a DeepSpeed run: the record of its checkpoint, in the form of our engine's own."""
 
 from __future__ import annotations
 

@@ -43,11 +43,11 @@ class Downloads:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._threads: CapacityLimiter | None = None
         self.peak_bytes = 0
-        """Most memory that was taken at a time so far."""
+        """Peak memory so far."""
 
     @property
     def taken_bytes(self) -> int:
-        """Memory that downloads have now."""
+        """Memory that downloads hold now."""
         return (self._all - self._free) * UNIT_BYTES
 
     @property
@@ -108,7 +108,7 @@ class Downloads:
 
 
 class Download:
-    """Blocks in order. Used by one task. `size` is a block's memory in units, of which it was given two blocks'."""
+    """Blocks in order. Used by one task. `size` is a block's memory in units, and it starts with that of two blocks."""
 
     def __init__(self, shared: Downloads, size: int, blocks: Iterator[Make]) -> None:
         self._shared = shared
@@ -116,7 +116,7 @@ class Download:
         self._blocks = blocks
         self._coming: deque[asyncio.Task[memoryview]] = deque()
         self._room = _OWN_BLOCKS
-        """Blocks that there is memory for."""
+        """Number of blocks that it has memory for."""
         self._ended = False
 
     async def next(self) -> memoryview | None:
@@ -145,7 +145,7 @@ class Download:
         return await to_thread.run_sync(make, limiter=self._shared.threads)
 
     def _shrink(self) -> None:
-        """Give memory back that is not needed now."""
+        """Release memory that is not needed now."""
         spare = self._room - max(_OWN_BLOCKS, len(self._coming))
         if spare > 0:
             self._room -= spare

@@ -38,7 +38,7 @@ class Opened:
     path: str
     size: int
     etag: str | None
-    """Changes whenever the bytes under the same URL do. None: that cannot be told."""
+    """Changes whenever the bytes under the same URL do. None: not known."""
     file: BinaryIO | None
     """None if it is behind a URL."""
 

@@ -27,7 +27,7 @@ class Transfers(Closing):
         self.threads = ThreadPoolExecutor(_NUM_THREADS, "zstore-files")
 
     def block_bytes(self, most_bytes: int) -> int:
-        """Return how much one reads at a time: each holds a block that is read and one that is sent."""
+        """Return the bytes that a transfer reads at a time: each holds a block that is read and one that is sent."""
         share = self._memory_bytes // (2 * max(1, self._under_way))
         return max(_LEAST_BLOCK_BYTES, min(most_bytes, share))
 

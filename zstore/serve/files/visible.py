@@ -4,7 +4,7 @@
 A path in a run's folder begins with the folder of a checkpoint (`step-00000060`), with the folder that a loop makes and one of
 a checkpoint in it (`checkpoint-60/step-00000060`), or with `latest`, which is the newest. Files that a save has under way or
 left behind are not there; a checkpoint that is being replaced is found by its tag, as readers find it on disk. Beside
-checkpoints, `latest`, journals, and config and tokenizer files are visible. Links are not, except one to another
+checkpoints, `latest`, journals, and config and tokenizer files are visible. Links are not, except for one to another
 checkpoint in the same folder, which readers follow too.
 """
 

@@ -22,21 +22,21 @@ class Limits:
 
     most_connections: int = 2048
     most_head_bytes: int = 64 * 1024
-    """Of a request's line and headers."""
+    """Most bytes of a request's line and headers."""
     head_s: float = 20.0
-    """Within which the head of a request must have come, from its first byte, or from the start of the connection."""
+    """Time within which the head of a request must arrive, from its first byte, or from the start of the connection."""
     body_s: float = 30.0
     """A body must bring `body_bytes` in each such period while the application waits for it."""
     body_bytes: int = 16 * 1024
     most_ignored_bytes: int = 64 * 1024 * 1024
-    """Of a body that is answered before its end, and read no further than this, so that a client sees the answer."""
+    """Most bytes that are read of a body that is answered before its end, so that a client sees the answer."""
     send_s: float = 60.0
-    """Within which a client must take the bytes that are buffered for it, about a block."""
+    """Time within which a client must take the bytes that are buffered for it, about a block."""
     idle_s: float = 60.0
     """How long a connection is kept for another request."""
 
     def protocol(self) -> type[asyncio.Protocol]:
-        """Return the protocol that holds to them."""
+        """Return the protocol class with these limits."""
         return type("LimitedProtocol", (_Protocol,), {"limits": self})
 
     def replace(self, **changes: Any) -> Limits:
@@ -54,13 +54,13 @@ class _Protocol(HttpToolsProtocol):
         self._receiving: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
         self._head_bytes = 0
-        """Kept of the head of the request that comes in."""
+        """Bytes kept of the head of the incoming request."""
         self._held_bytes = 0
-        """Received since something was complete: the parser may hold them."""
+        """Bytes received since the last complete element: the parser may hold them."""
         self._window_bytes = 0
-        """Of a body, since the timer began."""
+        """Bytes of a body since the timer began."""
         self._ignored_bytes = 0
-        """Of a body that was answered before it ended."""
+        """Bytes of a body that was answered before it ended."""
         if len(self.connections) > self.limits.most_connections:
             self._refuse(503, "the service has too many connections: try again")
         else:

@@ -2,7 +2,7 @@
 
 [Note: browsers]
 A page of another site can make a browser send requests here. So the `Host` must be a name of this service (else a name that is
-made to lead here would pass for it), requests that another site's page made are refused except links, nothing is shared
+made to lead here would pass for it), requests that another site's page made are refused except for links, nothing is shared
 across origins, and requests that change anything come from the service's own page, or from no browser.
 """
 
@@ -41,7 +41,7 @@ HEADERS = {
 }
 """Headers of every answer."""
 MOST_BODY_BYTES = 1024 * 1024
-"""Of a request with JSON."""
+"""Most bytes of a request with JSON."""
 MOST_URL_BYTES = 8192
 MOST_PARAMETERS = 64
 MOST_SEGMENTS = 64
@@ -65,7 +65,7 @@ class Guard:
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, as ASGI has it."""
+        """Answer a request (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -125,7 +125,7 @@ class _Answer:
 
 
 class _Body:
-    """Counts a request's body."""
+    """Counts the bytes of a request's body."""
 
     def __init__(self, receive: Receive, most_bytes: int | None) -> None:
         self._receive = receive

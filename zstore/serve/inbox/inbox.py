@@ -48,7 +48,7 @@ from .upload import Upload
 MOST_UPLOADS = 100
 """Uploads at a time, those whose clients are gone included."""
 KEPT_S = 24 * 3600.0
-"""After so long without a word from its client, an upload is removed when the service next looks at uploads."""
+"""An upload whose client was silent for this long is removed when the service next looks at uploads."""
 
 
 class Inbox:
@@ -166,7 +166,7 @@ class Inbox:
         return upload.state()
 
     def _report(self, upload: Upload) -> None:
-        """Let the upload be seen as a job."""
+        """Show the upload as a job."""
         state = upload.state(files=False)
         with self._lock:
             if upload.id in self._reported:
@@ -283,7 +283,7 @@ class Inbox:
 
 
 def _keep_of(rules: KeepRules | None) -> Keep | None:
-    """Return the rules as the checkpoints' own; raises UsageError for such that make no sense."""
+    """Return the rules as the checkpoints' own; raises UsageError for rules that make no sense."""
     if rules is None:
         return None
     return Keep(last=rules.last, every=rules.every, best=rules.best, tags=tuple(rules.tags))

@@ -10,7 +10,7 @@ UPLOADS_FOLDER = ".uploads"
 """Folder of a run's uploads that are not committed."""
 OFFER_FILE = "upload.json"
 ALIVE_S = 15 * 60.0
-"""So long after the last word from its client, an upload counts as going on."""
+"""An upload counts as going on for this long after its client's last request."""
 
 
 class _Model(BaseModel):
@@ -56,7 +56,7 @@ class UploadFile(_Model):
     path: str
     bytes: int
     received: int
-    """As many as `bytes`: it is there, and was checked."""
+    """Equal to `bytes`: the file is complete and was checked."""
     candidate: bool = False
     """A committed checkpoint has a file with the same checksums: show its SHA-256 before sending it."""
 
@@ -103,6 +103,6 @@ class Committed(_Model):
     tag: str
     committed_ns: int
     linked_bytes: int
-    """Of files that are links to those of another checkpoint."""
+    """Bytes of files that are links to those of another checkpoint."""
     messages: list[str]
     """Messages for the user: checkpoints that could not be removed."""

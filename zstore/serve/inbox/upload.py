@@ -10,7 +10,7 @@ All that is known of an upload is there, so a service that is started again goes
 `checkpoint/` to the place of the temporary folder of a save of this machine, and from there on is that save's commit
 (`zstore.checkpoint.commit`). It is in the run's own folder, whose file system it needs for that.
 
-A client is killed: its files stay, and the same save offered again goes on with it; without one, it is removed after a day. A
+A client is killed: its files stay, and the same save offered again goes on with them; otherwise they are removed after a day. A
 service is killed: the same, part files are as long as the bytes written; one that a power cut left with other bytes fails its
 check, and is asked for again.
 """

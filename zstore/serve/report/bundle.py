@@ -23,11 +23,11 @@ from urllib.parse import quote, quote_plus
 
 _FOLDER = Path(__file__).parents[1] / "assets"
 _LESS = "\\u003c"
-"""`<` as the data has it, which can end no element so."""
+"""`<` in the data, which cannot end an element in this form."""
 ASSETS = "/assets/"
 """First part of the paths of the page's files in the service."""
 DATA_ID = "report-data"
-"""Of the element that holds the data."""
+"""Id of the element that holds the data."""
 NOTE_BEFORE = '<main id="main"'
 """The text before which the note is inserted."""
 

@@ -36,7 +36,7 @@ NUM_ARRAYS = 50
 NUM_CHECKPOINTS = 5
 """The newest, whose arrays a report lists."""
 MOST_READ_BYTES = 2**30
-"""Of arrays' values, for statistics."""
+"""Bytes of arrays' values, for statistics."""
 NUM_POINTS = 2000
 
 M = TypeVar("M", bound=BaseModel)
@@ -45,10 +45,10 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much goes into a report."""
+    """Limits of a report's size."""
 
     max_bytes: int = MAX_BYTES
-    """Of the file."""
+    """Most bytes of the file."""
     num_arrays: int = NUM_ARRAYS
     """Arrays of the newest checkpoint, the largest, that statistics are made of."""
 
@@ -169,7 +169,7 @@ class Report:
     def _add_arrays(self) -> tuple[list[ArrayEntry], list[str]]:
         """Add the arrays of checkpoints, and how neighbours differ, the newest first.
 
-        Returns the arrays of the newest to make statistics of, and the names of those that its neighbour has otherwise.
+        Returns the arrays of the newest for statistics, and the names of those that differ in its neighbour.
         """
         chosen: list[ArrayEntry] = []
         changed: set[str] = set()

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 POLL_S, _REMOTE_POLL_S = 0.5, 10.0
 _POLLS_PER_LISTING = 4
-"""The list of checkpoints is read at every so many polls of the journal."""
+"""The list of checkpoints is read once in this many polls of the journal."""
 _MOST_ROWS = 200
 _FIRST_ROWS = 64
 """Steps that a new listener gets: those that came since it asked for all."""

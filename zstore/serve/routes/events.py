@@ -33,7 +33,7 @@ async def _stream(broadcast: Broadcast, seen: Cursor | None) -> AsyncIterator[st
     yield f"retry: {_RETRY_MS}\n\n"
     async with broadcast.listening():
         now = await broadcast.now()
-        # Jobs are of this process: one that comes back gets all that are kept.
+        # Jobs belong to this process: a listener that comes back gets all that are kept.
         cursor = first_cursor(now) if seen is None else replace(seen, jobs=0)
         while True:
             news = await broadcast.news(cursor)

@@ -59,7 +59,7 @@ _STALL_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """How the weights are wanted, by the query of a URL."""
+    """The options for weights in a URL's query."""
 
     dtype: str = _DEFAULT_DTYPE
     max_file_bytes: int = MAX_FILE_BYTES
@@ -67,7 +67,7 @@ class Wanted:
 
     @classmethod
     def of(cls, request: Request) -> Wanted:
-        """Return the wishes of a request. Raises UsageError for unknown ones."""
+        """Return the options of a request. Raises UsageError for unknown ones."""
         query = dict(request.query_params)
         dtype = query.pop("dtype", _DEFAULT_DTYPE)
         overflow = query.pop("overflow", "error")

@@ -50,7 +50,7 @@ class StepTable:
         self._data: Matrix = np.full((len(self._places), _LEAST_ROWS), np.nan)  # [columns, rows]
         self._size = 0
         self.num_lines = 0
-        """Lines of steps that were added, those that a later process took again among them."""
+        """Lines of steps that were added, including those that a later process repeated."""
 
     def __len__(self) -> int:
         return self._size
@@ -63,7 +63,7 @@ class StepTable:
         return {name: float(self._data[place, self._size - 1]) for name, place in self._places.items()}
 
     def add(self, row: Mapping[str, float]) -> None:
-        """Add the row of a step. Rows of that step and later ones go: a process that resumed takes them again."""
+        """Add the row of a step. Rows of that step and later ones are dropped: a process that resumed repeats them."""
         self.num_lines += 1
         if math.isnan(row["step"]):
             return
@@ -102,7 +102,7 @@ class StepTable:
         Columns that come with the steps are there if they have a value.
         """
         first = int(np.searchsorted(self._data[0, : self._size], after_step, side="right"))
-        if after_line > -math.inf:  # rows that were taken again have later numbers: these rise too
+        if after_line > -math.inf:  # rows that were repeated have later numbers: these rise too
             numbers = self._data[self._places[_SERIAL], : self._size]
             first = max(first, int(np.searchsorted(numbers, after_line, side="right")))
         last = int(np.searchsorted(self._data[0, : self._size], until_step, side="right"))

@@ -43,13 +43,13 @@ def text_of(line: Mapping[str, Any], key: str) -> str:
 
 
 def count_of(line: Mapping[str, Any], key: str) -> int | None:
-    """Return a whole number of a journal, None if it is none."""
+    """Return a whole number of a journal, None if it is not one."""
     value = number(line.get(key))
     return None if math.isnan(value) else int(value)
 
 
 def seconds_of(line: Mapping[str, Any], key: str) -> float | None:
-    """Return a number of a journal, None if it is none."""
+    """Return a number of a journal, None if it is not one."""
     value = number(line.get(key))
     return None if math.isnan(value) else value
 
@@ -151,7 +151,7 @@ class JournalView:
         self.table = StepTable()
         self.sessions: list[Session] = []
         self.saves: OrderedDict[tuple[int, str], Numbered] = OrderedDict()
-        """By step and tag, the last news of each."""
+        """By step and tag, the last state of each."""
         self.actions: list[ActionEvent] = []
         self.step: int | None = None
         """The last one."""

@@ -1,7 +1,7 @@
 """The checkpoints of a run, their files' bytes, and the shared ones. See [Note: sizes] in `zstore.checkpoint.usage`.
 
 [Note: repeated looks]
-A committed checkpoint never changes, except the names that its files have elsewhere. So records and files are read once for
+A committed checkpoint never changes, except for the names that its files have elsewhere. So records and files are read once for
 each state of a tag's folder (its inode and time), and afterwards only the number of names is asked for again: of files that
 something outside of the run's checkpoints names too, and of all of them every `_ALL_AGAIN_S` or when checkpoints came or went.
 Behind a URL one listing tells all sizes; it counts for `_REMOTE_FRESH_S`.
@@ -48,7 +48,7 @@ class FileTable:
     names_here: Numbers
     names: Numbers
     paths: str
-    """One path of each, NUL between them."""
+    """One path of each, separated by NUL."""
     num_files: int
 
     @property
@@ -57,7 +57,7 @@ class FileTable:
         return int(self.sizes.sum())
 
     def count_again(self, which: npt.NDArray[np.bool_]) -> None:
-        """Look how many names the chosen files have now."""
+        """Count the names of the chosen files again."""
         if which.any():
             paths = self.paths.split("\0")
             for place in np.flatnonzero(which):
@@ -86,7 +86,7 @@ def read_files(folder: Folder) -> FileTable:
             except OSError:
                 continue
             num_files += 1
-            # Two file systems in one checkpoint are rare; their inodes must not be taken for each other all the same.
+            # Two file systems in one checkpoint are rare, but their inodes must not be mixed up.
             key = (status.st_ino ^ status.st_dev << 44) & (2**63 - 1)
             if key in found:
                 found[key][1] += 1
@@ -281,14 +281,14 @@ def _spread(values: Numbers, ends: Sequence[int]) -> list[Numbers]:
 
 
 def _num_holders(tables: Sequence[FileTable]) -> list[Numbers]:
-    """Return of each file how many of the checkpoints have it."""
+    """Return for each file the number of checkpoints that have it."""
     keys, ends = _joined(tables)
     _, places, counts = np.unique(keys, return_inverse=True, return_counts=True)
     return _spread(counts[places], ends)
 
 
 def _names_seen(tables: Sequence[FileTable]) -> list[Numbers]:
-    """Return of each file how many names it has in all of the checkpoints."""
+    """Return for each file the number of its names in all checkpoints."""
     keys, ends = _joined(tables)
     if not ends:
         return []
