@@ -52,7 +52,7 @@ def problem_text(source: str, problems: Sequence[str]) -> str:
 
 
 def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key as written, value); objects in place of sections are entered."""
+    """Yield (dotted key as written, value), also for the keys in nested sections."""
     for name, value in given.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and _spelled(key)[1] not in _VALUES:
@@ -62,7 +62,7 @@ def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _read(written: str, value: object) -> tuple[str, Any]:
-    """Return (key in the schema's spelling, typed value). Raises ValueError that says what is wrong with either."""
+    """Return (key in the schema's spelling, typed value). Raises ValueError if either is wrong."""
     section, key = _spelled(written)
     if key in _SECTIONS:
         raise ValueError(f"expected an object with keys of that section, got {show(value)}")
@@ -79,7 +79,7 @@ def _read(written: str, value: object) -> tuple[str, Any]:
 
 
 def _spelled(written: str) -> tuple[type[Section], str]:
-    """Return the section that a dotted key stands in, as far as it is known, and the key in the schema's spelling."""
+    """Return the section of a dotted key, as far as it is known, and the key in the schema's spelling."""
     section: type[Section] = Settings
     names: list[str] = []
     for part in written.split("."):

@@ -9,7 +9,7 @@ Mappings = Annotated[dict[Name, Name], Words("an object of config keys and optio
 
 
 class ModelInfoSection(Section):
-    """Size of the model, for the plan of what fits where `zstore tune` gets no --model. All three are needed."""
+    """Size of the model, from which the plan tells which trials fit if `zstore tune` gets no --model. All three are needed."""
 
     num_params: Positive | None = built(None)
     """Parameters."""
@@ -29,12 +29,12 @@ class AutotuningSection(Section):
     """Remind whoever trains with this config that `zstore tune` acts on the section: a line says so, and the run trains with
     the config as it is."""
     metric: Annotated[Literal["throughput", "latency", "flops"], OneOf()] = built("throughput")
-    """What is best: most samples a second, least seconds a step, or most floating-point operations a second, which for one
+    """The goal: most samples a second, least seconds a step, or most floating-point operations a second, which for one
     model is the same as most samples."""
     fast: Bool = no_effect(False, "only stages, offload and micro-batches are tried, in any case")
     min_train_batch_size: Positive = no_effect(1, "the micro-batch gives the samples of a step, if the config does not")
     max_train_batch_size: Positive | None = built(None)
-    """Most samples of a step, where the config leaves the batch "auto". Unset: no limit."""
+    """Most samples of a step, if the config leaves the batch "auto". Unset: no limit."""
     min_train_micro_batch_size_per_gpu: Positive = built(1)
     """Smallest micro-batch to try."""
     max_train_micro_batch_size_per_gpu: Positive = built(1024)

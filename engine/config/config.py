@@ -34,12 +34,12 @@ class OptimizerConfig:
     kind: str
     """Name of its class: that of the section's `type`, but AdamW for an Adam whose weight decay is decoupled."""
     arguments: Mapping[str, Any]
-    """Of the class, by name."""
+    """Arguments of the class, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Where state rests."""
+    """Where state is kept."""
 
     device: Literal["none", "cpu", "nvme"]
     nvme_paths: tuple[Path, ...]
@@ -48,7 +48,7 @@ class OffloadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class IoConfig:
-    """How the I/O threads work, and what they read into and write from."""
+    """Settings of the I/O threads and of their transfer buffers."""
 
     block_bytes: int
     """Largest request, a multiple of 4096."""
@@ -88,13 +88,13 @@ class Config:
         return [f"{', '.join(names)}: {message}" for message, names in keys.items()]
 
     def answered(self, answers: Mapping[str, Any]) -> "Config":
-        """Return this config with the answers to what it leaves "auto", by dotted key; batch sizes wait for `resolve`."""
+        """Return this config with `answers`, by dotted key, in place of "auto"; batch sizes wait for `resolve`."""
         return replace(self, settings=answered(self.settings, answers))
 
     def resolve(self, context: ResolveContext) -> "Config":
         """Return this config with every "auto" and the batch sizes filled in from `context`.
 
-        Raises ConfigError that names all keys that cannot be, or contradict at this world size.
+        Raises ConfigError that names all keys that are impossible, or contradict each other at this world size.
         """
         settings, problems, defaults = resolve_settings(self.settings, context)
         if problems:
@@ -130,7 +130,7 @@ class Config:
         return replace(resolved, reported=(*notices, *(notice for notice in more if notice is not None)))
 
     def _non_finite_notice(self) -> Notice | None:
-        """Say where another key decides on gradients that are not finite."""
+        """Say if another key decides on gradients that are not finite."""
         asked, acts = self.own.non_finite_gradients, self.non_finite_gradients
         by = "fp16.enabled" if self.precision == "fp16" else "bf16.check_grad_overflow"
         if asked == acts or "non_finite_gradients" not in self.own.model_fields_set:
@@ -138,7 +138,7 @@ class Config:
         return Notice("zstore.non_finite_gradients", f'acts as "{acts}", because of {by}')
 
     def _overlap_notice(self, world_size: int) -> Notice | None:
-        """Say what a step mode that was asked for comes to, where that is another one."""
+        """Name the step mode that is used, if it is not the requested one."""
         asked = self.own.step_overlap
         gathers = self.stage == 3 and (world_size > 1 or self.offload_param.device != "none")
         message = None
@@ -194,7 +194,7 @@ class Config:
 
     @property
     def loss_scaling(self) -> Fp16Section | None:
-        """How the loss is scaled; None but in fp16, and where nothing is trained."""
+        """How the loss is scaled in fp16; None for other types, and if nothing is trained."""
         return self.settings.fp16 if self.precision == "fp16" and not self.frozen else None
 
     @property
@@ -210,7 +210,7 @@ class Config:
 
     @property
     def optimizer(self) -> OptimizerConfig | None:
-        """The optimizer to build; None where the caller passes one."""
+        """The optimizer to build; None if the caller passes one."""
         section = self.settings.optimizer
         if section is None:
             return None
@@ -223,7 +223,7 @@ class Config:
 
     @property
     def moments(self) -> Moments:
-        """What the optimizer's moments are kept in."""
+        """Type of the optimizer's moments."""
         section = self.settings.optimizer
         asked = self.settings.bf16.bf16_optimizer_states
         asked = asked or (section is not None and not section.params.fp32_optimizer_states)
@@ -231,7 +231,7 @@ class Config:
 
     @property
     def scheduler(self) -> SchedulerSection | None:
-        """The schedule to build; None where there is none or the caller passes one."""
+        """The schedule to build; None if there is none or the caller passes one."""
         section: SchedulerSection | None = self._plain(self.settings.scheduler)
         return section
 
@@ -248,21 +248,21 @@ class Config:
 
     @property
     def offload_optimizer(self) -> OffloadConfig:
-        """Where the optimizer state rests."""
+        """Where the optimizer state is kept."""
         if self.frozen:
             return OffloadConfig(device="none", nvme_paths=())
         return _offload(self.zero.offload_optimizer)
 
     @property
     def offload_param(self) -> OffloadConfig:
-        """Where parameters rest between their uses: below stage 3 on the device, whatever the section says."""
+        """Where parameters are kept between their uses: below stage 3 on the device, whatever the section says."""
         if self.stage < 3:
             return OffloadConfig(device="none", nvme_paths=())
         return _offload(self.zero.offload_param)
 
     @property
     def activations(self) -> Literal["device", "host", "disk"]:
-        """Where what a forward keeps for its backward rests."""
+        """Where the tensors that a forward saves for its backward are kept."""
         if self.frozen:
             return "device"
         on_host: Literal["device", "host"] = (
@@ -272,15 +272,15 @@ class Config:
 
     @property
     def activations_paths(self) -> tuple[Path, ...]:
-        """Folders of the drives that activations go to; none where they stay in memory."""
+        """Folders of the drives that activations go to; none if they stay in memory."""
         if self.activations != "disk":
             return ()
         return self.own.activations_path or self.offload_optimizer.nvme_paths or self.offload_param.nvme_paths
 
     @property
     def step_overlap(self) -> Literal["none", "backward", "forward"]:
-        """When updates run. Within the backward no norm can be awaited; "auto" runs behind where state or parameters are
-        offloaded, for then an update moves bytes, and the computation can go on meanwhile."""
+        """When updates run. Within the backward the norm is not known yet; "auto" runs updates behind the forward if state
+        or parameters are offloaded, since an update then moves bytes while the computation can go on."""
         chosen = "none" if self.frozen or self.whole_tensors else self.own.step_overlap
         if chosen == "auto":
             offloads = any(each.device != "none" for each in (self.offload_optimizer, self.offload_param))
@@ -300,7 +300,7 @@ class Config:
 
     @property
     def copy_size(self) -> int | None:
-        """Ranks that hold one copy of what is sharded; None: all."""
+        """Ranks that share one copy of the sharded tensors; None: all."""
         return self.zero.mics_shard_size if self.zero.mics_shard_size > 0 else None
 
     @property
@@ -309,8 +309,8 @@ class Config:
         return self.zero.zero_hpz_partition_size if self.zero.zero_hpz_partition_size > 1 else None
 
     def quantized_group(self, world_size: int, local_world_size: int | None) -> int | None:
-        """Return how many ranks reduce quantized gradients among them before these travel between such groups; None where
-        none are quantized, or in one hop. `local_world_size` ranks share a machine; None: all."""
+        """Return how many ranks reduce quantized gradients among them before these travel between such groups; None if
+        gradients are not quantized, or reduced in one hop. `local_world_size` ranks share a machine; None: all."""
         if not self.zero.zero_quantized_gradients or self.stage < 2:
             return None
         size = self.secondary_size or local_world_size or world_size
@@ -338,7 +338,7 @@ class Config:
 
     @property
     def io(self) -> IoConfig:
-        """How the I/O threads work, and what they read into and write from."""
+        """Settings of the I/O threads and of their transfer buffers."""
         aio, threads, section = self.settings.aio, self.own.io_threads, self.zero.offload_optimizer
         section = OffloadOptimizerSection(device="none") if section.is_off else section
         buffer_bytes = round_up(4 * section.buffer_size, PAGE_BYTES)
@@ -376,7 +376,7 @@ _OF_TRAINING = (
     "zstore.step_overlap", "zstore.split_master",
     "zstore.moments", "bf16.bf16_optimizer_states",
 )  # fmt: skip
-"""How the keys begin that say nothing to an engine without an optimizer."""
+"""Prefixes of the keys that have no effect on an engine without an optimizer."""
 
 
 def _offload(section: OffloadOptimizerSection | OffloadParamSection) -> OffloadConfig:
@@ -385,14 +385,14 @@ def _offload(section: OffloadOptimizerSection | OffloadParamSection) -> OffloadC
 
 
 def _alone(zero: ZeroSection, known: Container[str]) -> Iterator[Notice]:
-    """Yield what one rank has no use for, of what is not `known` to do nothing."""
+    """Yield the keys that have no effect on a single rank, without those `known` to have none."""
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
         if getattr(zero, name) and f"zero_optimization.{name}" not in known:
             yield Notice(f"zero_optimization.{name}", "no effect: one rank sends nothing to others")
 
 
 def _defaults_notice(defaults: Mapping[str, Any]) -> Notice:
-    """Say in one line what was taken for each "auto" without an answer."""
+    """Name in one line the value taken for each "auto" without an answer."""
     taken = ", ".join(f"{key} = {show(value)}" for key, value in defaults.items())
     first = next(iter(defaults))
     return Notice(
@@ -405,7 +405,7 @@ def _defaults_notice(defaults: Mapping[str, Any]) -> Notice:
 def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config, *, name: str = "config") -> Config:
     """Return the config in `source`, a dict (copied, never changed) or the path of a JSON file with comments.
 
-    Messages name a file by its path, and a dict by `name`. What was loaded already is returned as it is.
+    Messages name a file by its path, and a dict by `name`. A `Config` is returned as it is.
     Raises ConfigError that names every problem found.
     """
     if isinstance(source, Config):
@@ -424,12 +424,12 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config, *, 
 
 
 CONFIG_VARIABLE = "ZSTORE_CONFIG"
-"""Environment variable that names a config for loops of others where no argument does: a path, or the JSON itself."""
+"""Environment variable that names a config for other libraries' loops if no argument does: a path, or the JSON itself."""
 
 
 def read_given(given: Any, name: str) -> tuple[dict[str, Any], str] | None:
-    """Return a config that is a dict, a path or JSON text, as a dict whose sections may be changed, and where it was read
-    from: `name`, or its file. None for anything else. Raises ConfigError for a file or text that cannot be read."""
+    """Return a config that is a dict, a path or JSON text, as a dict whose sections may be changed, and its source: `name`,
+    or its file. None for anything else. Raises ConfigError for a file or text that cannot be read."""
     if isinstance(given, Mapping):
         return _copied(given), name
     if isinstance(given, str) and given.lstrip().startswith("{"):
@@ -445,7 +445,7 @@ def _copied(value: Any) -> Any:
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the object in a JSON file with comments. Raises ConfigError where there is none."""
+    """Return the object in a JSON file with comments. Raises ConfigError if there is none."""
     name = os.fspath(path)
     return load_jsonc(_read(name), name)
 

@@ -30,7 +30,7 @@ class ScheduleConfigSection(Section):
     difficulty: _Wholes | None = built(None)
     """The difficulties of fixed_discrete, one after another. Needed there."""
     max_step: _Wholes | None = built(None)
-    """The last step of each of them but the last, which holds for the rest. Needed with fixed_discrete."""
+    """The last step of each of them but the last, which has no end. Needed with fixed_discrete."""
 
 
 _NEEDED: Mapping[str, tuple[str, ...]] = {
@@ -56,7 +56,7 @@ class ScheduleSection(Section):
     schedule_config: ScheduleConfigSection = ScheduleConfigSection()
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield what is wrong with the schedule, after the key that it is about."""
+        """Yield the errors of the schedule, each after the key that it is about."""
         first, last, kind, config = self.min_difficulty, self.max_difficulty, self.schedule_type, self.schedule_config
         if first is None or last is None or kind is None:
             for name in ("min_difficulty", "max_difficulty", "schedule_type"):
@@ -91,17 +91,16 @@ def _list_problems(config: ScheduleConfigSection) -> Iterator[tuple[str, str]]:
 
 
 class CurriculumSection(ScheduleSection):
-    """Sequences that grow with the steps: in training, what the engine is called with is cut to the present length. See
+    """Sequences that grow with the steps: in training, the arguments of `engine(...)` are cut to the present length. See
     docs/data.md."""
 
     switch = "enabled"
 
     enabled: Bool = built(False)
-    """Cut it: in tensors of at least two dimensions the second, and of one with the same length that, where it is as long as
-    that of `input_ids`. A model whose `forward` has a parameter `curriculum_seqlen` gets the length by that name, and cuts
-    by itself."""
+    """Cut the second dimension of tensors, or their only one, if it is as long as that of `input_ids`. A model whose
+    `forward` has a parameter `curriculum_seqlen` gets the length by that name, and cuts by itself."""
     curriculum_type: Annotated[Literal["seqlen"], OneOf()] = built("seqlen")
-    """What rises: tokens of a sequence."""
+    """The difficulty that rises: tokens of a sequence."""
 
 
 class MetricSection(ScheduleSection):
@@ -122,7 +121,7 @@ class MetricSection(ScheduleSection):
     `engine.set_data_post_process_func` may use the difficulty."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield what is wrong with the metric, after the key that it is about."""
+        """Yield the errors of the metric, each after the key that it is about."""
         yield from super().problems()
         if self.clustering_type == "single_cluster" or self.sample_to_metric_path is not None:
             return
@@ -133,7 +132,7 @@ class MetricSection(ScheduleSection):
 
 
 def _metrics(value: object) -> dict[str, MetricSection]:
-    """Return the metrics of an object by name. Raises ValueError that names what is wrong."""
+    """Return the metrics of an object by name. Raises ValueError that names the errors."""
     if not isinstance(value, Mapping):
         raise ValueError(f"expected an object with a metric under each name, got {show(value)}")
     found: dict[str, MetricSection] = {}
@@ -164,7 +163,7 @@ class SamplingCurriculumSection(Section):
     """Draw so, from the `training_data` of `initialize()`."""
     data_cluster_path: Unread = no_effect(None, "which samples were drawn is in the checkpoint; no files are written")
     curriculum_metrics: _Metrics = built({})
-    """Metrics of samples by name; a sample is drawn where every one of them allows it."""
+    """Metrics of samples by name; a sample is drawn if every one of them allows it."""
 
 
 class DataSamplingSection(Section):
@@ -184,7 +183,7 @@ class DataSamplingSection(Section):
 
 
 def _no_ltd(value: object) -> object:
-    """Return None where nothing in the section is on."""
+    """Return None if nothing in the section is on."""
     if isinstance(value, Mapping):
         inner = value.get("random_ltd")
         if not value.get("enabled") or (isinstance(inner, Mapping) and not inner.get("enabled")):
@@ -207,7 +206,7 @@ class DataEfficiencySection(Section):
 
     @property
     def sampling(self) -> DataSamplingSection | None:
-        """How samples are drawn; None where nothing says so."""
+        """How samples are drawn; None if the section does not say."""
         return self.data_sampling if self.enabled and self.data_sampling.enabled else None
 
     @property
@@ -218,7 +217,7 @@ class DataEfficiencySection(Section):
         return found if curriculum is None or not curriculum.enabled else found | curriculum.curriculum_metrics
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield what is wrong with the section, after the key that it is about."""
+        """Yield the errors of the section, each after the key that it is about."""
         sampling = self.sampling
         if sampling is None or not sampling.curriculum_learning.enabled:
             return

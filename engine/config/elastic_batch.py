@@ -3,11 +3,11 @@
 [Note: the elastic batch]
 A step's samples stay the same whatever the world size is, so the batch must have many divisors. The bases are each
 micro-batch size and the least common multiple of all. A base becomes the largest product of itself and a highly composite
-number, one with more divisors than any smaller, that is within the maximum. A world size is valid for a batch where some
+number, one with more divisors than any smaller, that is within the maximum. A world size is valid for a batch if some
 micro-batch size, times a whole number of accumulation steps, times the world size is the batch. Of these batches the one
 with the most valid world sizes is taken, of equals the larger (or the smaller). Version 0.2 counts in nodes of several
-ranks: the maximum is divided by the ranks of a node, and batch and world sizes are multiplied by them; a world size that
-is not valid for this batch gets one of its own, the largest multiple within the maximum.
+ranks: the maximum is divided by the ranks of a node, and batch and world sizes are multiplied by them; a world size that is
+not valid for this batch gets one of its own, the largest multiple within the maximum.
 """
 
 from __future__ import annotations

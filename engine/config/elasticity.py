@@ -37,7 +37,7 @@ class ElasticitySection(Section):
     max_gpus: Positive = built(10_000)
     """Most ranks that count as valid."""
     version: Version = built("0.2")
-    """0.2 counts in nodes of num_gpus_per_node ranks; 0.1 does not read that key. Where a node has one rank they are the
+    """0.2 counts in nodes of num_gpus_per_node ranks; 0.1 does not read that key. With one rank per node they are the
     same."""
     num_gpus_per_node: Positive = built(1)
     """Ranks of a node, of which valid world sizes are multiples, with version 0.2. A max_gpus of less than a node is no
@@ -46,7 +46,7 @@ class ElasticitySection(Section):
     """Of batches with as many valid world sizes take the larger; false: the smaller. A rank takes the largest
     micro-batch that fits either way."""
     ignore_non_elastic_batch_info: Bool = built(False)
-    """Let batch sizes stand in the config beside this section, and do not read them. false: they are an error."""
+    """Ignore batch sizes in the config beside this section. false: they are an error."""
     min_time: Count = no_effect(0, "it tells a cluster's scheduler how long to wait before it changes a job's size")
     model_parallel_size: Positive = refused(1, "there is no model parallelism; remove the key")
 

@@ -1,4 +1,4 @@
-"""What becomes of each key that a config sets, sound or not."""
+"""The effect of each key that a config sets, sound or not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class KeyFact:
     status: str
     """"acts", "no effect", "not built", "refused", or `ERROR`."""
     text: str
-    """What the key does; for one that does not act, or is wrong, why."""
+    """The key's effect; for one that does not act, or is wrong, the reason."""
 
 
 def explain(raw: Mapping[str, Any]) -> tuple[list[KeyFact], list[Problem]]:
@@ -93,7 +93,7 @@ class _Explained:
         return Status.BUILT.value, field.description or ""
 
     def _switch_that_is_off(self, section: type[Section], raw: Mapping[str, Any], prefix: str) -> str | None:
-        """Return `KEY: VALUE` of the switch where it is off, None where the section is on or has no switch."""
+        """Return `KEY: VALUE` of the switch if it is off, None if the section is on or has no switch."""
         if section.switch is None:
             return None
         value = raw.get(section.switch, section.model_fields[section.switch].default)

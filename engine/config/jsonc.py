@@ -21,7 +21,7 @@ _KEY = re.compile(r"[^\s,:\[\]{}\"'#/]+(?=\s*:)")
 _REST = re.compile(r"[^\n\r,\[\]{}\"']+(?=\r?\n)")
 """A string without quotes."""
 _END = re.compile(r"[ \t]*(?:[,\]}\r\n#]|//|/\*|\Z)")
-"""What may follow true, false or null."""
+"""The characters that may follow true, false or null."""
 _WORD = re.compile(r"[A-Za-z_$][A-Za-z0-9_$]*")
 _PLACEHOLDER = re.compile(r'\[[^\[\]{},"\n|]+(?:\|[^\[\]{},"\n|]+)+\]')
 _WORDS = {"true": True, "false": False, "null": None}
@@ -157,7 +157,7 @@ class _Parser:
 
 
 def _outdented(line: str, column: int) -> str:
-    """Return a line without the white space that stands before `column`."""
+    """Return a line without the white space before `column`."""
     return line[min(column, len(line) - len(line.lstrip())) :]
 
 
@@ -165,8 +165,8 @@ def load_jsonc(text: str, source: str) -> dict[str, Any]:
     """Return the object that `text` holds; `source` names it in errors.
 
     An array like `[0|1|2|3]`, as documentation shows choices, comes back as that string, so that the schema can name
-    the key and the choices. Raises ConfigError with source, line and column for anything else that is not JSON, for a
-    key given twice, and where the outermost value is not an object.
+    the key and the choices. Raises ConfigError with source, line and column for anything else that is not JSON, for a key
+    given twice, and if the outermost value is not an object.
     """
     parser = _Parser(text.removeprefix("\ufeff"), source)
     if parser.peek() != "{":

@@ -1,4 +1,4 @@
-"""What a config key is here: its status, and the base of all sections of the schema."""
+"""The status of a config key, and the base of all sections of the schema."""
 
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -12,15 +12,14 @@ from .values import Auto, show
 
 
 class Status(Enum):
-    """What becomes of a key that is set."""
+    """The effect of a key that is set."""
 
     BUILT = "acts"
     """It does what it says."""
     NOT_BUILT = "not built"
-    """What it asks for is not done, and the result of training does not depend on it; what is lost, and what serves
-    instead, is reported."""
+    """Not done, and the result of training does not depend on it; the loss and the substitute are reported."""
     NO_EFFECT = "no effect"
-    """Nothing of what it asks for is lost: it happens anyway, or there is nothing to do it to; it is reported."""
+    """Nothing is lost without it: it happens anyway, or there is nothing to do it to; it is reported."""
     REFUSED = "refused"
     """Training without it would not be what the config asks for: an error."""
 
@@ -31,7 +30,7 @@ def built(default: Any, *, stages: tuple[int, ...] = ()) -> Any:
 
 
 def not_built(default: Any, why: str) -> Any:
-    """A key of something that is not there. `why` says what happens in its place, and what to use."""
+    """A key of a missing feature. `why` says what happens in its place, and what to use."""
     return _key(default, Status.NOT_BUILT, why)
 
 
@@ -71,7 +70,7 @@ def type_of(field: FieldInfo) -> Any:
 
 
 def answer_type(field: FieldInfo) -> Any:
-    """Return the type of what "auto" stands for in a field; None where there can be no "auto"."""
+    """Return the type of the values that "auto" can be in a field; None if the field has no "auto"."""
     kinds = get_args(field.annotation)
     return Union[tuple(one for one in kinds if one not in (Auto, NoneType))] if Auto in kinds else None  # noqa: UP007
 
@@ -86,11 +85,11 @@ class Section(BaseModel):
     variants: ClassVar[Mapping[str, Mapping[str, "type[Section]"]]] = {}
     """Keys that hold one of several sections, and which it is by the value of the key `type` beside them."""
     switch: ClassVar[str | None] = None
-    """The key that turns the section on; where it is off, the other keys ask for nothing."""
+    """The key that turns the section on; if it is off, the other keys have no effect."""
 
     @classmethod
     def rewrite(cls, data: object) -> object:
-        """Return `data` in today's form. Raises ValueError where old and new forms contradict."""
+        """Return `data` in today's form. Raises ValueError if old and new forms contradict."""
         return data
 
     @model_validator(mode="before")
@@ -126,7 +125,7 @@ class Section(BaseModel):
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """Return the section that a field holds, None where it holds a value."""
+    """Return the section that a field holds, None if it holds a value."""
     kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 

@@ -1,4 +1,4 @@
-"""What is said about a config: keys that do not act, and keys that are wrong."""
+"""Messages about a config: keys that do not act, and keys that are wrong."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class Notice:
     key: str
     """Dotted path, as written."""
     message: str
-    """What happens instead, or why nothing is left to do."""
+    """The substitute, or the reason why nothing is left to do."""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.message}"
@@ -18,13 +18,13 @@ class Notice:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong, and the keys that it is about."""
+    """An error, and the keys that it is about."""
 
     keys: tuple[str, ...]
     what: str
 
     @property
     def message(self) -> str:
-        """What is wrong, after the names of the keys."""
+        """The message, after the names of the keys."""
         named = " and ".join(filter(None, self.keys))
         return f"{named}: {self.what}" if named else self.what

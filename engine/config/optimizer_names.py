@@ -1,4 +1,4 @@
-"""Other names of optimizers, and for one that cannot be named in a config, what can be done in its place."""
+"""Other names of optimizers, and a substitute for each that cannot be named in a config."""
 
 _PASS = "to initialize(optimizer=...) and leave this section out"
 _WHOLE = f"pass the object {_PASS}; it works at stage 0 without offload only, for its update needs whole tensors"

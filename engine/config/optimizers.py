@@ -75,7 +75,7 @@ class AdamParams(OptimizerParams):
     momentum: Anything = no_effect(None, _OTHER)
 
     def arguments(self) -> dict[str, Any]:
-        """Return what the class takes, and `bias_correction` where it is off."""
+        """Return the arguments of the class, and `bias_correction` if it is off."""
         found = super().arguments()
         for name in ("adam_w_mode", "torch_adam", *(("bias_correction",) if self.bias_correction else ())):
             del found[name]
@@ -112,7 +112,7 @@ class AdagradParams(_Decayed):
     lr_decay: Real = built(0.0)
     """The rate is lr / (1 + (step - 1) x lr_decay)."""
     initial_accumulator_value: Real = built(0.0)
-    """What the sum of squares starts from."""
+    """Initial value of the sum of squares."""
     eps: Real | Auto = built(1e-10)
     """Added to the denominator."""
     amsgrad: Bool = refused(False, "Adagrad has no such form; remove it")
@@ -262,8 +262,8 @@ class AdafactorParams(OptimizerParams):
 
 
 class MuonParams(OptimizerParams):
-    """Arguments of Muon for matrices, and of AdamW for embeddings, heads and parameters that are no matrices. A parameter with
-    an attribute `use_muon` of its own goes where that says."""
+    """Arguments of Muon for matrices, and of AdamW for embeddings, heads and parameters that are no matrices. A parameter's
+    own attribute `use_muon` decides for it."""
 
     lr: Real | Auto | None = built(None)
     """Learning rate of both. Unset: 0.02 for Muon and 0.0003 for Adam, as DeepSpeed has it."""
@@ -393,7 +393,7 @@ ONE_BIT = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 
 
 def _by_type(value: object, info: ValidationInfo) -> object:
-    """Read the arguments as the optimizer's own; where its name is wrong, only that is reported."""
+    """Read the arguments as the optimizer's own; if its name is wrong, only that is reported."""
     kind = OPTIMIZERS.get(info.data.get("type", ""))
     return OptimizerParams() if kind is None else kind.model_validate(value)
 

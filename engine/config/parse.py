@@ -1,4 +1,4 @@
-"""From what was written to `Settings`: every problem is found and named by its key, and every key that does not act."""
+"""Reads a config into `Settings`, and names every key that is wrong or does not act."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -37,12 +37,12 @@ def parse(raw: Mapping[str, Any]) -> tuple[Settings, list[Problem], list[Notice]
             settings = Settings.model_validate(sound)
             break
         except ValidationError as failure:
-            # What is wrong is taken out and the rest is read again, so that checks across keys are made too.
+            # Wrong keys are taken out and the others are read again, so that checks across keys are made too.
             seen, before = sound, frozenset(removed)
             for error in failure.errors(include_url=False):
                 path, problem = _problem(seen, error)
                 wrong = path
-                if _is_missing(error, path):  # then its section goes, or what that belongs to
+                if _is_missing(error, path):  # then its section goes, or the one around it
                     wrong = path[:-1]
                     while wrong in before:
                         wrong = wrong[:-1]
@@ -51,7 +51,7 @@ def parse(raw: Mapping[str, Any]) -> tuple[Settings, list[Problem], list[Notice]
                     problems.append(problem)
                 removed |= {path, wrong}
                 sound = _without(sound, wrong)
-            if sound == seen:  # what is wrong was written as another key, in an older form
+            if sound == seen:  # the wrong key was written as another one, in an older form
                 sound = _without(sound, path[:1])
     broken = {key for problem in problems for key in problem.keys}
     for section in ("optimizer", "scheduler"):
@@ -64,8 +64,8 @@ def parse(raw: Mapping[str, Any]) -> tuple[Settings, list[Problem], list[Notice]
 
 
 def _problem(raw: Any, error: ErrorDetails) -> tuple[tuple[str, ...], Problem]:
-    """Return the path of the key that pydantic's `error` is about, as the schema spells it, and what it means, with the
-    key as it was written."""
+    """Return the path of the key that pydantic's `error` is about, as the schema spells it, and the message, with the key
+    as it was written."""
     section: type[Section] | None = Settings
     field: FieldInfo | None = None
     variants: Mapping[str, type[Section]] = {}
@@ -102,8 +102,8 @@ def _is_missing(error: ErrorDetails, path: Sequence[str]) -> bool:
 
 
 def nearest_key(section: type[Section], path: Sequence[str]) -> str:
-    """Return the end of a sentence about an unknown key of `section`, the last part of `path`: the known key that is
-    meant, where one is really close, else the keys of the section that act, where they are few."""
+    """Return the end of a sentence about an unknown key of `section`, the last part of `path`: the known key that is meant,
+    if one is really close, else the keys of the section that act, if they are few."""
     prefix = "".join(f"{part}." for part in path[:-1])
     name = path[-1]
     homes = list(dict.fromkeys(key for key in _EVERY_KEY if key.rpartition(".")[2] == name and key != prefix + name))
@@ -122,8 +122,7 @@ def nearest_key(section: type[Section], path: Sequence[str]) -> str:
 
 
 def _with_words_of(name: str, section: type[Section]) -> list[str]:
-    """Return the one key of `section` that has all words of `name`; nothing where several do, or where that says
-    little."""
+    """Return the one key of `section` that has all words of `name`; nothing if several do, or if `name` is short."""
     words = set(name.lower().split("_"))
     spellings = {
         spelled: section.renames.get(spelled, spelled) for spelled in (*section.model_fields, *section.renames)
@@ -133,7 +132,7 @@ def _with_words_of(name: str, section: type[Section]) -> list[str]:
 
 
 def _home(key: str) -> str:
-    """Return where a key stands, for a sentence."""
+    """Return the place of a key, for a sentence."""
     section = key.rpartition(".")[0]
     return f"in {section}" if section else "at the top of the config"
 
@@ -159,7 +158,7 @@ def _without(raw: Any, path: Sequence[str], section: type[Section] | None = Sett
 
 
 def _review(section: Section, raw: Any, prefix: str = "") -> tuple[list[Problem], list[Notice]]:
-    """Return the refused keys and the ones that do not act, among those set in `section` and what lies in it."""
+    """Return the refused keys and the ones that do not act, among those set in `section` and in its sections."""
     problems: list[Problem] = []
     notices: list[Notice] = []
     for name, field in type(section).model_fields.items():

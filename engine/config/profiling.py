@@ -32,8 +32,8 @@ class FlopsProfilerSection(Section):
     enabled: Bool = built(False)
     """Profile one step. Off, since the step that is profiled takes longer."""
     recompute_fwd_factor: Real = built(0.0)
-    """Forwards of the model that its backward repeats, as 1.0 where all activations are checkpointed. It is for a backward
-    that the script starts by `loss.backward()`; of one that `engine.backward` runs, repeated forwards are counted."""
+    """Forwards of the model that its backward repeats: 1.0 if all activations are checkpointed. Used for a backward that
+    the script starts by `loss.backward()`; in one that `engine.backward` runs, repeated forwards are counted."""
     profile_step: Positive = built(1)
     """Optimizer steps before the one that is profiled, whose first micro-batch counts. 1, so that the first step has warmed
     everything up."""
@@ -61,8 +61,8 @@ class CommsLoggerSection(Section):
     debug: Bool = built(False)
     """Name the function that called, in the lines of `verbose` and in the table."""
     prof_ops: Operations = built(())
-    """Kinds to time where `prof_all` is false: all_gather, all_to_all, reduce_scatter, broadcast, send, recv, by the names of
-    torch or DeepSpeed; or what they are for: all_reduce, which may be made of others, and control, agreement between ranks."""
+    """Kinds to time if `prof_all` is false: all_gather, all_to_all, reduce_scatter, broadcast, send, recv, by the names of
+    torch or DeepSpeed; or their purpose: all_reduce, which may be made of others, and control, agreement between ranks."""
 
 
 class ThroughputSection(Section):
@@ -71,7 +71,7 @@ class ThroughputSection(Section):
     switch = "enabled"
 
     enabled: Bool = built(False)
-    """Add a line of samples a second over all ranks to those of steps_per_print, the mean since the line before. Off, where
+    """Add a line of samples a second over all ranks to those of steps_per_print, the mean since the line before. Off, while
     DeepSpeed has it on: the journal has the times of all steps."""
     synchronized: Bool = no_effect(True, "a line of progress waits for its loss, and so for the device")
 

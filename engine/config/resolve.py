@@ -1,4 +1,4 @@
-"""What "auto" stands for, and batch sizes. Pure."""
+"""The values of "auto", and batch sizes. Pure."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -33,13 +33,13 @@ class ResolveContext:
     whole_tensors: bool = False
     """Whether that optimizer's steps need whole tensors, which ranks exchange."""
     optimizer_name: str = ""
-    """Name of its class, where that is one that the config could name."""
+    """Name of its class, if the config could name it."""
     client_scheduler: bool = False
     """Whether a scheduler was passed: then the config's section is not read."""
     frozen: bool = False
-    """Whether the engine only evaluates: then what is about training is not read, and batch sizes may be open."""
+    """Whether the engine only evaluates: then keys about training are not read, and batch sizes may be open."""
     answers: Mapping[str, Any] = field(default_factory=dict)
-    """What "auto" stands for, by dotted key, as `read_answers` returns it."""
+    """The values of "auto", by dotted key, as `read_answers` returns them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,8 @@ class BatchSizes:
     """Micro-batches of one step on one rank."""
 
     def of_train_batch_size(self, train_batch_size: int, world_size: int) -> Self:
-        """Return the sizes with that many samples a step, by more or fewer micro-batches. Raises UsageError where none are."""
+        """Return the sizes with that many samples a step, by more or fewer micro-batches. Raises UsageError if that is
+        impossible."""
         round_size = self.micro_batch_size * world_size
         if type(train_batch_size) is not int or train_batch_size < 1 or train_batch_size % round_size:
             raise UsageError(
@@ -66,9 +67,9 @@ class BatchSizes:
 
 
 def solve_batch(train: int | None, micro: int | None, accumulation: int | None, world_size: int) -> BatchSizes:
-    """Return the three batch sizes from those given; where accumulation is neither given nor derived, it is 1.
+    """Return the three batch sizes from those given; if accumulation is neither given nor derived, it is 1.
 
-    Raises ValueError with the numbers where they contradict or do not divide, and with a proposal where none is given.
+    Raises ValueError with the numbers if they contradict or do not divide, and with a proposal if none is given.
     """
     if train is None:
         if micro is None:
@@ -107,14 +108,14 @@ def _divide(train: int, given: str, number: int, world_size: int) -> int:
 
 
 def _batch(settings: Settings, context: ResolveContext) -> BatchSizes:
-    """Return the batch sizes of the config; what it leaves "auto", or all of it if it names none, is the caller's."""
+    """Return the batch sizes of the config; those that it leaves "auto", or all if it names none, are the caller's."""
     if settings.elasticity.enabled and not context.frozen:
         sizes = settings.elasticity.sizes_at(context.world_size)
         return BatchSizes(train_batch_size=sizes[0], micro_batch_size=sizes[1], accumulation_steps=sizes[2])
     written = [getattr(settings, key) for key in BATCH_KEYS]
     caller = [context.answers.get(key) for key in BATCH_KEYS]
     if all(size in (None, "auto") for size in written[:2]):
-        # One that is left out is asked for too, where the other is not known; all three, where all are left out.
+        # One that is left out is asked for too if the other is not known; all three if all are left out.
         written = ["auto", "auto", "auto" if written[:2] == [None, None] and written[2] is None else written[2]]
     train, micro, accumulation = (theirs if own == "auto" else own for own, theirs in zip(written, caller, strict=True))
     try:
@@ -137,7 +138,7 @@ def open_keys(section: Section, prefix: str = "") -> Iterator[str]:
 
 def _precision(settings: Settings, context: ResolveContext) -> dict[str, bool]:
     """Return which 16-bit type is on: of those that are "auto" the first that the device computes natively, bf16 before
-    fp16; none of them where the config demands the other."""
+    fp16; none of them if the config demands the other."""
     bf16, fp16 = settings.bf16.enabled, settings.fp16.enabled
     if bf16 == "auto":
         bf16 = context.device_supports_bf16 and fp16 is not True
@@ -147,8 +148,8 @@ def _precision(settings: Settings, context: ResolveContext) -> dict[str, bool]:
 
 
 def stand_ins(settings: Settings) -> dict[str, Any]:
-    """Return answers for what only a training script can answer: 1 for a batch size that is open, and for each "auto"
-    without a default. They are there to look at the rest of a config."""
+    """Return stand-ins for answers that only a training script has: 1 for a batch size that is open, and for each "auto"
+    without a default. With them the other keys of a config can be checked."""
     found: dict[str, Any] = {key: 1 for key in open_keys(settings) if _field(settings, key).is_required()}
     sizes = (settings.train_batch_size, settings.train_micro_batch_size_per_gpu)
     if all(size in (None, "auto") for size in sizes) and not settings.elasticity.enabled:
@@ -165,8 +166,8 @@ def resolve_settings(settings: Settings, context: ResolveContext) -> tuple[Setti
     """Return `settings` with each "auto" and the batch sizes filled in: by the caller's answers, else by what follows
     from the model and from other keys, else by the key's default.
 
-    With it come problems: what cannot be filled in, or contradicts (with any, the settings mean nothing); and the keys
-    without an answer, with the defaults that were taken.
+    Also return the problems: keys that cannot be filled in, or contradict (with any, the settings mean nothing); and the
+    keys without an answer, with the defaults that were taken.
     """
     if context.client_optimizer or context.frozen:
         settings = settings.model_copy(update={"optimizer": None})
@@ -197,14 +198,14 @@ def resolve_settings(settings: Settings, context: ResolveContext) -> tuple[Setti
 
 
 def answered(settings: Settings, answers: Mapping[str, Any]) -> Settings:
-    """Return `settings` with the answers to what is "auto" in them; batch sizes are solved elsewhere."""
+    """Return `settings` with the answers in place of "auto"; batch sizes are solved elsewhere."""
     asked = [key for key in open_keys(settings) if key not in BATCH_KEYS]
     return _replaced(settings, {key: answers[key] for key in asked if key in answers})
 
 
 def _fill(settings: Settings, hidden_size: int | None) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Return values for what is still "auto": those that follow from the model and from other keys, and defaults; and a
-    line about each key that has neither."""
+    """Return values for the keys that are still "auto": those that follow from the model and from other keys, and defaults;
+    and a line about each key that has neither."""
     derived: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
     missing: list[str] = []
@@ -237,7 +238,7 @@ def _fill(settings: Settings, hidden_size: int | None) -> tuple[dict[str, Any], 
 
 
 def default_weight_decay(section: OptimizerSection) -> float:
-    """Return the weight decay of an optimizer that names none: DeepSpeed's, or torch's where that was asked for."""
+    """Return the weight decay of an optimizer that names none: DeepSpeed's, or torch's if that was asked for."""
     params = section.params
     as_torch = isinstance(params, AdamParams) and params.torch_adam and (section.type == "AdamW" or params.adam_w_mode)
     return 0.01 if as_torch else 0.0

@@ -1,4 +1,4 @@
-"""What keys mean for each other: those that do nothing beside the others of a config, and those that contradict."""
+"""Rules across keys: those that have no effect beside the others of a config, and those that contradict."""
 
 from collections.abc import Iterator
 
@@ -88,7 +88,7 @@ def _idle_quantization(settings: Settings) -> Iterator[Notice]:
 
 
 def contradictions(settings: Settings) -> Iterator[Problem]:
-    """Yield what is wrong between keys that are each right by themselves."""
+    """Yield the contradictions between keys that are each right by themselves."""
     if settings.fp16.enabled is True and settings.bf16.enabled is True:
         yield Problem(("fp16.enabled", "bf16.enabled"), "both are true; set one of them to false")
     yield from _offload(settings)
@@ -132,7 +132,7 @@ def _offload(settings: Settings) -> Iterator[Problem]:
 
 
 def _durability_and_activations(settings: Settings) -> Iterator[Problem]:
-    """Yield what is wrong with what goes to the drives of offloaded state, unless it has a folder of its own."""
+    """Yield the errors of settings that use the drives of offloaded state, unless they have a folder of their own."""
     zero, own = settings.zero_optimization, settings.zstore
     nvme = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device if zero.stage == 3 else "none")
     if own.durability == "step" and own.durability_path is None and not nvme:
@@ -157,7 +157,7 @@ def _moments(settings: Settings) -> Iterator[Problem]:
 
 
 def one_bit_problems(settings: Settings, kind: str) -> Iterator[Problem]:
-    """Yield what the optimizer `kind`, which sends signs, cannot be combined with."""
+    """Yield the settings that the optimizer `kind`, which sends signs, cannot be combined with."""
     optimizer, zero, own = settings.optimizer, settings.zero_optimization, settings.zstore
     named = () if optimizer is None else ("optimizer.type",)
     instead = f'or write type "{"Lamb" if kind == "OneBitLamb" else "AdamW"}" in place of {kind}'
@@ -204,7 +204,7 @@ def _local_storage(settings: Settings) -> Iterator[Problem]:
 
 
 def _elasticity(settings: Settings) -> Iterator[Problem]:
-    """Yield what is wrong with a section `elasticity` that is enabled, by itself and with the batch sizes beside it."""
+    """Yield the errors of an enabled section `elasticity`, by itself and with the batch sizes beside it."""
     section = settings.elasticity
     if not section.enabled:
         return

@@ -30,8 +30,8 @@ class WarmupParams(SchedulerParams):
     """Arguments of a schedule that begins with a warm-up."""
 
     warmup_num_steps: Count | Auto = built(1000)
-    """Steps of the warm-up; 1 counts as 2, as in DeepSpeed, and so does 0, which DeepSpeed refuses since 0.19. "auto": what
-    the caller answers, else 1000; in `zstore train` a tenth of the steps, at most that."""
+    """Steps of the warm-up; 1 counts as 2, as in DeepSpeed, and so does 0, which DeepSpeed refuses since 0.19. "auto": the
+    caller's answer, else 1000; in `zstore train` a tenth of the steps, at most that."""
     warmup_type: WarmupType = built("log")
     """Shape of the rise, by default DeepSpeed's."""
 
@@ -40,7 +40,7 @@ class WarmupLRParams(WarmupParams):
     """The rate rises from the minimum to the maximum and stays there."""
 
     warmup_min_lr: Rates | Auto = built(0.0)
-    """Learning rate at the first step. "auto": what the caller answers, else 0."""
+    """Learning rate at the first step. "auto": the caller's answer, else 0."""
     warmup_max_lr: Rates | Auto | None = built(None)
     """Learning rate after the warm-up. "auto": the optimizer's lr. Unset: each parameter group's own."""
 
@@ -49,8 +49,8 @@ class WarmupDecayLRParams(WarmupLRParams):
     """The rate rises from the minimum to the maximum, then falls back linearly."""
 
     total_num_steps: Positive | Auto
-    """Step at which the rate is back at its minimum, where it stays. "auto": what the caller answers, as `zstore train`
-    does; there is no default."""
+    """Step at which the rate is back at its minimum, for good. "auto": the caller's answer, which `zstore train` gives;
+    there is no default."""
     warmup_max_lr: Rates | Auto | None = built(0.001)
     """Learning rate after the warm-up. "auto": the optimizer's lr."""
 
@@ -59,10 +59,10 @@ class WarmupCosineLRParams(WarmupParams):
     """The rate rises to each group's own lr, then falls along half a cosine wave. It is 0 at the very first step."""
 
     total_num_steps: Positive | Auto
-    """Step at which the rate reaches its minimum. "auto": what the caller answers, as `zstore train` does; there
+    """Step at which the rate reaches its minimum. "auto": the caller's answer, which `zstore train` gives; there
     is no default."""
     warmup_min_ratio: Real = built(0.0)
-    """Fraction of the group's lr at the second step, where the warm-up begins."""
+    """Fraction of the group's lr at the second step, at which the warm-up begins."""
     cos_min_ratio: Real = built(0.0001)
     """Fraction of the group's lr at the end, and from there on."""
 
@@ -87,7 +87,7 @@ class OneCycleParams(SchedulerParams):
     decay_step_size: Count = built(0)
     """Steps of an interval of decay after the cycle; 0: no decay."""
     cycle_momentum: Bool = built(True)
-    """Cycle the optimizer's first beta, or its momentum where it has no betas. The second beta becomes 0.99, as in
+    """Cycle the optimizer's first beta, or its momentum if it has no betas. The second beta becomes 0.99, as in
     DeepSpeed."""
     cycle_min_mom: Momenta = built(0.8)
     """Momentum in the middle of the cycle, and at the first step."""
@@ -121,7 +121,7 @@ _OTHERS = "; or pass any other scheduler to initialize(lr_scheduler=...) and lea
 
 
 def _by_type(value: object, info: ValidationInfo) -> object:
-    """Read the arguments as the schedule's own; where its name is wrong, only that is reported."""
+    """Read the arguments as the schedule's own; if its name is wrong, only that is reported."""
     kind = SCHEDULES.get(info.data.get("type", ""))
     return SchedulerParams() if kind is None else kind.model_validate(value)
 

@@ -1,8 +1,8 @@
 """The schema of a config: the DeepSpeed JSON dialect, and our own settings under `zstore`.
 
 Each key is followed by what it does, its unit and limits, and why its default is what it is; `docs/config.md` is made
-from this. A key's status (`keys.Status`) says what becomes of it. Keys that are not BUILT default to what happens
-without them.
+from this. A key's status (`keys.Status`) tells its effect. The default of a key that is not BUILT describes the engine
+without it.
 """
 
 from collections.abc import Mapping
@@ -60,16 +60,16 @@ class ZstoreSection(Section):
     """Settings of zstore's own."""
 
     host_budget_bytes: Positive | Annotated[Auto, Words('"auto"')] | None = built(None)
-    """Bytes of host memory per machine, divided among its local ranks, for all that zstore keeps there; with nvme the rest
-    is on disk. "auto": 60 % of what is available. Unset: no limit, and with nvme as little as possible: buffers, shards
-    under 64 KiB, and gradients that wait for the update, in bf16 and fp16 2 bytes a parameter, over more than one
-    micro-batch 4."""
+    """Bytes of host memory per machine, divided among its local ranks, for all that zstore keeps there; with nvme anything
+    beyond them is on disk. "auto": 60 % of the available memory. Unset: no limit, and with nvme as little as possible:
+    buffers, shards under 64 KiB, and gradients that wait for the update, in bf16 and fp16 2 bytes a parameter, over more
+    than one micro-batch 4."""
     disk_read_rate: Positive | None = built(None)
-    """Bytes a second that the drive of offloaded state reads. With disk_write_rate, and under host_budget_bytes, that stays in
-    memory which saves most of the drive's time per byte; without, what saves most bytes. `zstore plan --measure` measures both
-    and writes them into the config that it proposes."""
+    """Bytes a second that the drive of offloaded state reads. With disk_write_rate, host_budget_bytes goes to the arrays
+    that save most of the drive's time per byte; without, to those that save most bytes. `zstore plan --measure` measures
+    both and writes them into the config that it proposes."""
     disk_write_rate: Positive | None = built(None)
-    """Bytes a second that it writes, over what was written before."""
+    """Bytes a second that it writes, over existing data."""
     verify_reads: Bool = built(True)
     """Check the crc32c of every chunk read from disk; it costs less than a tenth of a core per GB/s."""
     keep: Rules | None = built(None)
@@ -78,8 +78,8 @@ class ZstoreSection(Section):
     best metric, as "loss:min" or "accuracy:max", by a number of `save_checkpoint(metrics=...)` or in the client's state.
     "tags": a list of names, or patterns of names. Unset: all."""
     storage_options: Options | None = built(None)
-    """Options of the fsspec file system of URLs that are saved to and loaded from. Unset: from the environment, where
-    credentials belong. See docs/remote.md."""
+    """Options of the fsspec file system of URLs that are saved to and loaded from. Unset: from the environment; credentials
+    belong there. See docs/remote.md."""
     upload_folder: Folder | None = built(None)
     """Where a checkpoint for a URL is committed first, to be uploaded in the background. All ranks must see it. Unset: beside
     the first nvme_path, where state on disk is linked and not written again, else in the user's cache folder."""
@@ -97,14 +97,14 @@ class ZstoreSection(Section):
     step_overlap: Annotated[Literal["none", "backward", "forward", "auto"], OneOf()] = built("auto")
     """When the update runs; the bits are the same in all. "none": in step(). "forward": after it, each unit before the next
     forward needs it. "backward": each unit as its gradients arrive, which cannot undo a step that is not finite;
-    with clipping or loss scaling it acts as "forward". "auto": "forward" where state or parameters are offloaded, else
-    "none". What is not gathered before its use (stages 0 to 2; a rank alone without offload_param; parameters that persist)
-    is always updated in step(); and at stages 0 and 1 of several ranks "backward" acts as "none"."""
+    with clipping or loss scaling it acts as "forward". "auto": "forward" if state or parameters are offloaded, else "none".
+    Parameters that are not gathered before their use (stages 0 to 2; a rank alone without offload_param; those that
+    persist) are always updated in step(); and at stages 0 and 1 of several ranks "backward" acts as "none"."""
     non_finite_gradients: Annotated[Literal["error", "skip", "apply"], OneOf()] = built("error")
-    """What becomes of a step whose gradients, in fp32 or bf16, are not finite (NaN or infinite). "error": NonFiniteError on
-    every rank, and nothing is changed. "skip": nothing is changed, and training goes on. "apply": the optimizer takes them, as
-    in a plain loop, where with clipping every weight becomes NaN. In fp16, and with bf16.check_grad_overflow, such steps are
-    skipped."""
+    """How a step ends whose gradients, in fp32 or bf16, are not finite (NaN or infinite). "error": NonFiniteError on
+    every rank, and nothing is changed. "skip": nothing is changed, and training goes on. "apply": the optimizer takes them,
+    as in a plain loop, and with clipping every weight becomes NaN. In fp16, and with bf16.check_grad_overflow, such steps
+    are skipped."""
     quantized_gradient_bits: Annotated[Literal[4, 8], OneOf()] = built(4)
     """Bits of an element of a gradient that `zero_optimization.zero_quantized_gradients` sends: 4, as in DeepSpeed, or 8, which
     sends twice as much and is about 18 times as exact."""
@@ -112,17 +112,17 @@ class ZstoreSection(Section):
     """Keep each fp32 master as the bf16 weight and the remaining bits, 2 1/8 bytes an element in place of 4: less memory and
     traffic, the same bits. Needs bf16."""
     moments: Annotated[Literal["fp32", "bf16", "int8"], OneOf()] | None = built(None)
-    """What the optimizer's moments are kept in, at every tier and in checkpoints: averages of gradients and of their
-    squares, as exp_avg and exp_avg_sq. "bf16": 2 bytes an element each. "int8": a little over 1, codes with a scale for each
-    block of at most 256. The update computes in fp32 and rounds stochastically, alike on every tier, at every world size
-    and after a resume. Unset: "fp32", whose bits are the plain loop's, or "bf16" where bf16.bf16_optimizer_states or
-    fp32_optimizer_states of the optimizer's params asks for that. See docs/moments.md."""
+    """Type of the optimizer's moments, at every tier and in checkpoints: averages of gradients and of their squares, as
+    exp_avg and exp_avg_sq. "bf16": 2 bytes an element each. "int8": a little over 1, codes with a scale for each block of
+    at most 256. The update computes in fp32 and rounds stochastically, alike on every tier, at every world size and after a
+    resume. Unset: "fp32", whose bits are the plain loop's, or "bf16" if bf16.bf16_optimizer_states or fp32_optimizer_states
+    of the optimizer's params asks for that. See docs/moments.md."""
     ema: BelowOne | None = built(None)
-    """Keep an exponential moving average of the master weights with this decay, as 0.999: in fp32, 4 bytes an element, with
-    the rest of the optimizer's state, in checkpoints under `optimizer/ema/`. `zstore consolidate --ema` exports it, and
+    """Keep an exponential moving average of the master weights with this decay, as 0.999: in fp32, 4 bytes an element,
+    beside the optimizer's state, in checkpoints under `optimizer/ema/`. `zstore consolidate --ema` exports it, and
     `engine.averaged_weights()` evaluates with it. Unset: there is none. See docs/optimizers.md."""
     activations: Annotated[Literal["device", "host", "disk"], OneOf()] | None = built(None)
-    """Where tensors that the forward keeps for the backward rest between the two: inputs of checkpointed blocks, and of
+    """Where tensors that the forward saves for the backward are kept between the two: inputs of checkpointed blocks, and of
     blocks without checkpointing all that autograd saves. "host": copied to host memory behind the forward. "disk": written
     to the drive behind the forward, and read ahead of the backward. The bits are the same. Unset: on the device, or as
     activation_checkpointing.cpu_checkpointing says. See docs/activations.md."""
@@ -131,14 +131,14 @@ class ZstoreSection(Section):
     that of offload_param."""
     gradient_checkpointing: Bool = built(False)
     """Keep only the inputs of the model's blocks, and compute them again in the backward: the same bits, a third more
-    computation. The blocks are transformers' own where the model has `gradient_checkpointing_enable()`, else the modules
-    in its outermost ModuleLists."""
+    computation. The blocks are transformers' own if the model has `gradient_checkpointing_enable()`, else the modules in
+    its outermost ModuleLists."""
     durability: Annotated[Literal["checkpoint", "step"], OneOf()] = built("checkpoint")
-    """What survives a killed process: the last checkpoint, or the last finished step. "step" snapshots every step: state
-    on disk costs links, state in memory is written. After a power cut the last checkpoint counts in both."""
+    """The state that survives a killed process: the last checkpoint, or the last finished step. "step" snapshots every
+    step: state on disk costs links, state in memory is written. After a power cut the last checkpoint counts in both."""
     durability_path: Folders | None = built(None)
-    """Folder for the snapshots of "durability": "step", shared by all ranks. Unset: on the first `nvme_path`; needed
-    where nothing is offloaded to a drive."""
+    """Folder for the snapshots of "durability": "step", shared by all ranks. Unset: on the first `nvme_path`; needed if
+    nothing is offloaded to a drive."""
 
 
 _NO_TENSOR = (
@@ -172,11 +172,11 @@ class Settings(Section):
 
     train_batch_size: Positive | Auto | None = built(None)
     """Samples per step over all ranks: train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size. Any
-    two of the three give the third. "auto" here and in the next two: what the caller gives."""
+    two of the three give the third. "auto" here and in the next two: the caller's answer."""
     train_micro_batch_size_per_gpu: Positive | Auto | None = built(None)
     """Samples that one rank takes through one forward and backward."""
     gradient_accumulation_steps: Positive | Auto | None = built(None)
-    """Micro-batches per step; 1 where it cannot be derived."""
+    """Micro-batches per step; 1 if it cannot be derived."""
     optimizer: OptimizerSection | None = None
     scheduler: SchedulerSection | None = None
     fp16: Fp16Section = Fp16Section()
@@ -199,20 +199,20 @@ class Settings(Section):
     memory_breakdown: Bool = built(False)
     """Add a line with rank 0's bytes by tier and its peaks."""
     dump_state: Bool = built(False)
-    """Print once, at the start on rank 0, the keys that act with their values, where every array rests, and notes on the
-    table of where state rests: padding, room on the drive, the drive's life."""
+    """Print once, at the start on rank 0, the keys that act with their values, where every array is kept, and notes on the
+    table of state: padding, room on the drive, the drive's life."""
     tensorboard: TensorboardSection = TensorboardSection()
     csv_monitor: CsvMonitorSection = CsvMonitorSection()
     wandb: WandbSection = WandbSection()
     comet: Unread = not_built(None, _NO_MONITOR)
     trackio: Unread = not_built(None, _NO_MONITOR)
     dataloader_drop_last: Bool = built(False)
-    """Drop the last batch of an epoch where it is short."""
+    """Drop the last batch of an epoch if it is short."""
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], OneOf()] | None = built(None)
-    """Least level of what the logger `zstore` lets pass, on every rank. Unset: as the script configured it, else "info"."""
+    """Level of the logger `zstore` on every rank. Unset: as the script configured it, else "info"."""
     disable_python_gc: Bool = built(False)
     """Disable Python's garbage collector until the engine is closed, since a collection on one rank holds up all. Call
-    gc.collect() where it suits."""
+    gc.collect() when it suits."""
     activation_checkpointing: ActivationCheckpointingSection = ActivationCheckpointingSection()
     checkpoint: CheckpointSection = CheckpointSection()
     data_types: DataTypesSection = DataTypesSection()

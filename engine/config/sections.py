@@ -31,7 +31,7 @@ _IO = "requests are always submitted singly and overlapped, by threads"
 
 
 def _above_0_if_dynamic(value: float, info: ValidationInfo) -> float:
-    """Return `value`, which is not used where fp16 is off or the scale fixed, and then is anything, as in DeepSpeed."""
+    """Return `value`, which is not used if fp16 is off or the scale fixed, and then may be anything, as in DeepSpeed."""
     if value <= 0 and info.data.get("enabled") is not False and not info.data.get("loss_scale"):
         raise ValueError(f"expected a number above 0 for a dynamic loss scale, got {show(value)}")
     return value
@@ -46,7 +46,7 @@ class Fp16Section(Section):
     switch = "enabled"
 
     enabled: Bool | Auto = built(False)
-    """Train in fp16. "auto": where the device computes fp16 natively and bf16 is off."""
+    """Train in fp16. "auto": if the device computes fp16 natively and bf16 is off."""
     loss_scale: Real = built(0.0)
     """Fixed factor of the loss; 0: dynamic, since no fixed one suits a whole run."""
     initial_scale_power: Annotated[Count, Field(le=127)] = built(16)
@@ -72,13 +72,13 @@ class Bf16Section(Section):
     switch = "enabled"
 
     enabled: Bool | Auto = built(False)
-    """Train in bf16. "auto": where the device computes bf16 natively and fp16 is not on."""
+    """Train in bf16. "auto": if the device computes bf16 natively and fp16 is not on."""
     immediate_grad_update: Bool = no_effect(False, "gradients are always accumulated as they arrive")
     check_grad_overflow: Bool = built(False)
     """Skip steps whose gradients are not finite; false: such a step is an error that changes nothing."""
     bf16_master_weights_and_grads: Bool = not_built(False, FP32)
     bf16_optimizer_states: Bool = built(False)
-    """Keep the optimizer's moments in bf16, as `zstore.moments` "bf16" does, which this is the same as."""
+    """Keep the optimizer's moments in bf16: the same as `zstore.moments` "bf16"."""
 
 
 class AioSection(Section):
@@ -98,8 +98,8 @@ class AioSection(Section):
 
 
 class CsvMonitorSection(Section):
-    """The metrics of `tensorboard` as CSV files, one for each, named after it: `step,<metric>`, where a step is the
-    samples seen. A later run appends to them."""
+    """The metrics of `tensorboard` as CSV files, one for each, named after it: `step,<metric>`; a step is the samples seen.
+    A later run appends to them."""
 
     switch = "enabled"
 

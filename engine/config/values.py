@@ -1,4 +1,4 @@
-"""Types of config values: pydantic's, and in words what each takes, for messages and for `docs/config.md`."""
+"""Types of config values: pydantic's, and a description of each in words, for messages and for `docs/config.md`."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def show(value: object) -> str:
 
 @dataclass(frozen=True)
 class Words:
-    """What a type takes, where that does not follow from its limits."""
+    """Description of a type, if that does not follow from its limits."""
 
     text: str
 
@@ -68,7 +68,7 @@ class OneOf:
 
 
 def expected(kind: Any, about: Iterable[Any] = ()) -> str:
-    """Return in words what a type with these annotations takes."""
+    """Return a description of the values that a type with these annotations takes."""
     if get_origin(kind) is Annotated:
         return expected(kind.__origin__, kind.__metadata__)
     words = next((one.text for one in about if isinstance(one, Words)), None)
@@ -195,7 +195,7 @@ def _none_if_off(value: object) -> object:
 
 
 Auto = Literal["auto"]
-"""Stands for a value until `resolve` replaces it."""
+"""Takes the place of a value until `resolve` fills it in."""
 Bool = StrictBool
 Name = Annotated[StrictStr, BeforeValidator(_filled_in)]
 Whole = Annotated[int, Strict(), BeforeValidator(_whole)]

@@ -1,4 +1,4 @@
-"""The `zero_optimization` section and what belongs to it. Sizes are in elements, as DeepSpeed has them."""
+"""The `zero_optimization` section and its parts. Sizes are in elements, as DeepSpeed has them."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,7 +14,7 @@ _PIPELINE = "an update always prefetches and writes back in the background, as f
 
 
 class OffloadOptimizerSection(Section):
-    """Where the optimizer state (fp32 master weights and what the optimizer keeps) rests, and is updated."""
+    """Where the optimizer state (fp32 master weights and the optimizer's own tensors) is kept and updated."""
 
     switch = "device"
 
@@ -25,7 +25,7 @@ class OffloadOptimizerSection(Section):
     drives. Each run locks its folders; processes of two runs cannot share one."""
     pin_memory: Bool = built(False)
     """Register state in host memory with CUDA, for copies that run beside the computation; transfer buffers always are.
-    Where that fails: pageable memory, and one warning."""
+    If that fails: pageable memory, and one warning."""
     buffer_count: Positive = built(4)
     """Buffers for state on its way: the pool has room for so many of `buffer_size`, and takes half of the host budget at
     most. Pieces of all of an update's arrays share it, so that few buffers mean small requests, never an error."""
@@ -47,7 +47,7 @@ class OffloadOptimizerSection(Section):
 
 
 class OffloadParamSection(Section):
-    """Where parameters rest between their uses, at stage 3. Below it parameters stay on the device, and the section is
+    """Where parameters are kept between their uses, at stage 3. Below it parameters stay on the device, and the section is
     reported."""
 
     switch = "device"
@@ -70,8 +70,9 @@ class OffloadParamSection(Section):
 
 
 class LocoSection(Section):
-    """Error feedback for `zero_quantized_gradients` (LoCo): a rank adds to what it sends an average of what was lost before.
-    It takes memory for whole gradients in their own type on each device, and starts from zero after a load."""
+    """Error feedback for `zero_quantized_gradients` (LoCo): each rank adds an average of its earlier quantization errors to
+    the gradients that it sends. It takes memory for whole gradients in their own type on each device, and starts from zero
+    after a load."""
 
     err_beta: Fraction = built(0.8, stages=(2, 3))
     """Weight of the former errors in the average, 0 to 1; 0 is plain error feedback."""
@@ -99,7 +100,7 @@ class LeafModuleSection(Section):
 
 
 class ZeroSection(Section):
-    """What is sharded over the ranks, where it rests, and in which sizes it travels. A bare `true` is stage 1."""
+    """What is sharded over the ranks, where it is kept, and in which sizes it travels. A bare `true` is stage 1."""
 
     renames: ClassVar[Mapping[str, str]] = {
         name: f"stage3_{name}"
@@ -129,14 +130,14 @@ class ZeroSection(Section):
     stage3_model_persistence_threshold: Count | None = built(None, stages=(3,))
     """Most elements of parameters that keep their gathered copy, taken in the order of the model. Unset: no limit."""
     stage3_prefetch_bucket_size: Count | Auto = built(50_000_000, stages=(3,))
-    """Elements gathered ahead of use; where it is not 0, at least the next unit, a transformer block. 0: each unit is
+    """Elements gathered ahead of use; if it is not 0, at least the next unit, a transformer block. 0: each unit is
     gathered when it is needed. "auto": 0.9 times the hidden size squared."""
     stage3_max_live_parameters: Count = built(1_000_000_000, stages=(3,))
     """Most elements of parameters gathered at one time, with those gathered ahead. A block with more is gathered part by
     part; a single module's parameters are gathered whatever they are."""
     stage3_max_reuse_distance: Count | None = built(None, stages=(3,))
-    """Keep a unit gathered that is used again before so many elements of other units are. Unset: 0, which keeps what is
-    used twice in a row and costs no memory; DeepSpeed's default of 1e9 would keep 2 GB of a 16-bit model."""
+    """Keep a unit gathered that is used again before so many elements of other units are. Unset: 0, which keeps units that
+    are used twice in a row and costs no memory; DeepSpeed's default of 1e9 would keep 2 GB of a 16-bit model."""
     sub_group_size: Positive | None = no_effect(
         None, "an update streams tiles of 1 MiB at most through a few buffers, whatever the size of the model"
     )
@@ -158,7 +159,7 @@ class ZeroSection(Section):
     not waited for, since they come at different times on different ranks. On by default: it costs a bucket of memory."""
     round_robin_gradients: Bool = no_effect(False, "each rank copies its own rows, all ranks at once")
     ignore_unused_parameters: Bool = built(True)
-    """Leave a parameter as it is where no rank has a gradient for it in a whole step; false: an error that names such
+    """Leave a parameter as it is if no rank has a gradient for it in a whole step; false: an error that names such
     parameters."""
     elastic_checkpoint: Bool = no_effect(False, "every checkpoint loads at any world size")
     load_from_fp32_weights: Bool = not_built(
@@ -178,10 +179,10 @@ class ZeroSection(Section):
     link joins. After the first gather of a step, which is from all ranks, parameters are gathered within the group. The same
     bits; in device memory the bytes of the parameters over so many ranks. 0 and 1: none, which takes the least memory."""
     zero_quantized_weights: Bool = built(False)
-    """Gather parameters as 8-bit integers (ZeRO++ qwZ; stage 3): one byte an element and 4 bytes for each 256, half of what
-    16 bits take. Each rank's own rows, masters and checkpoints stay exact. Biases, norms and parameters below the persistence
-    threshold travel in their own type, as the second copy of `zero_hpz_partition_size` does. Off by default: it changes the
-    numbers that the model computes with."""
+    """Gather parameters as 8-bit integers (ZeRO++ qwZ; stage 3): one byte an element and 4 bytes for each 256, half as much
+    as in 16 bits. Each rank's own rows, masters and checkpoints stay exact. Biases, norms and parameters below the
+    persistence threshold travel in their own type, as the second copy of `zero_hpz_partition_size` does. Off by default: it
+    changes the numbers that the model computes with."""
     zero_quantized_nontrainable_weights: Bool = not_built(
         False, "frozen weights keep the type that the model computes in, and take that memory"
     )

@@ -6,7 +6,7 @@ from .zero import ZeroSection
 
 
 def group_problems(zero: ZeroSection, world_size: int) -> list[str]:
-    """Return what is wrong with `mics_shard_size` and `zero_hpz_partition_size` at this world size."""
+    """Return the errors of `mics_shard_size` and `zero_hpz_partition_size` at this world size."""
     return list(_problems(zero, world_size))
 
 
