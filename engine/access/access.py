@@ -1,8 +1,7 @@
-"""A run's state as a training script sees it: whole tensors by name, read and set, whatever is sharded and wherever it
-rests.
+"""A run's state as a training script sees it: whole tensors by name, read and set, whatever is sharded or offloaded.
 
-Everything here is a collective: all ranks call it, with the same names, in the same order. Values are read from the
-arrays in the store, so that reading disturbs nothing; `finished` is where pending work is completed first.
+Everything here is a collective: all ranks call it, with the same names, in the same order. Values are read from the arrays
+in the store, so that reading disturbs nothing; `finished` completes pending work first.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ T = TypeVar("T")
 
 
 class Access:
-    """Whole tensors of one run. `before_changes` ends what must not see the state change in place (a save)."""
+    """Whole tensors of one run. `before_changes` ends work that must not see the state change in place (a save)."""
 
     def __init__(
         self,
@@ -55,19 +54,19 @@ class Access:
         self.world = pending.world
         self.state = state
         self.units = units
-        """None where parameters are not sharded."""
+        """None if parameters are not sharded."""
         self.gradients = gradients
         self.scaler = scaler
         self._pending = pending
         self._before_changes = before_changes
         self._under_way: list[str] = []
         self.away: set[str] = set()
-        """What `offload_states` moved away."""
+        """State that `offload_states` moved away."""
         self._shows_averages = False
         self.open_blocks = 0
         """Blocks of `zstore.gather` that are open."""
         self.before_reading: Callable[[], None] | None = None
-        """Takes over what a script changed in place."""
+        """Takes over values that a script changed in place."""
         self.kept: dict[ParameterRecord, torch.Tensor] = {}
         """This rank's rows, while blocks are open, of parameters that are a part of their master themselves."""
         self._by_name = {name: record for record in state.records for name in (record.name, *record.aliases)}
@@ -118,9 +117,9 @@ class Access:
             self.world.raise_together(error)
 
     def finished(self, call: str, check: Callable[[], T], *, changes: bool = False, moves: bool = False) -> T:
-        """Return what `check` does, once the state is that of the last step and the ranks agree on `call` (all ranks).
+        """Return the result of `check`, once the state is that of the last step and the ranks agree on `call` (all ranks).
 
-        Raises on every rank what `check` raised on any, and UsageError for state that cannot be read or changed now; state
+        Raises on every rank the error of `check` on any, and UsageError for state that cannot be read or changed now; state
         that was moved away can only be moved further (`moves`).
         """
         with self.world.agreeing():
@@ -151,19 +150,19 @@ class Access:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def parameter(self, name: str, *, rank0_only: bool) -> torch.Tensor | None:
-        """Return a parameter's fp32 master, or itself where it is not trained."""
+        """Return a parameter's fp32 master, or itself if it is not trained."""
         record = self.finished(f"get_full_parameter({name!r})", lambda: self.record(name))
         return self._whole(self.master(record), rank0_only)
 
     def optimizer_state(self, name: str, slot: str, *, rank0_only: bool) -> torch.Tensor | None:
-        """Return what the optimizer keeps of a parameter under `slot`; a scalar as a tensor without extents."""
+        """Return an optimizer slot of a parameter; a scalar as a tensor of no dimensions."""
         source = self.slot(name, slot)
         if isinstance(source, float):
             return torch.tensor(source) if self.world.rank == 0 or not rank0_only else None
         return self._whole(source, rank0_only)
 
     def slot(self, name: str, slot: str) -> Source | float:
-        """Return this rank's rows of what the optimizer keeps of a parameter under `slot`, or its scalar (all ranks)."""
+        """Return this rank's rows of an optimizer slot of a parameter, or its scalar (all ranks)."""
         record = self.finished(f"get_optimizer_state({name!r}, {slot!r})", lambda: self._record_with(name, slot))
         scalars = self.state.scalars[record]
         return scalars[slot] if slot in scalars else self._slot(record, slot)
@@ -179,7 +178,7 @@ class Access:
         return record
 
     def gradient(self, name: str, *, rank0_only: bool) -> torch.Tensor | None:
-        """Return the mean over ranks of the gradient that the step under way has so far; None where there is none."""
+        """Return the mean over ranks of the gradient that the step under way has so far; None if there is none."""
         record = self.finished(f"get_gradient({name!r})", lambda: self.record(name))
         gradients = self.gradients
         if record.group is None:
@@ -203,7 +202,7 @@ class Access:
         return found.float().div_(self.scaler.scale)
 
     def master(self, record: ParameterRecord) -> Source:
-        """Return this rank's rows of a parameter's master, or of the parameter where it is not trained."""
+        """Return this rank's rows of a parameter's master, or of the parameter if it is not trained."""
         state = self.state
         if not state.is_split(record):
             return self.source(record, "model")
@@ -217,7 +216,7 @@ class Access:
         return Source(record=record, name=model_array(record.name), dtype=torch.float32, begin=begin)
 
     def _slot(self, record: ParameterRecord, slot: str) -> Source:
-        """Return this rank's rows of what the optimizer keeps of a parameter, of moments in fp32 however they rest."""
+        """Return this rank's rows of an optimizer slot of a parameter, moments in fp32 whatever type they are kept in."""
         state, group = self.state, f"optimizer/{slot}"
         names, moment = state.moment(record, slot)
         if state.store.spec(names[0]).dtype == "float32":
@@ -294,7 +293,7 @@ class Access:
         self.write([(record, self.from_rank0(record, values, dtype))])
 
     def set_optimizer_state(self, name: str, slot: str, values: Any) -> None:
-        """Replace what the optimizer keeps of a parameter under `slot` by rank 0's `values`."""
+        """Replace an optimizer slot of a parameter by rank 0's `values`."""
 
         def check() -> ParameterRecord:
             record = self._record_with(name, slot)
@@ -359,7 +358,7 @@ class Access:
                     self.kept[record].copy_(record.owned())
 
     def _fill(self, record: ParameterRecord, full: torch.Tensor, *names: str) -> None:
-        """Set this rank's rows of an array, or of what a master is made of, to those of `full`."""
+        """Set this rank's rows of an array, or of the arrays of a master, to those of `full`."""
         first, stop = record.owned_range
         rows = full[first:stop]
         state = self.state
@@ -435,8 +434,8 @@ class Access:
         return self.master(record).begin(0, numel)()
 
     def take_over(self, records: Sequence[ParameterRecord]) -> None:
-        """Let the masters of resident parameters follow what a script changed in place: an element whose bits differ from
-        its master's becomes the master, others keep the digits that the parameter does not have.
+        """Let the masters of resident parameters follow a script's changes in place: an element whose bits differ from its
+        master's becomes the master, others keep the digits that the parameter does not have.
 
         Each rank does so for its own rows. See [Note: changed in place] in `guard`.
         """

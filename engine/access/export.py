@@ -33,14 +33,14 @@ _log = logging.getLogger("zstore")
 
 
 _PICKLED = {".bin", ".pt", ".pth"}
-"""What the names of files end with that other software pickles weights into."""
+"""Endings of the names of files that other software pickles weights into."""
 _PICKLED_STEM = "pytorch_model"
-"""What transformers calls a pickled model; one in safetensors it calls `STEM`."""
+"""Transformers' name of a pickled model; one in safetensors it calls `STEM`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What `save_16bit_model` is asked for."""
+    """The arguments of `save_16bit_model`."""
 
     filename: str | None = None
     """None: as `from_pretrained` finds it."""
@@ -95,7 +95,7 @@ def save_weights(access: Access, folder: Path, options: ExportOptions) -> list[P
 
 
 def _check_free(folder: Path, stem: str) -> None:
-    """Raise CheckpointExistsError where the folder has weights of that name already."""
+    """Raise CheckpointExistsError if the folder has weights of that name already."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise CheckpointExistsError(f"{folder} exists and is not a folder: choose another path")
     if not folder.exists():
@@ -108,7 +108,7 @@ def _check_free(folder: Path, stem: str) -> None:
 
 
 def _weights(model: nn.Module, records: Sequence[ParameterRecord], dtype: str) -> list[Weight]:
-    """Return what is written: what `zstore consolidate` finds in a checkpoint."""
+    """Return the tensors to write: those that `zstore consolidate` finds in a checkpoint."""
     weights = []
     for record in records:
         kind = dtype_name(record.dtype)
@@ -121,7 +121,7 @@ def _weights(model: nn.Module, records: Sequence[ParameterRecord], dtype: str) -
 
 
 class _Export:
-    """Rank 0's part of `save_weights`. What it opens is closed by `opened`, and published where no error came."""
+    """Rank 0's part of `save_weights`. `opened` closes its files, and publishes them if there was no error."""
 
     def __init__(self, model: nn.Module, target: Path, layouts: Sequence[FileLayout], opened: ExitStack) -> None:
         self._model = model

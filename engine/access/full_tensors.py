@@ -1,9 +1,9 @@
 """Whole tensors out of every rank's rows, piece by piece in flat order, in bounded memory.
 
 [Note: pieces]
-The flat elements of an array are cut where shards end, and into pieces of whole chunks, about 8 MiB. Who owns a piece
-reads it ahead of its turn and gives it to rank 0, or to all. Every rank goes through all pieces in the same order. Where
-state is not sharded every rank has everything, and nothing is sent.
+The flat elements of an array are cut at the ends of shards, and into pieces of whole chunks, about 8 MiB. A piece's owner
+reads it ahead of its turn and gives it to rank 0, or to all. Every rank goes through all pieces in the same order. If state
+is not sharded, every rank has everything, and nothing is sent.
 
 A rank that fails goes on with zeros, so that the others are not left waiting, and all ranks agree on errors every now
 and then, and at the end.
@@ -42,7 +42,7 @@ class Source:
     begin: Callable[[int, int], Read]
     """Begins to read local flat elements `[first, stop)` of this rank's shard."""
     shape: tuple[int, ...] | None = None
-    """Of the whole array, where it is not the parameter's, and it is cut by its own rows."""
+    """Of the whole array, if it is not the parameter's, and it is cut by its own rows."""
 
     def grid(self, num_ranks: int) -> Grid:
         """Return how it is cut over `num_ranks` ranks that share the state."""
@@ -87,7 +87,7 @@ class WholeArrays:
     def each(self, take: Callable[[Piece], None], *, rank0_only: bool) -> None:
         """Call `take` with every piece, in order, on every rank or on rank 0 alone (all ranks).
 
-        Raises on every rank what `take` or a reading raised on any.
+        Raises on every rank the error of `take` or of a read on any.
         """
         mine = (plan for plan in self._plans() if self._has(plan, rank0_only))
         ahead: deque[Read] = deque()
@@ -140,7 +140,7 @@ class WholeArrays:
             return torch.zeros(plan.stop - plan.first, dtype=plan.source.dtype)
 
     def _move(self, plan: _Plan, values: torch.Tensor | None, rank0_only: bool) -> torch.Tensor | None:
-        """Return the piece where it is wanted, None elsewhere."""
+        """Return the piece on the ranks that want it, None on others."""
         world = self._world
         if rank0_only and world.rank not in (0, plan.shard):
             return None

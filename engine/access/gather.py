@@ -4,9 +4,9 @@
 With a `modifier_rank`, that rank's values go to all ranks at the end of the block, and into the fp32 masters of every
 parameter of which a bit changed: the master becomes the new value. A parameter that was left alone keeps its master, which
 has more digits than the parameter. Without one the block is for reading. A change that shows in the parameter's version
-counter, or in the rows that this rank keeps of a sharded parameter, is undone and answered with an error; what is
-written through `.data` elsewhere is lost without one. An fp32 parameter that is its own master (fp32, whole on every
-rank, state on the device) has no other copy to be undone from, and keeps what was written, as without an engine.
+counter, or in the rows that this rank keeps of a sharded parameter, is undone and answered with an error; a write through
+`.data` elsewhere is lost without one. An fp32 parameter that is its own master (fp32, whole on every rank, state on the
+device) has no other copy to restore, and keeps the written values, as without an engine.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ Parameters = nn.Parameter | nn.Module | Iterable[nn.Parameter]
 def gather(params: Parameters, modifier_rank: int | None = None) -> Iterator[None]:
     """Give parameters all their values for the length of a `with` block (all ranks, with the same parameters).
 
-    `params` is one parameter, several, or a module. With `modifier_rank`, what that rank made of the values in the block
-    is the parameter's value on every rank afterwards, and its fp32 master's. Without, the block is for reading: a change
-    is undone and raises UsageError, as far as it is seen (see [Note: changes in a block]). An error in the block, on any
-    rank, ends it on all ranks, and changes are undone.
+    `params` is one parameter, several, or a module. With `modifier_rank`, that rank's values at the end of the block are
+    the parameter's on every rank afterwards, and its fp32 master's. Without, the block is for reading: a change is undone
+    and raises UsageError, as far as it is seen (see [Note: changes in a block]). An error in the block, on any rank, ends
+    it on all ranks, and changes are undone.
 
     Works at every stage, in nested blocks, and within a forward for reading. Tensors taken from a sharded parameter in
     the block stay valid after it. Parameters of a model that was built within `zstore.Init`, or loaded by
     `zstore.from_pretrained`, and not yet given to `initialize` are given their values likewise. Others are left alone.
 
-    Raises UsageError for changes within a forward or backward, and where the ranks gather different parameters.
+    Raises UsageError for changes within a forward or backward, and if the ranks gather different parameters.
     """
     listed = _listed(params)
     runs, built = _by_run(listed), _by_builder(listed)
@@ -98,7 +98,7 @@ def _by_run(parameters: Sequence[nn.Parameter]) -> list[tuple[Access, list[Param
 
 
 def _by_builder(parameters: Sequence[nn.Parameter]) -> list[tuple[Builder, list[Built]]]:
-    """Return what rests in shards of models that are not trained yet, by who built it."""
+    """Return the sharded parameters of models that are not trained yet, by builder."""
     found: dict[Builder, list[Built]] = {}
     for parameter in parameters:
         one = find_built(parameter)
@@ -130,7 +130,7 @@ class _RunBlock:
         self._versions = [record.parameter._version for record in self._records]
 
     def _fill(self, records: Sequence[ParameterRecord]) -> None:
-        """Bring the rows of sharded parameters, as they rest, into `full` of each, which has room (all ranks)."""
+        """All-gather the rows of sharded parameters, in their own type, into `full` of each, which has room (all ranks)."""
         access = self._access
         sources = [
             rows_source(r, r.owned(), r.dtype) if r.rest is None else access.source(r, r.rest.partition("/")[0])
@@ -156,7 +156,7 @@ class _RunBlock:
                 self._access.units.let_go(self._records)
 
     def _end_together(self, error: BaseException | None) -> None:
-        """Raise what ended the block on any rank, after the parameters have their values of before."""
+        """Raise the error that ended the block on any rank, after the parameters have their former values."""
         try:
             self.world.raise_together(error)
         except Exception:
@@ -176,7 +176,7 @@ class _RunBlock:
         self._accept(self._records)
 
     def _undo(self) -> None:
-        """Raise UsageError on every rank where a parameter was changed on any, and give it its values again."""
+        """Raise UsageError on every rank if a parameter was changed on any, and give it its values again."""
         pairs = zip(self._records, self._versions, strict=True)
         changed = agree_any(self.world, [self._is_changed(*pair) for pair in pairs])
         found = [record for record, any_ in zip(self._records, changed, strict=True) if any_]
@@ -284,7 +284,7 @@ class _PlainBlock:
         self._before: list[torch.Tensor] = []
 
     def open(self) -> None:
-        """Keep what an error in the block goes back to."""
+        """Keep the values that an error in the block restores."""
         _check_rank(self._modifier_rank, self.world)
         self._before = [parameter.detach().clone() for parameter in self._parameters]
 
@@ -317,8 +317,8 @@ def _bits_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _take_over(record: ParameterRecord, shape: torch.Size, *, keep: bool) -> None:
-    """Give a parameter its own memory again where the block put other in its place (`p.data = ...`), with the values
-    that it has there if `keep`."""
+    """Give a parameter its own memory again if the block replaced it (`p.data = ...`), with the values of the new one if
+    `keep`."""
     values = record.parameter.data
     if keep and values.shape != shape:
         raise UsageError(

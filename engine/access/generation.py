@@ -1,4 +1,4 @@
-"""`generate` where parameters are sharded: every rank runs as many forwards as the one that writes the most."""
+"""`generate` with sharded parameters: every rank runs as many forwards as the one that writes the most."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 def in_step(generate: Callable[..., Any]) -> Callable[..., Any]:
     """Return `generate` with transformers' `synced_gpus` on, unless the call says otherwise.
 
-    Gathering is a collective, so a rank whose texts are complete has to go on with forwards until all are, which is
-    what `synced_gpus` does; the ranks call `generate` equally often. A `generate` that does not know it is returned as
-    it is: it runs equally many forwards on every rank, or says itself how it keeps step.
+    Gathering is a collective, so a rank whose texts are complete has to go on with forwards until all are, as `synced_gpus`
+    does; the ranks call `generate` equally often. A `generate` without that parameter is returned as it is: it runs equally
+    many forwards on every rank, or has its own way to keep step.
     """
     signature = inspect.signature(generate)
     if "synced_gpus" not in signature.parameters:

@@ -7,18 +7,18 @@ parameter given other memory, the updates would go on in the old one and the mod
 - Conversions of `nn.Module` (`to`, `half`, `float`, `cuda`, `to_empty`, `share_memory`, ...) all go through `_apply`, which
   each module of the model has as an attribute of its own while the engine is open. A conversion that changes nothing passes;
   any other is refused before it begins.
-- What goes past that (`parameter.data = ...`, `module.weight = nn.Parameter(...)`, a module that was added, a frozen
+- Anything that bypasses it (`parameter.data = ...`, `module.weight = nn.Parameter(...)`, a module that was added, a frozen
   parameter that is to be trained) is found at the next forward or step, by addresses and identities: some hundred
   nanoseconds for each parameter.
 
 [Note: changed in place]
 A script may write to parameters between steps (`clamp_`, `nn.init`, `copy_` under `no_grad`). Their version counters tell,
 at the next forward, step, save or call that reads the state. A resident parameter has the values that were written; its
-master, where that is another array, takes them over. A sharded one has them in memory that is gone by then, or in the
-view of one NaN: that is refused. What is written through `.data` counts in no version. The memory of a parameter that is its
-own master keeps it; elsewhere the next update would overwrite it. So each step notes the first values of one parameter, in
-turn, and the next one refuses to begin where they are others, and not what the master says. It is for the step to find,
-since a script may swap weights through `.data` for an evaluation, and back.
+master, if that is another array, takes them over. A sharded one has them in memory that is gone by then, or in the view of
+one NaN: that is refused. A write through `.data` changes no counter. The memory of a parameter that is its own
+master keeps it; elsewhere the next update would overwrite it. So each step notes the first values of one parameter, in
+turn, and the next one refuses to begin if they have changed, and are not the master's. Only the step checks, since a script
+may swap weights through `.data` for an evaluation, and back.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _NAMED = 5
 
 class ParameterGuard:
     """Watches the parameters of one run. See [Note: what would part them]. `take_over` lets the masters of resident
-    parameters follow what was written to them."""
+    parameters follow writes to these."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class ParameterGuard:
     # -- conversions ------------------------------------------------------------------------------------------------
 
     def _check_conversion(self, module: nn.Module, convert: Convert) -> None:
-        """Raise UsageError where `convert` would change a parameter of `module`. Values are not touched: it is tried on
+        """Raise UsageError if `convert` would change a parameter of `module`. Values are not touched: it is tried on
         small tensors of the same kinds."""
         tried: set[tuple[torch.dtype, torch.device, int]] = set()
         for name, parameter in module.named_parameters():
@@ -113,10 +113,10 @@ class ParameterGuard:
         which = "the model" if module is self._model else f"a {type(module).__name__} of the model"
         return f"{which} cannot be converted after initialize()"
 
-    # -- what goes past them ----------------------------------------------------------------------------------------
+    # -- changes that bypass them -----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise UsageError where a parameter is no longer the one that the engine trains; replaced memory is put back.
+        """Raise UsageError if a parameter is no longer the one that the engine trains; replaced memory is put back.
 
         Without gradients, frozen parameters may be thawed, as adapters are that serve as a reference.
         """
@@ -134,8 +134,8 @@ class ParameterGuard:
             self._check_structure()
 
     def check_values(self) -> None:
-        """Take over what was written to parameters in place. Raises UsageError, and forgets it, where they are sharded. See
-        [Note: changed in place]."""
+        """Take over values written to parameters in place. Raises UsageError, and forgets them, if the parameters are
+        sharded. See [Note: changed in place]."""
         written = [record for record, parameter in self._counting if parameter._version != record.version]
         if not written:
             return
@@ -180,7 +180,7 @@ class ParameterGuard:
         return [*chain.from_iterable(map(dict.values, self._tables))]
 
     def _check_structure(self) -> None:
-        """Raise UsageError where there is a parameter to train that the engine does not know."""
+        """Raise UsageError if there is a parameter to train that the engine does not know."""
         added = {
             parameter: name
             for root in self._roots.values()
@@ -220,7 +220,7 @@ class ValueSample:
             self._noted = record, record.owned()[:_SAMPLE_NUMEL].clone()
 
     def check(self) -> None:
-        """Raise UsageError where the values that were noted changed and the master did not (before a step)."""
+        """Raise UsageError if the noted values changed and the master did not (before a step)."""
         noted, self._noted = self._noted, None
         if noted is None or _same_bits(now := noted[0].owned()[:_SAMPLE_NUMEL], noted[1]):
             return

@@ -23,7 +23,7 @@ CustomLoad = Callable[..., Any]
 
 
 class IncompatibleKeys(NamedTuple):
-    """What `load_state_dict` of torch returns."""
+    """The result of torch's `load_state_dict`."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -31,7 +31,7 @@ class IncompatibleKeys(NamedTuple):
 
 _MOST_LISTED = 10
 _ENGINES = "module."
-"""What the names of `engine.state_dict()` begin with."""
+"""Prefix of the names of `engine.state_dict()`."""
 
 
 def module_state_dict(access: Access, *, exclude_frozen: bool) -> dict[str, Any]:
@@ -67,8 +67,8 @@ def _whole_state_dict(access: Access) -> dict[str, Any]:
 
 
 def hand_back(access: Access, init: Init, end: Callable[[], None]) -> None:
-    """Give every parameter its value, the fp32 master where it is trained, in memory of its own or as `init` shards it (all
-    ranks). `end` takes the engine's hooks off, once nothing can fail any more but reading."""
+    """Give every parameter its value, the fp32 master if it is trained, in memory of its own or as `init` shards it (all
+    ranks). `end` takes the engine's hooks off, once only reading can fail."""
     state, device = access.state, access.world.device
     records = access.finished("hand_back()", lambda: state.records, changes=True)
     end()
@@ -88,8 +88,8 @@ def load_module_state(
     """Load a state dict of rank 0 into parameters, masters and buffers of all ranks; return the names that were missing in
     it, and those that the model does not have (all ranks).
 
-    Raises UsageError on every rank, before anything was changed, that lists what does not fit. `custom` loads it in its own
-    way, with all parameters gathered.
+    Raises UsageError on every rank, before anything was changed, that lists the keys that do not fit. `custom` loads it in
+    its own way, with all parameters gathered.
     """
     world, model = access.world, access.model
     if custom is not None:
@@ -124,7 +124,7 @@ def load_module_state(
 
 
 def state_entries(access: Access) -> Iterable[tuple[str, Any]]:
-    """Return the names of the model's state dict and what stands behind them: parameters and buffers themselves."""
+    """Return the model's parameters and buffers themselves, by their names in its state dict."""
     with access.guard.suspended():
         found: dict[str, Any] = access.model.state_dict(keep_vars=True)
     return found.items()
@@ -157,7 +157,7 @@ def _check(access: Access, entries: Mapping[str, Any], given: Mapping[str, Any],
 
 
 def without_prefix(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict with the model's own names, where all of it has those of `engine.state_dict()`."""
+    """Return a state dict with the model's own names, if all of its keys have the prefix of `engine.state_dict()`."""
     if state and all(name.startswith(_ENGINES) for name in state):
         return {name.removeprefix(_ENGINES): value for name, value in state.items()}
     return state

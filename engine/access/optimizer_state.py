@@ -1,4 +1,4 @@
-"""`optimizer.state` of a run: what the optimizer keeps of each parameter, brought when it is asked for."""
+"""`optimizer.state` of a run: the optimizer's slots of each parameter, fetched when they are read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StateByParameter(Mapping[Any, Mapping[str, torch.Tensor]]):
     def __getitem__(self, parameter: Any) -> Mapping[str, torch.Tensor]:
         record = self._access.record_of(parameter)
         if record is None or not self._is_updated(record):
-            return {}  # as the defaultdict that it stands in for
+            return {}  # as the defaultdict that it replaces
         return StateOfParameter(self._access, record)
 
     def _is_updated(self, record: ParameterRecord) -> bool:
@@ -43,8 +43,8 @@ class StateByParameter(Mapping[Any, Mapping[str, torch.Tensor]]):
 
 
 class StateOfParameter(Mapping[str, torch.Tensor]):
-    """What the optimizer keeps of one parameter, by slot: a copy on the CPU, whole and in fp32, each time that a slot is read
-    (all ranks). `engine.set_optimizer_state` changes it."""
+    """The optimizer's slots of one parameter: a copy on the CPU, whole and in fp32, each time that a slot is read (all
+    ranks). `engine.set_optimizer_state` changes it."""
 
     def __init__(self, access: Access, record: ParameterRecord) -> None:
         self._access = access

@@ -25,7 +25,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return what the optimizer keeps of a parameter, as "exp_avg", whole, on the CPU."""
+    """Return an optimizer slot of a parameter, as "exp_avg", whole, on the CPU."""
     found = _find(param)
     return None if found is None else found[0].optimizer_state(found[1].name, optim_state_key, rank0_only=False)
 
@@ -43,7 +43,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Replace what the optimizer keeps of a parameter; rank 0's values count."""
+    """Replace an optimizer slot of a parameter; rank 0's values count."""
     access, record = _required(param)
     access.set_optimizer_state(record.name, optim_state_key, value)
 
@@ -51,7 +51,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace a parameter's averaged, unscaled gradient, after the last backward of a step; rank 0's values count.
 
-    Raises UsageError where there is none, or where it waits on disk.
+    Raises UsageError if there is none, or if it waits on disk.
     """
     access, record = _required(param)
 
@@ -70,7 +70,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_update_full_grad_vectorized(
     param_list: Sequence[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
 ) -> None:
-    """Replace the gradient of each parameter that has one by what `update_func(gradient, parameter)` returns."""
+    """Replace the gradient of each parameter that has one by the result of `update_func(gradient, parameter)`."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:
@@ -90,7 +90,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return this rank's rows of what the optimizer keeps of a parameter, 1-D, a copy."""
+    """Return this rank's rows of an optimizer slot of a parameter, 1-D, a copy."""
     found = _find(param)
     if found is None:
         return None
@@ -111,7 +111,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Replace this rank's rows of what the optimizer keeps of a parameter."""
+    """Replace this rank's rows of an optimizer slot of a parameter."""
     safe_set_full_optimizer_state(param, _joined(param, value), optim_state_key)
 
 

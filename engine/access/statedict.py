@@ -1,5 +1,5 @@
-"""State dicts of a model in training: an error that says what to do, where torch would give NaN, or load values that the
-next step would replace."""
+"""State dicts of a model in training: an error with advice, while torch would give NaN, or load values that the next step
+would replace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _INSTEAD = (
 
 
 class StateDictGuard:
-    """Lets `state_dict()` raise where parameters are sharded, and `load_state_dict()` also where masters would not follow.
+    """Lets `state_dict()` raise if parameters are sharded, and `load_state_dict()` also if masters would not follow.
 
     `loses(parameter)` says whether values that are loaded into a parameter would be lost. Copies of the model are not
     watched.

@@ -1,1 +1,1 @@
-"""Where every byte rests and when it moves, decided from sizes and settings alone."""
+"""Where every byte is kept and when it moves, decided from sizes and settings alone."""

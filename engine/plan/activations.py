@@ -1,5 +1,5 @@
-"""What a forward keeps for its backward, estimated from a model's width and depth: `zstore plan` counts it, and the engine
-before the first step, so that a lack of memory is told before the kernel ends the rank for it."""
+"""Memory of the activations, estimated from a model's width and depth. `zstore plan` counts it, and so does the engine
+before the first step, to report a lack of memory before the kernel kills the rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
 
 @dataclass(frozen=True, kw_only=True)
 class Width:
-    """What of a model's shape its activations follow from."""
+    """The dimensions of a model that its activations follow from."""
 
     hidden: int
     """Width of the residual stream, in elements."""
@@ -24,7 +24,7 @@ class Width:
 
     @classmethod
     def of(cls, model: Any) -> Width | None:
-        """Return what the model's own config says; None if there is none, or it does not say all of it."""
+        """Return the shape in the model's own config; None if there is none, or it is incomplete."""
         config: Any = getattr(model, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         layers = next((value for name in _LAYERS if (value := getattr(config, name, None)) is not None), None)
@@ -53,7 +53,7 @@ class Activations:
 
     @property
     def kept_bytes(self) -> int:
-        """What layers keep until the backward comes to them: what goes to host memory or disk with "activations"."""
+        """Tensors that layers save until their backward: those that go to host memory or disk with "activations"."""
         per_token = _KEPT_PER_TOKEN_AND_WIDTH if self.checkpointing else _BYTES_PER_TOKEN_AND_WIDTH
         return self._of_layer(per_token) * self.width.num_layers
 

@@ -1,4 +1,4 @@
-"""From a model and a config to what `placement` needs to know. The engine and `zstore plan` both ask here."""
+"""Makes the inputs of `placement` from a model and a config, for the engine and for `zstore plan`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Persistence:
         self._left_numel = most_numel
 
     def keeps(self, numel: int) -> bool:
-        """Return whether a parameter of `numel` elements is below the threshold, and its copy within what is left."""
+        """Return whether a parameter of `numel` elements is below the threshold, and its copy within the remaining limit."""
         if numel >= self._threshold_numel:
             return False
         if self._left_numel is None:
@@ -85,7 +85,7 @@ def find_needs(
     units: Sequence[Sequence[str]] = (),
     local_world_size: int | None = None,
 ) -> list[Need]:
-    """Return what each parameter needs on `rank`; `slots` are those of the trained ones, by name; `units` the names of the
+    """Return the needs of each parameter on `rank`; `slots` are those of the trained ones, by name; `units` the names of the
     parameters that each unit gathers, in the order in which units run. `local_world_size` ranks share a machine; None: all."""
     sharding = Sharding.of_stage(config.stage, world_size, copy_size=config.copy_size)
     rests_apart = sharding.parameters or config.offload_param.device != "none"
@@ -126,7 +126,7 @@ def find_needs(
 
 
 def _error_numel(grid: Grid, config: Config, world_size: int, local_world_size: int | None) -> int:
-    """Return the elements that error feedback keeps of a parameter's gradient: of what each hop sends."""
+    """Return the elements that error feedback keeps of a parameter's gradient: as many as each hop sends."""
     zero = config.zero
     if zero.zeropp_loco_param is None or not zero.zero_quantized_gradients:
         return 0
@@ -161,7 +161,7 @@ def prefetch_limits(config: Config) -> PrefetchLimits:
 
 
 def placement_settings(config: Config, *, budget_bytes: int | None, device_is_host: bool) -> PlacementSettings:
-    """Return what a resolved config asks for; `budget_bytes` is one rank's share of the machine's budget."""
+    """Return the settings of a resolved config; `budget_bytes` is one rank's share of the machine's budget."""
     zero = config.settings.zero_optimization
     return PlacementSettings(
         optimizer=config.offload_optimizer.device,
@@ -217,7 +217,7 @@ SPILL_POOL_BYTES = 16 * 1024 * 1024
 
 
 def spill_pool_bytes(budget_bytes: int) -> int:
-    """Return the bytes of the buffers through which gradients pass, where a host budget may send them to disk."""
+    """Return the bytes of the buffers through which gradients pass, if a host budget may send them to disk."""
     return min(SPILL_POOL_BYTES, budget_bytes // 16)
 
 

@@ -1,22 +1,22 @@
-"""Where every byte of training state rests: decided once, from sizes and settings alone. Pure: no tensors, no I/O.
+"""Where every byte of training state is kept: decided once, from sizes and settings alone. Pure: no tensors, no I/O.
 
 [Note: placement]
-The device keeps what is not offloaded, and `1 - ratio` of the optimizer state's elements. Of the rest:
-- "cpu" rests in host memory and "nvme" on disk, but a shard under 64 KiB in host memory always, since a request to the
-  disk would cost more; gradients that wait for the update rest in host memory.
-- Under a host budget "nvme" means: in memory as far as the budget goes, the rest on disk. Buffers come first, then what
-  has no other place. What is left goes to whatever saves most of the drive's time per byte of memory, in whole
+The device keeps arrays that are not offloaded, and `1 - ratio` of the optimizer state's elements. The others:
+- "cpu" is in host memory and "nvme" on disk, but a shard under 64 KiB always in host memory, since a request to the
+  disk would cost more; gradients that wait for the update are in host memory.
+- Under a host budget "nvme" means: in memory as far as the budget goes, else on disk. Buffers come first, then arrays that
+  have no other place. The remaining memory goes to the arrays that save most of the drive's time per byte, in whole
   parameters: a byte of 16-bit parameters saves two reads (in forward and in backward) and a write (by the update), of
   gradients and optimizer state a read and a write, of a frozen parameter two reads. Rates of the drive that are not known
-  count as equal, and time as bytes. Padding on disk decides among equals; what is alike is spread over the model. A step
-  visits all of it in a circle, where an LRU cache would never hit; a fixed part in memory always does.
-- Taking the densest first, and skipping what does not fit, makes the drive's time monotone in the budget: where a larger
-  budget takes an item that a smaller one has to skip, all that the smaller one may still take is worth less than that
-  item, for it is smaller and saves no more per byte.
+  count as equal, and time as bytes. Padding on disk decides among equals; equal arrays are spread over the model. A step
+  visits all of them in a circle, so an LRU cache would never hit; a fixed part in memory always does.
+- Taking the densest first, and skipping items that do not fit, makes the drive's time monotone in the budget: if a larger
+  budget takes an item that a smaller one has to skip, all items that the smaller one may still take are worth less than
+  that one, for they are smaller and save no more per byte.
 
-A split master (bf16 alone) is the parameter, wherever that rests, and its low 16 bits and ties beside the slots.
-A trained fp32 parameter is its own master, and the master rests where the parameter does. Only where the parameter
-stays on the device and its optimizer state does not, the state has a master of its own.
+A split master (bf16 alone) is the parameter, wherever that is, and its low 16 bits and ties beside the slots. A trained
+fp32 parameter is its own master, in the parameter's place. Only if the parameter stays on the device and its optimizer
+state does not, the state has a master of its own.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _PAGE_BYTES = 4096
 
 
 def make_plan(needs: Sequence[Need], settings: PlacementSettings, units: Sequence[Sequence[str]] = ()) -> Plan:
-    """Return where everything rests. See [Note: placement].
+    """Return where everything is kept. See [Note: placement].
 
     `needs` are all parameters in order; `units` are the names of the parameters that each unit gathers, in the order in
-    which units run. Raises BudgetError where the budget cannot hold what has to be in host memory, ConfigError where a
+    which units run. Raises BudgetError if the budget cannot hold everything that has to be in host memory, ConfigError if a
     setting is out of its range.
     """
     _check_settings(settings)
@@ -91,16 +91,16 @@ def make_plan(needs: Sequence[Need], settings: PlacementSettings, units: Sequenc
     )
 
 
-# -- what is stored -----------------------------------------------------------------------------------------------------
+# -- stored arrays ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Stored:
-    """One array, or what rests as one."""
+    """One array, or several that are stored as one."""
 
     kind: str
     field: Field
-    """What its drives are chosen by: a parameter beside its master has its own."""
+    """Decides its drives: a parameter beside its master has its own."""
     rest: Rest
     nbytes: int
     layout: ShardLayout
@@ -176,7 +176,7 @@ def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterat
         nbytes = need.error_numel * numpy_dtype(need.dtype).itemsize
         yield replace(one("gradient errors", "device", need.dtype, field="gradient"), nbytes=nbytes)
     if settings.holds_gradients:
-        # A micro-batch adds to what the one before left, the first excepted; the update reads the sum.
+        # Each micro-batch but the first adds to the sum of those before; the update reads it.
         whole = need.whole_gradient
         yield one(
             "gradients",
@@ -190,7 +190,7 @@ def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterat
 
 
 def _slots(need: Need, place: Placement) -> Iterator[_Stored]:
-    """Yield what rests of the optimizer's slots."""
+    """Yield the stored arrays of the optimizer's slots."""
     slots = [slot if isinstance(slot, TensorSlot) else TensorSlot(slot) for slot in need.slots or ()]
     plain = [slot.name for slot in slots if slot.shape is None]
     kept = stored_slots(plain, need.moments, (need.grid.rows, need.grid.row_numel))
@@ -204,7 +204,7 @@ def _slots(need: Need, place: Placement) -> Iterator[_Stored]:
 
 
 def _split_rest(need: Need, place: Placement) -> Iterator[_Stored]:
-    """Yield what a split master has beside the parameter."""
+    """Yield the arrays of a split master beside the parameter."""
     ties = need.grid.packed()
     for grid, dtype in ((need.grid, "uint16"), (ties, "uint8")):
         yield _apart(need, "master", grid, dtype, place)
@@ -219,7 +219,7 @@ def _of_own_shape(need: Need, name: str, shape: tuple[int, ...], place: Placemen
 def _apart(need: Need, kind: str, grid: Grid, dtype: str, place: Placement) -> _Stored:
     """Return an array of the state that is cut in another way than the parameter, or has another type."""
     nbytes = grid.shard_valid_numel(need.shard) * numpy_dtype(dtype).itemsize
-    # As the store has it: each of these may be small where the others are not.
+    # As in the store: each of these may be small although the others are not.
     rest = "host" if place.state == "disk" and nbytes < SMALL_SHARD_BYTES else place.state
     layout = cached_layout(grid, need.shard, dtype)
     return _Stored(kind=kind, field="state", rest=rest, nbytes=nbytes, layout=layout, reads=1, writes=1)
@@ -254,7 +254,7 @@ def _gathered_bytes(needs: Sequence[Need], units: Sequence[Sequence[str]]) -> in
     return max((sum(sizes.get(name, 0) for name in pair) for pair in pairs), default=0)
 
 
-# -- what must be where, and what may be elsewhere ----------------------------------------------------------------------
+# -- fixed places, and choices ------------------------------------------------------------------------------------------
 
 
 def _least_memory(need: Need, settings: PlacementSettings, state_on_device: bool) -> Placement:
@@ -296,13 +296,13 @@ def _share_on_device(needs: Sequence[Need], settings: PlacementSettings) -> set[
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """Something that rests on disk and could rest in host memory."""
+    """An array on disk that could be in host memory."""
 
     need: Need
     field: Field
     memory_bytes: int
     saved_s: Fraction
-    """Time of the drive in a step that ends with that, or bytes where its rates are not known."""
+    """Time of the drive in a step that this saves, or bytes if its rates are not known."""
     turn: int
     """Sorts alike ones: see `spread_turns`."""
 
@@ -314,7 +314,7 @@ class _Choice:
 
 
 def _choices(needs: Sequence[Need], least: Mapping[str, Placement], settings: PlacementSettings) -> list[_Choice]:
-    """Return what may be in host memory or on disk, what should be in memory first; see [Note: placement]."""
+    """Return the arrays that may be in host memory or on disk, by priority for memory; see [Note: placement]."""
     choices: list[_Choice] = []
     names: tuple[Field, ...] = ("parameter", "gradient", "state")
     rates = settings.drive_rates or ALIKE
@@ -337,11 +337,11 @@ def _choices(needs: Sequence[Need], least: Mapping[str, Placement], settings: Pl
 
 
 def spread_turns(sizes: Sequence[int]) -> list[int]:
-    """Return the turn of each thing: where the middle of it lies among all, in at most as many parts as there are
-    things, with binary digits in reverse. A second one in a part comes after the first ones of all.
+    """Return the turn of each thing: the part that holds its middle, of at most as many parts as there are things, with
+    binary digits in reverse. A second one in a part comes after the first ones of all.
 
-    Were the first parameters in memory and the last ones on disk, the drive would rest in one half of a pass and hold it up
-    in the other. Source: the van der Corput sequence.
+    Were the first parameters in memory and the last ones on disk, the drive would be idle in one half of a pass and hold it
+    up in the other. Source: the van der Corput sequence.
     """
     total = max(sum(sizes), 1)
     bits = max(len(sizes).bit_length() - 1, 1)
@@ -395,9 +395,9 @@ def _cost(need: Need, place: Placement, settings: PlacementSettings) -> tuple[in
 def _required_bytes(
     needs: Sequence[Need], least: Mapping[str, Placement], settings: PlacementSettings
 ) -> dict[str, int]:
-    """Return the bytes of host memory that nothing can spare, by what they are for.
+    """Return the bytes of host memory that nothing can spare, by purpose.
 
-    Raises BudgetError where they are over the budget.
+    Raises BudgetError if they are over the budget.
     """
     required = {"transfer buffers": settings.buffer_bytes, "one piece larger than the buffers": 0}
     pool_bytes = settings.buffer_bytes if settings.update_buffer_bytes is None else settings.update_buffer_bytes

@@ -1,4 +1,4 @@
-"""What a plan says: what parameters need, where their state rests, and what a step moves. Pure data."""
+"""A plan: the needs of parameters, the places of their state, and the bytes that a step moves. Pure data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zstore.store import SMALL_SHARD_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Bytes by resting place, padding left out, as the store counts them. Each byte is in one of the four."""
+    """Bytes by place, without padding, as the store counts them. Each byte is in one of the four."""
 
     device: int = 0
     host: int = 0
@@ -67,13 +67,13 @@ class Sent:
         return Sent(within=self.within + other.within, between=self.between + other.between)
 
     def times(self, count: int) -> Sent:
-        """Return what `count` of these send."""
+        """Return the bytes of `count` of these."""
         return Sent(within=self.within * count, between=self.between * count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DriveRates:
-    """Bytes a second of the drive that state rests on, in whole numbers, so that every rank finds the same order."""
+    """Bytes a second of the drive that holds the state, in whole numbers, so that every rank finds the same order."""
 
     read: int
     write: int
@@ -146,14 +146,14 @@ class Need:
     gradient_dtype: str
     """Type in which its gradient waits for the update."""
     slots: tuple[str | TensorSlot, ...] | None
-    """What the optimizer keeps beside the master; None: the parameter is not trained."""
+    """Slots of the optimizer beside the master; None: the parameter is not trained."""
     stays_gathered: bool
     """All values are on every rank's device always: stages 0 to 2, and below the persistence threshold."""
     whole_gradient: bool = False
     """The gradient accumulates in whole on the device, and is reduced once a step (stages 0 and 1 of several ranks)."""
     fetches: int = 2
-    """Times that a micro-batch brings it where it does not stay gathered: for forward and for backward, but once where it
-    is still there."""
+    """Times that a micro-batch brings it if it does not stay gathered: for forward and for backward, but once if it is
+    still there."""
     state_ranks: int = 1
     """Ranks that `grid` cuts for."""
     secondary_numel: int = 0
@@ -163,15 +163,15 @@ class Need:
     near_numel: int = 0
     """Elements of the parameter as it is cut over the ranks of a group, padding included; with one group as over all."""
     error_numel: int = 0
-    """Elements of what quantization lost of its gradient that are kept (`zeropp_loco_param`), on the device."""
+    """Elements of its gradient's quantization errors that are kept (`zeropp_loco_param`), on the device."""
     splits_master: bool = False
-    """The master is kept as the bf16 parameter and what that lacks; see [Note: the split]."""
+    """The master is kept as the bf16 parameter and its missing bits; see [Note: the split]."""
     moments: Moments = "fp32"
-    """What the moments among the slots rest in; all other slots in fp32."""
+    """Type of the moments among the slots; all other slots are in fp32."""
 
     @property
     def update_bytes(self) -> int:
-        """Memory of an update of the whole tensor: master, slots and gradient, four times where ranks exchange them; 0 where it
+        """Memory of an update of the whole tensor: master, slots and gradient, four times if ranks exchange them; 0 if it
         is updated in tiles."""
         if not any(isinstance(slot, TensorSlot) for slot in self.slots or ()):
             return 0
@@ -194,7 +194,7 @@ class Need:
         return cached_layout(self.grid, self.shard, dtype)
 
     def is_small(self, dtype: str) -> bool:
-        """Tell whether the store keeps the rows in `dtype` in host memory where the disk was asked for."""
+        """Tell whether the store keeps the rows in `dtype` in host memory although the disk was asked for."""
         return self.rows_numel * numpy_dtype(dtype).itemsize < SMALL_SHARD_BYTES
 
 
@@ -203,7 +203,7 @@ cached_layout = lru_cache(maxsize=4096)(layout_of)
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementSettings:
-    """What was asked for. Bytes and elements are this rank's."""
+    """The requested placement. Bytes and elements are this rank's."""
 
     optimizer: OffloadTier = "none"
     ratio: float = 1.0
@@ -213,43 +213,43 @@ class PlacementSettings:
     max_in_cpu_numel: int | None = None
     """Most elements of parameters in host memory with "nvme". None: with a budget as many as fit, else none."""
     budget_bytes: int | None = None
-    """Host memory for buffers and whatever rests in host memory. None: no limit, and "nvme" means on disk."""
+    """Host memory for buffers and arrays in host memory. None: no limit, and "nvme" means on disk."""
     buffer_bytes: int = 0
     """Transfer buffers: all pools together."""
     buffers_of: Callable[[int], int] | None = field(default=None, compare=False)
-    """Returns what `buffer_bytes` would be with another budget; None: the same."""
+    """Returns `buffer_bytes` for another budget; None: the same."""
     update_buffer_bytes: int | None = None
     """Of `buffer_bytes`, those that an update goes through; None: all."""
     drive_rates: DriveRates | None = None
-    """What the drive was measured to do; None: it was not."""
+    """Measured rates of the drive; None: it was not measured."""
     holds_gradients: bool = True
     """The gradients of a step are held until the update: a global norm is awaited, or they accumulate. False: each is
     used as it arrives."""
     accumulation_steps: int = 1
     """Forwards of one step on this rank: parameters on disk are read again in each."""
     device_is_host: bool = True
-    """The device is the CPU: what is on the device lies in host memory too, beside the budget."""
+    """The device is the CPU: arrays on the device are in host memory too, beside the budget."""
     pins_buffers: bool = False
     """Transfer buffers are registered with the device's driver."""
     pins_state: bool = False
-    """What rests in host memory is registered too."""
+    """Arrays in host memory are registered too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where one parameter's state rests. See [Note: placement] for the master of an fp32 parameter."""
+    """Where one parameter's state is kept. See [Note: placement] for the master of an fp32 parameter."""
 
     state: Rest
-    """Optimizer slots, and the master where it is separate."""
+    """Optimizer slots, and the master if it is separate."""
     parameter: Rest
     """This rank's rows between uses; of one that stays gathered, all values."""
     gradient: Rest
-    """This rank's rows while they wait for the update. "device": where the backward leaves them."""
+    """This rank's rows while they wait for the update. "device": they stay where the backward writes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Where one rank's training state rests, and what a step moves."""
+    """Where one rank's training state is kept, and the bytes that a step moves."""
 
     settings: PlacementSettings
     placements: Mapping[str, Placement]
@@ -258,13 +258,12 @@ class Plan:
     """Parameters of which every rank has all values on its device always."""
     held: Mapping[str, Held]
     """By kind: "parameters" (with fp32 masters that are the parameter), "secondary parameters" (of
-    `zero_hpz_partition_size`), "gradients" (none where they are used as they arrive), "gradient errors" (of
+    `zero_hpz_partition_size`), "gradients" (none if they are used as they arrive), "gradient errors" (of
     `zeropp_loco_param`), "master", each slot, "buffers"."""
     traffic: Mapping[str, Traffic]
     """Of a step, by kind: "parameters", "gradients", "optimizer state"."""
     files: tuple[tuple[Field, int], ...]
-    """What each file on disk is of, and its bytes, with index, checksums and padding; in the order in which they are
-    made."""
+    """Each file's field, and its bytes on disk, with index, checksums and padding; in the order in which they are made."""
     budget_used_bytes: int
     """Bytes of host memory that count against the budget, buffers included."""
     budget_full_bytes: int
@@ -276,12 +275,12 @@ class Plan:
     update_bytes: int = 0
     """Most bytes of tensors that are brought together for an update of the whole. Beside the budget."""
     sent: Mapping[str, Sent] = field(default_factory=dict)
-    """What this rank sends to others in a step, by kind: "gradients", "parameters". Nothing by a rank alone."""
+    """Bytes that this rank sends to others in a step, by kind: "gradients", "parameters". Empty for a rank alone."""
     group_size: int | None = None
-    """Ranks of a group, where ranks are in groups (`mics_shard_size`, `zero_hpz_partition_size`, quantized gradients of
+    """Ranks of a group, if ranks are in groups (`mics_shard_size`, `zero_hpz_partition_size`, quantized gradients of
     several machines)."""
     tells_sent: bool = False
-    """Whether what is sent is worth a line: it depends on keys of the config other than the stage."""
+    """Whether the bytes sent are worth a line: they depend on keys of the config other than the stage."""
 
     @property
     def file_bytes(self) -> int:
@@ -290,8 +289,8 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that rest in the host's memory, which is the device's too where the CPU computes. Buffers count where files
-        pass through them; else next to nothing of them is used."""
+        """Bytes in the host's memory, which is the device's too if the CPU computes. Buffers count if files pass through
+        them; else next to nothing of them is used."""
         kinds = [held for kind, held in self.held.items() if kind != "buffers" or self.files]
         on_device = sum(held.device for held in kinds) if self.settings.device_is_host else 0
         return on_device + sum(held.host + held.pinned for held in kinds)

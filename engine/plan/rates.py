@@ -3,9 +3,8 @@
 [Note: rates]
 A CPU without 16-bit instructions multiplies in bf16 a hundred times slower than in fp32, and torch does so without a word.
 So the products of a linear layer's forward and backward are timed once in a process, in all three types. Other ranks and
-processes may use the same cores, so on a CPU one thread does it, its processor time is what is taken, and the best of
-several turns counts. A type that turns out slow on small matrices is not tried on large ones. Rank 0's rates count for all
-ranks.
+processes may use the same cores, so on a CPU one thread does it, by its processor time, and the best of several turns
+counts. A type that turns out slow on small matrices is not tried on large ones. Rank 0's rates count for all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ..device import one_thread
 from ..params.tensors import PRECISIONS
 
 SLOW_RATIO = 4.0
-"""A 16-bit type that fp32 outruns by more is worth a warning where a config demands it."""
+"""A 16-bit type that fp32 outruns by more is worth a warning if a config demands it."""
 
 _NATIVE_SHARE = 1 / 3
 """Of fp32's rate, at least, for a type that the device computes natively. Emulated types reach a tenth at most; a CPU whose
@@ -34,7 +33,7 @@ only 16-bit instructions are AVX512-BF16 half."""
 _SIZES = {"cpu": (64, 256), "cuda": (256, 2048)}
 """Rows and columns of the small matrices and of the large ones."""
 _QUICK_S = {"cpu": 0.25e-3, "cuda": 1e-3}
-"""The large ones are tried where the small ones take less."""
+"""The large ones are tried if the small ones take less."""
 _TURNS = 8
 _LEAST_TURNS = 2
 _TURNS_S = 0.03
@@ -44,17 +43,17 @@ _CLOCKS = {"cpu": time.thread_time, "cuda": time.perf_counter}
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulRates:
-    """What a device reaches in matrix products."""
+    """Rates of a device in matrix products."""
 
     kind: Literal["cpu", "cuda"]
     flops: Mapping[str, float]
-    """Precision -> floating-point operations a second: of one core of a CPU, of a whole GPU. None for what cannot be
+    """Precision -> floating-point operations a second: of one core of a CPU, of a whole GPU. None for types that cannot be
     computed there."""
     emulated: tuple[str, ...] = ()
     """Precisions for which the GPU has no instructions of its own, whatever their rates."""
 
     def slower(self, precision: str) -> float:
-        """Return how many times slower than in fp32 products are; infinite where they cannot be computed."""
+        """Return how many times slower than in fp32 products are; infinite if they cannot be computed."""
         rate = self.flops.get(precision, 0.0)
         return self.flops["fp32"] / rate if rate else float("inf")
 
@@ -94,7 +93,7 @@ def measure_rates(device: torch.device) -> MatmulRates:
         for turn in range(_TURNS):
             if turn >= _LEAST_TURNS and clock() > until:
                 break
-            # In turns, so that what disturbs one disturbs the others.
+            # In turns, so that a disturbance hits all of them.
             for name, (run, _) in products.items():
                 best[name] = min(best[name], run())
     flops = {name: operations / best[name] for name, (_, operations) in products.items()}
@@ -103,7 +102,7 @@ def measure_rates(device: torch.device) -> MatmulRates:
 
 
 def _products(device: torch.device, kind: str, dtype: torch.dtype) -> tuple[Callable[[], float], int]:
-    """Return what runs the products of a linear layer and returns the seconds, warm, and their operations."""
+    """Return a function that runs the products of a linear layer and returns the seconds, warm, and their operations."""
     small, large = _SIZES[kind]
     run = _timed(device, dtype, small)
     run()
@@ -135,7 +134,7 @@ def _timed(device: torch.device, dtype: torch.dtype, size: int) -> Callable[[], 
 
 
 def find_rates(config: Config, world: World) -> MatmulRates | None:
-    """Return the rates that a run's precision is chosen by: rank 0's; None where the config leaves 16-bit types alone (all
+    """Return the rates that a run's precision is chosen by: rank 0's; None if the config leaves 16-bit types alone (all
     ranks)."""
     if not any(_switches(config).values()):
         return None
@@ -145,7 +144,7 @@ def find_rates(config: Config, world: World) -> MatmulRates | None:
 
 
 def tell_choice(config: Config, chosen: str, rates: MatmulRates) -> str | None:
-    """Return the line that says what "auto" in `config` came to and why; None where a precision is demanded."""
+    """Return the line that names the precision that "auto" in `config` chose and why; None if a precision is demanded."""
     switches = _switches(config)
     if True in switches.values():
         return None
@@ -156,7 +155,7 @@ def tell_choice(config: Config, chosen: str, rates: MatmulRates) -> str | None:
 
 
 def warn_of_slow(config: Config, rates: MatmulRates) -> str | None:
-    """Return a warning of the 16-bit precision that `config` demands and this device is slow in, with what to write."""
+    """Return a warning of the 16-bit precision that `config` demands and this device is slow in, with advice."""
     for name, switch in _switches(config).items():
         if switch is True and rates.flops.get(name) and rates.slower(name) > SLOW_RATIO:
             return (

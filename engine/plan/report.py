@@ -1,4 +1,4 @@
-"""What the engine says of its plan: where every byte rests, what a step does to the drive, and what cannot be."""
+"""The engine's report of its plan: where every byte is kept, how a step uses the drive, and what does not fit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _COLUMNS = ("device", "host", "pinned", "disk")
 
 
 def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1, notes: bool = True, trains: bool = True) -> str:
-    """Return what is printed once at the start: a table of kinds by resting places, the host budget, what a step moves.
+    """Return the text that is printed once at the start: a table of kinds by places, the host budget, the bytes of a step.
 
-    With `notes` also what the table leaves out, the room that files take, and what steps mean for the drive's life. `plan`
+    With `notes` also memory that is not in the table, the room that files take, and the effect on the drive's life. `plan`
     is one rank's; `local_ranks` ranks share the machine's drive. Without `trains` a step is a forward.
     """
     whose = "" if world_size == 1 else f" (rank 0 of {world_size}; the others hold as much or less)"
@@ -34,8 +34,8 @@ def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1, notes: bo
 
 
 def check_device(plan: Plan, device_bytes: int | None) -> None:
-    """Raise BudgetError where the plan needs more than the device's memory; `device_bytes` None: not known."""
-    # At least one unit has to be gathered beside what rests there.
+    """Raise BudgetError if the plan needs more than the device's memory; `device_bytes` None: not known."""
+    # At least one unit has to be gathered beside the arrays that are kept there.
     transient_bytes = max(plan.gathered_bytes, plan.update_bytes)
     needed = plan.held_total.device + transient_bytes
     if device_bytes is not None and needed > device_bytes:
@@ -47,7 +47,7 @@ def check_device(plan: Plan, device_bytes: int | None) -> None:
 
 
 def check_host(plan: Plan, needed_bytes: int, host_bytes: int) -> None:
-    """Raise BudgetError where `needed_bytes`, of this rank and those that share its `host_bytes` of memory, are more than
+    """Raise BudgetError if `needed_bytes`, of this rank and those that share its `host_bytes` of memory, are more than
     that."""
     if needed_bytes <= host_bytes:
         return
@@ -63,7 +63,8 @@ def check_host(plan: Plan, needed_bytes: int, host_bytes: int) -> None:
 
 
 def over_budget(required: Mapping[str, int], budget_bytes: int, settings: PlacementSettings) -> BudgetError:
-    """Return the error of a host budget under what has to be in host memory; `required` has bytes by what they are for."""
+    """Return the error of a host budget that is too small for the state that has to be in host memory: `required`, by
+    purpose."""
     parts = ", ".join(f"{nbytes} of {kind}" for kind, nbytes in required.items() if nbytes)
     advice = [
         f"raise `host_budget_bytes` (to at least {_enough_bytes(required, settings)} for each rank of the machine)"
@@ -82,7 +83,7 @@ def over_budget(required: Mapping[str, int], budget_bytes: int, settings: Placem
 
 
 def _enough_bytes(required: Mapping[str, int], settings: PlacementSettings) -> int:
-    """Return a budget that has room for what is required. Buffers are a share of the budget, and grow with it."""
+    """Return a budget that has room for the required bytes. Buffers are a share of the budget, and grow with it."""
     enough = sum(required.values())
     if settings.buffers_of is not None:
         others = enough - settings.buffer_bytes
@@ -120,7 +121,7 @@ def _budget(plan: Plan) -> list[str]:
 
 
 def _order(plan: Plan) -> list[str]:
-    """Say by what it was chosen what stays in memory."""
+    """Say how the arrays in memory were chosen."""
     if plan.settings.budget_bytes is None or not plan.file_bytes:
         return []
     rates = plan.settings.drive_rates
@@ -142,7 +143,7 @@ def _traffic(plan: Plan, local_ranks: int, trains: bool) -> list[str]:
 
 
 def _sent(plan: Plan, world_size: int) -> list[str]:
-    """Say what a step sends, where that depends on groups of ranks, or on what travels as integers."""
+    """Say how much a step sends, if that depends on groups of ranks or on quantization."""
     if not plan.tells_sent:
         return []
     if plan.group_size is None:

@@ -1,4 +1,4 @@
-"""The plan of a run: where this rank's training state will rest, checked against what the machine has."""
+"""The plan of a run: where this rank's training state will be kept, checked against the machine's memory and drives."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _log = logging.getLogger("zstore")
 
 
 def budget_of_rank(config: Config, world: World, memory: HostMemory | None = None) -> int | None:
-    """Return this rank's share of the machine's host budget in bytes; None: no limit was set. "auto" is of what `memory`
-    (this system's, by default) has available now, within the limits of control groups.
+    """Return this rank's share of the machine's host budget in bytes; None: no limit was set. "auto" is a share of the
+    available `memory` (this system's, by default), within the limits of control groups.
 
-    Raises UsageError where "auto" cannot be determined.
+    Raises UsageError if "auto" cannot be determined.
     """
     budget = config.own.host_budget_bytes
     if budget == "auto":
@@ -56,10 +56,10 @@ def plan_run(
     device_is_host: bool,
     memory: HostMemory | None = None,
 ) -> Plan:
-    """Return where everything will rest (all ranks). Nothing is changed.
+    """Return where everything will be kept (all ranks). Nothing is changed.
 
-    `slots` has what the optimizer keeps of each parameter that it updates. Raises BudgetError, on every rank, where it
-    cannot fit into the host budget, the device or the host's memory (`memory`; this system's, by default).
+    `slots` are the optimizer's for each parameter that it updates. Raises BudgetError, on every rank, if the state does not
+    fit into the host budget, the device or the host's memory (`memory`; this system's, by default).
     """
     shapes, units = (
         shapes_of_model(model, config.precision),
@@ -90,7 +90,7 @@ def plan_run(
 
 
 def tell_plan(plan: Plan, config: Config, world: World) -> None:
-    """Say on rank 0 where everything will rest, if something is offloaded or ranks send much."""
+    """Say on rank 0 where everything will be kept, if something is offloaded or ranks send much."""
     offloads = plan.held_total.device < plan.held_total.total - plan.held["buffers"].total
     if world.rank == 0 and (offloads or plan.tells_sent):
         sizes = {"world_size": world.world_size, "local_ranks": world.local_world_size}
@@ -98,7 +98,7 @@ def tell_plan(plan: Plan, config: Config, world: World) -> None:
 
 
 def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:
-    """Raise BudgetError, on every rank, where the ranks that share memory need more of it than there is (all ranks).
+    """Raise BudgetError, on every rank, if the ranks that share memory need more of it than there is (all ranks).
 
     Ranks share their machine's memory, and that of each control group in which they both are.
     """
@@ -114,7 +114,7 @@ def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:
 
 
 def check_drives(plan: Plan, config: Config, world: World, present: Mapping[Path, int]) -> None:
-    """Raise DiskFullError, on every rank, where a drive has no room for the plan's files (all ranks).
+    """Raise DiskFullError, on every rank, if a drive has no room for the plan's files (all ranks).
 
     `present` has the bytes of this rank's files that are there already, by folder or by a folder in it.
     """

@@ -1,4 +1,4 @@
-"""What to set when host memory runs out: the next rung of `zstore plan`'s ladder, told to whoever started the ranks.
+"""Advice for a lack of host memory: the next rung of `zstore plan`'s ladder, told to whoever started the ranks.
 
 A rank that the kernel kills for want of memory can say nothing. So the engine leaves the advice in a file before it takes
 memory, if a launcher named one in ADVICE_VARIABLE, and that prints it when SIGKILL ended a rank.
@@ -22,8 +22,8 @@ FOLDER = "FOLDER_ON_A_DRIVE"
 
 
 def next_rung(config: Config, world_size: int, *, device_is_host: bool) -> dict[str, Any]:
-    """Return the keys of a resolved config to change so that ranks take less host memory, by their dotted names; none where all
-    that may rests on disk. On the CPU that is memory of every kind, else what is offloaded."""
+    """Return the keys of a resolved config to change so that ranks take less host memory, by their dotted names; none if
+    everything that may be on disk is there. On the CPU that is memory of every kind, else offloaded state."""
     state, parameters = config.offload_optimizer.device, config.offload_param.device
     here = ("none", "cpu") if device_is_host else ("cpu",)
     batch = config.batch
@@ -47,7 +47,7 @@ def next_rung(config: Config, world_size: int, *, device_is_host: bool) -> dict[
 
 
 def leave_advice(config: Config, world: World) -> None:
-    """Leave what to set when memory runs out for the launcher of this machine's ranks, if it asks for that."""
+    """Leave the advice for a lack of memory to the launcher of this machine's ranks, if it asks for that."""
     path = os.environ.get(ADVICE_VARIABLE)
     if not path or world.local_rank or config.frozen:
         return

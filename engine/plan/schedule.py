@@ -1,4 +1,4 @@
-"""In which order units are used, and what follows from it: what to gather ahead, and what to keep. Pure.
+"""The order in which units are used, and the schedule that follows: units to prefetch, and units to keep. Pure.
 
 [Note: the order]
 A use is a unit that a forward or a backward needs while it is not in use. The uses of one iteration (a forward and its
@@ -29,11 +29,11 @@ class PrefetchLimits:
     """How much memory may be spent on not having to wait. All in elements of gathered parameters."""
 
     prefetch_numel: int = 50_000_000
-    """Gathered ahead of use. At least one unit where this is not 0; 0: nothing is."""
+    """Gathered ahead of use. At least one unit if this is not 0; 0: nothing is."""
     live_numel: int = 1_000_000_000
     """Gathered at one time, prefetched and kept ones included. A unit in use may exceed it."""
     reuse_numel: int = 0
-    """A unit is kept where at most so many elements of other units are used before it is used again."""
+    """A unit is kept if at most so many elements of other units are used before it is used again."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Use:
 
     unit: int
     last: int
-    """Number of the last use that had begun when this one ended; its own number where none had."""
+    """Number of the last use that had begun when this one ended; its own number if none had."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What to do in an iteration that repeats the recorded one. See [Note: the order]."""
+    """The schedule of an iteration that repeats the recorded one. See [Note: the order]."""
 
     units: tuple[int, ...]
     """The unit of each use."""
@@ -83,7 +83,7 @@ def _add(live: list[int], first: int, stop: int, numel: int) -> None:
 
 
 def _plan_keeping(uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLimits, live: list[int]) -> dict[int, int]:
-    """Return use -> next use of the same unit, of those that are kept between; what they hold is added to `live`."""
+    """Return use -> next use of the same unit, of those that are kept between; their elements are added to `live`."""
     before = [0]
     for use in uses:
         before.append(before[-1] + numel[use.unit])
@@ -97,7 +97,7 @@ def _plan_keeping(uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLim
             distance = before[again] - before[min(use.last + 1, again)]
             if distance <= limits.reuse_numel:
                 candidates.append((distance, number, again))
-    # Room for what is brought ahead comes first: it hides the waiting for every unit.
+    # Room for prefetched units comes first: it hides the wait for every unit.
     room = limits.live_numel - min(limits.prefetch_numel, max(numel, default=0))
     kept: dict[int, int] = {}
     for _, number, again in sorted(candidates):
@@ -160,7 +160,7 @@ def count_fetches(
     late: Collection[str] = (),
     reads_ahead: int = 0,
 ) -> Counter[str]:
-    """Return how often an iteration brings each parameter where the units run one after another, forward and back.
+    """Return how often an iteration brings each parameter if the units run one after another, forward and back.
 
     `units` are the names of the parameters that each unit gathers, `numel` their elements. A unit with a `late` parameter,
     of which no gradient comes, or with one that a unit before it uses too, is in use until the next one is in the
@@ -178,7 +178,7 @@ def count_fetches(
 
 
 class _Fetches:
-    """Follows `ShardedUnits` through an iteration, to count what it brings."""
+    """Follows `ShardedUnits` through an iteration, to count the parameters that it brings."""
 
     def __init__(self, units: Sequence[Sequence[str]], uses: Sequence[Use], schedule: Schedule) -> None:
         self._units = units
@@ -255,7 +255,7 @@ class Recorder:
         return self.follows and self._schedule.keep[number]
 
     def end(self) -> tuple[Use, ...] | None:
-        """End the iteration; return its uses where they are not those of the schedule, and not too many to plan."""
+        """End the iteration; return its uses if they are not those of the schedule, and not too many to plan."""
         for number in self._open.values():
             self._last[number] = len(self._units) - 1
         if tuple(self._units) == self._schedule.units or len(self._units) > _MOST_USES:

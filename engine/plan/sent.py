@@ -6,13 +6,13 @@ all-reduce. With groups of k ranks, (k - 1) of the N - 1 others are within the g
 (`mics_shard_size`): gathers are within the group, (k - 1) / k P; a reduction is as [Note: the mean of copies] has it. Second
 copies of the parameters (`zero_hpz_partition_size`): a step's first gather is over all ranks, the others within the group.
 
-Two ranks on gloo that sum whole gradients where they are send no padding; see [Note: the mean of two].
+Two ranks on gloo that sum whole gradients in place send no padding; see [Note: the mean of two].
 
 Gradients are reduced once a micro-batch (stages 2 and 3) or once a step, in the type in which they travel; every trained
-parameter is taken to have one. What travels as integers counts as [Note: blocks] says, in two hops over groups as
-[Note: quantized reductions] does: with g ranks in each of n groups (g - 1) n rows within the group and n - 1 between groups.
-Parameters that stay gathered are gathered once, after the update; others, at stage 3, as
-often as `Need.fetches` says in each micro-batch. Agreement between ranks (counts, flags, norms) is left out.
+parameter is taken to have one. Quantized tensors count as [Note: blocks] says, in two hops over groups as in [Note:
+quantized reductions]: with g ranks in each of n groups (g - 1) n rows within the group and n - 1 between groups. Parameters
+that stay gathered are gathered once, after the update; others, at stage 3, as often as `Need.fetches` says in each
+micro-batch. Agreement between ranks (counts, flags, norms) is left out.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ class _Ranks:
 
     world_size: int
     group: int
-    """Ranks of a group; all where there are no groups."""
+    """Ranks of a group; all if there are no groups."""
 
     def over_all(self, nbytes: int) -> Sent:
-        """Return what a reduce-scatter or a gather of `nbytes` over all ranks sends."""
+        """Return the bytes that a reduce-scatter or an all-gather of `nbytes` over all ranks sends."""
         shard = nbytes // self.world_size
         return Sent(within=shard * (self.group - 1), between=shard * (self.world_size - self.group))
 
     def in_group(self, nbytes: int) -> Sent:
-        """Return what a reduce-scatter or a gather of `nbytes` within the group sends."""
+        """Return the bytes that a reduce-scatter or an all-gather of `nbytes` within the group sends."""
         return Sent(within=nbytes // self.group * (self.group - 1))
 
     def between_copies(self, nbytes: int) -> Sent:
-        """Return what a gather between the groups of each rank's shard of `nbytes` sends."""
+        """Return the bytes that an all-gather between the groups of each rank's shard of `nbytes` sends."""
         return Sent(between=nbytes // self.world_size * (self.world_size // self.group - 1))
 
     def in_two_hops(self, row_bytes: int) -> Sent:
-        """Return what a quantized reduction of rows of so many bytes sends; all ranks are one hop."""
+        """Return the bytes that a quantized reduction of rows of so many bytes sends; all ranks are one hop."""
         num_groups = self.world_size // self.group
         return Sent(within=(self.group - 1) * num_groups * row_bytes, between=(num_groups - 1) * row_bytes)
 
@@ -67,7 +67,7 @@ def with_sent(
     native: bool,
     local_world_size: int | None = None,
 ) -> Plan:
-    """Return `plan` with what a rank sends in a step; see `planned_sent`."""
+    """Return `plan` with the bytes that a rank sends in a step; see `planned_sent`."""
     sent = planned_sent(needs, config, world_size, native=native, local_world_size=local_world_size)
     group = config.secondary_size or config.copy_size or config.quantized_group(world_size, local_world_size)
     quantizes = config.zero.zero_quantized_weights or config.zero.zero_quantized_gradients
@@ -82,7 +82,7 @@ def with_sent(
 def planned_sent(
     needs: Iterable[Need], config: Config, world_size: int, *, native: bool, local_world_size: int | None = None
 ) -> dict[str, Sent]:
-    """Return what a rank sends in a step, by kind: "gradients", "parameters". See [Note: bytes sent].
+    """Return the bytes that a rank sends in a step, by kind: "gradients", "parameters". See [Note: bytes sent].
 
     `native`: the backend has reductions of its own, as NCCL. `local_world_size` ranks share a machine; None: all. Nothing is
     sent by one rank.
@@ -120,7 +120,7 @@ def planned_sent(
 
 
 def _scatter(nbytes: int, sharding: Sharding, ranks: _Ranks, *, native: bool) -> Sent:
-    """Return what a reduction of which each rank gets its rows sends."""
+    """Return the bytes that a reduce-scatter sends."""
     if sharding.num_copies == 1:
         return ranks.over_all(nbytes)
     if native:
@@ -129,7 +129,7 @@ def _scatter(nbytes: int, sharding: Sharding, ranks: _Ranks, *, native: bool) ->
 
 
 def _gathers(need: Need, config: Config, sharding: Sharding, ranks: _Ranks, micro_batches: int) -> Sent:
-    """Return what gathers of a parameter send in a step."""
+    """Return the bytes that all-gathers of a parameter send in a step."""
     itemsize, one_copy = numpy_dtype(need.dtype).itemsize, sharding.num_copies == 1
     far = ranks.over_all if one_copy else ranks.in_group
     near_bytes = need.near_numel * itemsize
