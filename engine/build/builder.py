@@ -1,18 +1,18 @@
-"""Parameters of models that are being built: in memory while they are worked on, else this rank's rows in a store.
+"""Parameters of models that are being built: in memory while they are in use, else this rank's rows in a store.
 
 [Note: a released parameter]
-Its rows rest in the array `building/<number>` in the type that it was built in, and the parameter is a view of one NaN,
+Its rows are in the array `building/<number>` in the type that it was built in, and the parameter is a view of one NaN,
 as a released one of the engine is (see [Note: the memory of a parameter]); each has a NaN of its own, by which it is
 known. The memory itself is not touched: whoever still has it keeps it.
 
-Any parameter may be released at any time, since whatever touches it within the block of `zstore.Init` unshards it
-first. The least recently touched go first. One whose memory something else uses too, as a view in a local variable,
-stays: a write to the view is a write to the parameter.
+Any parameter may be released at any time, since any access within the block of `zstore.Init` unshards it first. The least
+recently used go first. One whose memory something else uses too, as a view in a local variable, stays: a write to the view
+is a write to the parameter.
 
 [Note: ranks that build]
-Every rank builds the same values and keeps its rows of them. Each gathering says what it is for, and the end of the block
+Every rank builds the same values and keeps its rows of them. Each gather names its purpose, and the end of the block
 compares a checksum of every parameter: ranks that differ are an error. (Not before: memory that was not set yet differs
-too.) References decide what may be released, so Python's collector is held still, or it would run at other moments on
+too.) References decide which parameters may be released, so Python's collector is off, or it would run at other moments on
 other ranks.
 """
 
@@ -51,7 +51,7 @@ _TRIM_BYTES = 32 * 1024 * 1024
 
 @dataclass(kw_only=True)
 class BuildStatistics:
-    """What building took so far."""
+    """Counters of the building so far."""
 
     released: int = 0
     """Times that a parameter was released."""
@@ -62,7 +62,7 @@ class BuildStatistics:
     live_peak_bytes: int = 0
     """Most of them at one time."""
     resting_bytes: int = 0
-    """Bytes of rows that rest in the store now."""
+    """Bytes of rows in the store now."""
 
 
 @dataclass(eq=False)
@@ -76,9 +76,9 @@ class Built:
     label: str
     """For messages: its own name and its module's type."""
     device: torch.device
-    """Where it was built."""
+    """The device on which it was built."""
     rows: LocalShard | None = None
-    """This rank's rows in the store, where there are any; out of date while the parameter is live."""
+    """This rank's rows in the store, if any; out of date while the parameter is live."""
     placeholder: torch.Tensor | None = None
     """The view of one NaN that it has for its values; None while it is live."""
     live_bytes: int = 0
@@ -86,7 +86,7 @@ class Built:
     """Checksum of all its values when it was released last; with several ranks only."""
 
     def is_intact(self, parameter: nn.Parameter) -> bool:
-        """Return whether a released parameter is still what it was made then."""
+        """Return whether a released parameter is still as it was left then."""
         placeholder = self.placeholder
         return (
             placeholder is not None
@@ -103,7 +103,7 @@ class Builder:
         self.store = store
         self.world = world
         self.key = key
-        """What the store was opened by; `initialize` takes over a store that it would open alike."""
+        """The settings of the store; `initialize` takes over a store that it would open alike."""
         self.threshold_numel = max(1, threshold_numel)
         """Smaller parameters stay in memory."""
         self._tier = tier
@@ -132,7 +132,7 @@ class Builder:
         return built is not None and built.placeholder is not None
 
     def find(self, tensor: torch.Tensor) -> Built | None:
-        """Return what is known of a parameter, None for any other tensor."""
+        """Return the record of a parameter, None for any other tensor."""
         built = self._by_id.get(id(tensor))
         return built if built is not None and built.ref() is tensor else None
 
@@ -207,7 +207,7 @@ class Builder:
                 self.release(built, parameter)
 
     def release_all(self) -> None:
-        """Release every parameter; what keeps a view of one is parted from it.
+        """Release every parameter; views of one no longer share its memory.
 
         Of two parameters that share memory both stay: the engine refuses them by name.
         """
@@ -250,7 +250,7 @@ class Builder:
         self._note_not_live(built)
 
     def _rows_for(self, built: Built, parameter: nn.Parameter) -> LocalShard:
-        """Return the array for a parameter as it is now: the one there is, or a new one where shape or type are others."""
+        """Return the array for a parameter as it is now: the present one, or a new one if shape or type have changed."""
         rows = built.rows
         kind = tuple(parameter.shape), dtype_name(parameter.dtype)
         if rows is not None and (rows.spec.shape, rows.spec.dtype) == kind:
@@ -296,7 +296,7 @@ class Builder:
         return torch.empty(rows.spec.shape, dtype=_dtype(rows), device=built.device)
 
     def whole(self, built: Built) -> torch.Tensor:
-        """Return the values of a released parameter, on the device where it was built (all ranks)."""
+        """Return the values of a released parameter, on the device on which it was built (all ranks)."""
         rows, world = _rows_of(built), self.world
         self._statistics.unsharded += 1
         if world.world_size == 1:
@@ -391,7 +391,7 @@ class Builder:
         return replace(self._statistics)
 
     def close(self) -> None:
-        """Close the store, unless it was handed over; values that rest in it are gone. A second call does nothing."""
+        """Close the store, unless it was handed over; values in it are gone. A second call does nothing."""
         self.is_closed = self.is_closed or self._finalizer.alive
         self._finalizer()
 
@@ -443,7 +443,7 @@ def open_builder(key: Hashable) -> Builder | None:
 
 
 def find_built(tensor: torch.Tensor) -> tuple[Builder, Built] | None:
-    """Return who released a parameter, and what is known of it; None where it has its values itself."""
+    """Return the builder that released a parameter, and its record; None if it has its values itself."""
     for builder in list(_builders):
         built = builder.find(tensor)
         if built is not None and built.placeholder is not None:

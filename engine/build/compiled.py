@@ -1,4 +1,4 @@
-"""Compiling units with torch where their parameters come and go.
+"""Compiles units with torch while their parameters come and go.
 
 [Note: what is compiled]
 A unit's gather and release stay outside: the hooks of its module run as ever, and between them runs a compiled forward in
@@ -6,9 +6,9 @@ place of the module's own. So no graph spans a gather. Values come and go in one
 parameter]), of which a graph's saved tensors are aliases, and a graph depends on a parameter's type and shape alone: new
 values and new addresses compile nothing anew.
 
-Within a compiled forward the unit's parameters are all there, so the hooks on the modules inside, and what tells of the
-reading of a parameter, are out of the way for its length. They would be traced, and they differ from block to block.
-Blocks whose forward is the same function share its graphs.
+Within a compiled forward the unit's parameters are all there, so the hooks on the modules inside, and those on reads of a
+parameter, are off for its length. They would be traced, and they differ from block to block. Blocks whose forward is the
+same function share its graphs.
 
 A unit that holds another unit is not compiled, for that one's gather would be in its graph; nor is a layer of torch.nn
 by itself, which is one operator.
@@ -42,8 +42,8 @@ Compiler = Callable[[Forward], Forward]
 
 
 def make_compiler(backend: Any, options: dict[str, Any]) -> Compiler:
-    """Return `torch.compile` with these arguments. Raises UsageError for those that it does not take, and where inductor
-    has no C++ compiler on a machine without CUDA."""
+    """Return `torch.compile` with these arguments. Raises UsageError for those that it does not take, and if inductor has
+    no C++ compiler on a machine without CUDA."""
     compiler = functools.partial(torch.compile, backend=backend, **options)
     try:
         compiler(_nothing)
@@ -66,11 +66,11 @@ class CompiledUnits:
     """The units whose forward is compiled. See [Note: what is compiled]."""
 
     def __init__(self, model: nn.Module, hooks: UnitHooks, compiler: Compiler) -> None:
-        """Compile what can be. Raises UsageError for a compiler that captures CUDA graphs."""
+        """Compile the units that can be. Raises UsageError for a compiler that captures CUDA graphs."""
         _require_no_cuda_graphs(compiler)
         hooks.stay_out_of_graphs(model.modules())
         self._former: list[tuple[nn.Module, Any]] = []
-        """Modules with what they had as a forward of their own, in place of their class's."""
+        """Modules with their own forward, if they had one in place of their class's."""
         self.names: list[str] = []
         """Of the units that are compiled."""
         chosen = [unit for unit in hooks.all_units if _can_be_compiled(unit, hooks.all_units)]
@@ -128,7 +128,7 @@ def _can_be_compiled(unit: Unit, units: Sequence[Unit]) -> bool:
 
 
 def _function_of(module: nn.Module) -> Forward:
-    """Return the function that is the module's forward: of several modules the same, where they have it from their class."""
+    """Return the function that is the module's forward: of several modules the same, if they have it from their class."""
     own = module.__dict__.get("forward")
     if own is None:
         return type(module).forward
@@ -152,7 +152,7 @@ class _CompiledForward:
         """Modules whose forward is the same function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the compiled forward returns; the parameters of the module are there."""
+        """Call the compiled forward; the parameters of the module are there."""
         with _alone(self._within, self._hook_ids), _room_for_graphs(self._sharing):
             return self._compiled(*args, **kwargs)
 
@@ -166,7 +166,7 @@ class _CompiledForward:
 
 @contextmanager
 def _alone(modules: Sequence[nn.Module], hook_ids: frozenset[int]) -> Iterator[None]:
-    """Take the engine's hooks off the modules for the length of a `with` block, and let them not tell what is read."""
+    """Take the engine's hooks off the modules for the length of a `with` block, and let them not report reads."""
     former = []
     for module in modules:
         own = module.__dict__

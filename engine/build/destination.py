@@ -1,4 +1,4 @@
-"""Where the parameters of a model that is being built go, by the config that will train it."""
+"""The tier of the parameters of a model that is being built, by the config that will train it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .builder import Builder, open_builder
 from .store import open_store, store_key
 
 _THRESHOLD_NUMEL = 100_000
-"""Smallest parameter that is sharded where the config leaves it open."""
+"""Smallest parameter that is sharded if the config leaves it open."""
 _TIERS: dict[str, TierName] = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 
 def builder_for(config: Config | None, world: World) -> tuple[Builder | None, bool]:
-    """Return the builder for a config, which need not be resolved, and whether it is a new one; None where parameters stay
+    """Return the builder for a config, which need not be resolved, and whether it is a new one; None if parameters stay
     whole in memory (all ranks).
 
     All that is built by one config shares a store.
@@ -42,7 +42,7 @@ def builder_for(config: Config | None, world: World) -> tuple[Builder | None, bo
 
 
 def _tier(config: Config, world: World) -> TierName | None:
-    """Return where parameters rest until they are trained: where their fp32 values will, which need no copy then."""
+    """Return the tier of parameters until they are trained: that of their later fp32 values, which need no copy then."""
     state, own = _TIERS[config.offload_optimizer.device], _TIERS[config.offload_param.device]
     if own == state == "device" and (config.stage < 3 or world.world_size == 1):
         return None

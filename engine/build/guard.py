@@ -1,4 +1,4 @@
-"""Modules whose parameters were released while they were built: an error that says what to do, in place of NaN."""
+"""Modules whose parameters were released while they were built: an error with advice, in place of NaN."""
 
 from __future__ import annotations
 

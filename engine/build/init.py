@@ -1,10 +1,10 @@
-"""`zstore.Init`: a model is built for real, and what is built moves into shards as it goes.
+"""`zstore.Init`: a model is built for real, and its parameters move into shards as they are made.
 
 [Note: what the block sees]
 torch's own hooks tell of every parameter that a module gets, and of every module that another gets; a torch function
-mode tells of every torch function that is called, attributes of tensors included, with its arguments. So user code runs
-as it is: a parameter that it touches is unsharded first, whatever way it is touched. What other threads do is not
-seen. See [Note: a released parameter] for which parameters are in memory when.
+mode tells of every torch function that is called, attributes of tensors included, with its arguments. So user code runs as
+it is: a parameter is unsharded before any access. Other threads are not seen. See [Note: a released parameter] for which
+parameters are in memory when.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from .destination import builder_for
 class Init(AbstractContextManager["Init"]):
     """Within the block, models are built in shards: the values of the plain model, in little memory (all ranks).
 
-    `config` (or `config_dict_or_path`) is the one that `initialize` gets. Large parameters go where it lets them rest, each
-    rank's rows of them: at stage 3 with several ranks or `offload_param`, and wherever the optimizer's state is offloaded.
-    Without a config each rank's rows go to host memory. Where that saves nothing, the block does nothing.
+    `config` (or `config_dict_or_path`) is the one that `initialize` gets. Large parameters go to the tier that it gives
+    them, each rank's rows of them: at stage 3 with several ranks or `offload_param`, and wherever the optimizer's state is
+    offloaded. Without a config each rank's rows go to host memory. If that saves nothing, the block does nothing.
 
-    At most `live_bytes` of large parameters stay in memory, beside the one that is worked on. `dtype`: floating tensors
+    At most `live_bytes` of large parameters stay in memory, beside the one in use. `dtype`: floating tensors
     that name no type are of this one in the block. `module`: a model that was built before; it is sharded at once.
 
-    `remote_device` is where the rows may rest: "cpu" is what a block without a config does, and with one the config decides;
-    "nvme" needs a config that offloads parameters there. `pin_memory` and `mem_efficient_linear` are taken and not needed:
-    what is pinned later the config says, and values do not depend on either.
+    `remote_device` is the rows' tier: "cpu" is that of a block without a config, and with one the config decides; "nvme"
+    needs a config that offloads parameters there. `pin_memory` and `mem_efficient_linear` are taken and not needed: the
+    config decides on pinning, and values do not depend on either.
 
     Every rank runs the same code under the same seed, or the block ends with UsageError. After the block such a parameter
     reads as NaN; within it, within the same block entered again, or within `zstore.gather`, it has its values. An error
     in the block leaves no files.
 
-    Raises UsageError for a block within a block and for parameters on the meta device, and what opening a store raises.
+    Raises UsageError for a block within a block and for parameters on the meta device, and the errors of opening a store.
     """
 
     def __init__(  # noqa: PLR0913 - DeepSpeed's arguments
@@ -120,7 +120,7 @@ class Init(AbstractContextManager["Init"]):
         return self
 
     def _open(self) -> None:
-        """Open the store, where there is something to shard."""
+        """Open the store, if there is something to shard."""
         if self._builder is not None and not (self._builder.is_closed or self._builder.is_handed_over):
             self._began_empty = False
             return
@@ -134,7 +134,7 @@ class Init(AbstractContextManager["Init"]):
             self._builder.from_rank_0 = self._builder.guard.lets_state_dicts_pass = True
 
     def _watch(self, builder: Builder, stack: ExitStack) -> None:
-        """Begin to see what [Note: what the block sees] lists."""
+        """Begin to watch; see [Note: what the block sees]."""
         self._thread = threading.get_ident()
         self._meta.clear()
         stack.enter_context(builder.guard.suspended())
@@ -160,7 +160,7 @@ class Init(AbstractContextManager["Init"]):
             builder.close()
 
     def _end(self, builder: Builder, raised: BaseException | None) -> None:
-        """Release what is live, and agree with the other ranks that all is well."""
+        """Release live parameters, and agree with the other ranks that all is well."""
         error = raised
         try:
             builder.release_all()
@@ -191,7 +191,7 @@ class Init(AbstractContextManager["Init"]):
                 )
         return None
 
-    # -- what happens within ----------------------------------------------------------------------------------------
+    # -- within the block -------------------------------------------------------------------------------------------
 
     def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not self._busy and threading.get_ident() == self._thread:
@@ -233,7 +233,7 @@ class Init(AbstractContextManager["Init"]):
 
     @contextmanager
     def _alone(self) -> Iterator[Builder]:
-        """Let what the block does itself pass unseen."""
+        """Ignore the block's own work."""
         if self._builder is None:
             raise UsageError("this zstore.Init shards nothing")
         self._busy = True
@@ -261,7 +261,7 @@ class Init(AbstractContextManager["Init"]):
                 builder.touch(built, overwritten=overwrites)
 
     def statistics(self) -> BuildStatistics:
-        """Return what building took so far."""
+        """Return the counters of the building so far."""
         return BuildStatistics() if self._builder is None else self._builder.statistics()
 
     def close(self) -> None:
@@ -292,7 +292,7 @@ def _note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
 
 
 def _check_remote_device(device: str | None, config: Config | None) -> None:
-    """Raise UsageError for a `remote_device` that parameters cannot rest on."""
+    """Raise UsageError for a `remote_device` that cannot hold parameters."""
     if device not in (None, "none", "cpu", "nvme"):
         raise UsageError(f'Init(remote_device={device!r}): expected "cpu", "nvme" or None')
     if device == "nvme" and (config is None or config.offload_param.device != "nvme"):
@@ -375,8 +375,8 @@ _trained: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 @contextmanager
 def around_block() -> Iterator[None]:
-    """End the open block of `zstore.Init`, if one is, which makes what it built whole, and go on with it afterwards; not after
-    an error, which leaves nothing of it (all ranks)."""
+    """End the open block of `zstore.Init`, if any, which makes its model whole, and go on with it afterwards; not after an
+    error, which leaves nothing of it (all ranks)."""
     block = _active[-1] if _active else None
     if block is None:
         yield
@@ -397,6 +397,6 @@ def leave_to_engine(model: nn.Module) -> None:
 
 
 def require_no_init(call: str) -> None:
-    """Raise UsageError where `call` comes within a block of `zstore.Init`."""
+    """Raise UsageError if `call` comes within a block of `zstore.Init`."""
     if any(init._builder is not None for init in _active):
         raise UsageError(f"{call} within `with zstore.Init(...)`: end the block first")

@@ -55,7 +55,7 @@ class Layout:
         return records
 
     def _is_released(self, name: str) -> bool:
-        """Return whether a parameter is gathered only where it is used."""
+        """Return whether a parameter is gathered only for its uses."""
         return self._sharding.parameters and name not in self._plan.stay_gathered
 
     def _place(self, name: str, parameter: nn.Parameter) -> torch.Tensor | RowsInStore | None:
@@ -76,9 +76,10 @@ class Layout:
         rows: torch.Tensor | RowsInStore | None,
         state: OptimizerState,
     ) -> ParameterRecord:
-        """Return the record of a parameter; its arrays are in the store and its memory is as it will rest.
+        """Return the record of a parameter; its arrays are in the store, and its values are gathered or released as between
+        steps.
 
-        `rows`: this rank's rows of a parameter that has no values in memory; 1-D tensors where it is not offloaded.
+        `rows`: this rank's rows of a parameter that has no values in memory; 1-D tensors if it is not offloaded.
         """
         name, aliases, tensor, group = parameter
         given = tensor.data

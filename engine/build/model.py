@@ -25,8 +25,8 @@ from ..build.compiled import Compiler
 
 
 def check_model(model: nn.Module, world: World, *, gathers: bool) -> None:
-    """Raise UsageError for a model that cannot be trained, where its parameters are gathered (`gathers`) or anywhere,
-    and where the ranks have different models (all ranks)."""
+    """Raise UsageError for a model that cannot be trained, at all or with gathered parameters (`gathers`), and if the ranks
+    have different models (all ranks)."""
     world.raise_together(_fault(model, gathers))
     mine = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
     digests = world.all_gather_object(hashlib.sha256(json.dumps(mine).encode()).hexdigest())
@@ -52,7 +52,7 @@ def require_shapes(model: nn.Module) -> None:
 
 
 def _fault(model: nn.Module, gathers: bool) -> UsageError | None:
-    """Return what is wrong with the model on this rank."""
+    """Return the error of the model on this rank."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             return UsageError(
@@ -66,7 +66,7 @@ def _fault(model: nn.Module, gathers: bool) -> UsageError | None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             return UsageError(f"module {name!r} is scripted, so nothing can be hooked to it: pass it unscripted")
-        # What torch.compile(module) and module.compile() leave behind.
+        # Traces of torch.compile(module) and module.compile().
         if gathers and (module._compiled_call_impl is not None or "_orig_mod" in module._modules):
             return UsageError(
                 f"module {name!r} is compiled, but units are compiled within their gather where parameters come and go: pass "
@@ -76,7 +76,7 @@ def _fault(model: nn.Module, gathers: bool) -> UsageError | None:
 
 
 def take_uncompiled(model: nn.Module) -> tuple[nn.Module, Compiler | None]:
-    """Return the model in what `torch.compile(model)` returned, and what compiles as that was to be; other models as they
+    """Return the model in the wrapper of `torch.compile(model)`, and a compiler with its arguments; other models as they
     are. Without its wrapper the names of its parameters are the same, compiled or not."""
     if "_orig_mod" not in model._modules or not hasattr(model, "dynamo_ctx"):
         return model, None
@@ -88,7 +88,7 @@ def place_buffers(model: nn.Module, world: World, dtype: torch.dtype | None) -> 
     """Move the model's buffers to their device, take rank 0's values, and cast floating ones to `dtype`; None: they keep
     their types (all ranks).
 
-    What several modules share stays shared; what is expanded gets memory of its own. Values that a 16-bit type would
+    Buffers that several modules share stay shared; expanded ones get memory of their own. Values that a 16-bit type would
     spoil are the reason for None: the frequencies of rotary embeddings, running statistics.
     """
     placed: dict[torch.Tensor, torch.Tensor] = {}
@@ -131,7 +131,7 @@ def place_parameter(parameter: nn.Parameter, world: World) -> None:
 
 
 def own_memory(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values`, contiguous, in memory that nothing else lies in; cast to `dtype` where they are floating."""
+    """Return `values`, contiguous, in memory that nothing else uses; cast to `dtype` if they are floating."""
     cast = values.to(dtype) if values.is_floating_point() else values
     storage = cast.untyped_storage()
     alone = cast.is_contiguous() and storage.nbytes() == cast.nbytes and storage.resizable()
@@ -156,8 +156,8 @@ def has_config(model: nn.Module) -> bool:
 
 
 def save_companions(model: nn.Module, folder: Path) -> list[str]:
-    """Write the model's config, and copy the tokenizer from the folder that the model was loaded from, durably; return what
-    the user should know of what could not be written."""
+    """Write the model's config, and copy the tokenizer from the folder that the model was loaded from, durably; return
+    warnings about files that could not be written."""
     before = set(folder.iterdir())
     messages: list[str] = []
     try:
@@ -190,8 +190,8 @@ def stored_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def stored_whole(model: nn.Module, known: Iterable[nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (array, tensor) of what is not cut over the ranks: buffers, and parameters that are not among those `known`, which
-    are frozen and were added after `initialize`."""
+    """Yield (array, tensor) for tensors that are not sharded: buffers, and parameters that are not among those `known`,
+    which are frozen and were added after `initialize`."""
     for name, buffer in stored_buffers(model):
         yield buffer_array(name), buffer
     others = set(known)

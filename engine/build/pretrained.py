@@ -3,8 +3,8 @@
 [Note: the skeleton]
 The model's class builds it as ever, but each parameter moves to the meta device as soon as a module has it, before
 anything is written to it: nothing is initialised, nothing large is in memory. Buffers are built for real, since many are
-in no file (the frequencies of rotary embeddings). Then each parameter is replaced by one that rests in the store, or is
-in memory where it is small, and filled from the file: every rank reads its own rows alone.
+in no file (the frequencies of rotary embeddings). Then each parameter is replaced by one in the store, or in memory if it
+is small, and filled from the file: every rank reads its own rows alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TRIM_BYTES = 64 * 1024 * 1024
 _NAMED = 8
 """Keys of a kind that an error lists."""
 _NEVER_EXPECTED = r"rotary_emb\.inv_freq"
-"""What older files have and models compute, as transformers leaves it out."""
+"""Keys of older files that models compute, as transformers leaves them out."""
 
 
 def from_pretrained(
@@ -54,15 +54,15 @@ def from_pretrained(
 
     `cls` is a transformers class (`LlamaForCausalLM`, `AutoModelForCausalLM`), which is built from the folder's
     `config.json`, or a function without arguments that builds the model. `config` is the one that `initialize` gets:
-    large parameters go straight to where it lets them rest, as with `zstore.Init`, and only this rank's rows are read.
+    large parameters go straight to the tier that it gives them, as with `zstore.Init`, and only this rank's rows are read.
     Without one they go to host memory with several ranks, and stay whole alone. `dtype`: the parameters' floating type; by
     default that of each tensor in its file.
 
     Memory: the small parameters, the buffers, and one tensor at a time. Until `initialize` has the model, a large parameter
     reads as NaN outside of `zstore.gather`.
 
-    Raises CheckpointMismatchError that lists the keys that are missing, not expected, or of another shape, as
-    transformers does, and what reading and opening a store raises. Pickled weights (`.bin`) are refused.
+    Raises CheckpointMismatchError that lists the keys that are missing, not expected, or of another shape, as transformers
+    does, and the errors of reading and of opening a store. Pickled weights (`.bin`) are refused.
     """
     require_no_init("from_pretrained()")
     show_messages()
@@ -250,7 +250,7 @@ class _Filling:
             self._builder.guard.watch(self._builder.owners())
 
     def _parameter(self, meta: nn.Parameter, weight: StoredWeight, spot: tuple[nn.Module, str]) -> nn.Parameter:
-        """Return a parameter with the values of `weight`, at rest or in memory."""
+        """Return a parameter with the values of `weight`, in the store or in memory."""
         dtype = self._type_of(weight)
         if not dtype.is_floating_point and meta.requires_grad:
             raise CheckpointMismatchError(

@@ -1,4 +1,4 @@
-"""The store of a run: what it is opened by, and opening it."""
+"""The store of a run: its settings, and opening it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..config.config import Config, IoConfig
 
 @dataclass(frozen=True)
 class StoreKey:
-    """What a store is opened by."""
+    """The settings of a store."""
 
     paths: tuple[tuple[Path, ...], ...]
     """Folders for the optimizer's state, for parameters, and for activations."""
@@ -27,7 +27,7 @@ class StoreKey:
 
 
 def store_key(config: Config) -> StoreKey:
-    """Return what the store of a config is opened by, whether or not there will be an optimizer."""
+    """Return the settings of a config's store, whether or not there will be an optimizer."""
     written = replace(config, frozen=False)
     paths = (written.offload_optimizer.nvme_paths, written.offload_param.nvme_paths, written.activations_paths)
     return StoreKey(paths, config.io, config.own.host_budget_bytes, config.own.verify_reads, written.pin_memory)
@@ -37,8 +37,8 @@ def open_store(
     config: Config, world: World, budget_bytes: int | None, *, pins: bool, files: Files | None = None, cuda: Any = None
 ) -> TensorStore:
     """Return the store that a config asks for (all ranks); `budget_bytes` is this rank's share of the host budget;
-    `pins` registers its buffers with CUDA; `files` is what it touches its disks through, `cuda` the runtime that
-    registers them, if not torch's."""
+    `pins` registers its buffers with CUDA; `files` is its access to disks, `cuda` the runtime that registers them, if not
+    torch's."""
     io = config.io
     optimizer, parameters = config.offload_optimizer.nvme_paths, config.offload_param.nvme_paths
     activations = config.activations_paths

@@ -17,11 +17,11 @@ from .store import StoreKey
 
 
 class BuiltModel:
-    """What `initialize` takes over of a model that may have been built in shards.
+    """The part of a model built in shards that `initialize` takes over.
 
-    With `copies`, a config that uses the same folders otherwise is no error, as a reference model's may that leaves out what
-    it is not trained by: its rows are copied to a store of its own. Raises UsageError, on all ranks, for parameters that were
-    changed after they were released (all ranks).
+    With `copies`, a config that uses the same folders in another way is no error, as that of a reference model without the
+    keys about training: its rows are copied to a store of its own. Raises UsageError, on all ranks, for parameters that
+    were changed after they were released (all ranks).
     """
 
     def __init__(self, model: nn.Module, world: World, *, copies: bool = False) -> None:
@@ -47,9 +47,9 @@ class BuiltModel:
         return None
 
     def store_of(self, key: StoreKey) -> TensorStore | None:
-        """Return the store that the model was built in, where `key` opens that; it stays the builder's.
+        """Return the store that the model was built in, if it has the settings `key`; it stays the builder's.
 
-        Raises UsageError where it has the same run folder by other settings.
+        Raises UsageError if it has the same run folder with other settings.
         """
         builder = self._builder_of(key)
         return None if builder is None else builder.store
@@ -74,8 +74,8 @@ class BuiltModel:
         return None
 
     def rows(self, parameter: nn.Parameter, *, in_memory: bool) -> torch.Tensor | RowsInStore | None:
-        """Return this rank's rows of a parameter in shards: `in_memory` or from another store 1-D on the CPU, else where they
-        are; None where they are not those it needs."""
+        """Return this rank's rows of a parameter in shards: `in_memory` or from another store 1-D on the CPU, else a
+        reference to them; None if they are not those it needs."""
         builder, built = self._found.get(parameter, (None, None))
         if builder is None or built is None or builder.world.world_size != self.world.world_size:
             return None
@@ -85,7 +85,7 @@ class BuiltModel:
         return rows
 
     def restore(self, parameter: nn.Parameter) -> bool:
-        """Give a parameter in shards all its values on its device; false where it is not, or not of these ranks (all
+        """Give a parameter in shards all its values on its device; false if it is not, or not of these ranks (all
         ranks)."""
         builder, built = self._found.get(parameter, (None, None))
         if builder is None or built is None:
@@ -95,7 +95,7 @@ class BuiltModel:
         return builder.world.world_size == self.world.world_size
 
     def drop(self, parameter: nn.Parameter) -> None:
-        """Forget the rows of a parameter: they are where they are trained."""
+        """Forget the rows of a parameter: they have been taken over."""
         builder, built = self._found.pop(parameter, (None, None))
         if builder is not None and built is not None:
             rows = self._in_store.pop(parameter, None)

@@ -1,1 +1,1 @@
-"""Where every byte is kept and when it moves, decided from sizes and settings alone."""
+"""The place of every byte and the time of its moves, decided from sizes and settings alone."""

@@ -1,4 +1,4 @@
-"""Where every byte of training state is kept: decided once, from sizes and settings alone. Pure: no tensors, no I/O.
+"""The place of every byte of training state: decided once, from sizes and settings alone. Pure: no tensors, no I/O.
 
 [Note: placement]
 The device keeps arrays that are not offloaded, and `1 - ratio` of the optimizer state's elements. The others:
@@ -53,7 +53,7 @@ _PAGE_BYTES = 4096
 
 
 def make_plan(needs: Sequence[Need], settings: PlacementSettings, units: Sequence[Sequence[str]] = ()) -> Plan:
-    """Return where everything is kept. See [Note: placement].
+    """Return the places of all state. See [Note: placement].
 
     `needs` are all parameters in order; `units` are the names of the parameters that each unit gathers, in the order in
     which units run. Raises BudgetError if the budget cannot hold everything that has to be in host memory, ConfigError if a
@@ -157,7 +157,7 @@ def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterat
         yield replace(one("secondary parameters", "device", need.dtype, field="parameter"), nbytes=nbytes)
     if need.slots is not None and not own_master:
         yield one("master", place.state, FP32)
-    # Every micro-batch gathers it; the update reads it only where it is (in) the master.
+    # Every micro-batch gathers it; the update reads it only if it is (in) the master.
     yield one(
         "parameters",
         place.parameter,

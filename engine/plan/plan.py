@@ -237,19 +237,19 @@ class PlacementSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where one parameter's state is kept. See [Note: placement] for the master of an fp32 parameter."""
+    """The places of one parameter's state. See [Note: placement] for the master of an fp32 parameter."""
 
     state: Rest
     """Optimizer slots, and the master if it is separate."""
     parameter: Rest
     """This rank's rows between uses; of one that stays gathered, all values."""
     gradient: Rest
-    """This rank's rows while they wait for the update. "device": they stay where the backward writes them."""
+    """This rank's rows while they wait for the update. "device": they stay in the memory that the backward writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Where one rank's training state is kept, and the bytes that a step moves."""
+    """The places of one rank's training state, and the bytes that a step moves."""
 
     settings: PlacementSettings
     placements: Mapping[str, Placement]

@@ -1,4 +1,4 @@
-"""The engine's report of its plan: where every byte is kept, how a step uses the drive, and what does not fit."""
+"""The engine's report of its plan: every byte's place, a step's use of the drive, and errors if it does not fit."""
 
 from __future__ import annotations
 

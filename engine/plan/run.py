@@ -1,4 +1,4 @@
-"""The plan of a run: where this rank's training state will be kept, checked against the machine's memory and drives."""
+"""The plan of a run: the places of this rank's training state, checked against the machine's memory and drives."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def plan_run(
     device_is_host: bool,
     memory: HostMemory | None = None,
 ) -> Plan:
-    """Return where everything will be kept (all ranks). Nothing is changed.
+    """Return the places of all state (all ranks). Nothing is changed.
 
     `slots` are the optimizer's for each parameter that it updates. Raises BudgetError, on every rank, if the state does not
     fit into the host budget, the device or the host's memory (`memory`; this system's, by default).
@@ -90,7 +90,7 @@ def plan_run(
 
 
 def tell_plan(plan: Plan, config: Config, world: World) -> None:
-    """Say on rank 0 where everything will be kept, if something is offloaded or ranks send much."""
+    """Log the plan on rank 0, if something is offloaded or ranks send much."""
     offloads = plan.held_total.device < plan.held_total.total - plan.held["buffers"].total
     if world.rank == 0 and (offloads or plan.tells_sent):
         sizes = {"world_size": world.world_size, "local_ranks": world.local_world_size}
