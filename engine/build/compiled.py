@@ -1,10 +1,9 @@
 """Compiles units with torch while their parameters come and go.
 
-[Note: what is compiled]
-A unit's gather and release stay outside: the hooks of its module run as ever, and between them runs a compiled forward in
-place of the module's own. So no graph spans a gather. Values come and go in one storage (see [Note: the memory of a
-parameter]), of which a graph's saved tensors are aliases, and a graph depends on a parameter's type and shape alone: new
-values and new addresses compile nothing anew.
+[Note: compiled units] A unit's gather and release stay outside: the hooks of its module run as ever, and between them runs
+a compiled forward in place of the module's own. So no graph spans a gather. Values come and go in one storage (see [Note:
+the memory of a parameter]), of which a graph's saved tensors are aliases, and a graph depends on a parameter's type and
+shape alone: new values and new addresses compile nothing anew.
 
 Within a compiled forward the unit's parameters are all there, so the hooks on the modules inside, and those on reads of a
 parameter, are off for its length. They would be traced, and they differ from block to block. Blocks whose forward is the
@@ -63,7 +62,7 @@ def _nothing() -> None:
 
 
 class CompiledUnits:
-    """The units whose forward is compiled. See [Note: what is compiled]."""
+    """The units whose forward is compiled. See [Note: compiled units]."""
 
     def __init__(self, model: nn.Module, hooks: UnitHooks, compiler: Compiler) -> None:
         """Compile the units that can be. Raises UsageError for a compiler that captures CUDA graphs."""

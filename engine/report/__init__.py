@@ -1,1 +1,1 @@
-"""What a run tells about itself: progress, monitors, statistics, memory."""
+"""Reports of a run: progress, monitors, statistics, memory."""

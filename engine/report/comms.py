@@ -15,7 +15,7 @@ _log = logging.getLogger("zstore")
 
 
 def open_comms_log(section: CommsLoggerSection, world: World) -> CommsLog | None:
-    """Return what times the collectives of `world`; None where the config does not ask for it."""
+    """Return a timer of the collectives of `world`; None if the config does not ask for it."""
     if not section.enabled:
         return None
     return CommsLog(

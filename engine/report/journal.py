@@ -1,14 +1,14 @@
 """The journal of a run, as an engine writes it: steps, saves, loads, warnings. See [Note: the journal] in `zstore.journal`.
 
 [Note: where the journal goes]
-It is beside the checkpoints, in the folder that a loop names at its start (`place`), else in that of the first save. A
-load that resumes a run names a folder for the time being, where it can be written, and so do snapshots of steps: the first
-save to another one takes along what this process wrote. The file is opened at the first step or save, so that a process
-that only loads leaves none. Until then records wait (see `zstore.journal.writer`). Of a run that saves to a URL the journal
-is in the local folder that its saves go through, and is sent along with each of them, and at the end; to a service of
-zstore its lines are sent about once a second.
+It is beside the checkpoints, in the folder that a loop names at its start (`place`), else in that of the first save. A load
+that resumes a run names a folder for the time being, if it is writable, and so do snapshots of steps: the first save to
+another one takes this process's records along. The file is opened at the first step or save, so that a process that only
+loads leaves none. Until then records wait (see `zstore.journal.writer`). Of a run that saves to a URL the journal is in the
+local folder that its saves go through, and is sent along with each of them, and at the end; to a service of zstore its
+lines are sent about once a second.
 
-[Note: what a step's record costs]
+[Note: the cost of a step's record]
 The training thread makes a dict of numbers that it has at hand. Counters of links and memory are looked at every two seconds
 at most, and so seldom that it takes a five-thousandth of the time; the longer a run goes on, the more seldom. On CUDA the
 loss goes to host memory behind the computation, and the journal's thread waits for it.
@@ -77,7 +77,7 @@ class _Failure:
 
 
 class RunJournal:
-    """What an engine tells its journal, on rank 0; elsewhere, and where the config wants none, every call does nothing.
+    """Writes an engine's journal, on rank 0; on others, and if the config wants none, every call does nothing.
 
     It fails as monitors do: the first failure is a warning, and training goes on.
     """
@@ -98,7 +98,7 @@ class RunJournal:
         self._is_certain = self._place is not None
         self._sink: FileSink | None = None
         self._tail: JournalTail | None = None
-        """Sends the file to a service, where the run saves to one."""
+        """Sends the file to a service, if the run saves to one."""
         self._run_id = training.run_id
         self.started_at = time.time()
         self._first_step = training.counters.global_steps
@@ -117,18 +117,18 @@ class RunJournal:
             for line in training.config.report():  # they were said before there was a journal
                 self._warnings.note(f"{training.config.source}: {line}", self.started_at)
 
-    # -- what loops say ---------------------------------------------------------------------------------------------
+    # -- from training loops ----------------------------------------------------------------------------------------
 
     def note(self, *, tokens: int | None = None, total_steps: int | None = None, loop: str | None = None) -> None:
-        """Say what the engine cannot know: the tokens of a step over all ranks, of the one under way and those to come until
-        this is called again; the steps that the run is to have; whose loop it is ("train", "trainer", ...)."""
+        """Take facts that the engine cannot know: the tokens of a step over all ranks, from the current one until the next
+        call; the steps that the run is to have; whose loop it is ("train", "trainer", ...)."""
         self._tokens = self._tokens if tokens is None else tokens
         self._utilisation.tokens(self._tokens)
         self._total_steps = self._total_steps if total_steps is None else total_steps
         self._loop = loop or self._loop
 
     def place(self, place: JournalPlace, *, certain: bool = True) -> None:
-        """Say where checkpoints are; the first certain one counts, unless the config names a folder. See [Note: where the
+        """Name the folder of checkpoints; the first certain one counts, unless the config names one. See [Note: where the
         journal goes]."""
         if not self.enabled or self._is_certain or (self._place is not None and not certain):
             return
@@ -137,8 +137,8 @@ class RunJournal:
             self._move(self._sink)
 
     def follow(self, folder: Path | None) -> None:
-        """Have the journal in `folder` from now on and in no other, unless the config names one: what there is of it moves
-        along. None: what comes waits until there is a folder."""
+        """Have the journal in `folder` from now on and in no other, unless the config names one: its file moves along.
+        None: records wait until there is a folder."""
         if not self.enabled or isinstance(self._training.config.own.journal, Path):
             return
         former = self._sink
@@ -162,14 +162,14 @@ class RunJournal:
 
     @property
     def open_at(self) -> tuple[Path, str] | None:
-        """The local folder of the run, and its id; None where the journal is not open. The journal is in that folder, or in
-        that of a checkpoint in it that a loop made."""
+        """The local folder of the run, and its id; None if the journal is not open. The journal is in that folder, or in a
+        loop's checkpoint in it."""
         if self._sink is None:
             return None
         folder = self._sink.path.parent
         return folder.parent if LOOPS_FOLDER.fullmatch(folder.name) else folder, self._run_id
 
-    # -- what the engine says ---------------------------------------------------------------------------------------
+    # -- from the engine --------------------------------------------------------------------------------------------
 
     def step_ended(self, loss: Loss) -> None:
         """Write down the step that has just ended."""
@@ -204,7 +204,7 @@ class RunJournal:
             self._open()
 
     def _new_flops(self) -> dict[str, Any]:
-        """Return where the numbers behind `mfu` are from, for the record of the first step that knows, and when it changes."""
+        """Return the numbers behind `mfu` and their sources, for the first step that knows them, and when they change."""
         known = self._utilisation.now()
         if known is None or (known.source, known.peak_flops) == self._said_flops:
             return {}
@@ -217,7 +217,7 @@ class RunJournal:
         return link_statistics(self._training.world, self._training.state.store, store, self.saves_s())
 
     def save_begins(self, tag: str, location: str) -> SaveNotes | None:
-        """Write down that a save begins; return what is to be told how it goes on; None where nothing is written."""
+        """Record the start of a save; return the notes to which its progress is told; None if nothing is written."""
         if not self.enabled:
             return None
         step = self._training.counters.global_steps
@@ -226,7 +226,7 @@ class RunJournal:
         return notes
 
     def save_began(self, place: JournalPlace) -> None:
-        """Note where a save goes that has begun well: the journal is there from now on at the latest."""
+        """Note the place of a save that has begun well: the journal is there from now on at the latest."""
         self.place(place)
         self._open()
 
@@ -240,12 +240,12 @@ class RunJournal:
         self._step_ended_s = None
         self._utilisation.begin_anew()
         self._last_times = replace(self._times)
-        self._samples.begin_anew(step)  # what the load moved is no step's
+        self._samples.begin_anew(step)  # the bytes of the load belong to no step
         record = {"kind": "load", "at": time.time(), "step": step, "tag": tag, "location": location}
         self.writer.append(record | {"elapsed_s": elapsed_s, "read_bytes": read_bytes})
 
     def resumed(self, folder: Path) -> None:
-        """Take the run's journal to be in `folder`, where it goes on from a checkpoint; say so if the process before was
+        """Take the run's journal to be in `folder`, if it goes on from a checkpoint; report if the process before was
         killed: its journal has no end."""
         if self._sink is None:
             self._tell_of_kill(folder)
@@ -291,7 +291,7 @@ class RunJournal:
     # -- the file ---------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Have the file of the run open, where it is known by now."""
+        """Open the file of the run, if it is known by now."""
         run_id = self._training.run_id
         if not self.enabled or (self._sink is not None and run_id == self._run_id):
             return
@@ -328,7 +328,7 @@ class RunJournal:
             return None
 
     def _move(self, former: FileSink) -> None:
-        """Go on in another folder, with what this process has written. See [Note: where the journal goes]."""
+        """Go on in another folder, with the records of this process. See [Note: where the journal goes]."""
         self.writer.flush()
         try:
             with open(former.path, "rb") as file:

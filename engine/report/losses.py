@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 Loss = float | None | Callable[[], float]
-"""A loss, None where it is not known, or a function that waits for it."""
+"""A loss, None if it is not known, or a function that waits for it."""
 
 
 class StepLosses:
@@ -26,7 +26,7 @@ class StepLosses:
         self._are_parts = is_part
 
     def take(self) -> torch.Tensor | None:
-        """Return the step's loss, one element, where it was computed, and forget it; None where it is not known."""
+        """Return the step's loss, one element, on its device, and forget it; None if it is not known."""
         losses, self._losses = self._losses, []
         if not losses:
             return None
@@ -37,8 +37,8 @@ class StepLosses:
 
 
 def value_of(loss: torch.Tensor | None) -> Loss:
-    """Return a loss as a number: at once where it is in host memory, else a function that waits for its way there, which any
-    thread may call. The calling thread does not wait."""
+    """Return a loss as a number: at once if it is in host memory, else a function that waits for the copy, which any thread
+    may call. The calling thread does not wait."""
     if loss is None:
         return None
     if loss.device.type != "cuda":

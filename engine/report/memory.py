@@ -1,4 +1,4 @@
-"""Bytes of memory and disk that a rank uses, its peaks, and what of them is training state."""
+"""Bytes of memory and disk that a rank uses, its peaks, and the training state among them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryStatistics:
-    """What one rank uses."""
+    """The memory and disk of one rank."""
 
     device_bytes: int
-    """Arrays of the store that rest on the device, parameters that are their own masters included."""
+    """Arrays of the store on the device, parameters that are their own masters included."""
     host_bytes: int
-    """Arrays of the store that rest in host memory."""
+    """Arrays of the store in host memory."""
     disk_bytes: int
-    """Arrays of the store that rest on disk."""
+    """Arrays of the store on disk."""
     buffer_bytes: int
     """The store's transfer buffers, in host memory."""
     buffer_peak_bytes: int
@@ -43,7 +43,7 @@ class MemoryStatistics:
     process_peak_bytes: int
     """Most memory that the process had resident, everything included."""
     cuda_peak_bytes: int
-    """Most memory that tensors had on the CUDA device; 0 where there is none."""
+    """Most memory that tensors had on the CUDA device; 0 if there is none."""
 
     def line(self) -> str:
         """Return all of it for a person to read."""
@@ -57,7 +57,7 @@ class MemoryStatistics:
 
 
 def memory_statistics(tensors: TensorStore, device: torch.device) -> MemoryStatistics:
-    """Return what this rank uses now, and its peaks so far."""
+    """Return this rank's usage now, and its peaks so far."""
     store = tensors.statistics()
     return MemoryStatistics(
         device_bytes=store.device_bytes,
@@ -71,7 +71,7 @@ def memory_statistics(tensors: TensorStore, device: torch.device) -> MemoryStati
 
 
 def memory_now(store: StoreStatistics, device: torch.device) -> dict[str, int]:
-    """Return bytes in use by what has them: state on the tiers `device`, `host` and `disk`, `buffers`, the whole `process`
+    """Return bytes in use by owner: state on the tiers `device`, `host` and `disk`, `buffers`, the whole `process`
     now, and on `cuda` the most that tensors had so far."""
     return {
         "device": store.device_bytes,
@@ -84,7 +84,7 @@ def memory_now(store: StoreStatistics, device: torch.device) -> dict[str, int]:
 
 
 def lack_of_memory(training: Training, inputs: Iterable[Any]) -> str | None:
-    """Return what to say if a forward of `inputs` and its backward are about to take more host memory than is available; None
+    """Return a warning if a forward of `inputs` and its backward are about to take more host memory than is available; None
     if they are not, or if the model's config does not say how large it is.
 
     The kernel would end the process in the middle of it. Gradients count with the activations: the plan's other bytes are
@@ -124,7 +124,7 @@ class HeldBytes:
     resting: int
     """Rows of offloaded parameters in the store, on whichever tier, with fp32 masters that are the parameter."""
     gradients: int
-    """With what quantization lost of them, where that is kept (`zeropp_loco_param`)."""
+    """With their quantization errors, if these are kept (`zeropp_loco_param`)."""
     optimizer_state: int
     """fp32 masters and slots, on whichever tier; an fp32 parameter that is its own master counts as a parameter, and of
     a split master the bf16 part does."""
@@ -133,7 +133,7 @@ class HeldBytes:
 
 
 def held_bytes(state: OptimizerState, gradients: Gradients, units: ShardedUnits | None = None) -> HeldBytes:
-    """Return what this rank holds; `units` where parameters are sharded."""
+    """Return the bytes that this rank holds; `units` if parameters are sharded."""
     parameters = 0
     for record in state.records:
         if record.shard is not None:

@@ -1,4 +1,4 @@
-"""Monitors: where the metrics of a run go, step by step, on rank 0.
+"""Monitors: destinations of the metrics of a run, step by step, on rank 0.
 
 [Note: metrics]
 One value per name and optimizer step, against the samples seen so far over all ranks. The names are DeepSpeed's:
@@ -30,13 +30,13 @@ _SAMPLES = "Train/samples"
 
 
 class Monitor(Protocol):
-    """Where metrics go: `write` once a step, `close` at the end (rank 0). Both may raise anything."""
+    """A destination of metrics: `write` once a step, `close` at the end (rank 0). Both may raise anything."""
 
     def write(self, values: Mapping[str, float], samples: int) -> None:
         """Keep the values of one step."""
 
     def close(self) -> None:
-        """Complete what is open."""
+        """Complete and close everything."""
 
 
 class CsvMonitor:
@@ -91,9 +91,9 @@ class TensorboardMonitor:
 
 
 class WandbMonitor:
-    """A run of Weights & Biases: the script's own where it began one, which is left open, else a new one.
+    """A run of Weights & Biases: the script's own if it began one, which is left open, else a new one.
 
-    The values stand against the metric `Train/samples` and not against wandb's own count of steps, which belongs to
+    The values are logged against the metric `Train/samples` and not against wandb's own count of steps, which belongs to
     the script and never goes back, as training does when it loads an earlier checkpoint.
     """
 
@@ -104,7 +104,7 @@ class WandbMonitor:
             raise _missing("wandb") from error
         self._is_ours = wandb.run is None
         self._run: Any = wandb.run or wandb.init(project=project, group=group, entity=team, config=dict(config))
-        # Of a script that closes nothing, before wandb ends itself, whose hook stands since `init`.
+        # Of a script that closes nothing, before wandb ends itself, by its hook of `init`.
         atexit.register(self.close)
         self._run.define_metric(_SAMPLES)
         self._run.define_metric("Train/Samples/*", step_metric=_SAMPLES)
@@ -152,8 +152,8 @@ class Monitors:
                 self._warn(monitor, error)
 
     def write_events(self, events: Sequence[tuple[Any, ...]]) -> None:
-        """Write (name, value, sample) triples; those of other ranks than 0 are dropped, and so is what follows a triple's
-        third item. Raises UsageError for anything else."""
+        """Write (name, value, sample) triples; those of other ranks than 0 are dropped, and so are items after a triple's
+        third. Raises UsageError for anything else."""
         for event in events:
             try:
                 name, value, sample = event[:3]

@@ -1,4 +1,4 @@
-"""Where a run's bytes rest, for its journal: what was planned, and what there is."""
+"""The places of a run's bytes, planned and measured, for its journal."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 _STATE, _MASTERS = "optimizer state", "master weights"
 _KINDS = {"parameters": "parameters", "gradients": "gradients", "master": _MASTERS, "buffers": "buffers"}
-"""What the journal calls the plan's kinds; all others are slots of the optimizer."""
+"""The journal's names of the plan's kinds; all others are slots of the optimizer."""
 
 Placed = tuple[str, str, str, int]
 """Name, tier, kind, bytes."""
 
 
 def plan_record(training: Training) -> dict[str, Any]:
-    """Return the journal's record of the plan beside what rank 0 holds."""
+    """Return the journal's record of the plan beside the bytes that rank 0 holds."""
     arrays = list(placed_arrays(training.state))
     device = training.world.device
     return {
@@ -48,7 +48,7 @@ def _parts(training: Training, arrays: list[Placed]) -> list[dict[str, Any]]:
 def parts_of(
     arrays: Iterable[Placed], state: OptimizerState, planned: Mapping[tuple[str, str], int] | None
 ) -> list[dict[str, Any]]:
-    """Return bytes by tier and kind: those of `arrays` and of buffers, beside what was `planned`, None: nothing was."""
+    """Return bytes by tier and kind: those of `arrays` and of buffers, beside the `planned` ones, None: there was no plan."""
     measured: Counter[tuple[str, str]] = Counter()
     for _, tier, kind, nbytes in arrays:
         measured[tier, kind] += nbytes
@@ -68,7 +68,7 @@ def parts_of(
 
 
 def placed_arrays(state: OptimizerState) -> Iterator[Placed]:
-    """Yield what this rank holds of every parameter between two steps: its values, master and slots."""
+    """Yield this rank's arrays of every parameter between two steps: its values, master and slots."""
     store = state.store
     for record in state.records:
         resident = record.full.nbytes if record.residency is Residency.RESIDENT else 0

@@ -1,4 +1,4 @@
-"""What a run tells about itself while it trains: lines in the log, and values for the monitors, all on rank 0."""
+"""Progress of a run in training: lines in the log, and values for the monitors, all on rank 0."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _METRICS = "Train/Samples/"
 
 
 class RunReport:
-    """Told of every loss that is known and of every step; says what the config asks for. See [Note: metrics] in `monitors`.
+    """Is told of every known loss and of every step, and reports as the config asks. See [Note: metrics] in `monitors`.
 
-    The value of the loss is taken off the device once in a step in which something is said, else never.
+    The value of the loss is copied from the device once in a step that is reported, else never.
     """
 
     def __init__(self, training: Training, times: PhaseTimes, monitors: Monitors) -> None:
@@ -87,7 +87,7 @@ class RunReport:
             self._watch_computation(counts=True)
 
     def step_ended(self) -> None:
-        """Say what is to be said after an optimizer step, taken or skipped."""
+        """Report an optimizer step, taken or skipped."""
         prints = self._every > 0 and self._training.counters.global_steps % self._every == 0
         if not self.enabled:
             return
@@ -164,7 +164,7 @@ class RunReport:
             _log.info("step %d: %s", step, memory_statistics(training.state.store, training.world.device).line())
 
     def close(self) -> None:
-        """Log the table of collectives, where they were timed; close monitors and journal."""
+        """Log the table of collectives, if they were timed; close monitors and journal."""
         world = self._training.world
         if world.log is not None and world.rank == 0 and world.log.times():
             log_comms_summary(self._training)
@@ -173,7 +173,7 @@ class RunReport:
 
 
 def state_text(settings: Settings, state: OptimizerState, world: World) -> str:
-    """Return the config as it acts and where everything rests, a line for each parameter."""
+    """Return the config as it acts and the places of all state, a line for each parameter."""
     config = json.dumps(acting(settings), indent=2)
     lines = [_record_line(state, record) for record in state.records]
     memory = memory_statistics(state.store, world.device).line()

@@ -1,4 +1,4 @@
-"""What journals of engines and of optimizers have in common: how a run starts, links and memory, warnings, how it ends."""
+"""Records that journals of engines and of optimizers share: a run's start, links and memory, warnings, and its end."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _SHARE = 5000
 _SAMPLES = 2000
 """They are looked at so often in the time that has passed: journals of long runs stay quick to read."""
 _PACKAGES = ("transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "trl", "deepspeed")
-"""Whose versions are written down where they are in use."""
+"""Packages whose versions are recorded if they are in use."""
 
 VERSION = 1
 """Of the journal's format."""
 
 
 def start_record(world: World, **values: Any) -> dict[str, Any]:
-    """Return the record of a start: `values`, and what can be told of the process."""
+    """Return the record of a start: `values`, and the facts of the process."""
     return {
         "kind": "start",
         "version": VERSION,
@@ -86,7 +86,7 @@ class Samples:
         """When to look again, by `time.perf_counter`."""
 
     def take(self, now_s: float, step: int) -> dict[str, Any]:
-        """Return what a step's record has of links, since the last look, and of memory."""
+        """Return the part of a step's record about links, since the last sample, and memory."""
         statistics = self._store.statistics()
         links = self._links(statistics)
         none = LinkStatistics()
@@ -109,7 +109,7 @@ class Samples:
 
 
 def _link_record(link: LinkStatistics) -> dict[str, Any] | None:
-    """Return what a link did; None where that is nothing."""
+    """Return the record of a link; None if it was not used."""
     stall_s = {cause: round(seconds, 6) for cause, seconds in link.stall_s.items() if seconds > 0}
     if not link.operations and not stall_s:
         return None
@@ -117,7 +117,7 @@ def _link_record(link: LinkStatistics) -> dict[str, Any] | None:
 
 
 class Warnings(logging.Filter):
-    """Sees the warnings of a logger on their way. Not a handler, beside which nothing would be shown any more where nobody
+    """Sees the warnings of a logger on their way. Not a handler, with which nothing would be shown any more if nobody
     configured logging."""
 
     def __init__(self, writer: JournalWriter) -> None:

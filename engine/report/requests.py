@@ -1,10 +1,10 @@
 """Requests of people to a run: found by rank 0, carried out by all ranks after the same step.
 
 [Note: carrying out a request]
-On rank 0 the journal's thread looks for the file twice a second. What it found travels with what the ranks tell each other in
-the next update, as a signal does (see [Note: stopping by a signal]), so that after that step all ranks know of it, and a step
-costs nothing more. A loop that saves and stops in its own way takes requests with `Engine.take_requests`; else the engine
-saves by itself, and stops where signals are watched.
+On rank 0 the journal's thread looks for the file twice a second. A request travels with the ranks' messages in the next
+update, as a signal does (see [Note: stopping by a signal]), so that after that step all ranks know of it, and a step costs
+nothing more. A loop that saves and stops in its own way takes requests with `Engine.take_requests`; else the engine saves
+by itself, and stops if signals are watched.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Requests:
         self._world = world
         self._journal = journal
         self.finder = _Finder(journal) if journal.enabled else None
-        """What finds requests, on rank 0 of a run that has a journal."""
+        """Finds requests, on rank 0 of a run that has a journal."""
         self.taker: Taker | None = None
         """The loop's; None: the engine carries requests out."""
 
     def tell(self) -> None:
-        """Let all ranks know, with the update that comes next, of what was found (rank 0)."""
+        """Let all ranks know of the request that was found, with the next update (rank 0)."""
         if self.finder is not None and self.finder.found is not None:
             found, self.finder.found = self.finder.found, None
             self._world.asks = json.dumps([found.action, found.id])

@@ -1,4 +1,4 @@
-"""What a journal has of one save."""
+"""A journal's notes of one save."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SaveNotes:
         self._writer.append({**self._base, "at": time.time(), **values})
 
     def __call__(self, outcome: SaveSummary | BaseException) -> None:
-        """Write down what was done, or what went wrong; see `SaveRequest.told`."""
+        """Record the result, or the error; see `SaveRequest.told`."""
         if isinstance(outcome, BaseException):
             if not self._has_failed:
                 self._has_failed = True

@@ -1,23 +1,23 @@
-"""Counters of one rank since its engine was made: what moved over each link, who waited for it, and memory.
+"""Counters of one rank since its engine was made: the traffic and waits of each link, and memory.
 
 [Note: links]
 `EngineStatistics.links` has, by name:
 - `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast`, `transfer`, `control`: collectives, in bytes sent to other ranks.
   On CUDA the times are the host's, which seldom waits there;
-- `within_group`, `between_groups`: what of these bytes, `control` left out, went to ranks of this rank's group and of
-  others, where the config puts ranks in groups (`mics_shard_size`, `zero_hpz_partition_size`, quantized gradients of several
+- `within_group`, `between_groups`: how many of these bytes, `control` left out, went to ranks of this rank's group and of
+  others, if the config puts ranks in groups (`mics_shard_size`, `zero_hpz_partition_size`, quantized gradients of several
   machines); they count every collective a second time;
-- `device_to_host`, `host_to_device`: copies between the memory of a device and that of the host; where the model computes
-  on the CPU these are one memory and nothing is counted;
-- `disk_read`, `disk_write`: swap files, with checksums and padding; and parts of these: `disk_prefetch`, what was read
-  ahead by `prefetch`, and `optimizer_read`, `optimizer_write`, masters and slots, with parameters on disk that are
-  their masters, or a part of them, whatever they are read for. A pass that is not begun waits for a save to let go of
-  a shard, or for the file of a new version;
+- `device_to_host`, `host_to_device`: copies between the memory of a device and that of the host; if the model computes on
+  the CPU these are one memory and nothing is counted;
+- `disk_read`, `disk_write`: swap files, with checksums and padding; and parts of these: `disk_prefetch`, reads ahead by
+  `prefetch`, and `optimizer_read`, `optimizer_write`, masters and slots, with parameters on disk that are their masters,
+  or a part of them, whatever they are read for. A pass that is not begun waits for a save to let go of a shard, or for
+  the file of a new version;
 - `activation_read`, `activation_write`: likewise, activations on their way from and to the disk;
-- `parameter_read`: this rank's rows of parameters that rest in host memory or on disk, on their way to be gathered; a
-  rank alone on a CPU uses those in host memory where they are;
+- `parameter_read`: this rank's rows of parameters in host memory or on disk, on their way to be gathered; a rank alone on
+  a CPU uses those in host memory in place;
 - `checkpoint_write`: bytes copied for checkpoints; files that could be linked are not among them.
-What is counted with `World.links` or `TensorStore.links` under other names stands there too. A link that was never used
+Links that are counted with `World.links` or `TensorStore.links` under other names are there too. A link that was never used
 is missing. Busy time is summed over operations under way at once, so it may exceed the time that passed.
 """
 
@@ -56,28 +56,28 @@ class EngineStatistics:
     backward_s: float
     optimizer_s: float
     links: Mapping[str, LinkStatistics]
-    """What moved over each link. See [Note: links]."""
+    """Traffic of each link. See [Note: links]."""
     sent_bytes: Mapping[str, int]
     """Bytes that this rank sent to others, by kind of collective."""
     memory: MemoryStatistics
     held: HeldBytes
     """Bytes of parameters, gradients and optimizer state that this rank holds now."""
     units: UnitStatistics | None
-    """Of sharded or offloaded parameters: what was gathered, ahead or on demand; None where there are none."""
+    """Gathers of sharded or offloaded parameters, ahead or on demand; None if there are none."""
     overlapped: int
     """Reductions of gradients that went on while this rank did something else."""
     store: StoreStatistics
     utilisation: Utilisation | None
-    """Model FLOPs utilisation, on rank 0; None where no operations are known."""
+    """Model FLOPs utilisation, on rank 0; None if no operations are known."""
     activations: ActivationStatistics | None
-    """Of activations that leave the device, and of blocks that are timed; None where there are neither."""
+    """Of activations that leave the device, and of blocks that are timed; None if there are neither."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON data."""
         return asdict(self)
 
     def links_since(self, before: EngineStatistics) -> dict[str, dict[str, Any]]:
-        """Return what the links did after `before`, as JSON data; those that did nothing are left out."""
+        """Return the traffic of the links since `before`, as JSON data; unused ones are left out."""
         none = LinkStatistics()
         moved = {name: link.since(before.links.get(name, none)) for name, link in self.links.items()}
         return {name: asdict(link) for name, link in moved.items() if link.operations or any(link.stall_s.values())}
@@ -115,7 +115,7 @@ def engine_statistics(  # noqa: PLR0913 - the parts of a run that count
 def link_statistics(
     world: World, tensors: TensorStore, store: StoreStatistics, saves_s: Mapping[str, float]
 ) -> dict[str, LinkStatistics]:
-    """Return what moved over each link; `store` is what `tensors` says now. See [Note: links]."""
+    """Return the traffic of each link; `store` are the present statistics of `tensors`. See [Note: links]."""
     both = world.links.statistics(), tensors.links.statistics()
     counted = {name: total_of_links(links[name] for links in both if name in links) for name in {**both[0], **both[1]}}
     return counted | _store_links(store, saves_s)
@@ -125,7 +125,7 @@ def _store_links(store: StoreStatistics, saves_s: Mapping[str, float]) -> dict[s
     def moved(
         priorities: Iterable[str], *, of: Iterable[str] | None = None, stall_s: Mapping[str, float] | None = None
     ) -> LinkStatistics:
-        """Return what the I/O threads moved of the subjects `of` (None: all); stalls of 0 s are left out."""
+        """Return the I/O threads' traffic of the subjects `of` (None: all); stalls of 0 s are left out."""
         chosen = []
         for key, link in store.queue.subjects.items():
             priority, subject = key.split(" ", 1)
