@@ -1,13 +1,13 @@
 """Gradients of a step that has begun, in a checkpoint.
 
 [Note: a step that has begun]
-A checkpoint between two micro-batches has the state as the last step left it, and under `gradient/` what the micro-batches
-since then summed, in the type in which it is held. Of one rank, and at stages 2 and 3, an array has the parameter's shape and
+A checkpoint between two micro-batches has the state of the last step, and under `gradient/` the sums of the micro-batches
+since then, in the type in which they are held. Of one rank, and at stages 2 and 3, an array has the parameter's shape and
 is cut as its state; at stages 0 and 1 of several ranks, which average once a step, it has a row for each rank: its own sum.
 So the step that a resume ends has the bits that it would have had. Another number of ranks has no such rows, nor the same
-micro-batches left: it is refused before anything is loaded. Gradients are saved from where they are, without a copy, and a
-backward adds to them there, so that such a save is complete before training goes on. A save without gradients leaves the
-step out: it has the state of the last step, from which a load does the step anew.
+micro-batches left: it is refused before anything is loaded. Gradients are saved in place, without a copy, and a backward
+adds to them there, so that such a save is complete before training goes on. A save without gradients leaves the step out:
+it has the state of the last step, from which a load does the step anew.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def require_last_step(training: Training) -> None:
 
 
 def described(training: Training) -> dict[str, Any] | None:
-    """Return what the record says of a step that has begun; None between two steps."""
+    """Return the record's part about a step that has begun; None between two steps."""
     under_way = training.accumulation
     if not under_way.stepped:
         return None
@@ -64,8 +64,8 @@ def described(training: Training) -> dict[str, Any] | None:
 
 
 def enter_gradients(training: Training) -> dict[str, Grid]:
-    """Let the store have the gradients of a step that has begun as arrays, where they are; return these and how the ranks
-    divide them (all ranks)."""
+    """Add the gradients of a step that has begun to the store as arrays, in place; return these and how the ranks divide
+    them (all ranks)."""
     if not training.accumulation.stepped:
         return {}
     store, grids = training.state.store, {}
@@ -98,7 +98,7 @@ def _layout(training: Training, record: ParameterRecord, dtype: torch.dtype) -> 
 
 
 def check_begun(training: Training, begun: Mapping[str, Any], record: Mapping[str, Any], saved_world_size: int) -> None:
-    """Raise CheckpointMismatchError where a step that has begun in a checkpoint cannot go on here."""
+    """Raise CheckpointMismatchError if a step that has begun in a checkpoint cannot go on here."""
     for name in ("stepped", "backwards"):
         if type(begun[name]) is not int or not 0 < begun[name] < 2**53:
             raise CorruptionError(f"the checkpoint's step that has begun has {name} {begun[name]!r}: it is not a count")

@@ -1,9 +1,9 @@
-"""Checkpoints of what is trained alone: where the frozen parameters came from, and proof that a resume has the same.
+"""Checkpoints without frozen parameters: the source of these, and proof that a resume has the same.
 
 [Note: digests]
 The digest of a parameter is the crc32c of its values, in order, in the type that the engine has it in. Each rank takes that
 of the rows that it owns, and these are put together: so it is the same at every world size, stage and tier. It is
-computed when a save or a load first needs it, and again only where a pass has changed the array. A checkpoint is
+computed when a save or a load first needs it, and again only if a pass has changed the array. A checkpoint is
 compared with the values rounded to its own type; one of a wider type than the engine's cannot be compared.
 """
 
@@ -46,14 +46,14 @@ class BaseWeights:
         """By parameter and type the version that was read, and its digest."""
 
     def record(self, frozen: Sequence[ParameterRecord]) -> dict[str, Any]:
-        """Return what the record of a checkpoint without these parameters says of them (all ranks)."""
+        """Return the part about these parameters of the record of a checkpoint without them (all ranks)."""
         folder, revision = source_of(self._training.model)
         digests = self._digests([(one, dtype_name(one.dtype)) for one in frozen])
         named = {one.name: [dtype_name(one.dtype), digest] for one, digest in zip(frozen, digests, strict=True)}
         return {BASE_KEY: {"folder": folder, "revision": revision, "digests": named}}
 
     def check(self, source: ArraySource, *, strict: bool) -> None:
-        """Raise CheckpointMismatchError, on every rank, where the engine's parameters are not those that a checkpoint was
+        """Raise CheckpointMismatchError, on every rank, if the engine's parameters are not those that a checkpoint was
         trained beside; without `strict` that is a warning (all ranks)."""
         base = source.record.base
         if base is None:
@@ -91,7 +91,7 @@ class BaseWeights:
         mine: list[tuple[int, int]] = []
         with world.agreeing():
             for number, (record, dtype) in enumerate(parameters):
-                # Where every rank has all of them, each takes its share of the work; of several copies the first counts.
+                # If every rank has all of them, each takes its share of the work; of several copies the first counts.
                 own = world.rank < copy_size if is_sharded else number % world.world_size == world.rank
                 rows = record.owned_numel if own else 0
                 mine.append((self._digest_of_rows(record, dtype) if rows else 0, rows * _itemsize(dtype)))
@@ -119,8 +119,8 @@ class BaseWeights:
 
 
 def source_of(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the folder or name that a model's weights came from, and the revision, as far as that is known: of what
-    `zstore.from_pretrained` or transformers loaded, the model itself or a part of it."""
+    """Return the folder or name that a model's weights came from, and the revision, as far as that is known, for a model
+    that `zstore.from_pretrained` or transformers loaded, whole or in part."""
     for module in model.modules():
         config = getattr(module, "config", None)
         name = folder_of(module) or getattr(config, "_name_or_path", None)

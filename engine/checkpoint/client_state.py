@@ -25,7 +25,7 @@ from ..optim.stepper import STATE_KEY
 from .untrusted import understood
 
 ClientValues = Mapping[str, Any] | Namespace
-"""What a script gives a save to keep."""
+"""A script's own state in a save."""
 
 _MARK = "$tensor"
 
@@ -33,8 +33,8 @@ _MARK = "$tensor"
 def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return (state with marks in place of tensors, the tensors by array name, copied to host memory).
 
-    See [Note: what comes back]. Raises UsageError that names the key of a tensor that cannot be stored; what else is not
-    JSON, the save names.
+    See [Note: what comes back]. Raises UsageError that names the key of a tensor that cannot be stored; other values that
+    are not JSON are named by the save.
     """
     tensors: dict[str, torch.Tensor] = {}
     marked = _split(state, "", tensors)
@@ -52,7 +52,7 @@ def as_mapping(state: ClientValues) -> Mapping[str, Any]:
 
 
 def check(state: ClientValues) -> None:
-    """Raise UsageError that names the key of what a save could not store."""
+    """Raise UsageError that names the key of a value that a save could not store."""
     encode_state(split(as_mapping(state))[0], "client_state")
 
 
@@ -105,7 +105,7 @@ def join(state: Any, read: Callable[[str], Any]) -> Any:
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as plain numbers; tensors of one element are taken. Raises UsageError for what is no number."""
+    """Return metrics as plain numbers; tensors of one element are taken. Raises UsageError for other values."""
     if not isinstance(metrics, Mapping):
         raise UsageError(f"metrics: expected a dict of numbers by name, got {type(metrics).__name__}")
     found: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Where a save goes: a folder, or a URL by way of a local one."""
+"""The destination of a save: a folder, or a URL by way of a local one."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _FOLDER = "zstore-uploads"
 
 @dataclass(frozen=True)
 class Destination:
-    """A folder that a save is committed in, and where it is uploaded to from there."""
+    """A folder that a save is committed in, and its upload from there, if any."""
 
     folder: Path
     upload: UploadOptions | None = None
 
     @property
     def journal_place(self) -> JournalPlace:
-        """Where the journal of a run that saves here goes."""
+        """The place of the journal of a run that saves here."""
         return JournalPlace(self.folder, None if self.upload is None else self.upload.folder)
 
     def location_of(self, name: str) -> str:
@@ -41,7 +41,7 @@ class Destination:
 
 
 def destination_of(location: str, config: Config, drives: Sequence[Path]) -> Destination:
-    """Return where a save to a path or URL goes; `drives` are the folders of the run's store. No request is made.
+    """Return the destination of a save to a path or URL; `drives` are the folders of the run's store. No request is made.
 
     Raises UsageError for a URL that nothing opens.
     """
@@ -62,6 +62,6 @@ def _chosen_folder(drives: Sequence[Path]) -> Path:
 
 
 def reading_text(source: ArraySource) -> str | None:
-    """Return what was read of a checkpoint behind a URL, and what of that was asked for; None for local ones."""
+    """Return the bytes read of a checkpoint behind a URL, and those of them that were requested; None for local ones."""
     done = source.reading()
     return f"read {source.location}: {done.text()}" if done is not None and done.requests else None

@@ -1,16 +1,16 @@
-"""Bringing a checkpoint back: what is compared, what is linked or read, and what follows from it.
+"""Loads a checkpoint: compares it, links or reads its arrays, and restores the engine.
 
 [Note: loading]
 The checkpoint is compared with the model first, on every rank before any changes anything; then each rank streams the
 elements that it owns from the files into its arrays, casts masters into its parameters, and all ranks share the rows of
-resident parameters. Where that fails half way the state is a mixture (`PendingUpdate.torn`): the error says so, and it is
+resident parameters. If that fails half way the state is a mixture (`PendingUpdate.torn`): the error says so, and it is
 neither trained nor saved until a load replaces it.
 
 [Note: loading by links]
 An array on disk that the checkpoint stores in the same layout on the same file system is not read: its file is linked
 into the run folder, and the next change makes a file of its own. Its chunks are verified as training first reads them; one
-that is damaged raises CorruptionError there, and another checkpoint has to be loaded. What the model computes with is
-not left for later: masters of which parameters are cast are read by the load.
+that is damaged raises CorruptionError there, and another checkpoint has to be loaded. The model's own values are not left
+for later: masters of which parameters are cast are read by the load.
 """
 
 from __future__ import annotations
@@ -79,16 +79,16 @@ class Restore:
         self._base = base
         self._linked_bytes = 0
         self.report: LoadReport | None = None
-        """What was done; None until then, and where there was no checkpoint."""
+        """The result; None until then, and if there was no checkpoint."""
         self.tag = ""
         """Of the checkpoint that was loaded."""
         self.resumes = False
         """Whether the run goes on as that of the checkpoint."""
         self.known: dict[str, KnownFile] = {}
-        """Files of the checkpoint that hold what frozen parameters hold now."""
+        """Files of the checkpoint that hold the present values of frozen parameters."""
 
     def load(self, folder: str, tag: str | float | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
-        """Load what `options` ask for; return the checkpoint's path and the client's state (all ranks)."""
+        """Load by `options`; return the checkpoint's path and the client's state (all ranks)."""
         training = self._training
         reader: ArraySource | None = None
         plan: LoadPlan | None = None
@@ -122,7 +122,7 @@ class Restore:
         return reader.location, state
 
     def _plan(self, reader: ArraySource, options: LoadOptions) -> LoadPlan:
-        """Return what to load. Raises as `plan_load` does, and UsageError where a mixture would stay one."""
+        """Return the plan of the load. Raises as `plan_load` does, and UsageError if a mixture would stay one."""
         training = self._training
         plan = plan_load(training.model, training.state, reader, options)
         if (training.pending.torn or training.pending.is_in_backward) and not plan.is_whole:
@@ -173,7 +173,7 @@ class Restore:
         return state
 
     def _bring_back(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:
-        """Load what this rank owns; return the client's state."""
+        """Load this rank's elements; return the client's state."""
         training = self._training
         done = self._load_arrays(reader, [one for one in plan.arrays if not self._link(reader, one)])
         for name, tensor in list(stored_whole(training.model, (record.parameter for record in training.state.records))):
@@ -200,7 +200,7 @@ class Restore:
     # -- arrays -----------------------------------------------------------------------------------------------------
 
     def _link(self, reader: ArraySource, one: LoadedArray) -> bool:
-        """Link the file of an array into the run folder where it is as the run has it. See [Note: loading by links]."""
+        """Link the file of an array into the run folder if it has the run's layout. See [Note: loading by links]."""
         name, store = one.into[0], self._training.state.store
         local = store.local(name)
         if one.converts or not local.valid_numel or store.tier_of(name) != "disk":
@@ -222,14 +222,14 @@ class Restore:
         return done
 
     def _is_straight(self, reader: ArraySource, one: LoadedArray) -> bool:
-        """Return whether the stored elements are what the array has in the host's memory."""
+        """Return whether the stored elements are those of the array in the host's memory."""
         name, store = one.into[0], self._training.state.store
         alike = not one.converts and reader.array(one.stored[0]).spec.dtype == store.spec(name).dtype
         return alike and store.may_fill(name)
 
     def _load_straight(self, reader: ArraySource, arrays: list[LoadedArray]) -> set[str]:
-        """Read into the memory where the arrays rest, by several threads at once, and cast parameters from what has just
-        landed; return the masters of these."""
+        """Read into the arrays' own memory, by several threads at once, and cast parameters from each piece that was read;
+        return the masters of these."""
         names, state = [one.into[0] for one in arrays], self._training.state
         parameters = state.rows_in_memory()
         with state.store.filling(names) as memories:
@@ -294,7 +294,7 @@ class Restore:
             begun["stepped"],
         )
 
-    # -- the rest ---------------------------------------------------------------------------------------------------
+    # -- after the arrays -------------------------------------------------------------------------------------------
 
     def _load_rng(self, reader: ArraySource) -> None:
         world, step = self._training.world, self._training.counters.global_steps
@@ -330,7 +330,7 @@ def _engine_of(reader: ArraySource, options: LoadOptions) -> dict[str, Any]:
 
 
 def _file_of(reader: ArraySource, name: str, shard: LocalShard) -> tuple[Path, Sequence[int]] | None:
-    """Return the checkpoint's file of a shard and its chunks' checksums; None where it has the array in another layout or
+    """Return the checkpoint's file of a shard and its chunks' checksums; None if it has the array in another layout or
     type, or has no such file."""
     stored = reader.array(name)
     if (stored.grid, stored.spec.dtype) != (shard.grid, shard.spec.dtype):

@@ -1,4 +1,4 @@
-"""What of a checkpoint is loaded: the choices of a call, and what they mean for this model and that checkpoint."""
+"""The plan of a load: the choices of a call, and their meaning for this model and that checkpoint."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _MISSING, _UNEXPECTED = "missing: ", "not in the model or its optimizer: "
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """DeepSpeed's choices of `load_checkpoint`. What is not loaded stays as it is in the engine."""
+    """DeepSpeed's choices of `load_checkpoint`. State that is not loaded stays as it is in the engine."""
 
     load_module_strict: bool = True
-    """Refuse a checkpoint with other parameters or buffers; else what both have is loaded, and the rest named in a
+    """Refuse a checkpoint with other parameters or buffers; else those that both have are loaded, and the others named in a
     warning. Shapes must agree in any case."""
     load_optimizer_states: bool = True
     """Load the optimizer's slots and step counts, and of an fp16 run the loss scale."""
@@ -42,7 +42,7 @@ class LoadOptions:
     load_module_only: bool = False
     """Load parameters and buffers alone: no optimizer state, schedule, counters, position in the data or generators."""
     names: Names | None = None
-    """What the checkpoint's parameters and buffers are called in the model; None: the same."""
+    """The model's names for the checkpoint's parameters and buffers; None: the same."""
 
     @staticmethod
     def of(options: Mapping[str, Any], names: Names | None = None) -> LoadOptions:
@@ -78,7 +78,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedArray:
-    """Elements of an array of a checkpoint, and where they go."""
+    """Elements of an array of a checkpoint, and the arrays to load them into."""
 
     stored: Range
     into: list[str]
@@ -86,16 +86,16 @@ class LoadedArray:
     converts: bool = False
     """It is a master that is split in the store or in the checkpoint, and not in both."""
     moment: MomentTiles | None = None
-    """What makes `into` out of fp32 values: of a moment that rests in another type than in the checkpoint."""
+    """Makes `into` out of fp32 values, for a moment that is kept in another type than in the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadPlan:
-    """What is loaded from a checkpoint that was compared with the model."""
+    """The parts to load of a checkpoint that was compared with the model."""
 
     options: LoadOptions
     arrays: list[LoadedArray]
-    """What is read, in this order."""
+    """The arrays to read, in this order."""
     whole: set[str]
     """Arrays that are not cut over the ranks: buffers, and parameters that were added after `initialize`."""
     resized: set[str]
@@ -123,15 +123,15 @@ class LoadPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What a load did on this rank."""
+    """The result of a load on this rank."""
 
     path: str
     """The checkpoint's folder or URL."""
     missing: tuple[str, ...]
     """Arrays that the engine has and the checkpoint lacks: they stayed as they were."""
     unexpected: tuple[str, ...]
-    """Arrays that the checkpoint has and the engine lacks, or that `names` left out; what the options leave out is not
-    among them."""
+    """Arrays that the checkpoint has and the engine lacks, or that `names` left out; those that the options leave out are
+    not among them."""
     read_bytes: int
     """Bytes that were read from the checkpoint's shard files."""
     linked_bytes: int
@@ -140,9 +140,9 @@ class LoadReport:
 
 
 def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, options: LoadOptions) -> LoadPlan:
-    """Return what to load.
+    """Return the plan of a load.
 
-    Raises CheckpointMismatchError, with all differences, where the checkpoint is of another model or optimizer.
+    Raises CheckpointMismatchError, with all differences, if the checkpoint is of another model or optimizer.
     """
     names = {r: [model_array(r.name), *(_slots(state, r) if options.optimizer else ())] for r in state.records}
     whole = {name: tuple(tensor.shape) for name, tensor in stored_whole(model, (r.parameter for r in state.records))}
@@ -193,7 +193,7 @@ def _takes_shapes(model: nn.Module, array: str) -> bool:
 
 
 def check_saved_state(step: Stepper, reader: ArraySource) -> None:
-    """Raise CheckpointMismatchError where an optimizer that steps whole tensors would not find what it kept."""
+    """Raise CheckpointMismatchError if an optimizer that steps whole tensors would not find its state."""
     state = reader.record.state.get("client_state")
     kept = state.get(STATE_KEY) if isinstance(state, dict) else None
     if not isinstance(kept, dict):
@@ -211,12 +211,12 @@ def check_saved_state(step: Stepper, reader: ArraySource) -> None:
 
 
 def _slots(state: OptimizerState, record: ParameterRecord) -> list[str]:
-    """Return the arrays of what the optimizer keeps of the parameter; scales belong to their codes."""
+    """Return the arrays of the optimizer's slots of the parameter; scales belong to their codes."""
     return [optimizer_array(slot.name, record.name) for slot in state.slots_of(record) if slot.block == 1]
 
 
 def _from(reader: ArraySource, state: OptimizerState, record: ParameterRecord, name: str) -> Iterator[LoadedArray]:
-    """Yield what is read for the array `name` of a parameter, of a master or a moment with all that it is made of."""
+    """Yield the arrays to read for `name` of a parameter; a master or a moment with all its parts."""
     if name == model_array(record.name):
         into = state.master_arrays(record)
         alike, moment = (rest_of_master(reader.arrays, name) is None) == (len(into) == 1), None
@@ -232,7 +232,7 @@ def _from(reader: ArraySource, state: OptimizerState, record: ParameterRecord, n
 
 
 def converted_moments(state: OptimizerState, reader: ArraySource, plan: LoadPlan) -> str:
-    """Return in what types moments are in the checkpoint and in what they rest here, where that differs; else nothing."""
+    """Return the types of moments in the checkpoint and here, if they differ; else nothing."""
     pairs = {
         (reader.array(one.stored[0]).spec.dtype, state.store.spec(one.into[0]).dtype)
         for one in plan.arrays
@@ -244,11 +244,11 @@ def converted_moments(state: OptimizerState, reader: ArraySource, plan: LoadPlan
 def _differences(
     state: OptimizerState, reader: ArraySource, options: LoadOptions, wanted: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[str], list[str]]:
-    """Return what is missing and what is not expected, where `options` accept it. Raises CheckpointMismatchError where not."""
+    """Return the missing and the unexpected arrays, if `options` accept them. Raises CheckpointMismatchError if not."""
     frozen = {record.name for record in state.records if record.group is None}
 
     def counts(name: str) -> bool:
-        # What completes a master or scales a moment belongs to it, however it is kept here.
+        # An array that completes a master or scales a moment belongs to it, however it is kept here.
         codes = codes_of_scales(name)
         if name.startswith(("client/", f"{LOW}/", f"{TIE}/", "gradient")) or (
             codes is not None and codes in reader.arrays
@@ -261,7 +261,7 @@ def _differences(
     for name in _repeated(state, reader):
         del stored[name]
     missing = [name for name in wanted if name not in stored]
-    # What the save was asked to leave out keeps the model's values, and the report names it.
+    # Parameters that the save was asked to leave out keep the model's values, and the report names them.
     unsaved = {model_array(name) for name in reader.record.absent_parameters}
     unexpected = [name for name in stored if name not in wanted]
     unequal = [
@@ -269,7 +269,7 @@ def _differences(
         for name, shape in wanted.items()
         if name in stored and stored[name] != shape
     ]
-    # Averages begin with the next step where there are none yet.
+    # Averages begin with the next step if there are none yet.
     absent = [name for name in missing if name not in unsaved and not name.startswith(f"{AVERAGES}/")]
     refused = [*_short(_MISSING, absent), *_short(_UNEXPECTED, unexpected)] if options.load_module_strict else []
     refused += _short("", unequal)

@@ -22,10 +22,10 @@ from zstore.ranks.world import World
 
 
 def parts_of(world: World, folder: Path, save_id: str) -> Parts | None:
-    """Return how a save into `folder`, which may be another one on each machine, is divided; None where all ranks share it
+    """Return the division of a save into `folder`, which may be another one on each machine; None if all ranks share it
     (all ranks).
 
-    Raises UsageError where two machines have one folder: their ranks would take it for their own.
+    Raises UsageError if two machines have one folder: their ranks would take it for their own.
     """
     with world.agreeing():
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def parts_of(world: World, folder: Path, save_id: str) -> Parts | None:
 
 
 def _boot_id() -> str:
-    """Return what tells machines apart that are called the same."""
+    """Return an id that differs between machines of the same name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -52,7 +52,7 @@ def _boot_id() -> str:
 
 
 def _require_own(world: World, folder: Path, save_id: str, here: int, machines: tuple[Machine, ...]) -> None:
-    """Raise UsageError where another machine sees what this one puts into its folder (all ranks)."""
+    """Raise UsageError if another machine sees this one's file in its folder (all ranks)."""
     probe = folder / f".zstore-{save_id}-{here}"
     leads = world.rank == machines[here].ranks[0]
     try:
@@ -78,10 +78,10 @@ def share_small(world: World, arrays: Mapping[str, np.ndarray[Any, np.dtype[Any]
 
 
 def common_tag(world: World, folder: str, tag: str | None, storage_options: Mapping[str, Any] | None) -> str | None:
-    """Return the tag that all ranks load: `tag`, or of the checkpoints that every rank sees the newest; None where no rank sees
-    any (all ranks).
+    """Return the tag that all ranks load: `tag`, or of the checkpoints that every rank sees the newest; None if no rank
+    sees any (all ranks).
 
-    Raises CheckpointError that names ranks and machines where some see the one asked for, or any at all, and others do not.
+    Raises CheckpointError that names ranks and machines if some see the requested one, or any at all, and others do not.
     """
     if (Path(folder) / RECORD_FILE).is_file():
         return tag

@@ -1,4 +1,4 @@
-"""One save that runs behind training: begun by all ranks or by none, and given up where a rank fails."""
+"""One save that runs behind training: begun by all ranks or by none, and given up if a rank fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zstore.ranks.world import World
 from ..runtime.signals import interrupts_wait
 
 _END_WELL_S = 5.0
-"""How long a save may go on after a rank failed: it may end well, where all ranks did their part before."""
+"""How long a save may go on after a rank failed: it may end well, if all ranks did their part before."""
 
 
 class PendingSave:
@@ -24,7 +24,7 @@ class PendingSave:
         world.when_broken.append(self._give_up_later)
 
     def begin(self, start: Callable[[], SaveHandle]) -> SaveHandle:
-        """Begin a save on every rank; raise on every rank what kept any from it (all ranks)."""
+        """Begin a save on every rank; raise on every rank the error that kept any from it (all ranks)."""
         error: Exception | None = None
         handle: SaveHandle | None = None
         try:

@@ -1,6 +1,6 @@
-"""What a checkpoint's record says of the engine, beside the arrays: counters, scalars, schedule, settings. JSON data.
+"""The engine's part of a checkpoint's record, beside the arrays: counters, scalars, schedule, settings. JSON data.
 
-These take `Training` whole: what is kept is a little of each of its parts.
+These take `Training` whole: the record has a little of each of its parts.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _apply_groups(training: Training, saved: Sequence[Mapping[str, Any]], *, who
 
 @understood("state of the engine")
 def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, saved_world_size: int) -> None:
-    """Raise CheckpointMismatchError where the record is of another optimizer or batch, as far as it is loaded."""
+    """Raise CheckpointMismatchError if the record is of another optimizer or batch, as far as it is loaded."""
     groups, saved = training.optimizer.param_groups, record["groups"]
     if plan.options.schedule and len(groups) != len(saved):
         raise CheckpointMismatchError(
@@ -141,8 +141,8 @@ def _check_counts(counters: Mapping[str, Any]) -> None:
 
 
 def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size: int) -> BatchSizes:
-    """Return the batch sizes to go on with: at another world size the saved global batch is kept, but where the caller
-    names the boundaries of steps, and so says how large they are.
+    """Return the batch sizes to go on with: at another world size the saved global batch is kept, unless the caller names
+    the boundaries of steps, and so their size.
 
     Raises CheckpointMismatchError that lists the world sizes at which that works.
     """
@@ -180,7 +180,7 @@ def plain(value: Any) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """Return what `plain` was given; tuples stay lists."""
+    """Return the argument of `plain`; tuples stay lists."""
     if isinstance(value, dict):
         if list(value) == [_ITEMS]:
             return {restored(key): restored(item) for key, item in value[_ITEMS]}

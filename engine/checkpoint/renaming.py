@@ -23,8 +23,8 @@ have some of them: the others keep theirs."""
 class Renamed(ArraySource):
     """`source`, whose parameters, their optimizer state, and buffers are called as `names` says.
 
-    What it has as a weight under the name of one of `buffers` is that buffer. Raises UsageError for two of one name, for a
-    name in a mapping that the checkpoint does not have, and for what is no name. `source` stays the caller's.
+    A weight under the name of one of `buffers` is that buffer. Raises UsageError for two of one name, for a name in a
+    mapping that the checkpoint does not have, and for values that are no names. `source` stays the caller's.
     """
 
     def __init__(self, source: ArraySource, names: Names, buffers: Collection[str] = ()) -> None:
@@ -96,7 +96,7 @@ class Renamed(ArraySource):
 
 
 def _parts(array: str) -> tuple[str, str]:
-    """Return (what comes before the name, the parameter's or buffer's name); no name for what belongs to none."""
+    """Return (the prefix, the parameter's or buffer's name); no name for other arrays."""
     group, _, name = array.partition("/")
     if group == "optimizer":
         slot, _, name = name.partition("/")
@@ -125,7 +125,7 @@ def _renamed(found: set[str], names: Names, location: str) -> dict[str, str | No
 
 
 def as_the_model_calls_it(source: ArraySource, names: Names | None, buffers: Collection[str]) -> ArraySource:
-    """Return `source` under the names of the model, whose buffers are `buffers`; as it is where they are the same.
+    """Return `source` under the names of the model, whose buffers are `buffers`; as it is if they are the same.
 
     Other software's state dicts do not say which of their tensors are buffers. Raises as `Renamed` does.
     """

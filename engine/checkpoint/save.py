@@ -1,8 +1,8 @@
-"""Saving the whole state of a run: what is collected, pinned and handed over; and the load that goes with it.
+"""Saves the whole state of a run: collects, pins and hands it over; and loads it again.
 
 [Note: saving]
 On every rank: the store's arrays are pinned, buffers and the client's tensors copied, the record built. Errors until
-here are raised on every rank, and nothing was written. The rest runs in zstore.checkpoint's background thread.
+here are raised on every rank, and nothing was written. The save itself runs in zstore.checkpoint's background thread.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _log = logging.getLogger("zstore")
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """What `save_checkpoint` is asked for."""
+    """The arguments of `save_checkpoint`."""
 
     folder: str
     tag: str | float | None = None
@@ -82,7 +82,7 @@ class SaveOptions:
     gradients: bool = True
     """Whether the gradients of a step that has begun are saved; else the save is as the last step left all."""
     names_base: bool = False
-    """Whether the record says where frozen parameters came from, so that a resume can compare them."""
+    """Whether the record names the source of frozen parameters, so that a resume can compare them."""
 
 
 class Checkpoints:
@@ -98,11 +98,11 @@ class Checkpoints:
         self._known: dict[str, KnownFile] = {}
         """Files of the last checkpoint, saved or loaded, which the next one may link."""
         self.folder: str | None = None
-        """Where the run saves, as far as that is known: the same on every rank."""
+        """The run's folder of checkpoints, as far as that is known: the same on every rank."""
         self.stall_s = 0.0
         """Time for which saves held training up."""
         self.report: LoadReport | None = None
-        """What the last load did; None before the first."""
+        """The result of the last load; None before the first."""
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class Checkpoints:
         return handle
 
     def note_folder(self, folder: str) -> None:
-        """Note where checkpoints will be: the journal is there. Raises UsageError for a URL that nothing opens."""
+        """Note the folder of later checkpoints: the journal is there. Raises UsageError for a URL that nothing opens."""
         self.folder = self.folder or folder
         if self._journal.enabled:
             drives = self._training.state.store.options.all_paths
@@ -182,7 +182,7 @@ class Checkpoints:
     def collect_small(
         self, state: client.ClientValues, metrics: Mapping[str, Any] | None = None, *, gradients: bool = True
     ) -> Small:
-        """Return the record and copies of what rank 0 stores whole: module buffers, parameters that were added
+        """Return the record and copies of the tensors that rank 0 stores whole: module buffers, parameters that were added
         later, and the client's tensors."""
         given, stepper = client.as_mapping(state), self._training.stepper
         kept = {STATE_KEY: stepper.state()} if stepper is not None and stepper.keeps_state else {}
@@ -215,7 +215,7 @@ class Checkpoints:
         training, (save_id, parts) = self._training, made
         store = training.state.store
         folder = destination.folder
-        # What is copied to another drive before training goes on stays nobody's after that.
+        # Files that are copied to another drive before training goes on are not shared after that.
         drives = store.options.all_paths
         copied = options.wait and bool(drives) and not any(_one_drive(path, folder) for path in drives)
         changing = [name for one in training.trained for name in training.state.arrays_of(one)]
@@ -235,7 +235,7 @@ class Checkpoints:
         )
 
     def _choices(self, options: SaveOptions) -> dict[str, Any]:
-        """Return what the record has of choices that a reader must know."""
+        """Return the record's part about choices that a reader must know."""
         choices: dict[str, Any] = {} if options.is_latest else {LATEST_KEY: False}
         if options.leaves_out_frozen:
             choices[ABSENT_KEY] = [one.name for one in self._left_out(options)]
@@ -303,8 +303,8 @@ class Checkpoints:
             raise
 
     def _write_beside(self, *, weights: bool) -> Callable[[CheckpointReader], list[str]] | None:
-        """Return what writes the model's config, and `weights` if they are asked for, beside the arrays of a checkpoint; None
-        if there is neither."""
+        """Return a writer of the model's config, and of `weights` if they are requested, beside the arrays of a checkpoint;
+        None if there is neither."""
         gathers = self._training.config.zero.stage3_gather_16bit_weights_on_model_save
         if not weights or not (gathers or has_config(self._training.model)):
             return None
@@ -336,7 +336,7 @@ class Checkpoints:
         self._training.world.raise_together(error)
 
     def _wait_here(self, handle: SaveHandle) -> None:
-        """Complete the save; give it up at Ctrl-C where it is of gradients, to which whoever goes on adds."""
+        """Complete the save; give it up at Ctrl-C if it has gradients, which change when training goes on."""
         try:
             self.wait()
         except KeyboardInterrupt:
@@ -349,7 +349,7 @@ class Checkpoints:
         leave_gradients(self._training, gradients)
 
     def settle(self) -> None:
-        """Complete the save under way, if any; what went wrong with it is a warning (all ranks)."""
+        """Complete the save under way, if any; its error is a warning (all ranks)."""
         try:
             self.wait()
         except Exception as error:
@@ -362,7 +362,7 @@ class Checkpoints:
             self._note(handle.wait())
 
     def _note(self, summary: SaveSummary) -> None:
-        # Of what a save left out, the file of an earlier checkpoint stays known.
+        # The earlier file of an array that a save left out stays known.
         self._known = {**self._known, **summary.known}
         for message in summary.messages:
             _log.warning("%s", message)
@@ -370,7 +370,7 @@ class Checkpoints:
     # -- loading ----------------------------------------------------------------------------------------------------
 
     def load(self, folder: str, tag: str | float | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
-        """Load what `options` ask for of a checkpoint; return its path and the client's state (all ranks)."""
+        """Load a checkpoint by `options`; return its path and the client's state (all ranks)."""
         if self._training.config.frozen:
             options = replace(options, load_module_only=True)
         self._training.pending.settle()
@@ -417,7 +417,7 @@ class Small:
 
     @staticmethod
     def standing_in(state: dict[str, Any], described: list[list[Any]]) -> Small:
-        """Return what another rank names in place of rank 0's arrays, whose values alone count."""
+        """Return another rank's stand-ins for rank 0's arrays, whose values alone count."""
         specs = {n: ArraySpec(name=n, shape=tuple(shape), dtype=dtype) for n, shape, dtype in described}
         arrays = {n: np.zeros(spec.shape, numpy_dtype(spec.dtype)) for n, spec in specs.items()}
         return Small(state, specs, arrays)

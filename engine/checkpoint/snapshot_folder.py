@@ -1,14 +1,14 @@
-"""The folder of step snapshots: which of them a resume takes, and which are superseded. No torch.
+"""The folder of step snapshots: the one that a resume takes, and the superseded ones. No torch.
 
 [Note: whose snapshot]
 A snapshot is a checkpoint whose record says, under `durability`, in which folders its run has its checkpoints. It belongs
 to a folder that it names, and to one with a checkpoint of its run. One that names none, of a run that was killed before
-its first save, belongs to any folder without checkpoints. The newer of the snapshot and of the folder's newest
-checkpoint is what a resume goes on from; of the same step it is the checkpoint, which has the client's state. Newer is
-what has the later state: a save with `wait=False` may be committed after the snapshots of the steps behind it.
+its first save, belongs to any folder without checkpoints. A resume goes on from the newer of the snapshot and of the
+folder's newest checkpoint; of the same step it is the checkpoint, which has the client's state. Newer means a later state:
+a save with `wait=False` may be committed after the snapshots of the steps behind it.
 
 A power cut may leave a snapshot whose record is there and whose data is not, for nothing of it is made durable. So a
-snapshot of another boot of the machine counts only where every chunk of it has its checksum.
+snapshot of another boot of the machine counts only if every chunk of it has its checksum.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from zstore.open.sources import open_source
 _log = logging.getLogger("zstore")
 
 KEY = "durability"
-"""Where a snapshot's record has what belongs to it as one."""
+"""Key of a record with the settings of a snapshot."""
 TAKEN = "taken_ns"
-"""Where the state of a checkpoint's record says when the state was taken, in ns since the epoch by rank 0's clock."""
+"""Key of a record's state with the time at which it was taken, in ns since the epoch by rank 0's clock."""
 BOOT = "boot"
-"""Where a rank's own state in a snapshot names the boot of its machine."""
+"""Key of a rank's own state in a snapshot with the boot of its machine."""
 
 
 @functools.cache
 def boot_id() -> str:
-    """Return the id of this boot of this machine; an empty string where the system has none."""
+    """Return the id of this boot of this machine; an empty string if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -67,7 +67,7 @@ def choose_snapshot(
 ) -> TagInfo | None:
     """Return the snapshot in `folder` that a resume from the folder or URL `checkpoints` goes on from.
 
-    None where the newest checkpoint there is as new, or no snapshot belongs to it, or `checkpoints` is one checkpoint's
+    None if the newest checkpoint there is as new, or no snapshot belongs to it, or `checkpoints` is one checkpoint's
     own folder, or `folder` itself. `boots`: those of the machines that will load it. Raises what opening `checkpoints`
     does for a damaged checkpoint. See [Note: whose snapshot].
     """
@@ -88,7 +88,7 @@ def choose_snapshot(
 
 
 def _newest_record(checkpoints: str, storage_options: Mapping[str, Any] | None) -> Record | str | None:
-    """Return the record of the newest checkpoint of a folder, None where there is none; the path of a checkpoint that was
+    """Return the record of the newest checkpoint of a folder, None if there is none; the path of a checkpoint that was
     itself named."""
     try:
         with open_source(checkpoints, storage_options=storage_options) as source:

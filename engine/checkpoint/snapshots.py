@@ -2,16 +2,16 @@
 
 [Note: step snapshots]
 A snapshot is a checkpoint in all but name: the same pins, the same save in the background, the same commit, in a folder
-of its own, made without waiting for the drive. What it adds is an order:
+of its own, made without waiting for the drive. Its own part is an order:
 
     step() of step t     decides, changes the state to version t, and pins it; the ranks agree that all could
     behind               each rank publishes its part; rank 0 commits when all have, and removes the snapshot of t-1
     step t+1             before its first change each rank waits until the snapshot of t is committed
 
-So version t-1 is whole on all ranks until version t is, and what a kill takes back is the step under way, and the one
-before it where that was not committed yet. Ranks that stay behind hold rank 0's commit up, and rank 0 the others: no
-rank changes version t before all have reported it. State in memory is written while it is pinned, and state on disk
-goes on in new files. Where a snapshot fails, as on a full disk, the next step raises that before it changes anything.
+So version t-1 is whole on all ranks until version t is, and a kill takes back only the step under way, and the one before
+it if that was not committed yet. Ranks that stay behind hold rank 0's commit up, and rank 0 the others: no rank changes
+version t before all have reported it. State in memory is written while it is pinned, and state on disk goes on in new
+files. If a snapshot fails, as on a full disk, the next step raises that before it changes anything.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def require_shared_folder(config: Config, world: World) -> None:
 def make_shared_folder(folder: Path, world: World, setting: str) -> None:
     """Make the folder of step snapshots, which `setting` names, and see that all ranks have the same (all ranks).
 
-    Raises ConfigError, on every rank, for one that is local to a machine, StorageError where it cannot be written.
+    Raises ConfigError, on every rank, for one that is local to a machine, StorageError if it cannot be written.
     """
     mark = world.broadcast_object(f"shared-{uuid.uuid4().hex}")
     with world.agreeing():
@@ -94,7 +94,7 @@ def make_shared_folder(folder: Path, world: World, setting: str) -> None:
 
 
 class StepSnapshots:
-    """Takes a snapshot after every step, where the config asks for it. See [Note: step snapshots]."""
+    """Takes a snapshot after every step, if the config asks for it. See [Note: step snapshots]."""
 
     def __init__(self, training: Training, checkpoints: Checkpoints) -> None:
         self._training = training
@@ -108,7 +108,7 @@ class StepSnapshots:
         self._count = 0
         """Snapshots begun; with the above it gives each an id that all ranks know."""
         self._folders: list[str] = []
-        """Where the run has its checkpoints."""
+        """The run's folder of checkpoints."""
         self._pending = PendingSave(training.world)
         self._pinned_step: int | None = None
         """Step of the snapshot that was begun last."""
@@ -127,7 +127,7 @@ class StepSnapshots:
         self._look_after_folder()
 
     def _look_after_folder(self) -> None:
-        """Remove superseded snapshots of earlier runs, and name those that stay where no snapshots are taken."""
+        """Remove superseded snapshots of earlier runs, and name those that stay if no snapshots are taken."""
         folder = self._training.config.possible_step_folder
         # Beside another engine of this process they are that one's.
         if self._training.world.rank > 0 or folder is None or not self._training.state.store.is_first:
@@ -139,7 +139,7 @@ class StepSnapshots:
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Begin the snapshot of the step that ended (all ranks). Raises, on every rank, where one cannot."""
+        """Begin the snapshot of the step that ended (all ranks). Raises, on every rank, if one cannot."""
         folder = self._folder
         if folder is None:
             return
@@ -174,7 +174,7 @@ class StepSnapshots:
         tag = f"{step_tag(step)}-{training.run_id[:8]}"
         self._count += 1
         save_id = hashlib.sha256(f"{self._id} {self._count}".encode()).hexdigest()[:32]
-        # The other ranks' copies of what rank 0 stores whole do not count.
+        # Rank 0 stores these whole; the other ranks' copies do not count.
         state = present(self.client_state) if training.world.rank == 0 else {}
         small = self._checkpoints.collect_small(state)
         # Nobody counts a snapshot's files, but a step waits for it.
@@ -194,7 +194,7 @@ class StepSnapshots:
         )
 
     def complete(self) -> None:
-        """Return when the snapshot under way is committed; raise what went wrong with it, on every rank."""
+        """Return when the snapshot under way is committed; raise its error on every rank."""
         handle = self._pending.handle
         if handle is None:
             return
@@ -229,7 +229,7 @@ class StepSnapshots:
             self._folders = [*self._folders, place]
 
     def choose(self, folder: str, tag: str | float | None, options: LoadOptions) -> tuple[str, str | float | None]:
-        """Return folder and tag of what a load of these is to load: the run's snapshot where that is newer (all ranks)."""
+        """Return the folder and tag to load in place of these: the run's snapshot if that is newer (all ranks)."""
         mine = self._folder
         if mine is None or tag is not None or not options.everything:
             return folder, tag
@@ -259,8 +259,8 @@ class StepSnapshots:
             _log.warning("%s", error)
 
     def finish(self) -> None:
-        """Complete the snapshot under way, without asking the other ranks (at the end of a run); where the last step was
-        saved as a checkpoint too, nothing is kept."""
+        """Complete the snapshot under way, without asking the other ranks (at the end of a run); if the last step was saved
+        as a checkpoint too, nothing is kept."""
         training = self._training
         self.settle()
         if self._spare is not None:

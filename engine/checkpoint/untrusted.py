@@ -1,4 +1,4 @@
-"""State out of a checkpoint that may come from elsewhere: what cannot be taken up is an error of ours, with a name."""
+"""State out of a checkpoint that may come from elsewhere: if it cannot be restored, the error is one of ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zstore.errors import CorruptionError, ZstoreError
 
 @contextmanager
 def understood(what: str) -> Iterator[None]:
-    """Raise CorruptionError where the block, or function, meets JSON that no engine saves; `what` it looked at."""
+    """Raise CorruptionError if the block, or function, meets JSON that no engine saves; `what` names it."""
     try:
         yield
     except ZstoreError:
