@@ -1,1 +1,1 @@
-"""What a forward keeps for its backward: recomputed, shared among ranks, or off the device."""
+"""Tensors that a forward saves for its backward: recomputed, or off the device."""

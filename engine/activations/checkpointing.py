@@ -1,11 +1,11 @@
-"""Blocks whose activations are computed again in the backward: torch's checkpointing, with what DeepSpeed's adds to it.
+"""Blocks whose activations are computed again in the backward: torch's checkpointing, with DeepSpeed's additions.
 
 [Note: a block]
-`checkpoint(function, *args)` keeps the tensors in `args`, and not what `function` computes from them. It is torch's
+`checkpoint(function, *args)` keeps the tensors in `args`, and not those that `function` computes from them. It is torch's
 non-reentrant checkpointing: random numbers and autocast are as they were, so the bits are those without it. The tensors
 are saved through autograd, so that the engine's saved-tensor hooks take them off the device (see `offload`).
 
-What `configure` says holds for the whole process; before it is called, the section of the engine that was made last.
+The choices of `configure` hold for the whole process; before it is called, those of the engine that was made last.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Choices:
     """How blocks are checkpointed."""
 
     in_cpu: bool = False
-    """Inputs go to host memory where no engine takes them off the device."""
+    """Inputs go to host memory if no engine takes them off the device."""
     synchronize: bool = False
     profile: bool = False
     group: dist.ProcessGroup | None = None
@@ -58,7 +58,7 @@ class BlockTimes:
 
 @dataclass
 class _Process:
-    """What holds for this process."""
+    """The choices and counters of this process."""
 
     configured: Choices | None = None
     section: Choices = field(default_factory=Choices)
@@ -88,8 +88,8 @@ def configure(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
 
     `mpu_`, an object with `get_model_parallel_group()` or `get_tensor_model_parallel_group()`, is for
     `model_parallel_cuda_manual_seed`. `deepspeed_config`, a dict or a path, has defaults for the others in its section
-    `activation_checkpointing`, which says what they do, and which do not act. Raises ConfigError for a config that is wrong,
-    UsageError for an `mpu_` without a group.
+    `activation_checkpointing`, which describes them, and those that do not act. Raises ConfigError for a config that is
+    wrong, UsageError for an `mpu_` without a group.
     """
     section = ActivationCheckpointingSection()
     if deepspeed_config is not None:
@@ -137,8 +137,8 @@ def _group_of(mpu: Any) -> dist.ProcessGroup | None:
 
 
 def use_section(section: ActivationCheckpointingSection) -> None:
-    """Let blocks be checkpointed as an engine's config says, where `configure` was not called."""
-    # Its `cpu_checkpointing` is carried out by the engine, for what else the forward keeps too.
+    """Let blocks be checkpointed as an engine's config says, if `configure` was not called."""
+    # The engine carries out its `cpu_checkpointing`, for the forward's other saved tensors too.
     _process.section = replace(_choices(section), in_cpu=False)
     _process.times = BlockTimes()
 
@@ -158,7 +158,7 @@ def block_times() -> BlockTimes:
 
 
 def activation_statistics(offload: ActivationOffload | None, config: Config) -> ActivationStatistics | None:
-    """Return the counters of an engine's activations, and of the process's blocks; None where there are neither."""
+    """Return the counters of an engine's activations, and of the process's blocks; None if there are neither."""
     timed = asdict(_process.times) if _process.choices.profile else {}
     if offload is not None:
         return replace(offload.statistics(), **timed)
@@ -239,7 +239,7 @@ class _Block:
         started = time.perf_counter()
         try:
             return self._function(*args)
-        finally:  # torch ends a recomputation by an exception, once it has what is needed
+        finally:  # torch ends a recomputation by an exception, once it has the tensors it needs
             self._wait()
             if self._choices.profile:
                 _count(again, time.perf_counter() - started)

@@ -1,11 +1,11 @@
-"""Taking what autograd saves off the device behind the forward, and bringing it back ahead of the backward.
+"""Takes tensors that autograd saves off the device behind the forward, and brings them back ahead of the backward.
 
 [Note: how activations leave and come back]
-Saved-tensor hooks are set around the engine's forward. What is saved there goes through `pack`: the inputs of checkpointed
-blocks, whoever checkpoints them, since torch saves those as it saves anything else; and without checkpointing whatever the
-blocks save. Within a checkpointed block torch has hooks of its own on top, so nothing that is to be computed again comes
-here. What stays as it is: parameters and buffers, storages under 64 KiB, tensors that are a small part of a large storage,
-subclasses of Tensor, and what the model saves after its last block, which the backward needs at once.
+Saved-tensor hooks are set around the engine's forward. Tensors saved there go through `pack`: the inputs of checkpointed
+blocks, whoever checkpoints them, since torch saves those like any others; and without checkpointing all that the blocks
+save. Within a checkpointed block torch has hooks of its own on top, so nothing that is to be computed again comes here.
+These stay as they are: parameters and buffers, storages under 64 KiB, tensors that are a small part of a large storage,
+subclasses of Tensor, and tensors that the model saves after its last block, which the backward needs at once.
 
 A piece is the memory of one storage. Views of it are one piece, as it is one allocation: they are made again over the
 memory that comes back, so that values, strides and offsets are the same.
@@ -17,8 +17,8 @@ coming    a thread reads it back; when a piece is asked for, those that were sav
           up to `_AHEAD_BYTES` (or one piece).
 here      it is in memory until nothing needs it any more, or the backward ends.
 
-When the first piece is asked for, what has not begun to leave stays: it is needed next. A piece that nobody needs any more
-gives its place back, also where a forward or a backward failed: autograd lets go of what it saved.
+When the first piece is asked for, pieces that have not begun to leave stay: they are needed next. A piece that nobody needs
+any more gives its place back, also if a forward or a backward failed: autograd lets go of its saved tensors.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _AHEAD_BYTES = 64 * 1024 * 1024
 
 
 class _State(Enum):
-    """Where a piece is. See [Note: how activations leave and come back]."""
+    """The place of a piece. See [Note: how activations leave and come back]."""
 
     LEAVING = "leaving"
     AWAY = "away"
@@ -79,7 +79,7 @@ class _Piece:
         """While this is there, no other storage has the same address."""
         self.version = tensor._version
         self.watched: torch.Tensor | None = tensor.detach()
-        """Shares the version of what was saved."""
+        """Shares the version of the saved tensor."""
         self.state = _State.LEAVING
         self.begun = False
         """Whether the copy to its tier has begun."""
@@ -98,7 +98,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Remains:
-    """What there is to give back of a piece."""
+    """The parts of a piece to give back."""
 
     number: int
     place: Place
@@ -109,7 +109,7 @@ class _Remains:
 
 @dataclass(frozen=True, eq=False)
 class _Saved:
-    """What autograd keeps in place of a tensor."""
+    """Kept by autograd in place of a tensor."""
 
     piece: _Piece
     dtype: torch.dtype
@@ -147,7 +147,7 @@ class ActivationOffload:
         self._fixed: frozenset[int] = frozenset()
         """Addresses of storages that stay: of parameters and buffers."""
         self._in_blocks = True
-        """Whether what is saved now is a block's, or before one."""
+        """Whether tensors saved now are a block's, or come before one."""
         self._by_storage: weakref.WeakValueDictionary[int, _Piece] = weakref.WeakValueDictionary()
         self._leaving: deque[weakref.ref[_Piece]] = deque()
         self._away: dict[int, weakref.ref[_Piece]] = {}
@@ -177,8 +177,8 @@ class ActivationOffload:
         return handles + ([blocks[-1].register_forward_hook(leave)] if blocks else [])
 
     def stay_out_of_graphs(self) -> None:
-        """Take what is saved after the last block too, since compiled code saves when it likes, and let torch.compile not
-        trace the hooks where they are called between its graphs."""
+        """Take tensors that are saved after the last block too, since compiled code saves when it likes, and keep
+        torch.compile from tracing the hooks that are called between its graphs."""
         self._take_all()
         self.hooks = tuple(map(torch.compiler.disable, (self.pack, self.unpack)))
 
@@ -190,7 +190,7 @@ class ActivationOffload:
 
     @contextmanager
     def around_forward(self) -> Iterator[None]:
-        """Take what autograd saves in this block."""
+        """Take the tensors that autograd saves in this block."""
         self._in_blocks = True
         if not torch.is_grad_enabled():
             yield
@@ -214,7 +214,7 @@ class ActivationOffload:
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Return what autograd keeps in place of `tensor`, or that where it stays (a saved-tensor hook)."""
+        """Return the object that autograd keeps in place of `tensor`, or `tensor` if it stays (a saved-tensor hook)."""
         if not self._takes(tensor):
             return tensor
         with self._lock:
@@ -327,7 +327,7 @@ class ActivationOffload:
         return saved.view(memory)
 
     def _keep_leaving(self) -> None:
-        """Keep in memory what has not begun to leave."""
+        """Keep pieces in memory that have not begun to leave."""
         for known in self._leaving:
             piece = known()
             if piece is not None and piece.state is _State.LEAVING and not piece.begun:
@@ -349,7 +349,7 @@ class ActivationOffload:
             self._counts.read_ahead += 1
 
     def _read_ahead(self, after: _Piece) -> None:
-        """Begin to bring back what was saved before a piece, the latest first."""
+        """Begin to bring back the pieces saved before `after`, the latest first."""
         chosen: list[_Piece] = []
         for number in reversed(self._away):
             piece = self._away[number]()
@@ -388,7 +388,8 @@ class ActivationOffload:
             self._counts.read_bytes += piece.nbytes
 
     def end_backward(self) -> None:
-        """Let go of what was brought back and is still kept by a graph: it is read again where that has another backward."""
+        """Let go of pieces that were brought back and are still kept by a graph: they are read again if it has another
+        backward."""
         with self._lock:
             self._sweep()
             coming = [(known, piece.coming) for known in self._here.values() if (piece := known()) is not None]
@@ -432,7 +433,7 @@ class ActivationOffload:
             return replace(self._counts)
 
     def close(self) -> None:
-        """End the threads; what is away is gone, and the backward of a graph that needs it raises."""
+        """End the threads; pieces that are away are lost, and the backward of a graph that needs them raises."""
         self._closed = True
         self._take_all()
         self._writer.close()
@@ -443,7 +444,7 @@ _active: ContextVar[ActivationOffload | None] = ContextVar("active_offload", def
 
 
 def active_offload() -> ActivationOffload | None:
-    """Return what takes activations of the forward under way; None: nothing does."""
+    """Return the offload that takes activations of the forward under way; None: there is none."""
     return _active.get()
 
 

@@ -20,7 +20,7 @@ _ENABLING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 def set_up_checkpointing(model: nn.Module, section: ActivationCheckpointingSection, *, enable: bool) -> None:
     """Let blocks be checkpointed as the section says, and with `enable` the blocks of `model`, which is changed in place.
 
-    Raises UsageError where the model has no blocks.
+    Raises UsageError if the model has no blocks.
     """
     use_section(section)
     if enable and not _enable_transformers(model):
@@ -49,7 +49,7 @@ def _enable_transformers(model: nn.Module) -> bool:
 
 
 def _use_own_function(model: nn.Module) -> None:
-    """Let the layers of transformers' models, where they are checkpointed, be so by `checkpoint`."""
+    """Let the checkpointed layers of transformers' models use `checkpoint`."""
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
             vars(module)["_gradient_checkpointing_func"] = checkpoint

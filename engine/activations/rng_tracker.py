@@ -18,7 +18,7 @@ _SEED_OFFSET = 2718
 
 
 class RngTracker:
-    """States of random generators by name; of the CUDA device where there is one, else of the CPU."""
+    """States of random generators by name; of the CUDA device if there is one, else of the CPU."""
 
     def __init__(self) -> None:
         self._states: dict[str, torch.Tensor] = {}
@@ -49,7 +49,7 @@ class RngTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
-        """Draw from the stream `name` in the block, which goes on where the last block ended."""
+        """Draw from the stream `name` in the block, which continues from the end of the last block."""
         if name not in self._states:
             known = ", ".join(self._states) or "none"
             raise UsageError(f"there is no random stream {name!r} (there are: {known}): add(name, seed) first")

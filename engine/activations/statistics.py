@@ -1,4 +1,4 @@
-"""Counters of what was kept for backwards, and of blocks that were computed again."""
+"""Counters of tensors kept for backwards, and of blocks that were computed again."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True)
 class ActivationStatistics:
-    """Counters of this rank since the engine was made; what is handed out is a copy."""
+    """Counters of this rank since the engine was made; callers get a copy."""
 
     tier: str
-    """Where activations rest: device, host or disk."""
+    """Tier of the activations: device, host or disk."""
     kept: int = 0
     """Pieces of memory that were taken off the device, or asked to be."""
     kept_bytes: int = 0
     written_bytes: int = 0
-    """Bytes that reached the tier; what the backward needed before is not among them."""
+    """Bytes that reached the tier, without those that the backward needed before."""
     read_bytes: int = 0
     """Bytes brought back."""
     used_in_place: int = 0
@@ -23,7 +23,7 @@ class ActivationStatistics:
     read_ahead: int = 0
     """Pieces that were on their way back, or there, when they were needed."""
     resting_bytes: int = 0
-    """Bytes that rest on the tier now."""
+    """Bytes on the tier now."""
     resting_peak_bytes: int = 0
     """The most that rested there at a time."""
     write_wait_s: float = 0.0
@@ -31,7 +31,7 @@ class ActivationStatistics:
     read_wait_s: float = 0.0
     """Seconds for which the backward waited for pieces to come."""
     blocks: int = 0
-    """Blocks of `zstore.checkpointing.checkpoint` that ran forward, where `profile` is on."""
+    """Blocks of `zstore.checkpointing.checkpoint` that ran forward, if `profile` is on."""
     forward_s: float = 0.0
     """Their time, the device's too."""
     recomputed: int = 0
@@ -39,6 +39,6 @@ class ActivationStatistics:
     recompute_s: float = 0.0
 
     def rests(self, nbytes: int) -> None:
-        """Note that `nbytes` more rest on the tier, or fewer."""
+        """Note that `nbytes` more are on the tier, or fewer."""
         self.resting_bytes += nbytes
         self.resting_peak_bytes = max(self.resting_peak_bytes, self.resting_bytes)

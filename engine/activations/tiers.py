@@ -1,4 +1,4 @@
-"""Where activations rest off the device: in host memory, or in arrays of the store on disk.
+"""Tiers of activations off the device: host memory, or arrays of the store on disk.
 
 A piece is the memory of one storage, as bytes. `write` and `read` are carried out by threads of `ActivationOffload`, each
 of which has one stream of pieces; `make` and `free` are called by one thread at a time.
@@ -33,13 +33,13 @@ _WORD_BYTES = 4
 
 
 class ActivationTier(ABC):
-    """A resting place for pieces."""
+    """A tier for pieces."""
 
     name: str
 
     @abstractmethod
     def make(self, nbytes: int) -> Place:
-        """Return a place for `nbytes`. Raises BudgetError or DiskFullError where there is none."""
+        """Return a place for `nbytes`. Raises BudgetError or DiskFullError if there is none."""
 
     @abstractmethod
     def write(self, place: Place, source: torch.Tensor, after: Event) -> None:
@@ -47,7 +47,7 @@ class ActivationTier(ABC):
 
     @abstractmethod
     def read(self, place: Place, target: torch.Tensor, after: Event) -> None:
-        """Copy what is there into `target`, uint8 on the device, after that event; done on return."""
+        """Copy the values there into `target`, uint8 on the device, after that event; done on return."""
 
     @abstractmethod
     def free(self, place: Place) -> None:
@@ -55,7 +55,7 @@ class ActivationTier(ABC):
 
 
 class HostPieces(ActivationTier):
-    """Host memory, pinned where that can be, within the store's budget."""
+    """Host memory, pinned if possible, within the store's budget."""
 
     name = "host"
 
@@ -97,7 +97,7 @@ class DiskPieces(ActivationTier):
         self._writing = store.make_pool(pool_bytes // 2)
         self._reading = store.make_pool(pool_bytes // 2)
         self._free: dict[int, list[str]] = defaultdict(list)
-        """Arrays that nothing rests in, by their number of words."""
+        """Unused arrays, by their number of words."""
         self._made = 0
 
     def make(self, nbytes: int) -> str:
@@ -138,7 +138,7 @@ class DiskPieces(ActivationTier):
 
 
 def make_tier(config: Config, store: TensorStore, transfers: Transfers) -> ActivationTier | None:
-    """Return where activations rest, as the config says; None where they stay on the device."""
+    """Return the tier of activations that the config names; None if they stay on the device."""
     if config.activations == "disk":
         return DiskPieces(store, transfers, activation_pool_bytes(store.options.host_budget_bytes))
     if config.activations == "host" and not transfers.streams.device_is_host:

@@ -1,1 +1,1 @@
-"""What the engine does with training data: sequences that grow, samples that become harder."""
+"""Curricula of training data: sequences that grow, samples that become harder."""

@@ -1,10 +1,9 @@
-"""Sequences that grow with the steps (`curriculum_learning`): what a model is called with is cut to the present length.
+"""Sequences that grow with the steps (`curriculum_learning`): a model's arguments are cut to the present length.
 
-[Note: what is cut]
-The full length is that of `input_ids`, or else of the first tensor of at least two dimensions: its second. Of every tensor
-[batch, length, ...] the second dimension is cut; of integers and masks of three dimensions and of all of four also the
-last, as in [batch, 1, length, length]; of one dimension that one, where it is not the batch. Dimensions of other lengths
-stay. What is cut are views: the caller's tensors are whole.
+[Note: the cut] The full length is that of `input_ids`, or else of the first tensor of at least two dimensions: its second.
+Of every tensor [batch, length, ...] the second dimension is cut; of integers and masks of three dimensions and of all of
+four also the last, as in [batch, 1, length, length]; of one dimension that one, if it is not the batch. Dimensions of other
+lengths stay. The results are views: the caller's tensors are whole.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from .schedule import Difficulty
 
 SEQLEN = "seqlen"
 _ARGUMENT = "curriculum_seqlen"
-"""What DeepSpeed passes the length as, to models that cut by themselves."""
+"""The argument by which DeepSpeed passes the length to models that cut by themselves."""
 
 
 class SequenceCurriculum:
-    """Cuts what a model is called with to the length of a step."""
+    """Cuts a model's arguments to the length of a step."""
 
     def __init__(self, section: CurriculumSection, model: nn.Module) -> None:
         self.difficulty = Difficulty(SEQLEN, section)
@@ -67,7 +66,7 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _cut(value: Any, full: int, length: int, batch: int) -> Any:
-    """Return `value` with its tensors cut. See [Note: what is cut]."""
+    """Return `value` with its tensors cut. See [Note: the cut]."""
     if isinstance(value, torch.Tensor):
         for dim in _dimensions(value, full, batch):
             value = value.narrow(dim, 0, length)

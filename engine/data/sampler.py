@@ -1,11 +1,11 @@
-"""Which samples a step trains on, where metrics limit them (`data_efficiency.data_sampling.curriculum_learning`).
+"""The samples that a step trains on, if metrics limit them (`data_efficiency.data_sampling.curriculum_learning`).
 
 [Note: passes]
 A step draws its `train_batch_size` samples from those that the difficulties of the step allow, without replacement: each is
-drawn once in a pass, and where all allowed ones have been, the next pass begins. Where a difficulty rises within a pass, the
-samples that come in join those that the pass has not drawn yet. The order is a permutation by (seed, pass, part of the
-pass between two rises) alone, so that neither the world size nor a resume changes it: the state is the step, the pass,
-and for each part of the pass its difficulties and how many samples it drew.
+drawn once in a pass, and when all allowed ones have been, the next pass begins. When a difficulty rises within a pass, the
+new samples join those that the pass has not drawn yet. The order is a permutation by (seed, pass, part of the pass between
+two rises) alone, so that neither the world size nor a resume changes it: the state is the step, the pass, and for each part
+of the pass its difficulties and how many samples it drew.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class CurriculumSampler:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What `restore` needs; a copy."""
+        """The state for `restore`; a copy."""
         return copy.deepcopy(asdict(self._state))
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raises CorruptionError for a malformed state."""
+        """Go on from `state`. Raises CorruptionError for a malformed state."""
         try:
             parts = [
                 ({str(name): int(level) for name, level in levels.items()}, int(n)) for levels, n in state["parts"]
@@ -77,7 +77,7 @@ class CurriculumSampler:
         return {name: metric.difficulty.at(step) for name, metric in self.metrics.items()}
 
     def draw(self, count: int) -> list[int]:
-        """Return the numbers of the next step's `count` samples. Raises UsageError where its difficulties allow none."""
+        """Return the numbers of the next step's `count` samples. Raises UsageError if its difficulties allow none."""
         levels = self.difficulties(self._state.step + 1)
         if not self._state.parts or self._state.parts[-1][0] != levels:
             self._begin_part(levels)

@@ -27,7 +27,7 @@ class Difficulty:
         return self._section.schedule_type == "custom"
 
     def use(self, custom: Rise) -> None:
-        """Let a function say how the difficulty rises. Raises UsageError where the config says it."""
+        """Let a function say how the difficulty rises. Raises UsageError if the config says it."""
         if not self.is_custom:
             raise UsageError(
                 f"set_custom_curriculum_learning_schedule: the schedule_type of {self.name!r} is "
@@ -36,7 +36,7 @@ class Difficulty:
         self._custom = custom
 
     def at(self, step: int) -> int:
-        """Return the difficulty at a step. Raises UsageError where a custom schedule has no function, or its function returns
+        """Return the difficulty at a step. Raises UsageError if a custom schedule has no function, or its function returns
         less than 1."""
         section, config = self._section, self._section.schedule_config
         if self.is_custom:

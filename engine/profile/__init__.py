@@ -1,1 +1,1 @@
-"""What a model computes, how fast, and what memory it takes: operations by module, utilisation, estimates."""
+"""A model's computation and memory: operations by module, utilisation, estimates."""

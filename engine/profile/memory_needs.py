@@ -1,11 +1,11 @@
 """Estimates of the memory that a model's parameters, gradients and optimizer state need, under DeepSpeed's names.
 
 [Note: estimates]
-They are the engine's own plan (`engine.plan`) for bf16 training with AdamW, one micro-batch a step: what it says of rank 0 is
-what an engine with that config then holds. A GPU has what rests there and, at stage 3, the parameters of a unit in use and
-the next one. A machine has, for each of its GPUs, what rests in host memory, and never less than the model has in fp32 while
-each rank builds all of it (`zero_init=0`, and always at stage 2). Activations, and buckets and gradients on their way, are
-left out: `zstore plan` estimates those too. Sizes are decimal: 1 GB is 10^9 bytes.
+They are the engine's own plan (`engine.plan`) for bf16 training with AdamW, one micro-batch a step: its bytes of rank 0 are
+those that an engine with that config then holds. A GPU has the state that is kept there and, at stage 3, the parameters of
+a unit in use and the next one. A machine has, for each of its GPUs, the state in host memory, and never less than the model
+has in fp32 while each rank builds all of it (`zero_init=0`, and always at stage 2). Activations, and buckets and gradients
+on their way, are left out: `zstore plan` estimates those too. Sizes are decimal: 1 GB is 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Device = Literal["none", "cpu"]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
-    """What one choice of options needs."""
+    """The memory that one choice of options needs."""
 
     stage: int
     offload_optimizer: Device
@@ -150,7 +150,7 @@ def _all(model: _Sizes, stage: int, per_node: int, nodes: int, factor: float) ->
         if stage == 3:
             options += f", offload_param={row.offload_param}, zero_init={int(row.zero_init)}"
         lines.append(f"{format_bytes(row.host_bytes):>12}  {format_bytes(row.device_bytes):>12}  {options}")
-    print("\n".join(lines))  # noqa: T201 - that is what it is for
+    print("\n".join(lines))  # noqa: T201 - that is its purpose
     return rows
 
 
@@ -160,9 +160,9 @@ def _all(model: _Sizes, stage: int, per_node: int, nodes: int, factor: float) ->
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
 ) -> list[MemoryNeed]:
-    """Print what `model`, which may be on the meta device, needs at stage 2, and return it by options.
+    """Print the memory that `model`, which may be on the meta device, needs at stage 2, and return it by options.
 
-    `additional_buffer_factor` multiplies what a machine needs; 1: the plan counts buffers itself. See [Note: estimates].
+    `additional_buffer_factor` multiplies a machine's bytes; 1: the plan counts buffers itself. See [Note: estimates].
     """
     return _all(_live(model), 2, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
@@ -177,9 +177,9 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
 ) -> list[MemoryNeed]:
-    """Print what `model`, which may be on the meta device, needs at stage 3, and return it by options.
+    """Print the memory that `model`, which may be on the meta device, needs at stage 3, and return it by options.
 
-    `additional_buffer_factor` multiplies what a machine needs; 1: the plan counts buffers itself. See [Note: estimates].
+    `additional_buffer_factor` multiplies a machine's bytes; 1: the plan counts buffers itself. See [Note: estimates].
     """
     return _all(_live(model), 3, num_gpus_per_node, num_nodes, additional_buffer_factor)
 

@@ -19,7 +19,7 @@ _GB = 10**9
 
 
 def resident_bytes() -> int:
-    """Return the bytes that the process has resident; where the system does not say, the most that it had."""
+    """Return the bytes that the process has resident; if the system does not say, the most that it had."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -28,8 +28,8 @@ def resident_bytes() -> int:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log on rank 0, in GB (10^9 bytes): what tensors have on the CUDA device and the most that they had since the last such
-    line, what torch keeps there and its peak, what the process has in host memory, and what is available there, within the
+    """Log on rank 0, in GB (10^9 bytes): the memory of tensors on the CUDA device and its peak since the last such line,
+    memory that torch reserves there and its peak, the process's host memory, and the available host memory, within the
     limits of control groups. Nothing unless `force`, as in DeepSpeed."""
     if not force or (torch_dist.is_available() and torch_dist.is_initialized() and torch_dist.get_rank() != 0):
         return

@@ -1,15 +1,15 @@
-"""Floating-point operations of what torch runs, by torch's own formulas.
+"""Floating-point operations that torch runs, by torch's own formulas.
 
 [Note: what counts]
 Matrix products, convolutions and attention, as in `torch.utils.flop_counter`, whose formulas these are: a multiplication and
-an addition are two operations. What torch leaves out there, attention on the CPU, has the same formula here. Element-wise
+an addition are two operations. Attention on the CPU, which torch leaves out there, has the same formula here. Element-wise
 work and norms count nothing, and neither does the update.
 
-Operations are told apart by what autograd does when they run. Without a backward under way they belong to the forward. In
-one, whoever computes with gradients switched on repeats a forward (activation checkpointing); all else is the backward.
+Operations are told apart by autograd's state when they run. Without a backward under way they belong to the forward. In
+one, those that run with gradients switched on repeat a forward (activation checkpointing); all others are the backward.
 
-A function that torch.compile made runs as it would without the count. Of it are seen the products that it leaves to
-libraries, not those within kernels of its own: what is compiled is counted too low.
+A function that torch.compile made runs as it would without the count. Only the products that it leaves to libraries are
+seen, not those within its own kernels: compiled code is counted too low.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CAN_LEAVE_COMPILED = hasattr(TorchDispatchMode, "ignore_compile_internals")
 
 
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts within its `with` blocks; it may be entered again and again. It changes nothing of what runs.
+    """Counts within its `with` blocks; it may be entered again and again. It does not change the computation.
 
     `note` is called with each number, "forward", "backward" or "recomputed" before it.
     """
@@ -79,12 +79,12 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return that what is compiled stays so."""
+        """Return that compiled code stays so."""
         return True
 
     @property
     def counted(self) -> Operations:
-        """What was counted so far."""
+        """The counts so far."""
         return Operations(**self._counts)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

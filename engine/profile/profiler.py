@@ -42,8 +42,8 @@ class FlopsProfiler:
         self.reset_profile()
 
     def start_profile(self, ignore_list: Iterable[type[nn.Module]] | None = None) -> None:
-        """Begin anew; modules of the classes in `ignore_list` are not reported: their operations are those of what calls
-        them. Raises UsageError while a profile is under way."""
+        """Begin anew; modules of the classes in `ignore_list` are not reported: their operations count for their callers.
+        Raises UsageError while a profile is under way."""
         if self.started:
             raise UsageError("start_profile(): a profile of this model is under way; call stop_profile() first")
         self.reset_profile()
@@ -58,7 +58,7 @@ class FlopsProfiler:
         self._opened.close()
 
     def reset_profile(self) -> None:
-        """Set all numbers to zero; what is under way goes on."""
+        """Set all numbers to zero; a profile under way goes on."""
         self._counts: Counter[str] = Counter()
         self._modules: Counter[str] = Counter()
         self._seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
@@ -245,7 +245,7 @@ def get_model_profile(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
     """Return (operations, multiply-accumulates, parameters) of a forward of `model`, as text or with `as_string=False` as
-    numbers; the report is printed, or written to `output_file`, where `print_profile`.
+    numbers; the report is printed, or written to `output_file`, if `print_profile`.
 
     The model is called with `args` and `kwargs`, or with ones of `input_shape` of the type and on the device of its first
     parameter; `mode` "generate" calls its `generate`. It runs without gradients, in the mode that it is in, `warm_up` times

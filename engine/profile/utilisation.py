@@ -1,12 +1,12 @@
-"""Model FLOPs utilisation: the operations that a step needs, as a share of what the device could do in its time.
+"""Model FLOPs utilisation: the operations that a step needs, as a share of the device's peak in its time.
 
 [Note: utilisation]
 MFU = operations of a step / (seconds of the step x peak of the device), on rank 0, as in Chowdhery et al., PaLM
 (https://arxiv.org/abs/2204.02311), appendix B: forwards that are repeated to save memory do not count. The operations are
 counted in the first micro-batch, forward and backward, once, and taken times the micro-batches of a step; of a backward that
-the engine did not start (`loss.backward()`) they are twice the forward's. Where the loop says how many tokens a step has,
-and that changes, they change with it. Of a compiled model nothing is counted: they are 6 x parameters x tokens, where
-tokens are known.
+the engine did not start (`loss.backward()`) they are twice the forward's. If the loop says how many tokens a step has, and
+that changes, they change with it. Of a compiled model nothing is counted: they are 6 x parameters x tokens, if tokens are
+known.
 
 The peak is the maker's for dense products in the type of training, of GPUs in the table below. Of another device it is the
 rate of matrix products as `plan.rates` measures it, of a CPU times torch's threads. That takes some 50 ms, so it is done at
@@ -49,7 +49,7 @@ PATIENCE_S = 250.0
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """What a device could do."""
+    """The peak rate of a device."""
 
     flops: float
     """Floating-point operations a second."""
@@ -64,7 +64,7 @@ class Utilisation:
     step_flops: int
     """Operations of a step on one rank, forwards that are repeated left out."""
     source: str
-    """Where `step_flops` is from: "counted", "forward counted" (the backward is twice that), "6 x parameters x tokens"."""
+    """Source of `step_flops`: "counted", "forward counted" (the backward is twice that), "6 x parameters x tokens"."""
     peak_flops: float | None
     """Operations a second that the device could do; None: not measured yet."""
     peak_source: str | None
@@ -80,7 +80,7 @@ def listed_peak(name: str, precision: str, *, tf32: bool) -> float | None:
 
 
 def peak_of(device: torch.device, precision: str, *, measures: bool) -> Peak | None:
-    """Return the peak of a device for training in `precision`; None where it would have to be measured and is not to be."""
+    """Return the peak of a device for training in `precision`; None if it would have to be measured and that is not allowed."""
     if device.type == "cuda":
         tf32 = torch.backends.cuda.matmul.allow_tf32
         listed = listed_peak(torch.cuda.get_device_name(device), precision, tf32=tf32)
@@ -136,7 +136,7 @@ class StepUtilisation:
         self._ended_s = time.perf_counter()  # without the measurement
 
     def begin_anew(self) -> None:
-        """Forget when the last step ended: what came between is no part of the next."""
+        """Forget when the last step ended: the time since then is no part of the next."""
         self._ended_s = None
 
     def of(self, step_s: float) -> float | None:
@@ -157,7 +157,7 @@ class StepUtilisation:
         return self._peak
 
     def step_flops(self) -> tuple[int, str] | None:
-        """Return the operations of a step on one rank, and where they are from."""
+        """Return the operations of a step on one rank, and their source."""
         training = self._training
         if self._micro is not None:
             micro, source = self._micro, "counted"
@@ -175,7 +175,7 @@ class StepUtilisation:
         return None
 
     def now(self) -> Utilisation | None:
-        """Return what is known; None where not even operations are."""
+        """Return the known numbers; None if not even operations are."""
         flops = self.step_flops()
         if flops is None:
             return None

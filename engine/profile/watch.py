@@ -86,7 +86,7 @@ class ComputationWatch:
             self.utilisation.counted(counter.counted if self._profiler is None else self._profiler.operations)
 
     def step_ended(self) -> None:
-        """Note that an optimizer step ended; report what was profiled."""
+        """Note that an optimizer step ended; report the profile."""
         self._end_count()  # a backward that the engine did not start
         profiler, self._profiler = self._profiler, None
         if profiler is None:

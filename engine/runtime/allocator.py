@@ -1,4 +1,4 @@
-"""Memory of the process: huge pages, and giving back what was freed."""
+"""Memory of the process: huge pages, and returning freed memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask for huge pages where the tensor's storage is large and on the CPU: filling new memory takes a tenth then."""
+    """Ask for huge pages if the tensor's storage is large and on the CPU: filling new memory takes a tenth then."""
     storage = tensor.untyped_storage()
     if storage.device.type != "cpu" or storage.nbytes() < 2 * _HUGE_PAGE_BYTES:
         return
@@ -26,7 +26,7 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
 
 @cache
 def _madvise() -> Any:
-    """Return the C library's madvise; None where there is none or the system has no huge pages."""
+    """Return the C library's madvise; None if there is none or the system has no huge pages."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     found = ctypes.CDLL(None, use_errno=True).madvise
@@ -35,7 +35,7 @@ def _madvise() -> Any:
 
 
 def return_free_memory() -> None:
-    """Give memory that was freed back to the system: the C library keeps what lies between other blocks."""
+    """Give memory that was freed back to the system: the C library keeps freed blocks between others."""
     trim = _malloc_trim()
     if trim is not None:
         trim(0)
@@ -43,5 +43,5 @@ def return_free_memory() -> None:
 
 @cache
 def _malloc_trim() -> Any:
-    """Return the C library's malloc_trim; None where it has none."""
+    """Return the C library's malloc_trim; None if it has none."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)

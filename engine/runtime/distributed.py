@@ -29,15 +29,14 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start torch.distributed from the variables that torchrun sets, or mpirun; nothing to do where it runs, or for a
+    """Start torch.distributed from the variables that torchrun sets, or mpirun; do nothing if it runs already, or for a
     process alone.
 
     A collective in which a rank waits for longer than `timeout` fails; by default 30 minutes, or as many as the variable
     DEEPSPEED_TIMEOUT says. Ranks that fail, die or stop are noticed much earlier, by the engine's watch.
-    `dist_backend` "nccl" on a machine without CUDA is gloo, with one warning, of rank 0. By default it is NCCL where
-    there is CUDA.
-    Without `auto_mpi_discovery` mpirun's variables do not count. `verbose` and `config` are accepted for scripts that pass
-    them.
+    `dist_backend` "nccl" on a machine without CUDA is gloo, with one warning, of rank 0. By default it is NCCL if there is
+    CUDA. Without `auto_mpi_discovery` mpirun's variables do not count. `verbose` and `config` are accepted for scripts that
+    pass them.
     """
     cuda = torch.cuda.is_available()
     backend = dist_backend or ("nccl" if cuda else "gloo")
@@ -62,7 +61,7 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
 
 
 def _end() -> None:
-    """End the process group that `init_distributed` started, where it still runs."""
+    """End the process group that `init_distributed` started, if it still runs."""
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()
 

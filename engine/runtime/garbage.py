@@ -1,9 +1,9 @@
-"""Python's collector of reference cycles while an engine trains: spared what is there for long, or held still.
+"""Python's collector of reference cycles while an engine trains: spared long-lived objects, or off.
 
 A collection walks over every object of the process at a moment of its own choosing, those of torch, transformers and the
-model among them, which takes 0.2 s; with many ranks, all wait for the one that collects. So what is there when an engine
-is made is frozen until that is closed. With `disable_python_gc` there are no collections: the engine's own steps leave no
-cycles behind, and a loop that does calls `gc.collect()` where it suits.
+model among them, which takes 0.2 s; with many ranks, all wait for the one that collects. So objects that exist when an
+engine is made are frozen until it is closed. With `disable_python_gc` there are no collections: the engine's own steps
+leave no cycles behind, and a loop that does calls `gc.collect()` when it suits.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Where the package's messages go.
+"""The package's messages.
 
 [Note: messages]
-All messages go to the logger "zstore": progress at INFO, what deserves a look at WARNING. Of a logger for which nothing
-was configured Python shows nothing below WARNING, so a plain script would never see its progress. Therefore
-`show_messages` gives that logger, where neither it nor the root has a handler, one that writes to stderr, and level
-INFO where none was set. Once another handler would get the same messages, this one is silent, so configuring logging
-later doubles no line. To see less: `logging.getLogger("zstore").setLevel(logging.WARNING)`, before or after.
+All messages go to the logger "zstore": progress at INFO, events that deserve a look at WARNING. Of a logger for which nothing
+was configured Python shows nothing below WARNING, so a plain script would never see its progress. Therefore `show_messages`
+gives that logger, if neither it nor the root has a handler, one that writes to stderr, and level INFO if none was set. Once
+another handler would get the same messages, this one is silent, so configuring logging later doubles no line. To see less:
+`logging.getLogger("zstore").setLevel(logging.WARNING)`, before or after.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FORMAT = "%(asctime)s %(name)s %(levelname)s: %(message)s"
 
 
 class _WhereNobodyListens(logging.Handler):
-    """Writes to what `sys.stderr` is at the time, unless another handler gets the message."""
+    """Writes to the present `sys.stderr`, unless another handler gets the message."""
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def warn_once(message: str, *arguments: object) -> None:
 
 
 def show_messages() -> None:
-    """Let the package's messages be seen where nobody configured logging. See [Note: messages]."""
+    """Let the package's messages be seen if nobody configured logging. See [Note: messages]."""
     logger = logging.getLogger("zstore")
     if logger.hasHandlers():
         return

@@ -2,7 +2,7 @@
 a moment that does no harm.
 
 [Note: stopping by a signal]
-A handler only notes the signal, in this rank's `World.requested`. It travels with what the ranks tell each other in each
+A handler only notes the signal, in this rank's `World.requested`. It travels with messages that the ranks exchange in each
 step anyway, so that after the same step all of them know, whichever rank was signalled. Then the state is saved, and the
 process ends with code 75, which says: run me again. A second signal takes effect at once, as if nobody handled it.
 """
@@ -71,12 +71,12 @@ class StopSignals:
         return signal.Signals(number) if number else None
 
     def close(self) -> None:
-        """Let the signals do what they did before; a second call does nothing."""
+        """Restore the former handlers of the signals; a second call does nothing."""
         if threading.current_thread() is not threading.main_thread():
             return
         before, self._before = self._before, {}
         for number, handler in before.items():
-            # None: what was there before was not Python's.
+            # None: the former handler was not Python's.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
