@@ -1,4 +1,4 @@
-"""Micro-batches that the engine takes itself: from an iterator, through the model, to the loss."""
+"""Micro-batches that the engine draws itself: from an iterator, through the model, to the loss."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def repeat(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def take_batches(data_iter: Iterator[Any], count: int) -> list[Any]:
-    """Return the next `count` micro-batches. Raises StopIteration where there are fewer."""
+    """Return the next `count` micro-batches. Raises StopIteration if there are fewer."""
     if not hasattr(data_iter, "__next__"):
         raise UsageError(f"expected an iterator of micro-batches, got {type(data_iter).__name__}: pass iter(...) of it")
     return [next(data_iter) for _ in range(count)]
 
 
 def call_with(model: nn.Module, batch: Any) -> Any:
-    """Return what the model makes of a micro-batch: a mapping is its keyword arguments, a tuple or list its arguments."""
+    """Call the model on a micro-batch and return its output: a mapping gives keyword arguments, a tuple or list arguments."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
@@ -39,7 +39,7 @@ def call_with(model: nn.Module, batch: Any) -> Any:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set the model to evaluate within the block, without gradients; then each module is in the mode that it was in."""
+    """Set the model to eval mode within the block, without gradients; afterwards each module has its former mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -51,7 +51,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the loss in what a model returned: itself, `.loss`, under "loss", or in front."""
+    """Return the loss from a model's output: the output itself, `.loss`, the value under "loss", or the first element."""
     found = getattr(output, "loss", None) if not isinstance(output, torch.Tensor) else output
     if found is None and isinstance(output, Mapping):
         found = output.get("loss")

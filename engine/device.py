@@ -1,16 +1,16 @@
 """The device that computes: its streams, events and pinned memory, and copies between tensors in different memories.
 
 [Note: the hand-over]
-A device works behind the host, in the order of a stream. Copies that nothing else has to wait for go over
-streams of their own, one each way, beside the computation. So each says what it comes after, and whoever uses what it
-brought, or uses its source for something else, waits for it:
-event    a point in what was asked of the device so far: a copy reads and writes device memory after it.
-copy     begun after an event, and ends with one. Until it is waited for nobody touches target or source, or frees them.
-wait     the host waits until the event is reached: what was copied is there, for the device too, and the source may be
+A device works behind the host, in the order of a stream. Copies that nothing else has to wait for use streams of their own,
+one for each direction, beside the computation. So each copy names the event it follows, and anyone who uses its target,
+or reuses its source, waits for it:
+event    a point in the work that the device was given so far: a copy reads and writes device memory after it.
+copy     begins after an event and ends with one. Until it is waited for, nobody touches or frees target or source.
+wait     the host waits until the event is reached: the copied values are there, for the device too, and the source may be
          reused.
-Threads that ask for work on the device do so on the stream of whoever made them, so that its order is theirs.
+Threads that give the device work do so on the stream of their creator, so that its order is theirs.
 
-torch casts on the host's side of a copy that it waits for, so what travels has the type of the device's side. A copy
+torch casts on the host's side of a copy that it waits for, so values travel in the type of the device's side. A copy
 that nobody waits for at once is cast before it begins, or after it ended.
 """
 
@@ -33,25 +33,25 @@ from zstore.store import MEMORY_TILE_NUMEL
 _MOST_UP = 2
 """Tiles on their way to the device: one is copied while the next is computed."""
 _MOST_DOWN_BYTES = 256 * 1024 * 1024
-"""On their way from the device: as much of its memory they keep at most."""
+"""Tiles on their way from the device: at most as much of its memory is kept for them."""
 _LEAST_MEAN_NUMEL = 128 * 1024
 
 T = TypeVar("T")
 
 Event = Any
-"""A point in the work of a device; only the streams that recorded it know more."""
+"""A point in the work of a device; opaque except to the streams that recorded it."""
 StreamContext = Callable[[], AbstractContextManager[None]]
 
 
 def labelled(phase: str, what: str = "") -> AbstractContextManager[object]:
-    """Name a phase of the engine, of `what`, in the trace of a torch.profiler that runs, as "zstore::unshard (layers.0)"."""
+    """Name a phase of the engine, of `what`, in the trace of a running torch.profiler, as "zstore::unshard (layers.0)"."""
     if not torch._C._autograd._profiler_enabled():
         return nullcontext()
     return torch.profiler.record_function(f"zstore::{phase} ({what})" if what else f"zstore::{phase}")
 
 
 class Streams:
-    """Those of a device that computes in the host's memory: nothing crosses, and nothing is late.
+    """Streams of a device that computes in the host's memory: nothing crosses, and nothing is late.
 
     See [Note: the hand-over]. Every method may be called from any thread.
     """
@@ -59,14 +59,14 @@ class Streams:
     device_is_host = True
     """Whether the device computes in the host's memory."""
     cuda_runtime: Any = None
-    """What registers host memory as pinned; None: torch's binding, where there is a CUDA device."""
+    """The library that registers host memory as pinned; None: torch's binding, if there is a CUDA device."""
 
     def is_host(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor lies in the host's memory."""
+        """Return whether the tensor is in the host's memory."""
         return True
 
     def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory for `numel` elements, 1-D, pinned where that can be."""
+        """Return host memory for `numel` elements, 1-D, pinned if possible."""
         return torch.empty(numel, dtype=dtype)
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -74,33 +74,33 @@ class Streams:
         target.copy_(source)
 
     def record(self) -> Event:
-        """Return the end of what this thread asked of the device so far."""
+        """Return the end of the work that this thread gave the device so far."""
         return None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
-        """Begin to copy across, of one type, beside the computation; return the event of its end."""
+        """Begin a copy across, between equal types, beside the computation; return the event of its end."""
         target.copy_(source)
 
     def wait(self, event: Event) -> None:
         """Return when the event is reached."""
 
     def query(self, event: Event) -> bool:
-        """Return whether `wait` would not wait."""
+        """Return whether the event was reached, so that `wait` would not block."""
         return True
 
     def stream_context(self) -> StreamContext:
-        """Return what a thread that works for the caller enters: its device and its stream."""
+        """Return the context that a thread working for the caller enters: its device and its stream."""
         return nullcontext
 
 
 class CudaStreams(Streams):
-    """Those of a CUDA device: a stream each way beside the one that computes."""
+    """Streams of a CUDA device: one for each direction beside the one that computes."""
 
     device_is_host = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Events are made, and streams looked up, on the present device of a thread.
+        # Events are created, and streams looked up, on the current device of a thread.
         torch.cuda.set_device(device)
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -113,7 +113,7 @@ class CudaStreams(Streams):
         """See Streams."""
         try:
             return torch.empty(numel, dtype=dtype, pin_memory=True)
-        except RuntimeError:  # no more memory can be pinned: copies wait, and are right
+        except RuntimeError:  # no more memory can be pinned: copies block, and are still right
             return torch.empty(numel, dtype=dtype)
 
     def record(self) -> Event:
@@ -151,7 +151,7 @@ class CudaStreams(Streams):
 
 
 def streams_for(device: torch.device) -> Streams:
-    """Return the streams between the host and `device`, and make it this thread's present device."""
+    """Return the streams between the host and `device`, and make it this thread's current device."""
     return CudaStreams(device) if device.type == "cuda" else Streams()
 
 
@@ -162,19 +162,19 @@ class Copy:
         self._streams = streams
         self._event = event
         self._source: torch.Tensor | None = source
-        """Nobody may have its memory before the end."""
+        """Nobody may reuse its memory before the end."""
         self.values = values
         """The target; not to be touched before the end."""
 
     def wait(self) -> torch.Tensor:
-        """Return the values when they are there."""
+        """Wait for the copy and return its values."""
         if self._source is not None:
             self._streams.wait(self._event)
             self._source = None
         return self.values
 
     def done(self) -> bool:
-        """Return whether `wait` would not wait."""
+        """Return whether the copy is done, so that `wait` would not block."""
         return self._source is None or self._streams.query(self._event)
 
 
@@ -186,15 +186,15 @@ class Transfers:
         self._links = links
 
     def stream_context(self) -> StreamContext:
-        """Return what a thread that works for the caller enters."""
+        """Return the context that a thread working for the caller enters."""
         return self.streams.stream_context()
 
     def synchronize(self) -> None:
-        """Return when the device has done what this thread asked of it: others may read its memory on streams of theirs."""
+        """Return when the device has done this thread's work so far: others may read its memory on streams of theirs."""
         self.streams.wait(self.streams.record())
 
     def link(self, source: torch.Tensor, target: torch.Tensor) -> str | None:
-        """Return the link of a copy from one tensor to another, None within one memory."""
+        """Return the link of a copy from one tensor to another, or None within one memory."""
         if self.streams.is_host(source) == self.streams.is_host(target):
             return None
         return "device_to_host" if self.streams.is_host(target) else "host_to_device"
@@ -212,7 +212,7 @@ class Transfers:
     def begin(
         self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None, counted: bool = True
     ) -> Copy:
-        """Begin a copy across, of one type, after what was asked of the device so far (or `after`)."""
+        """Begin a copy across, between equal types, after the work that the device was given so far (or `after`)."""
         if counted:
             self._links.begin(self.link(source, target) or "device_to_host", target.nbytes)
         event = self.streams.copy(target, source, self.streams.record() if after is None else after)
@@ -229,8 +229,8 @@ class Transfers:
 
 
 class Room(threading.local):
-    """Memory of each thread for what lives as long as a tile, by name, kept for the tiles to come: memory that is given back
-    and taken again has fresh pages each time, which costs more than what is done with it."""
+    """Scratch memory of each thread for the length of a tile, by name, kept for later tiles: memory that is freed and allocated
+    again has fresh pages each time, which costs more than the work on it."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
@@ -244,8 +244,8 @@ class Room(threading.local):
 
 
 class GradientTiles:
-    """The rows of a gradient, tile by tile, in fp32 beside the state, brought ahead of use where they are not there. With
-    `room` the memory of a tile is that of the next."""
+    """The rows of a gradient, tile by tile, in fp32 beside the state, copied there ahead of use if they are elsewhere. With
+    `room` each tile uses the same memory."""
 
     def __init__(self, transfers: Transfers, rows: torch.Tensor, room: Room | None = None) -> None:
         self._transfers = transfers
@@ -268,7 +268,7 @@ class GradientTiles:
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[:2] != (first, stop):
             ahead = self._begin(first, stop)
-        # The tiles of a parameter are of one size, but for the last.
+        # All tiles of a parameter but the last have one size.
         following = min(2 * stop - first, self._rows.numel())
         if following > stop:
             self._ahead = self._begin(stop, following)
@@ -287,7 +287,7 @@ class H2DQueue:
         self._under_way: deque[Copy] = deque()
 
     def put(self, rows: torch.Tensor, master: torch.Tensor) -> None:
-        """Cast `master`, which is the caller's again on return, into `rows`; those are there after `drain`."""
+        """Cast `master`, which is the caller's again on return, into `rows`; they hold the values after `drain`."""
         if self._transfers.link(master, rows) != "host_to_device":
             self._transfers.copy_into(rows, master)
             return
@@ -319,8 +319,8 @@ class D2HQueue:
         self._nbytes = 0
 
     def put(self, rows: torch.Tensor, part: torch.Tensor, *, add: Add | None, arrived: Callable[[], None]) -> None:
-        """Bring `part`, on the device, into `rows` of any type, or `add` it to them: at once, or where they are the host's
-        behind it. `arrived` is told when it is there."""
+        """Copy `part`, on the device, into `rows` of any type, or `add` it to them: at once, or behind the caller if the rows
+        are the host's. `arrived` is called when that is done."""
         if self._transfers.link(part, rows) is None:
             _combine(rows, part, add)
             arrived()
@@ -341,12 +341,12 @@ class D2HQueue:
         arrived()
 
     def drain(self) -> None:
-        """Return when everything has arrived."""
+        """Wait until everything has arrived."""
         while self._under_way:
             self._arrive()
 
     def drop(self) -> None:
-        """Forget what is under way, once nothing is written any more."""
+        """Forget the copies under way, once nothing is written any more."""
         while self._under_way:
             self._under_way.popleft()[0].wait()
         self._nbytes = 0
@@ -360,21 +360,21 @@ def _combine(rows: torch.Tensor, part: torch.Tensor, add: Add | None) -> None:
 
 
 def one_thread(enabled: bool = True) -> AbstractContextManager[object]:
-    """Return a context in which operations of this thread, and no other's, are not shared among torch's threads.
+    """Return a context in which operations of this thread, and of no other, are not split among torch's threads.
 
-    An operation on a tile takes some 10 microseconds, and as long to wake a thread that sleeps for it; beside I/O the cores
+    An operation on a tile takes some 10 microseconds, and so does waking a sleeping thread for it; beside I/O the cores
     have other work. The values are the same.
     """
     if not enabled:
         return nullcontext()
-    torch.get_num_threads()  # lets torch set this thread's number, which it would do over ours at the first operation
+    torch.get_num_threads()  # lets torch set this thread's number, which it would otherwise do over ours at the first operation
     limits: AbstractContextManager[object] = _openmp().limit(limits=1)
     return limits
 
 
 def threads_for(numels: Sequence[int]) -> int:
-    """Return how many threads work on tiles of arrays of so many elements `side_by_side`: one where torch has one, where
-    there is little to do, and where arrays are so small that Python, which one thread runs at a time, takes longer."""
+    """Return how many threads work on tiles of arrays of so many elements `side_by_side`: one if torch has one, if there is
+    little to do, or if arrays are so small that Python, which one thread runs at a time, takes longer."""
     numel = sum(numels)
     if numel < len(numels) * _LEAST_MEAN_NUMEL:
         return 1
@@ -382,12 +382,12 @@ def threads_for(numels: Sequence[int]) -> int:
 
 
 def side_by_side(work: Callable[[T], object], items: Iterable[T], num_threads: int) -> None:
-    """Call `work` on all `items`, each on one of `num_threads` threads, whose operations are not shared among torch's threads.
+    """Call `work` on all `items`, each on one of `num_threads` threads, whose operations are not split among torch's threads.
 
-    The threads take the items in order as they come to them, never two at once. So they wait for each other once, at the
-    end, and do not spin: torch's own wait for each other in each operation, the more so beside other programs. All items are
-    there before the first is taken: threads that waited for each other to make them slept longer than they worked. The first
-    error stops what has not begun. On one thread it is the caller's, whose operations are as it has them.
+    The threads take the items in order, never two threads the same one. So they wait for each other once, at the end, and
+    do not spin as torch's threads do in each operation, the more so beside other programs. All items are there before the
+    first is taken: threads that waited for each other to make them slept longer than they worked. The first error stops the
+    items that have not begun. With one thread the caller does the work, and its operations are split as usual.
     """
     if num_threads <= 1:
         for item in items:

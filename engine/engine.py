@@ -1,4 +1,4 @@
-"""The engine: what a training loop calls. It checks the calls and delegates; the work is in `training`."""
+"""The engine: the object that a training loop calls. It checks the calls and delegates; the work is in `training`."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ R = TypeVar("R")
 
 
 _NEEDED_BY = {"forward": ("lp_params",)}
-"""What a call needs of what `offload_states` moves, where that is not all."""
+"""The states that a call needs, of those that `offload_states` moves, if not all."""
 
 
 def _phase(
     name: str, *, meets: bool = False
 ) -> Callable[[Callable[Concatenate[Engine, P], R]], Callable[Concatenate[Engine, P], R]]:
-    """Mark a call as a phase of the run: what it raises on one rank alone fails the run on every rank. With `meets` it begins
+    """Mark a call as a phase of the run: an error on one rank alone fails the run on every rank. With `meets` it begins
     once all ranks have called it."""
 
     def mark(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
@@ -96,7 +96,7 @@ class Engine(nn.Module):
 
     Made by `zstore.initialize`. Close it, or use it in a `with` block; a clean exit closes it too.
     Over 300 lines because it is all that a training script may call, DeepSpeed's names among them: a call checks its
-    arguments and hands on.
+    arguments and delegates.
     """
 
     def __init__(self, training: Training, monitors: Monitors) -> None:
@@ -108,16 +108,16 @@ class Engine(nn.Module):
         self.report = RunReport(training, self.times, monitors)
         self.checkpoints = Checkpoints(training, self.report.journal)
         self._unchecked: list[ClientState] = []
-        """Client state that saves to come will have, and that was not looked at yet."""
+        """Client state of future saves that was not checked yet."""
         self._when_asked: Callable[[], NoReturn] | None = None
-        """What `save_on_signal` asked for."""
+        """The request of `save_on_signal`."""
         self._stop_state: ClientState = {}
         """The client state that it named."""
         self._batches: Iterator[Any] | None = None
-        """Of the engine's own loader, over and over."""
+        """The micro-batches of the engine's own loader, over and over."""
         self._open_no_syncs = 0
         self._wait_for_device: Callable[[], object] | None = None
-        """At both ends of each phase, at the price of what goes on beside the device."""
+        """At both ends of each phase, at the price of overlap with the device."""
         if settings.wall_clock_breakdown and training.world.device.type == "cuda":
             self._wait_for_device = functools.partial(torch.cuda.synchronize, training.world.device)
         self.monitor = monitors
@@ -140,7 +140,7 @@ class Engine(nn.Module):
         if not (training.config.frozen or (training.stepper is not None and training.stepper.needs_saved)):
             training.optimizer.state = StateByParameter(self.access)  # type: ignore[assignment]
         if training.hooks is not None and training.world.world_size == 1:
-            training.hooks.gathers = gather  # on more ranks a copy that one of them makes would wait for the others
+            training.hooks.gathers = gather  # with more ranks a copy that one of them makes would wait for the others
         self._loss_backward = LossBackward(
             training,
             self.access,
@@ -150,7 +150,7 @@ class Engine(nn.Module):
         self._offloaded = OffloadedStates(training, self.access)
         section = settings.curriculum_learning
         self.curriculum = SequenceCurriculum(section, self.module) if section.enabled else None
-        """Cuts what the model is called with in training; None: nothing is cut."""
+        """Truncates the model's inputs in training; None: nothing is truncated."""
         self.parameter_guard = ParameterGuard(
             self._modules, training.model, training.state.records, functools.partial(_take_over, training, self.access)
         )
@@ -171,7 +171,7 @@ class Engine(nn.Module):
 
     @_phase("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns. With fp16's `auto_cast`, floating tensors go to it in fp16."""
+        """Return the model's output. With fp16's `auto_cast`, floating tensors go to it in fp16."""
         if self.training_state.config.casts_inputs:
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
         if self.curriculum is not None and self.module.training:
@@ -187,7 +187,7 @@ class Engine(nn.Module):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Accumulate the gradients of `loss`, the mean over this rank's micro-batch; return its part of the step's loss.
 
-        The engine divides by the accumulation steps, what it returns too, scales in fp16, and averages over ranks. With
+        The engine divides by the accumulation steps (the returned loss too), scales in fp16, and averages over ranks. With
         `scale_wrt_gas=False` it does not divide: the loss is divided already.
         """
         self.training_state.require_optimizer("engine.backward()")
@@ -218,7 +218,7 @@ class Engine(nn.Module):
     def step(self) -> None:
         """End a micro-batch; at the last of an accumulation update the parameters and advance the schedule.
 
-        Raises NonFiniteError, on every rank, where the gradients are not finite and loss scaling is off.
+        Raises NonFiniteError, on every rank, if the gradients are not finite and loss scaling is off.
         """
         training = self.training_state
         training.require_optimizer("engine.step()")
@@ -266,10 +266,10 @@ class Engine(nn.Module):
     @_phase("step")
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Return the norm of the gradients that the next `step()` takes, over all ranks, unscaled, before clipping; from now
-        on steps clip to `max_norm`, 0 or infinity: they do not (all ranks).
+        on steps clip to `max_norm`; 0 or infinity: no clipping (all ranks).
 
-        Call it between the last `backward` of a step and its `step()`, which uses the norm that was taken here. Raises
-        UsageError without such a backward, and where updates run in the backward, before the norm is known.
+        Call it between the last `backward` of a step and its `step()`, which uses the norm computed here. Raises UsageError
+        without such a backward, and if updates run in the backward, before the norm is known.
         """
         training = self.training_state
         if math.isnan(max_norm) or max_norm < 0:
@@ -293,9 +293,9 @@ class Engine(nn.Module):
         """Say whether the micro-batch under way is the last of its step, until this is called again; None: count again.
 
         Then the next `step()` at a boundary updates the parameters, however many micro-batches there were, and the
-        micro-batch after it begins a new step. Call it before `backward` where that can be, or before a `step()` that
-        ends what was accumulated. Losses are still divided by the accumulation steps (see `scale_wrt_gas` of `backward`).
-        Every rank says the same.
+        micro-batch after it begins a new step. Call it before `backward` if possible, or before a `step()` that ends the
+        accumulation. Losses are still divided by the accumulation steps (see `scale_wrt_gas` of `backward`).
+        Every rank passes the same value.
         """
         if is_boundary is not None and not isinstance(is_boundary, bool):
             raise UsageError(f"set_gradient_accumulation_boundary: expected True, False or None, got {is_boundary!r}")
@@ -307,8 +307,8 @@ class Engine(nn.Module):
 
         Over more than one micro-batch gradients accumulate in fp32 (see `data_types.grad_accum_dtype`): from one to more
         they take more memory than the plan at the start says. A resumed run begins with the config's size.
-        Raises UsageError, on every rank, where it is not a multiple of the micro-batch's size times the world size, and
-        in the middle of an accumulation.
+        Raises UsageError, on every rank, in the middle of an accumulation, or if it is not a multiple of the micro-batch's
+        size times the world size.
         """
         training, call = self.training_state, f"set_train_batch_size({train_batch_size!r})"
         training.require_optimizer(call)
@@ -328,7 +328,7 @@ class Engine(nn.Module):
         """Change nothing: the engine clears gradients after each step."""
 
     def require_parameters(self) -> None:
-        """Raise UsageError where the model's parameters are no longer those that the engine trains."""
+        """Raise UsageError if the model's parameters are no longer those that the engine trains."""
         if not self.access.open_blocks:  # which may give them other memory for its length
             self.parameter_guard.check()
 
@@ -339,15 +339,15 @@ class Engine(nn.Module):
         )
 
     # -- whole steps ------------------------------------------------------------------------------------------------
-    # A micro-batch is what the model is called with: a tuple or list its arguments, a mapping its keyword arguments,
-    # anything else its one argument. The model returns its loss, or what has one as `loss`, under "loss" or in front.
+    # A micro-batch is the input of the model: a tuple or list its arguments, a mapping its keyword arguments, anything
+    # else its one argument. The model returns its loss, or an output with it as `loss`, under "loss" or as first element.
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Take one optimizer step over `gradient_accumulation_steps` micro-batches of `data_iter`; return the mean of their
         losses over all ranks (all ranks).
 
         By default they come from the loader that `initialize` returned, epoch after epoch. The model is set to train.
-        Raises StopIteration, before anything is computed, where the iterator has fewer, UsageError in the middle of an
+        Raises StopIteration, before anything is computed, if the iterator has fewer, and UsageError in the middle of an
         accumulation.
         """
         self.training_state.require_optimizer("engine.train_batch()")
@@ -373,20 +373,20 @@ class Engine(nn.Module):
 
     def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> torch.Tensor:
         """Return the mean loss, over all ranks, of `num_micro_batches` of `data_iter` (default:
-        `gradient_accumulation_steps`), without gradients and with the model set to evaluate meanwhile (all ranks)."""
+        `gradient_accumulation_steps`), without gradients and with the model in eval mode meanwhile (all ranks)."""
         batches = take_batches(data_iter, num_micro_batches or self.gradient_accumulation_steps())
         with evaluating(self):
             return mean_loss([loss_of(call_with(self, batch)) for batch in batches], self.world)
 
     def set_custom_curriculum_learning_schedule(self, schedule: Rise | Mapping[str, Rise]) -> None:
-        """Let functions of the step, counted from 1, say the difficulties whose `schedule_type` is "custom": one function for
+        """Let functions of the step, counted from 1, give the difficulties whose `schedule_type` is "custom": one function for
         `curriculum_learning`, or one for each name of a metric of `data_efficiency` ("seqlen" means the former too). Functions
         are not in checkpoints: call this before a resumed run trains. Raises UsageError for another name or type."""
         loader = self.training_dataloader
         use_schedules(schedule, self.curriculum, None if loader is None else loader.curriculum)
 
     def set_data_post_process_func(self, post_process: PostProcess) -> None:
-        """Have the loader that `initialize` returned pass each micro-batch through `post_process(batch, state)`, where
+        """Have the loader that `initialize` returned pass each micro-batch through `post_process(batch, state)`;
         `state["current_difficulties"]` has the difficulties by metric. Raises UsageError without training data."""
         if self.training_dataloader is None:
             raise UsageError("set_data_post_process_func() without a loader: pass training_data=... to initialize()")
@@ -406,22 +406,22 @@ class Engine(nn.Module):
     def get_full_parameter(self, name: str, *, rank0_only: bool = False) -> torch.Tensor | None:
         """Return a parameter in the best precision there is: a copy on the CPU, in its shape (all ranks).
 
-        That is the fp32 master; of a parameter that is not trained, itself. None on other ranks with `rank0_only`.
+        That is the fp32 master, or an untrained parameter itself. None on other ranks with `rank0_only`.
         """
         return self.access.parameter(name, rank0_only=rank0_only)
 
     @_phase("access")
     def get_optimizer_state(self, name: str, slot: str, *, rank0_only: bool = False) -> torch.Tensor | None:
-        """Return what the optimizer keeps of a parameter, as "exp_avg": a copy on the CPU, fp32 (all ranks).
+        """Return an optimizer state of a parameter, as "exp_avg": a copy on the CPU, fp32 (all ranks).
 
-        In the parameter's shape; a scalar, as "step", without extents. None on other ranks with `rank0_only`. Raises
+        In the parameter's shape; a scalar, as "step", is 0-D. None on other ranks with `rank0_only`. Raises
         UsageError for a slot that the optimizer does not keep.
         """
         return self.access.optimizer_state(name, slot, rank0_only=rank0_only)
 
     @_phase("access")
     def get_gradient(self, name: str, *, rank0_only: bool = False) -> torch.Tensor | None:
-        """Return a parameter's gradient, as the step under way has it so far: a copy on the CPU, fp32 (all ranks).
+        """Return a parameter's gradient, as accumulated so far in the step under way: a copy on the CPU, fp32 (all ranks).
 
         It is the mean over ranks, summed over the micro-batches since the last step, without the loss scale, before
         clipping. None after `step()`, for a parameter that no backward reached or that is not trained, and on other ranks
@@ -440,7 +440,7 @@ class Engine(nn.Module):
 
     @_phase("access")
     def set_optimizer_state(self, name: str, slot: str, values: Any) -> None:
-        """Replace what the optimizer keeps of a parameter by rank 0's `values`; see `get_optimizer_state` (all ranks).
+        """Replace an optimizer state of a parameter by rank 0's `values`; see `get_optimizer_state` (all ranks).
 
         Other ranks may pass None.
         """
@@ -466,14 +466,14 @@ class Engine(nn.Module):
     ) -> list[Path]:
         """Write parameters and buffers as safetensors into `save_dir`, and return the files (all ranks; rank 0 writes).
 
-        Numbered files of at most `max_file_bytes` of weights, with an index, where one does not hold them; named after
+        In numbered files of at most `max_file_bytes`, with an index, if one does not hold all weights; named after
         `save_filename` (or `filename`), by default as `from_pretrained` finds them. For a name that ends with .bin or .pt, as
         "pytorch_model.bin", the file is called after it, ends with .safetensors, and a line in the log says so. A
         transformers model's config is written beside them. Floating values are rounded from the fp32 masters to `dtype`
-        ("bf16", "fp16", "fp32"; by default what the model computes in). Tied weights are written once.
+        ("bf16", "fp16", "fp32"; by default the type that the model computes in). Tied weights are written once.
         `exclude_frozen_parameters` leaves those out. Memory: a few tens of MiB on every rank, whatever the model's size.
 
-        The files have their names when they are whole and durable. Raises CheckpointExistsError where `save_dir` has
+        The files get their names when they are whole and durable. Raises CheckpointExistsError if `save_dir` has
         weights of that name, CheckpointError for values that fp16 cannot hold, DiskFullError.
         """
         options = ExportOptions(
@@ -492,8 +492,8 @@ class Engine(nn.Module):
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the model's state dict (all ranks); without parameters that are not trained if `exclude_frozen_parameters`.
 
-        Where parameters are sharded (stage 3): copies on the CPU with whole values on rank 0, which need memory for the
-        whole model there, and an empty dict on other ranks. Else the model's own `state_dict()`, on every rank.
+        With sharded parameters (stage 3): copies on the CPU with whole values on rank 0, which need memory for the whole
+        model there, and an empty dict on other ranks. Otherwise the model's own `state_dict()`, on every rank.
         """
         return module_state_dict(self.access, exclude_frozen=exclude_frozen_parameters)
 
@@ -508,9 +508,9 @@ class Engine(nn.Module):
         """Load rank 0's `state_dict` into the model, at every stage; other ranks may pass {} (all ranks).
 
         The fp32 masters take the values as they are, parameters and buffers rounded; the optimizer's state stays. Without
-        `strict`, what only one of both has is left out. `custom_load_fn(src=state_dict, dst=model)` is called on rank 0
-        instead, with whole parameters to write to. `fetch_z3_params` is not needed: parameters are gathered where they are
-        sharded. Raises UsageError, before anything is changed, that lists what does not fit.
+        `strict`, keys that only one of both has are left out. `custom_load_fn(src=state_dict, dst=model)` is called on rank 0
+        instead, with whole parameters to write to. `fetch_z3_params` is not needed: sharded parameters are always gathered.
+        Raises UsageError, before anything is changed, that lists the mismatches.
         """
         self.access.require_no_block("engine.load_module_state_dict()")
         load_module_state(self.access, without_prefix(state_dict), strict=strict, custom=custom_load_fn)
@@ -537,22 +537,22 @@ class Engine(nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move what the engine holds between two steps out of the way, until `reload_states` (all ranks).
+        """Move the engine's memory out of the way between two steps, until `reload_states` (all ranks).
 
         `include` has names of DeepSpeed's: "optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer";
         all by default. `device` "cpu": from the device to host memory; "nvme": from there, too, to the run folder. The memory
-        is given back. A forward needs "lp_params" here; all else raises UsageError until everything is back, saves too.
-        The move is done on return, and host memory is pinned where the config says so, whatever `pin_memory` and
+        is freed. A forward needs "lp_params" here; all else, saves too, raises UsageError until everything is back.
+        The move is done on return, and host memory is pinned if the config says so, whatever `pin_memory` and
         `non_blocking` say.
 
-        Raises UsageError in the middle of a step, BudgetError and DiskFullError where there is no room: nothing is moved.
+        Raises UsageError in the middle of a step, BudgetError and DiskFullError if there is no room: nothing is moved.
         """
         self._loss_backward.abandon_failed()
         with self.world.calling("access"):
             self._offloaded.offload(include, device)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring everything that `offload_states` moved back to where it was, with the same bits (all ranks)."""
+        """Bring everything that `offload_states` moved back to its place, with the same bits (all ranks)."""
         with self.world.calling("access"):
             self._offloaded.reload()
 
@@ -577,19 +577,19 @@ class Engine(nn.Module):
     ) -> SaveHandle:
         """Save the whole state in `save_dir` under `tag`, by default `step-` and the step (all ranks).
 
-        Committed when this returns; with `wait=False` when the ticket's `wait()` or `wait_for_checkpoint()` does, and
+        Committed when this returns; with `wait=False`, when the ticket's `wait()` or `wait_for_checkpoint()` does, and
         the state may change meanwhile. `client_state` (or `client_sd`) is a dict of JSON data, tensors, numpy arrays and
         numbers and `argparse.Namespace`; see [Note: what comes back] in `client_state`. `metrics` are numbers by name, by
         which the best checkpoint can be kept. A checkpoint of this run under the same tag is replaced, with one line in the
-        log. Without `save_latest` the checkpoint is loaded by its tag alone: `latest` stays, and so does what a load
-        without a tag takes. `exclude_frozen_parameters` leaves those out; a load then keeps the model's.
-        `trainable_only` leaves them out too, and records where they came from and what they were: a load then raises
-        CheckpointMismatchError where the model's are others. The first such save reads them once. `keep_frozen` names
-        those that are saved all the same, since no base model has them: adapters' own.
+        log. Without `save_latest` the checkpoint is loaded by its tag alone: `latest` stays, and so does the default of a
+        load without a tag. `exclude_frozen_parameters` leaves those out; a load then keeps the model's.
+        `trainable_only` leaves them out too, and records their source and checksums: a load then raises
+        CheckpointMismatchError if the model's differ. The first such save reads them once. `keep_frozen` names
+        frozen parameters to save all the same, since no base model has them: those of adapters.
 
         Between two micro-batches of a step the gradients so far are saved, and the call returns when it is committed. With
-        `gradients=False` the state is saved as the last step left it, between `backward` and `step` too: a load does the step
-        that had begun anew. Raises UsageError between `backward` and `step` otherwise, in mode "backward" and with a loader of
+        `gradients=False` the state is saved as the last step left it, between `backward` and `step` too: a load then repeats
+        the step under way. Raises UsageError between `backward` and `step` otherwise, in mode "backward" and with a loader of
         `initialize` always, and for client state that cannot be stored, CheckpointExistsError for a
         tag that another run committed unless `overwrite`.
         """
@@ -614,7 +614,7 @@ class Engine(nn.Module):
         return self.checkpoints.save(options)
 
     def note_save_folder(self, save_dir: str) -> None:
-        """Say before the first save where checkpoints will be (all ranks): the run's journal is there from the first step
+        """Set, before the first save, the folder of checkpoints (all ranks): the run's journal is there from the first step
         on. Raises UsageError for a URL that nothing opens."""
         self.steps.note_folder(save_dir)
         self.checkpoints.note_folder(save_dir)
@@ -625,41 +625,41 @@ class Engine(nn.Module):
         """Load a checkpoint, by default the newest, and return its path and client state (all ranks).
 
         `options` are DeepSpeed's, all true or false: `load_module_only`, `load_optimizer_states`,
-        `load_lr_scheduler_states`, `load_module_strict`; see `LoadOptions`. What is not loaded stays as it is, and
-        `load_report` names it. `names` says what the checkpoint's parameters and buffers are called in the model: a dict
-        of those whose names differ, or a function of the name; None as a name leaves one out.
-        (None, {}) and a warning where no tag was given and nothing is there. Raises CheckpointNotFoundError for a tag
+        `load_lr_scheduler_states`, `load_module_strict`; see `LoadOptions`. State that is not loaded stays as it is, and
+        `load_report` names it. `names` maps the checkpoint's names of parameters and buffers to the model's: a dict
+        of those that differ, or a function of the name; None as a name leaves one out.
+        Returns (None, {}) and warns if no tag was given and nothing is there. Raises CheckpointNotFoundError for a tag
         that is not there, CheckpointMismatchError for another model or a batch size that cannot be.
         """
         chosen = LoadOptions.of(options, names)
         self._loss_backward.abandon_failed()
         self.training_state.require_here("engine.load_checkpoint()")
-        self._batches = None  # the next `train_batch` begins where the loader is by then
+        self._batches = None  # the next `train_batch` begins at the loader's position by then
         self.access.require_no_block("engine.load_checkpoint()")
         with self.world.calling("load", meeting="engine.load_checkpoint()"):
             return self.checkpoints.load(*self.steps.choose(load_dir, tag, chosen), chosen)
 
     @property
     def journal(self) -> RunJournal:
-        """The run's journal, which a loop tells what the engine cannot know, with `note(tokens=..., total_steps=...)`."""
+        """The run's journal, which a loop tells things unknown to the engine, with `note(tokens=..., total_steps=...)`."""
         return self.report.journal
 
     @property
     def load_report(self) -> LoadReport | None:
-        """What the last load read and linked on this rank, and which keys were missing or unexpected; None before the first."""
+        """Bytes that the last load read and linked on this rank, and the missing and unexpected keys; None before the first."""
         return self.checkpoints.report
 
     @_phase("save")
     def wait_for_checkpoint(self) -> None:
-        """Return once a save with `wait=False` is committed, and the snapshot of the last step with `"durability": "step"`;
-        raise what went wrong, on every rank (all ranks)."""
+        """Wait until a save with `wait=False` is committed, and the snapshot of the last step with `"durability": "step"`;
+        raise their errors, on every rank (all ranks)."""
         self._complete_saves()
 
     @property
     def step_client_state(self) -> ClientState:
-        """What the snapshots of steps have as client state: a dict as it is at the end of `step()`, or a function that is
-        called there (rank 0's counts); empty at first. `load_checkpoint` returns it. The first `step()` after it was set
-        raises UsageError for what cannot be stored."""
+        """The client state of the snapshots of steps: a dict as it is at the end of `step()`, or a function that is called
+        there (rank 0's counts); empty at first. `load_checkpoint` returns it. The first `step()` after it was set
+        raises UsageError for values that cannot be stored."""
         return self.steps.client_state
 
     @step_client_state.setter
@@ -669,7 +669,7 @@ class Engine(nn.Module):
 
     @property
     def durable_step(self) -> int | None:
-        """The last step that survives a kill, by the snapshots of this engine; None where there is none yet."""
+        """The last step that survives a kill, by the snapshots of this engine; None if there is none yet."""
         return self.steps.committed_step
 
     # -- stopping ---------------------------------------------------------------------------------------------------
@@ -686,8 +686,8 @@ class Engine(nn.Module):
         ranks).
 
         By default SIGTERM and SIGUSR1; a second one ends the process at once. A function as `client_state` is called
-        within that `step()`, and once in the next one, which raises UsageError for what cannot be stored. Raises UsageError
-        outside the main thread.
+        within that `step()`, and once in the next one, which raises UsageError for values that cannot be stored. Raises
+        UsageError outside the main thread.
         """
         self.training_state.require_optimizer("engine.save_on_signal()")
         self.watch_signals(signals)
@@ -698,13 +698,13 @@ class Engine(nn.Module):
         self._when_asked = lambda: self.save_and_stop(save_dir, tag, client_state)
 
     def take_requests(self, taker: Callable[[str], str | None]) -> None:
-        """Let a loop itself carry out what people ask the run for (all ranks): `taker` is called with "save" or "stop" at the
-        end of a `step()`, the same one on every rank, and returns None, or why it refuses. By default `carry_out` does it."""
+        """Let a loop itself carry out requests to the run (all ranks): `taker` is called with "save" or "stop" at the end of
+        a `step()`, the same one on every rank, and returns None, or why it refuses. By default `carry_out` does it."""
         self.requests.taker = taker
 
     def carry_out(self, action: str, *, save_latest: bool = True) -> str | None:
         """Save without waiting, with `step_client_state` or the client state of `save_on_signal`, in the run's folder; or for
-        "stop" do as at a signal, where signals are watched (all ranks). Return why that could not be, else None."""
+        "stop" do as at a signal, if signals are watched (all ranks). Return why that could not be, else None."""
         return save_or_stop(
             action,
             self.signals,
@@ -721,8 +721,8 @@ class Engine(nn.Module):
 
     @property
     def stop_requested(self) -> signal.Signals | None:
-        """The signal that some rank got, None where none did: the same on every rank after each `step()`, one that was skipped
-        too, so that all may leave the loop together, with `save_and_stop`."""
+        """The signal that some rank got, or None: the same on every rank after each `step()`, one that was skipped too, so
+        that all may leave the loop together, with `save_and_stop`."""
         return self.signals.requested
 
     def save_and_stop(
@@ -730,8 +730,8 @@ class Engine(nn.Module):
     ) -> NoReturn:
         """Save, and raise SystemExit with code 75 (all ranks).
 
-        What went wrong with an earlier save that is still under way is a warning: it must not cost this one. A tag that another
-        run committed is not replaced: this run's id is put behind it. With None as `save_dir` only a save under way is
+        An error of an earlier save that is still under way is a warning: it must not cost this one. A tag that another
+        run committed is not replaced: this run's id is appended to it. With None as `save_dir` only a save under way is
         completed. Ranks that all leave so are no failure of the run.
         """
         with self.world.calling("save"):
@@ -751,7 +751,7 @@ class Engine(nn.Module):
             self.journal.stops("stopped")
             raise SystemExit(STOPPED_EXIT_CODE)
 
-    # -- what is asked of it ----------------------------------------------------------------------------------------
+    # -- queries ----------------------------------------------------------------------------------------------------
 
     @property
     def world(self) -> World:
@@ -775,7 +775,7 @@ class Engine(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes; batches belong there."""
+        """Device on which the model computes; batches belong there."""
         return self.training_state.world.device
 
     @property
@@ -800,7 +800,7 @@ class Engine(nn.Module):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps whose gradients were not finite, and that changed nothing."""
+        """Steps whose gradients were not finite, so that nothing changed."""
         return self.training_state.counters.skipped_steps
 
     @property
@@ -810,7 +810,7 @@ class Engine(nn.Module):
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss; 1 but in fp16."""
+        """Factor of the loss; always 1 except in fp16."""
         return self.training_state.scaler.scale
 
     def fp16_enabled(self) -> bool:
@@ -876,7 +876,7 @@ class Engine(nn.Module):
         return batch.train_batch_size, batch.micro_batch_size, batch.accumulation_steps
 
     def get_mom(self) -> list[Any]:
-        """Return the momentum of each parameter group: its betas, or `momentum`; 0.0 where it has neither."""
+        """Return the momentum of each parameter group: its betas, or `momentum`; 0.0 if it has neither."""
         groups = self.training_state.optimizer.param_groups
         return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
 
@@ -919,11 +919,11 @@ class Engine(nn.Module):
     def compile(self, backend: Any = "inductor", compile_kwargs: Any = None, **options: Any) -> None:
         """Compile the model with torch, at its next forwards, as `torch.compile(backend=backend, **compile_kwargs)` does.
 
-        Where parameters are sharded or offloaded each unit (a block of a ModuleList) is compiled by itself, within its
-        gather; blocks of one class share graphs. Else the model is compiled as a whole. Names of parameters stay. Call it on
-        every rank; again, to compile with other arguments.
-        Raises UsageError for arguments that torch.compile does not take, where inductor has no C++ compiler, and where
-        parameters come and go for modes with CUDA graphs.
+        If parameters are sharded or offloaded each unit (a block of a ModuleList) is compiled by itself, within its
+        gather; blocks of one class share graphs. Otherwise the model is compiled as a whole. Names of parameters stay. Call
+        it on every rank; again, to compile with other arguments.
+        Raises UsageError for arguments that torch.compile does not take, if inductor has no C++ compiler, and for modes with
+        CUDA graphs if parameters are gathered and released.
         """
         self.training_state.compile(make_compiler(backend, {**(compile_kwargs or {}), **options}))
 
@@ -937,17 +937,17 @@ class Engine(nn.Module):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Complete a save under way, then give hooks, memory, threads and the run folder back; twice is once."""
+        """Complete a save under way, then release hooks, memory, threads and the run folder; a second call does nothing."""
         self._finalizer()
 
     def close_with_model(self) -> None:
-        """Let the model hold the engine: it is closed once nothing holds either. What closes it otherwise holds the model."""
+        """Let the model hold the engine: it is closed once nothing holds either. A plain finalizer would hold the model."""
         if not isinstance(self._finalizer, ClosingInCycle):
             self._finalizer = ClosingInCycle(self._finalizer)
 
     def hand_back(self, config: Any = None) -> nn.Module:
-        """Close the engine and return the model with the values that it was trained to (all ranks): the fp32 masters, whole
-        on the engine's device; with a `config` that shards or offloads parameters they rest as in a block of
+        """Close the engine and return the model with its trained values (all ranks): the fp32 masters, whole on the
+        engine's device; with a `config` that shards or offloads parameters they are stored as in a block of
         `zstore.Init(config=config)`, for the next `initialize(config=config)`. Optimizer state is dropped.
 
         Raises UsageError, and leaves all as it is, in the middle of a step.
@@ -969,7 +969,7 @@ class Engine(nn.Module):
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        """Return the model's attribute where the engine has none of that name, as `engine.config`; `generate` of a
+        """Return the model's attribute if the engine has none of that name, as `engine.config`; `generate` of a
         sharded model keeps the ranks in step."""
         try:
             return super().__getattr__(name)
@@ -996,19 +996,19 @@ def _saves_s(checkpoints: Checkpoints, steps: StepSnapshots) -> dict[str, float]
 
 
 def _complete_saves(checkpoints: Checkpoints, steps: StepSnapshots) -> None:
-    """Complete what is being saved (all ranks)."""
+    """Complete the save under way (all ranks)."""
     checkpoints.wait()
     steps.complete()
 
 
 def _take_over(training: Training, access: Access, records: Sequence[ParameterRecord]) -> None:
-    """Let the state follow what was written in place to resident `records`, and forget what sharded ones were gathered to."""
+    """Let the state follow in-place writes to resident `records`, and forget the gathered values of sharded ones."""
     if training.pending.is_in_backward:
         raise UsageError(
             'parameters changed in place between backward() and step(), but with "step_overlap": "backward" they are being '
             "updated then: change them after step()"
         )
-    if training.pending.wait() is None:  # else the state is torn, and whoever uses it hears of it
+    if training.pending.wait() is None:  # else the state is torn, and its next user hears of it
         access.take_over(records)
     if access.units is not None:
         access.units.forget()
@@ -1032,7 +1032,7 @@ def _close(
         last_to_first.callback(steps.finish)
         last_to_first.callback(checkpoints.finish)
         last_to_first.callback(access.close)
-        # First of all: others may wait for this rank, and what follows may wait for them.
+        # First of all: others may wait for this rank, and the calls below may wait for them.
         last_to_first.callback(training.world.tell_uncaught)
 
 

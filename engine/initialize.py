@@ -70,18 +70,17 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     """Return (engine, optimizer, loader, scheduler) for training `model` as the config says (all ranks).
 
     The config is a dict or a path, in `config`, `config_params` or `args.deepspeed_config`. `auto` answers its keys that
-    say "auto", and batch sizes that it leaves out, by dotted key (`{"optimizer.params.lr": 1e-4}`) or nested as the config
-    is; an answer to what the config says itself is not needed, and not used. What nobody answers follows from the model
-    (sizes of buckets) or is the key's default, which one line tells. The model is changed in
-    place: moved to its device, cast, at stage 3 sharded; rank 0's values count. It is whole by then: a block of `zstore.Init`
-    that is open goes on afterwards, with other models. `optimizer` is an element-wise torch
-    optimizer over the model's parameters, made before; without it the config names one. `lr_scheduler` is a
-    scheduler, or a function that makes one from the returned optimizer; the engine steps it. Loader and scheduler are
-    None where there are none.
+    say "auto", and missing batch sizes, by dotted key (`{"optimizer.params.lr": 1e-4}`) or nested as the config
+    is; an answer to a key that the config sets itself is ignored. A key that nobody answers follows from the model
+    (sizes of buckets) or has its default, which one line tells. The model is changed in place: moved to its device, cast,
+    and at stage 3 sharded; rank 0's values count. The model is complete by then: an open block of `zstore.Init` goes on
+    with other models. `optimizer` is an element-wise torch optimizer over the model's parameters, made before; without it the
+    config names one. `lr_scheduler` is a scheduler, or a function that makes one from the returned optimizer; the engine
+    steps it. The returned loader or scheduler is None if there is none.
 
     `frozen`: an engine for evaluation, generation, or a reference model. It has no optimizer, and keeps the parameters
-    alone, in the type that they compute in, wherever `offload_param` lets them rest; `requires_grad` is false of all. What
-    the config says of training is not used, and batch sizes may be missing. Optimizer and scheduler are None. So it is,
+    alone, in the type that they compute in, on the tier of `offload_param`; all have `requires_grad` false. Settings of
+    training are not used, and batch sizes may be missing. Optimizer and scheduler are None. The engine is frozen too,
     with a line in the log, if neither an argument nor the config names an optimizer or a scheduler.
 
     Raises ConfigError, UsageError, and RunFolderError for an `nvme_path` that cannot be used.
@@ -185,7 +184,7 @@ def _say_doubles(model: nn.Module, config: Config, world: World) -> None:
 
 
 def _mark_leaves(model: nn.Module, config: Config, world: World) -> None:
-    """Mark the modules that `leaf_module` names, and warn of names that none has."""
+    """Mark the modules that `leaf_module` names, and warn of names that no module has."""
     section = config.zero.leaf_module
     by_class = {name: of_classes(model, [name]) for name in section.classes}
     by_name = {name: [one for path, one in model.named_modules() if path == name] for name in section.names}
@@ -198,7 +197,7 @@ def _mark_leaves(model: nn.Module, config: Config, world: World) -> None:
 
 
 def _say_precision(loaded: Config, resolved: Config, rates: MatmulRates) -> None:
-    """Say what "auto" came to, or warn of a demanded type that this device is slow in."""
+    """Log the types that "auto" resolved to, or warn of a demanded type that this device is slow in."""
     choice, warning = tell_choice(loaded, resolved.precision, rates), warn_of_slow(loaded, rates)
     if choice is not None:
         _log.info("%s", choice)
@@ -208,7 +207,7 @@ def _say_precision(loaded: Config, resolved: Config, rates: MatmulRates) -> None
 
 @contextmanager
 def _watched(world: World, silent_s: float | None) -> Iterator[None]:
-    """Watch over the ranks from here on; not where the block fails."""
+    """Watch over the ranks from here on, unless the block fails."""
     world.begin_watch(silent_s)
     try:
         with world.calling("initialize"):

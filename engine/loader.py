@@ -4,9 +4,9 @@
 Epoch e is one permutation of the data set, drawn from (seed, e). It is dealt in rounds of micro-batch x world size
 samples; in a round, rank r has the r-th micro-batch. So a resumed run, at another world size too, goes on where the
 saved one stopped. The last round of an epoch may be short: each rank then has the same, smaller number of samples,
-and where they do not divide, the first of the epoch fill up; with `drop_last` an epoch ends with the last whole
-`train_batch_size`. With a curriculum of `data_efficiency` a whole `train_batch_size` at a time is drawn by
-`data.sampler`, and dealt in the same rounds; an epoch is then as many batches as the data set has.
+and if they do not divide, the first samples of the epoch fill up; with `drop_last` an epoch ends with the last whole
+`train_batch_size`. With a curriculum of `data_efficiency`, `data.sampler` draws a whole `train_batch_size` at a time,
+dealt in the same rounds; an epoch is then as many batches as the data set has.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class TrainingLoader:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples that one epoch moves `position` by."""
+        """Samples by which one epoch advances `position`."""
         if self._drop_last or self.curriculum is not None:
             return self._num_samples // self._train_batch_size * self._train_batch_size
         return self._num_samples
@@ -101,18 +101,18 @@ class TrainingLoader:
         return math.ceil(self.samples_per_epoch / self._round_size)
 
     def state(self) -> dict[str, Any] | None:
-        """Return what a checkpoint keeps of the curriculum beside `position`; None without one."""
+        """Return the curriculum's state for a checkpoint, beside `position`; None without one."""
         return self._drawn
 
     @property
     def difficulties(self) -> dict[str, int]:
-        """The difficulty of each metric at the batch that the next micro-batch is of; empty without a curriculum."""
+        """The difficulty of each metric at the batch of the next micro-batch; empty without a curriculum."""
         if self.curriculum is None or self._drawn is None:
             return {}
         return self.curriculum.difficulties(int(self._drawn["step"]) + 1)
 
     def require_same(self, state: Mapping[str, Any] | None) -> None:
-        """Raise CheckpointMismatchError where `state` was saved with a curriculum and this run has none, or the other way
+        """Raise CheckpointMismatchError if `state` was saved with a curriculum and this run has none, or the other way
         round."""
         if (state is None) != (self.curriculum is None):
             has, lacks = ("run", "checkpoint") if state is None else ("checkpoint", "run")
@@ -122,7 +122,7 @@ class TrainingLoader:
             )
 
     def restore(self, position: int, state: Mapping[str, Any] | None, batch: BatchSizes) -> None:
-        """Go on where a checkpoint was saved, with batches of these sizes. `require_same` was called."""
+        """Continue from a checkpoint, with batches of these sizes. `require_same` was called."""
         self.position = position
         self._micro_batch_size, self._train_batch_size = batch.micro_batch_size, batch.train_batch_size
         if self.curriculum is not None and state is not None:
@@ -136,7 +136,7 @@ class TrainingLoader:
         handed: deque[_Round] = deque()
         rounds = self._rounds(epoch, first) if self._drawn is None else self._drawn_rounds(self._drawn, epoch)
         workers = self._sampling.num_workers
-        # Else each `iter` draws from torch's own, and a resumed run, which begins one more, has other dropout masks.
+        # Otherwise each `iter` draws from torch's own, and a resumed run, which begins one more, has other dropout masks.
         generator = torch.Generator()
         if workers:
             generator.manual_seed(self._seed + self.position)
@@ -156,7 +156,7 @@ class TrainingLoader:
             yield batch if self.post_process is None or told is None else self.post_process(batch, told)
 
     def _told(self) -> dict[str, Any]:
-        """Return what a function that changes micro-batches is told of the one that comes next."""
+        """Return the arguments about the next micro-batch for a function that changes micro-batches."""
         step = 0 if self._drawn is None else int(self._drawn["step"]) + 1
         return {
             "consumed_samples": self.position,
@@ -165,13 +165,13 @@ class TrainingLoader:
         }
 
     def _drawn_rounds(self, state: Mapping[str, Any], epoch: int) -> Iterator[_Round]:
-        """Yield the rounds of an epoch from where the curriculum's `state` is."""
+        """Yield the rounds of an epoch from the curriculum's `state` on."""
         curriculum = self.curriculum
         if curriculum is None:
             return
         offset, position, end = int(state["offset"]), self.position, (epoch + 1) * self.samples_per_epoch
         if _after(curriculum.state, 0) != {**state, "offset": 0}:
-            curriculum.restore(state)  # others were drawn ahead, of an iterator that was left
+            curriculum.restore(state)  # others were drawn ahead, by an abandoned iterator
         while position < end:
             before = curriculum.state
             batch = curriculum.draw(self._train_batch_size)
@@ -198,12 +198,12 @@ class TrainingLoader:
 
 
 def _after(state: Mapping[str, Any], offset: int) -> dict[str, Any]:
-    """Return the state of a curriculum of whose batch under way `offset` samples were handed out."""
+    """Return the state of a curriculum with `offset` samples of its current batch handed out."""
     return {**state, "offset": offset}
 
 
 class _Indices:
-    """The indices of rounds, which are noted as they are handed to torch's loader: it may be ahead of what it yields."""
+    """The indices of rounds, recorded as they are handed to torch's loader: it may be ahead of what it yields."""
 
     def __init__(self, rounds: Iterator[_Round], handed: deque[_Round]) -> None:
         self._rounds = rounds

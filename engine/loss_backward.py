@@ -1,20 +1,21 @@
-"""`loss.backward()`: a backward that the script starts itself, through what the engine's forward returned.
+"""`loss.backward()`: a backward that the script starts itself, through the output of the engine's forward.
 
 [Note: a backward of the script's own]
-What a forward returns has hooks. The first that fires in a backward begins what `engine.backward` begins, and a callback
-of autograd ends it when all gradients are there. On its way through a hook the gradient is multiplied by the loss scale
-and divided by the accumulation steps, as `engine.backward` does with the loss, so that what comes after it is the same.
+The outputs of a forward have hooks. The first hook that fires in a backward begins the same things that
+`engine.backward` begins, and a callback of autograd ends them when all gradients are there. On its way through a hook the
+gradient is multiplied by the loss scale and divided by the accumulation steps, as `engine.backward` does with the loss,
+so that everything after it is the same.
 
 That happens once on each path. Of several tensors, the one whose node was made last cannot be an input of another, and has
 its hook itself. Any other may be one, as the logits of which the model has made its loss: the script gets a view of it,
-which has the hook, and what the model made of it goes past that.
+which has the hook, and the model's own use of it bypasses that view.
 
-`torch.autograd.grad` fires the hooks too. It brings no gradient to a parameter, so that nothing is scaled or counted;
-parameters that are sharded are gathered for it, and released. The same goes for a frozen engine, whose inputs may need
+`torch.autograd.grad` fires the hooks too. It brings no gradient to a parameter, so nothing is scaled or counted;
+sharded parameters are gathered for it, and released. The same goes for a frozen engine, whose inputs may need
 gradients.
 
 A backward that raises never comes to its callback. Autograd numbers backwards, so that the next call of the engine sees
-that the one it knows of is over, and abandons it.
+that the one under way is over, and abandons it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class LossBackward:
         self.task: int | None = None
         """Autograd's number of the backward under way."""
         self._trains = False
-        """Whether it brings gradients to parameters that are trained."""
+        """Whether it brings gradients to trained parameters."""
         self._ends = ExitStack()
         self.is_engines = False
         """Whether the engine's own backward is under way, which needs nothing from here."""
@@ -55,7 +56,7 @@ class LossBackward:
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def watch(self, output: Any) -> Any:
-        """Return what a forward returned, so that a backward through it is the engine's."""
+        """Return a forward's output, so that a backward through it is the engine's."""
         training = self._training
         if not torch.is_grad_enabled() or (training.config.frozen and training.hooks is None):
             return output
@@ -70,7 +71,7 @@ class LossBackward:
         return _replaced(output, views) if views else output
 
     def require_no_block(self, call: str) -> None:
-        """Raise UsageError within a block of `averaged_weights`, and of `zstore.gather` where a backward begun now updates."""
+        """Raise UsageError within a block of `averaged_weights`, and of `zstore.gather` if a backward begun now updates."""
         self._access.require_own_weights(call)
         if self._training.pending.in_backward is not None and self._training.accumulation.is_boundary:
             self._access.require_no_block(f'{call}, which with "step_overlap": "backward" updates,')
@@ -78,7 +79,7 @@ class LossBackward:
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def _pass(self, loss: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Begin the backward where it is not begun, and return the gradient as the model gets it; None: as it is."""
+        """Begin the backward if it is not begun, and return the gradient as the model gets it; None: as it is."""
         if self.is_engines:
             return None
         task = torch._C._current_graph_task_id()
@@ -105,7 +106,7 @@ class LossBackward:
             self.task, self._ends = task, ends.pop_all()
 
     def _brings_gradients(self) -> bool:
-        """Return whether the backward under way brings a gradient to a parameter that is trained."""
+        """Return whether the backward under way brings a gradient to a trained parameter."""
         with torch.enable_grad():
             for record in self._training.state.scalars:
                 view = record.parameter.view_as(record.parameter).grad_fn
@@ -146,15 +147,15 @@ class LossBackward:
             training.abandon_backward(error)
         elif training.hooks is not None:
             training.hooks.abandon()
-        # As where engine.backward() fails: the other ranks hear of it.
+        # As when engine.backward() fails: the other ranks hear of it.
         ends.__exit__(type(error), error, None)
 
 
-# -- what a forward returned --------------------------------------------------------------------------------------------
+# -- a forward's output -------------------------------------------------------------------------------------------------
 
 
 def _differentiable(value: Any) -> list[torch.Tensor]:
-    """Return the tensors with a graph in what a module returned: a tensor, or tuples, lists, mappings and dataclasses."""
+    """Return the tensors with a graph in a module's output: a tensor, or tuples, lists, mappings and dataclasses."""
     if isinstance(value, torch.Tensor):
         return [value] if value.grad_fn is not None else []
     return [tensor for item in _items(value).values() for tensor in _differentiable(item)]
@@ -171,7 +172,7 @@ def _items(value: Any) -> dict[Any, Any]:
 
 
 def _replaced(value: Any, views: dict[int, torch.Tensor]) -> Any:
-    """Return what a module returned with other tensors, by the ids of those that they stand for."""
+    """Return a module's output with other tensors, by the ids of those that they replace."""
     if isinstance(value, torch.Tensor):
         return views.get(id(value), value)
     items = _items(value)

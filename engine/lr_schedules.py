@@ -1,10 +1,10 @@
 """Learning rate schedules that a config can name, with DeepSpeed's arguments and values.
 
-Source of the values: deepspeed/runtime/lr_schedules.py (0.19). The first step of training has what a schedule starts
-with; step s + 2 has what the schedule says for iteration s, where s is `last_batch_iteration`.
+Source of the values: deepspeed/runtime/lr_schedules.py (0.19). The first step of training uses a schedule's initial
+values; step s + 2 uses its values for iteration s, with s being `last_batch_iteration`.
 
-An engine advances the schedule that it has itself. A `step()` from the training loop, as plain torch loops have it, then
-changes nothing and is answered once with what to remove. A schedule of no engine is stepped by its loop.
+An engine advances its own schedule. A `step()` from the training loop, as plain torch loops have it, then
+changes nothing and is answered once with the call to remove. A schedule of no engine is stepped by its loop.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _BETA2 = 0.99
 
 
 class NamedSchedule(LRScheduler):
-    """What the schedules share: the position, and the settings of the groups that follow from it. A subclass knows its
-    formula before it calls this `__init__`, which gives the groups the settings of the first step."""
+    """The common part of the schedules: the position, and the settings of the groups that follow from it. A subclass sets up
+    its formula before it calls this `__init__`, which gives the groups the settings of the first step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.is_engines = False
@@ -71,7 +71,7 @@ class NamedSchedule(LRScheduler):
         self.apply()
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go on by one step, or to the iteration that is given; change nothing if `engine.step()` advances the schedule."""
+        """Go on by one step, or to the given iteration; change nothing if `engine.step()` advances the schedule."""
         if not self.is_engines:
             self.last_epoch = (self.last_epoch if last_batch_iteration is None else last_batch_iteration) + 1
             self.apply()
@@ -80,7 +80,7 @@ class NamedSchedule(LRScheduler):
             warn_once("engine.step() advances the learning rate schedule; remove scheduler.step() from the loop")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ class NamedSchedule(LRScheduler):
 
 
 def _per_group(optimizer: torch.optim.Optimizer, params: SchedulerParams, name: str) -> list[float]:
-    """Return the value of each parameter group. Raises ConfigError where there are more or fewer than groups."""
+    """Return the value of each parameter group. Raises ConfigError if there are more or fewer than groups."""
     number, value = len(optimizer.param_groups), getattr(params, name)
     if not isinstance(value, Sequence):
         return [value] * number
@@ -120,7 +120,7 @@ class _Climb:
         return iteration / self.num_steps
 
     def check_before(self, total_num_steps: int) -> None:
-        """Warn of a warm-up that is longer than the training."""
+        """Warn of a warm-up longer than the training."""
         if total_num_steps < self.num_steps:
             warn_once(
                 "scheduler.params: total_num_steps %d is less than warmup_num_steps %d, so the warm-up does not end in it",
@@ -160,7 +160,7 @@ class WarmupLR(NamedSchedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As WarmupLR; after the warm-up the distance to `warmup_min_lr` falls in a line, and is 0 at `total_num_steps`."""
+    """As WarmupLR; after the warm-up the distance to `warmup_min_lr` falls linearly, to 0 at `total_num_steps`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: WarmupDecayLRParams) -> None:
         self._total = int(params.total_num_steps)
@@ -199,7 +199,7 @@ class WarmupCosineLR(NamedSchedule):
 
 
 class _Cycle:
-    """The shape of a cycle: a climb and a fall, each a line, or stairs where their number is above 0."""
+    """The shape of a cycle: a climb and a fall, each a line, or stairs if their number is above 0."""
 
     def __init__(self, params: OneCycleParams) -> None:
         second, stairs = params.cycle_second_step_size, params.cycle_second_stair_count
@@ -215,13 +215,13 @@ class _Cycle:
         return self.first + self.second
 
     def height(self, steps: int) -> float:
-        """Return how high the cycle is after so many steps, from 0 to 1."""
+        """Return the height of the cycle after so many steps, from 0 to 1."""
         turn = self.first / self.total
         done = 1.0 + steps / self.total - math.floor(1 + steps / self.total)
         stairs = self.first_stairs if done <= turn else self.second_stairs
         if stairs <= 0:
             return done / turn if done <= turn else (done - 1) / (turn - 1)
-        # Counted in steps: the share just computed may lie a rounding below a stair.
+        # Counted in steps: the share just computed may be a rounding error below a stair.
         inside = steps % self.total
         climbs = inside <= self.first
         stair = inside * stairs / self.first if climbs else (self.total - inside) * stairs / self.second
@@ -284,7 +284,7 @@ class OneCycle(NamedSchedule):
         return [high * decay for high in self._most_momentum]
 
     def _decay(self, rate: float) -> float:
-        """Return the factor of decay after the cycle, 1 without."""
+        """Return the factor of decay after the cycle; 1 without decay."""
         if not self._decay_steps:
             return 1.0
         return 1 + rate * ((self.last_batch_iteration - self._cycle.total + 1) / self._decay_steps)
@@ -334,7 +334,7 @@ def named_schedule(section: SchedulerSection, optimizer: torch.optim.Optimizer) 
 
 
 class LRSchedule:
-    """Advances whichever scheduler the engine has, and keeps its state: one of ours, one of torch's, or none."""
+    """Advances the engine's scheduler, if any, and keeps its state: one of ours, or one of torch's."""
 
     def __init__(self, scheduler: Any | None) -> None:
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -349,7 +349,7 @@ class LRSchedule:
         self._warned = False
 
     def _position(self) -> object:
-        """Return what tells whether somebody else stepped the scheduler."""
+        """Return a value that tells whether somebody else stepped the scheduler."""
         return getattr(self.scheduler, "last_epoch", None)
 
     def advance(self) -> None:
@@ -369,7 +369,7 @@ class LRSchedule:
         self._seen = self._position()
 
     def state(self) -> dict[str, Any] | None:
-        """Return what a checkpoint keeps; None where there is no scheduler."""
+        """Return the state for a checkpoint; None without a scheduler."""
         state: dict[str, Any] | None = None if self.scheduler is None else self.scheduler.state_dict()
         return state
 

@@ -1,13 +1,13 @@
-"""`engine.offload_states()`: what a run holds moves out of the way between two steps, and comes back with the same bits.
+"""`engine.offload_states()`: a run's states move out of the way between two steps, and come back with the same bits.
 
-[Note: what is moved]
-optim_states              what the optimizer keeps beside the masters
-hp_params                 fp32 masters, and what a split master has beside the parameter
-lp_params                 the parameters that the model computes with, wherever they rest
-lp_grads,                 the memory that gradients are collected in: between two steps it holds nothing, so it is
-contiguous_grad_buffer    given back, and made again by the next backward
+[Note: the moved states]
+optim_states              the optimizer's state beside the masters
+hp_params                 fp32 masters, and the rest of a split master beside the parameter
+lp_params                 the parameters that the model computes with, on any tier
+lp_grads,                 the memory that collects gradients: between two steps it is empty, so it is freed, and
+contiguous_grad_buffer    allocated again by the next backward
 Arrays of the store move to the other tier and back. The memory of a parameter is copied to an array of the store and freed;
-the parameter is a view of one NaN meanwhile, as a released one is. What rests on that tier already, or lower, stays.
+the parameter is a view of one NaN meanwhile, as a released one is. State that is on that tier already, or lower, stays.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from .training import Training
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
-"""What can be moved, by DeepSpeed's names. See [Note: what is moved]."""
+"""The states that can be moved, by DeepSpeed's names. See [Note: the moved states]."""
 _TIERS: dict[str, TierName] = {"cpu": "host", "nvme": "disk"}
 _LOWER = {"device": 0, "host": 1, "disk": 2}
 
 
 class OffloadedStates:
-    """What of a run is moved out of the way. See [Note: what is moved]."""
+    """The states of a run that are moved out of the way. See [Note: the moved states]."""
 
     def __init__(self, training: Training, access: Access) -> None:
         self._training = training
         self._access = access
         self._away = access.away = training.away
         self._former: dict[str, TierName] = {}
-        """Arrays that were moved, and where they rest otherwise."""
+        """Arrays that were moved, and their own tiers."""
         self._copied: dict[ParameterRecord, tuple[str, Residency]] = {}
-        """Parameters whose memory was freed: the array that has its values, and how the parameter was."""
+        """Parameters whose memory was freed: the array that has its values, and the parameter's former state."""
 
     def offload(self, include: Iterable[Any] | None, device: Any) -> None:
         """Move `include`, all by default, to a tier (all ranks). Raises, on every rank, with everything back in its place."""
@@ -110,7 +110,7 @@ class OffloadedStates:
             training.gradients.free()
 
     def _is_parameter(self, record: ParameterRecord, array: str) -> bool:
-        """Return whether an array is the parameter's own memory, or the place where its rows rest."""
+        """Return whether an array is the parameter's own memory, or the array of its rows."""
         state = self._training.state
         own = record.group is None or state.is_master(record) or state.is_split(record)
         return array == model_array(record.name) and own
@@ -147,7 +147,7 @@ class OffloadedStates:
         self._training.state.transfers.synchronize()
         if self._is_parameter(record, model_array(record.name)):
             store.change_memory(model_array(record.name), None)
-        # Whatever still has the memory, as a graph or a numpy array, keeps it.
+        # Anything that still has the memory, as a graph or a numpy array, keeps it.
         record.drop_memory()
 
     def _bring_back(self, record: ParameterRecord) -> None:
@@ -168,7 +168,7 @@ class OffloadedStates:
     # -- back -------------------------------------------------------------------------------------------------------
 
     def reload(self) -> None:
-        """Bring everything back to where it was (all ranks)."""
+        """Bring everything back to its place (all ranks)."""
         store = self._training.state.store
         with self._training.world.agreeing():
             for record in list(self._copied):
@@ -183,7 +183,7 @@ class OffloadedStates:
 
 
 def _names_of(include: Iterable[Any] | None) -> set[str]:
-    """Return the states that are meant. Raises UsageError for another."""
+    """Return the requested states. Raises UsageError for an unknown one."""
     names = [getattr(item, "value", item) for item in (STATES if include is None else include)]
     for name in names:
         if name not in STATES:
@@ -204,5 +204,5 @@ def _tier(name: str) -> TierName:
 
 
 def _memory(record: ParameterRecord) -> torch.Tensor:
-    """Return what a parameter that rests nowhere else has: its rows, or where it is resident all its values, 1-D."""
+    """Return the values that a parameter has nowhere else: its rows, or if it is resident all its values, 1-D."""
     return record.full if record.shard is None else record.shard

@@ -1,4 +1,4 @@
-"""Everything that one training run consists of, and the steps that change it. The engine is the face of this."""
+"""All parts of one training run, and the steps that change it. The engine is the face of this."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _log = logging.getLogger("zstore")
 
 
 def _nothing() -> None:
-    """Nothing must have seen the state of the step before."""
+    """Nothing needs to have seen the state of the step before."""
 
 
 @dataclass
@@ -106,19 +106,19 @@ class Accumulation:
 
 
 class PendingUpdate:
-    """The update under way, if any, and whether the state is whole: what stopped half way leaves a mixture, which must be
-    neither trained nor saved."""
+    """The update under way, if any, and whether the state is whole: a step that stopped half way leaves a mixture, which must
+    be neither trained nor saved."""
 
     def __init__(self, world: World, updater: Updater, in_backward: OptimizerInBackward | None) -> None:
         self.world = world
         self.updater = updater
         self.in_backward = in_backward
-        """Updates in the last backward of a step. None in other step modes, and where gradients are reduced once a step
-        (stages 0 and 1 with more ranks), which are final at its end alone."""
+        """Updates in the last backward of a step. None in other step modes, and if gradients are reduced once a step
+        (stages 0 and 1 with more ranks): they are final at its end alone."""
         self.torn = False
         """Whether a step or a load stopped half way: the state is a mixture until a load replaces it."""
         self._behind = False
-        """Whether an update was started behind `step()` of which the ranks did not agree yet that it is done."""
+        """Whether an update was started behind `step()` whose end the ranks have not agreed on yet."""
 
     @property
     def is_in_backward(self) -> bool:
@@ -134,21 +134,21 @@ class PendingUpdate:
         """Abandon an update in a failed backward; return whether it changed anything, so that the state is torn."""
         if self.in_backward is None or not self.in_backward.under_way:
             return False
-        before, self.torn = self.torn, True  # also where this is interrupted
+        before, self.torn = self.torn, True  # also if this is interrupted
         changed = self.in_backward.abandon()
         self.torn = before or changed
         return changed
 
     def complete(self) -> None:
-        """Return when no update is under way but one in a backward (all ranks).
+        """Wait until no update is under way but one in a backward (all ranks).
 
-        Raises, on every rank, what ended the update on any, and the state is torn.
+        Raises, on every rank, the error that ended the update on any, and the state is torn.
         """
         if not self.is_in_backward:
             self.agree(self.wait())
 
     def wait(self) -> BaseException | None:
-        """Wait for the update that runs behind; return what ended it, to be agreed on. Alone, raise it."""
+        """Wait for the update that runs behind; return the error that ended it, to be agreed on. Alone, raise it."""
         error = self.updater.wait() if self._behind else None
         self.torn |= error is not None
         if error is not None and self.world.world_size == 1:
@@ -156,7 +156,7 @@ class PendingUpdate:
         return error
 
     def agree(self, error: BaseException | None) -> None:
-        """Raise what ended the update behind on any rank on every rank (all ranks)."""
+        """Raise the error that ended the update behind on any rank on every rank (all ranks)."""
         if not self._behind:
             return
         self._behind = False
@@ -167,22 +167,22 @@ class PendingUpdate:
             raise
 
     def settle(self) -> None:
-        """Return when no update runs behind; where one failed on any rank the state is torn on all (all ranks)."""
+        """Wait until no update runs behind; if one failed on any rank the state is torn on all (all ranks)."""
         try:
             self.complete()
         except Exception as error:
             _log.warning("the update that was under way failed: %s", error)
 
     def require_whole(self) -> None:
-        """Raise UsageError where the state is a mixture, which must be neither trained nor saved."""
-        # What ended an update in the backward is raised in step(), on every rank.
+        """Raise UsageError if the state is a mixture, which must be neither trained nor saved."""
+        # The error that ended an update in the backward is raised in step(), on every rank.
         if self.torn or (not self.is_in_backward and self.updater.error is not None):
             raise UsageError(
                 "a step or a load stopped half way, so that the state is a mixture of two: load a checkpoint before going on"
             ) from self.updater.error
 
     def forget(self) -> None:
-        """Wait for the end of an update, and forget what it changed: a load replaces the state."""
+        """Wait for the end of an update, and forget its changes: a load replaces the state."""
         self.abandon()
         self.updater.forget()
 
@@ -204,21 +204,21 @@ class Training:
 
     world: World
     copy_world: World
-    """The ranks that hold one copy of what is sharded: all, or those of a group."""
+    """The ranks that hold one copy of the shards: all, or those of a group."""
     groups: tuple[Groups, ...]
-    """Of ranks that hold one copy of the state, or of the parameters; none where each is for itself."""
+    """Of ranks that hold one copy of the state, or of the parameters; none if each is for itself."""
     config: Config
     accumulation: Accumulation
     sharding: Sharding
     model: nn.Module
     plan: Plan
-    """Where everything rests, as it was decided before anything was laid out."""
+    """The tier of everything, decided before anything was laid out."""
     state: OptimizerState
     pending: PendingUpdate
     step_mode: StepMode
     gradients: Gradients
     hooks: UnitHooks | None
-    """None where parameters are not sharded."""
+    """None if parameters are not sharded."""
     optimizer: ZeroOptimizer
     schedule: LRSchedule
     scaler: LossScaler
@@ -228,9 +228,9 @@ class Training:
     stepper: Stepper | None = None
     """Takes the steps of an optimizer that needs whole tensors; None: steps are taken in tiles."""
     activations: ActivationOffload | None = None
-    """None where activations stay on the device."""
+    """None if activations stay on the device."""
     compiled: CompiledUnits | None = None
-    """None where no unit is compiled, or the whole model is."""
+    """None if no unit is compiled, or the whole model is."""
     counters: Counters = field(default_factory=Counters)
     earlier_samples: int = 0
     """Samples that steps of other batch sizes had more than those of the present one."""
@@ -239,24 +239,24 @@ class Training:
     was_applied: bool = False
     """Whether the last step changed parameters."""
     away: set[str] = field(default_factory=set)
-    """What `offload_states` moved away, by its names."""
+    """The states that `offload_states` moved away, by its names."""
     before_change: Callable[[], None] = _nothing
-    """Called before a step changes anything: what must have seen the state of the step before is waited for."""
+    """Called before a step changes anything: it waits for everything that must have seen the state of the step before."""
 
     def __post_init__(self) -> None:
         # Of the config once, not in every step.
         self.clip_norm = self.config.gradient_clipping
         self._raw_norm: float | None = None
-        """Of the gradients as the loop scaled them, with the loss scale, since it was taken."""
+        """Norm of the gradients as the loop scaled them, with the loss scale, once computed."""
         self._clip_factor: float | None = None
-        """What gradients are multiplied by in this step where the loop clipped them, the loss scale left out."""
+        """Factor of the gradients in this step if the loop clipped them, the loss scale left out."""
         self.gradients.acts = self
         self._needs_gradients = not self.config.zero.ignore_unused_parameters
         self._gather_numel = self.config.allgather_bucket_numel
         self._is_coalescing = False
         """Whether gradients wait that a backward of the block of `coalesced` left."""
         self._error_behind: BaseException | None = None
-        """What ended the update behind the step before, to be agreed on by the backward under way."""
+        """The error that ended the update behind the step before, to be agreed on by the backward under way."""
 
     @property
     def trained(self) -> list[ParameterRecord]:
@@ -274,7 +274,7 @@ class Training:
         self.earlier_samples += self.counters.global_steps * (former.train_batch_size - batch.train_batch_size)
 
     def require_optimizer(self, call: str) -> None:
-        """Raise UsageError where nothing is trained."""
+        """Raise UsageError if nothing is trained."""
         if self.config.frozen:
             raise UsageError(
                 f"{call}: this engine was made without an optimizer, or with frozen=True, and keeps no gradients. For training "
@@ -282,7 +282,7 @@ class Training:
             )
 
     def compile(self, compiler: Compiler) -> None:
-        """Compile the model, or where parameters come and go its units; what was compiled before is compiled anew."""
+        """Compile the model, or if parameters are gathered and released its units; compiled parts are compiled anew."""
         if self.activations is not None:
             self.activations.stay_out_of_graphs()
         if self.hooks is None:
@@ -293,7 +293,7 @@ class Training:
         self.compiled = CompiledUnits(self.model, self.hooks, compiler)
 
     def require_here(self, call: str, *states: str) -> None:
-        """Raise UsageError for a call that needs `states` (none: all) where one of them was moved away."""
+        """Raise UsageError for a call that needs `states` (none: all) if one of them was moved away."""
         away = sorted(self.away.intersection(states) if states else self.away)
         if away:
             raise UsageError(
@@ -303,8 +303,8 @@ class Training:
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, *, divide: bool, retain_graph: bool) -> None:
-        """Accumulate the gradients of one micro-batch, of the loss times the loss scale, and where asked for divided by the
-        accumulation steps. Where that fails, the accumulation starts over."""
+        """Accumulate the gradients of one micro-batch, of the loss times the loss scale, and if asked for divided by the
+        accumulation steps. If that fails, the accumulation starts over."""
         scaled = loss.float()
         if divide and self.accumulation.batch.accumulation_steps > 1:
             scaled = scaled / self.accumulation.batch.accumulation_steps
@@ -319,7 +319,7 @@ class Training:
         self.end_backward()
 
     def begin_backward(self) -> None:
-        """Make ready for the backward of a micro-batch; `end_backward` or `abandon_backward` comes next."""
+        """Prepare for the backward of a micro-batch; `end_backward` or `abandon_backward` comes next."""
         self.require_here("a backward")
         if self.gradients.sums is not None:
             raise UsageError(
@@ -383,7 +383,7 @@ class Training:
             self.gradients.show(whole=self.scaler.scale == 1.0)
 
     def abandon_backward(self, raised: BaseException) -> None:
-        """Forget a backward that failed, and with it the accumulation; what `raised` is told where that cannot be."""
+        """Forget a backward that failed, and with it the accumulation; `raised` gets a note if that cannot be."""
         if self.pending.abandon():
             raised.add_note(
                 'With "step_overlap": "backward" parameters were updated before: load a checkpoint before going on.'
@@ -415,8 +415,8 @@ class Training:
     # -- step -------------------------------------------------------------------------------------------------------
 
     def measure(self, *, begin: bool = False) -> float:
-        """Return the norm of the gradients accumulated, with the loss scale, once a step: no backward may follow before
-        `step` (all ranks). With `begin` state is read meanwhile for the update that is to come next."""
+        """Return the norm of the accumulated gradients, with the loss scale, once a step: no backward may follow before
+        `step` (all ranks). With `begin` state is read meanwhile for the update that comes next."""
         self.pending.require_whole()
         if self.gradients.waits:
             raise UsageError(
@@ -437,8 +437,8 @@ class Training:
         return self._raw_norm
 
     def clip(self, max_norm: float) -> float:
-        """Clip the gradients of this step, and of those to come, to `max_norm`, 0: they are not clipped; return the unscaled
-        norm that this step's have before (all ranks)."""
+        """Clip the gradients of this step, and of later ones, to `max_norm`, 0: no clipping; return the unscaled norm of this
+        step's gradients before clipping (all ranks)."""
         norm, self.clip_norm = self.measure() / self.scaler.scale, max_norm
         factor, former = scale_factor(norm, max_norm, 1.0), self._clip_factor
         acts = math.isfinite(norm) or self.scaler.non_finite == "apply"
@@ -478,13 +478,13 @@ class Training:
             )
 
     def step(self) -> None:
-        """Take one optimizer step with the gradients accumulated, or skip it where they are not finite and the config says so.
+        """Take one optimizer step with the accumulated gradients, or skip it if they are not finite and the config says so.
 
-        By default such gradients raise NonFiniteError on every rank, but in fp16, and where the config asks for it parameters
-        without a gradient UsageError, before any state is changed; the gradients are dropped.
+        By default such gradients raise NonFiniteError on every rank, except in fp16, and if the config asks for it parameters
+        without a gradient raise UsageError, before any state is changed; the gradients are dropped.
         """
         if self.hooks is not None:
-            self.hooks.units.values_change(by_step=True)  # what a forward without a backward left is old now
+            self.hooks.units.values_change(by_step=True)  # the leftovers of a forward without a backward are old now
         try:
             self.gradients.adopt()
             norm = self.measure(begin=True)
@@ -500,7 +500,7 @@ class Training:
             if (in_backward := self.pending.in_backward) is not None and in_backward.under_way:
                 self._change(partial(in_backward.finish, self._settings(1.0)))
             elif overflow:
-                self.world.raise_together(None)  # brings what a rank requests to all, as every update does
+                self.world.raise_together(None)  # brings a rank's requests to all, as every update does
             else:
                 self._update(self._factor(self.norm))
         finally:
@@ -517,7 +517,7 @@ class Training:
         return 'with "step_overlap": "backward" parameters were changed before it was known: load a checkpoint'
 
     def _factor(self, norm: float) -> float:
-        """Return what this step multiplies gradients by, but for those that the loop multiplied itself."""
+        """Return the factor of gradients in this step, except for those that the loop multiplied itself."""
         if self._clip_factor is None:
             return scale_factor(norm, self.clip_norm, self.scaler.scale)
         return self._clip_factor / self.scaler.scale
@@ -530,13 +530,13 @@ class Training:
         return StepSettings.of(self.optimizer.param_groups, step=step, factor=factor, factors=factors)
 
     def _updated(self) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
-        """Return what had a gradient and is updated in `step()`, and what is behind it."""
+        """Return the records with a gradient that are updated in `step()`, and those that are updated behind it."""
         records = in_order(self.state, [record for record in self.trained if self.gradients.has(record)])
         here = {r for r in records if self.step_mode is not StepMode.FORWARD or r.residency is Residency.RESIDENT}
         return [record for record in records if record in here], [record for record in records if record not in here]
 
     def _update(self, factor: float) -> None:
-        """Update everything that had a gradient; in step mode `forward` here what a plain read reaches, the rest behind."""
+        """Update everything with a gradient; in step mode `forward` here what a plain read reaches, the rest behind."""
         records, behind = self._updated()
         settings = self._settings(factor)
 
@@ -557,8 +557,8 @@ class Training:
         self._change(at_once, later if behind else None)
 
     def _change(self, change: Callable[[], None], then: Callable[[], None] | None = None) -> None:
-        """Change the state, on every rank or with an error on every rank; resident parameters follow, and then what
-        `then` does."""
+        """Change the state, on every rank or with an error on every rank; resident parameters follow, and then the effects
+        of `then`."""
         self.pending.torn = True
         with self.world.agreeing("The step was applied in part: load a checkpoint before going on."):
             change()
@@ -592,7 +592,7 @@ class Training:
                 self.schedule.advance()
 
     def close(self) -> None:
-        """Give hooks, memory, threads and the run folder back."""
+        """Release hooks, memory, threads and the run folder."""
         self.pending.close()
         self.gradients.close()
         if self.compiled is not None:

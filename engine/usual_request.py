@@ -1,4 +1,4 @@
-"""How an engine itself carries out what people ask a run for. See [Note: carrying out a request] in `report.requests`."""
+"""How an engine itself carries out requests to a run. See [Note: carrying out a request] in `report.requests`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def save_or_stop(
             return "this loop watches no signals: call engine.watch_signals() or save_on_signal() at its start"
         signals.pretend(signal.SIGTERM)
         return None
-    checkpoints.wait()  # what went wrong with an earlier save is the loop's to know
+    checkpoints.wait()  # the loop learns of that save's errors itself
     if checkpoints.folder is None:
         return "it is not known where this run saves: call engine.note_save_folder(FOLDER) at its start"
     try:

@@ -68,7 +68,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
 ) -> Training:
     """Return the run of `model` as the config says (all ranks); the model is changed in place.
 
-    `files` is what the run's store touches its disks through, `streams` what copies between host and device.
+    `files` is the run's access to its disks, `streams` are those of copies between host and device.
     """
     offloads_parameters = config.offload_param.device != "none"
     sharding = Sharding.of_stage(
@@ -165,10 +165,10 @@ def _open(
     streams: Streams,
     files: Files | None,
 ) -> tuple[Plan, TensorStore]:
-    """Return where everything rests, and the store that holds it: the one in which the model was built, or a new one (all
-    ranks)."""
+    """Return the placement of everything, and the store that holds it: the one in which the model was built, or a new one
+    (all ranks)."""
     world, key = built.world, store_key(config)
-    # A store that is taken over has its budget already; "auto" would be another by now.
+    # An adopted store has its budget already; "auto" would be another by now.
     former = built.store_of(key)
     budget_bytes = budget_of_rank(config, world) if former is None else former.options.host_budget_bytes
     plan = plan_run(model, config, world, slots, budget_bytes, device_is_host=streams.device_is_host)
@@ -179,7 +179,7 @@ def _open(
 
 
 def _require_own_snapshots(config: Config, store: TensorStore, world: World) -> None:
-    """Raise UsageError, on every rank, where two engines of a process would have their step snapshots in one folder."""
+    """Raise UsageError, on every rank, if two engines of a process would have their step snapshots in one folder."""
     with world.agreeing():
         if config.step_folder is not None and config.own.durability_path is None and not store.is_first:
             raise UsageError(
@@ -189,8 +189,8 @@ def _require_own_snapshots(config: Config, store: TensorStore, world: World) -> 
 
 
 def _kernels(rule: Rule, optimizer: ZeroOptimizer, config: Config) -> list[Kernel]:
-    """Return the kernel of each parameter group. Raises UsageError if the config does not let the optimizer do what it
-    does."""
+    """Return the kernel of each parameter group. Raises UsageError if the config does not let the optimizer do its
+    work."""
     if rule is CLIENT:
         check_client(optimizer.client)
         for key, unfit in (
@@ -210,7 +210,7 @@ def _kernels(rule: Rule, optimizer: ZeroOptimizer, config: Config) -> list[Kerne
 
 
 def _warn_of_fallbacks(store: TensorStore, world: World) -> None:
-    """Say once what the system refused, and on which ranks (all ranks)."""
+    """Log once the requests that the system refused, and on which ranks (all ranks)."""
     ranks: dict[str, list[int]] = {}
     for rank, messages in enumerate(world.all_gather_object(store.fallbacks)):
         for message in messages:
@@ -230,7 +230,7 @@ def _present_bytes(store: TensorStore) -> Counter[Path]:
 
 def _groups(config: Config, sharding: Sharding, world: World) -> tuple[Groups, ...]:
     """Return the groups of ranks that hold one copy of the state, or of the parameters; the last ones are for reductions.
-    None, where every rank is for itself (all ranks)."""
+    None if every rank is for itself (all ranks)."""
     if sharding.num_copies == 1:
         return () if config.secondary_size is None else (make_groups(world, config.secondary_size),)
     groups = make_groups(world, sharding.copy_size)
@@ -247,7 +247,7 @@ def _hooks(
     world: World,
     exchanges: Exchanges,
 ) -> UnitHooks | None:
-    """Return what gathers the parameters of units for their use; None if they stay whole."""
+    """Return the object that gathers the parameters of units for their use; None if they stay whole."""
     if not sharding.parameters:
         return None
     sharded = make_sharded_units(units, config, state.store, state.transfers, world=world, exchanges=exchanges)
@@ -267,7 +267,7 @@ def _gradients(
     # These get gradients that nobody asked for.
     others = [record.parameter for record in state.records if record.group is None]
     in_backward = config.step_overlap == "backward"
-    # Alone, they are taken off the device as they come where they wait in host memory.
+    # Alone, they are taken off the device as they come if they wait in host memory.
     leaves = bool(state.spilled) or (bool(state.gradients_on_host) and not state.transfers.streams.device_is_host)
     by_unit = sharding.gradients or (world.world_size == 1 and (in_backward or sharding.parameters or leaves))
     by_unit = by_unit and not config.frozen
@@ -276,7 +276,7 @@ def _gradients(
         scatter=config.zero.reduce_scatter or sharding.parameters,
         overlap=config.zero.overlap_comm or sharding.parameters,
         types=GradientTypes.of(config, world.world_size),
-        # Those of the disk by way of host memory: sums of squares have the same bits then, wherever gradients wait.
+        # Those of the disk go by way of host memory: sums of squares have the same bits then, wherever gradients wait.
         to_host=frozenset(state.gradients_on_host.union(state.spilled)),
         spills=agree_any(world, [bool(state.spilled)])[0],
         keeps_rows=config.offload_optimizer.device == "none",
