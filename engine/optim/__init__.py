@@ -1,1 +1,1 @@
-"""Optimizer state, its update, and what steers it: kernels, step modes, loss scale, schedules."""
+"""Optimizer state, its update, and the control of both: kernels, step modes, loss scale, schedules."""

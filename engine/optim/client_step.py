@@ -1,10 +1,10 @@
 """Steps of optimizers that must see whole tensors: the client's own object takes them, over the fp32 masters.
 
 [Note: the client's own step]
-An optimizer that is not known to update each element by itself cannot run over tiles. Where all state is whole on every
-rank's device (stage 0 without offload) its own object takes the step. For the length of that, each parameter that has a
-gradient is its fp32 master, and its gradient is the averaged one in fp32, unscaled and clipped; then the master is cast
-into the parameter's memory. What the optimizer keeps is its own, so that it may have any shape; a checkpoint has it
+An optimizer that is not known to update each element by itself cannot run over tiles. If all state is whole on every
+rank's device (stage 0 without offload) its own object takes the step. Meanwhile each parameter with a gradient is its
+fp32 master, and its gradient is the averaged one in fp32, unscaled and clipped; then the master is cast
+into the parameter's memory. The optimizer's state is its own, so that it may have any shape; a checkpoint has it
 beside the client's state, by parameter name. Every rank takes the same step.
 """
 
@@ -29,7 +29,7 @@ from .update import Rows, StepSettings, Update
 
 
 class WholeKernel:
-    """Of parameters that the client's own object updates: nothing of its state is in the store."""
+    """Kernel of parameters that the client's own object updates: nothing of its state is in the store."""
 
     slots: tuple[str, ...] = ()
 
@@ -47,7 +47,7 @@ class WholeKernel:
 
 
 def check_client(client: torch.optim.Optimizer) -> None:
-    """Raise UsageError for an optimizer whose step wants a closure: the engine has run forward and backward by then."""
+    """Raise UsageError for an optimizer whose step needs a closure: the engine has run forward and backward by then."""
     closure = inspect.signature(type(client).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
@@ -110,14 +110,14 @@ class ClientStep(Stepper):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return what the optimizer keeps, by parameter name, for a checkpoint to copy."""
+        """Return the optimizer's state, by parameter name, for a checkpoint to copy."""
         return {r.name: dict(self._client.state[r.parameter]) for r in self._state.scalars if self._kept(r.parameter)}
 
     def _kept(self, parameter: nn.Parameter) -> bool:
         return bool(self._client.state.get(parameter))
 
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace what the optimizer keeps by what `state` returned of a former run."""
+        """Replace the optimizer's state by the `state` of a former run."""
         for record in self._state.scalars:
             kept = {name: self._placed(record, value) for name, value in saved.get(record.name, {}).items()}
             self._client.state.pop(record.parameter, None)
@@ -125,7 +125,7 @@ class ClientStep(Stepper):
                 self._client.state[record.parameter] = kept
 
     def _placed(self, record: ParameterRecord, value: Any) -> Any:
-        """Return a value of the state where the optimizer would have it: scalars of torch's stay in host memory."""
+        """Return a value of the state on the device that the optimizer expects: torch's scalars stay in host memory."""
         if isinstance(value, torch.Tensor) and value.dim():
             return value.to(record.parameter.device)
         return value

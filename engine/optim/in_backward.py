@@ -1,13 +1,13 @@
-"""The optimizer in the backward, for step mode `backward`: what the backward finishes, the updater's thread changes.
+"""The optimizer in the backward, for step mode `backward`: the updater's thread applies gradients as they become final.
 
 [Note: an update in the backward]
 The update goes over the parameters in the order in which their gradients are expected, and takes each when its gradient
-is final. One that is not expected, or comes after all, is updated when the backward is over. Where the update falls
-behind, the backward waits for it: no more than a few units' gradients are held.
+is final. One that is not expected, or is late, is updated when the backward is over. If the update falls behind, the
+backward waits for it: no more than a few units' gradients are held.
 
-Whatever reads a parameter after its update had begun would get other bits than in the other modes. So it is an error:
+A read of a parameter after its update had begun would get other bits than in the other modes. So it is an error:
 a node of the graph that saved the parameter finds another version counter, and a module that is called again,
-recomputation in the backward or a forward before `step()`, is watched.
+for recomputation in the backward or a forward before `step()`, is watched.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .updater import Updater
 LEAST_WAITING_BYTES = 32 * 1024 * 1024
 """Gradients that may wait for their update whatever the size of a unit."""
 _UNITS_WAITING = 2
-"""And as many of the largest unit."""
+"""Or gradients of this many of the largest unit."""
 
 
 class ReadGuard:
-    """Lets a module that is called raise where its parameters are `changed`."""
+    """Raises when a module is called whose parameters are `changed`."""
 
     def __init__(self, model: nn.Module, records: Mapping[nn.Parameter, ParameterRecord]) -> None:
         self.changed: set[ParameterRecord] = set()
@@ -51,7 +51,7 @@ class ReadGuard:
             own = [records[p] for p in module.parameters() if p in records]
             if own:
                 before = partial(self._before, name or type(module).__name__, own)
-                # Ahead of what gathers them.
+                # Ahead of the hooks that gather them.
                 self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -67,7 +67,7 @@ class ReadGuard:
             )
 
     def remove(self) -> None:
-        """Take the hooks off the modules."""
+        """Remove the hooks from the modules."""
         for handle in self._handles:
             handle.remove()
 
@@ -94,7 +94,7 @@ class OptimizerInBackward:
         """Bytes of final gradients that the update did not take yet."""
         self._most_waiting_bytes = 0
         self._awaited: ParameterRecord | None = None
-        """What the update waits for."""
+        """The record that the update waits for."""
         self._is_over = False
         """Whether the backward is over."""
         self._ended = False
@@ -127,7 +127,7 @@ class OptimizerInBackward:
         torch.autograd.graph.increment_version(record.parameter)
         record.version += 1
         squares = self._gradients.squares(record)
-        # What is not finite is not used; `step()` finds it in the norm, on every rank.
+        # Gradients that are not finite are not used; `step()` finds them in the norm, on every rank.
         if squares is not None and not math.isfinite(squares):
             return
         with self._changed:
@@ -142,7 +142,7 @@ class OptimizerInBackward:
         return starved or self._ended or sum(self._waiting.values()) <= self._most_waiting_bytes
 
     def end_backward(self) -> None:
-        """Let the update end with what is final."""
+        """Let the update end with the final gradients."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -179,7 +179,7 @@ class OptimizerInBackward:
     def finish(self, now: StepSettings) -> None:
         """Return when every final gradient was used (after the backward).
 
-        Raises UsageError where the settings `now` are not those that the update began with.
+        Raises UsageError if the settings `now` differ from those that the update began with.
         """
         self._updater.complete()
         self._update([record for record in self._final if record not in self._admitted]).run()
@@ -199,7 +199,7 @@ class OptimizerInBackward:
                     )
 
     def abandon(self) -> bool:
-        """Stop after what was begun; return whether anything was changed, here or on another rank."""
+        """Stop after the updates that have begun; return whether anything was changed, here or on another rank."""
         with self._changed:
             self._final.clear()
         self.end_backward()
@@ -209,7 +209,7 @@ class OptimizerInBackward:
         return bool(self._admitted) or self._gradients.has_sent
 
     def close(self) -> None:
-        """Take the hooks off the modules."""
+        """Remove the hooks from the modules."""
         self._guard.remove()
 
 

@@ -1,4 +1,4 @@
-"""Update kernels: what one step does to a tile of master, gradient and slots.
+"""Update kernels: the effect of one step on a tile of master, gradient and slots.
 
 A kernel works on fp32 tiles of whole chunks, 1-D, without padding, in place. Tiles end at multiples of 16 elements,
 so that vectorised code gives the bits that it gives over the whole tensor.
@@ -20,7 +20,7 @@ from zstore.errors import UsageError
 from .classes.lion import Lion
 
 Scalars = dict[str, float]
-"""What an optimizer keeps of a parameter beside its slots, as the step count or NAdam's product: exact as Python
+"""Numbers that an optimizer keeps of a parameter beside its slots, as the step count or NAdam's product: exact as Python
 numbers."""
 
 ELEMENT_WISE = (
@@ -52,18 +52,18 @@ class ParameterStep(Protocol):
 
 @dataclass(frozen=True)
 class SlotArray:
-    """An array that is kept of a parameter."""
+    """An array of a parameter's optimizer state."""
 
     name: str
     dtype: torch.dtype = torch.float32
     block: int = 1
-    """Elements of the parameter that a value is for."""
+    """Elements of the parameter for each value."""
     entry: str = ""
     """Entry of the class's state that it belongs to."""
     part: str | None = None
-    """What it is of the entry's value, where that is a tensor made of several."""
+    """Its part of the entry's value, if that is a tensor made of several."""
     shape: tuple[int, ...] | None = None
-    """Its shape, where that is not the parameter's and it is cut over the ranks by its own rows."""
+    """Its shape, if that is not the parameter's and it is cut over the ranks by its own rows."""
 
 
 class Kernel(Protocol):
@@ -71,10 +71,10 @@ class Kernel(Protocol):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of what it keeps of each parameter."""
+        """Names of its arrays for each parameter."""
 
     def arrays(self, numel: int) -> Sequence[SlotArray]:
-        """Return the arrays that it keeps of a parameter of which this rank owns `numel` elements, in the order of `slots`."""
+        """Return its arrays for a parameter of which this rank owns `numel` elements, in the order of `slots`."""
 
     def initial(self) -> Scalars:
         """Return the scalars of a parameter that was never updated."""
@@ -84,7 +84,7 @@ class Kernel(Protocol):
 
 
 class WholeStep:
-    """A step that is not taken in tiles: what steps whole tensors takes it, and counts it as `after`."""
+    """A step that is not taken in tiles: a stepper of whole tensors takes it, and counts it as `after`."""
 
     def __init__(self, after: Scalars) -> None:
         self._after = after
@@ -104,8 +104,8 @@ def fp32_arrays(slots: Sequence[str]) -> list[SlotArray]:
 
 
 class FusedAdam:
-    """Adam, or AdamW where weight decay is `decoupled`, by torch's fused kernel; without `corrects`, moments are used as they
-    are."""
+    """Adam, or AdamW if weight decay is `decoupled`, by torch's fused kernel; without `corrects`, moments are used without
+    bias correction."""
 
     slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
@@ -128,11 +128,11 @@ class FusedAdam:
         return {"step": 0.0}
 
     def present(self, scalars: Scalars) -> dict[str, Any]:
-        """Return the scalars that the class itself keeps, as it keeps them."""
+        """Return the scalars of the class's own state, in its types."""
         return {"step": torch.tensor(scalars["step"])}
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
-        """See Kernel. Parameters that take the same step share what is returned."""
+        """See Kernel. Parameters that take the same step share the returned object."""
         beta1, beta2 = group["betas"]
         settings = {name: float(group[name]) for name in ("lr", "weight_decay", "eps")}
         settings |= {"beta1": float(beta1), "beta2": float(beta2)}
@@ -193,7 +193,7 @@ class Averaging:
         return {**self.kernel.initial(), AVERAGED: 0.0}
 
     def present(self, scalars: Scalars) -> dict[str, Any]:
-        """Return the scalars that the other kernel's class keeps, as it keeps them, and the count of what is averaged."""
+        """Return the scalars of the other kernel's class, in its types, and the count of averaged steps."""
         return {**self.kernel.present(scalars), AVERAGED: torch.tensor(scalars.get(AVERAGED, 0.0))}
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
@@ -236,7 +236,7 @@ class TorchKernel:
         accepted = inspect.signature(kind.__init__).parameters
         self._settings = tuple(name for name in group if name in accepted and name != "params")
         self._optimizer = kind([self._proxy], **{name: group[name] for name in self._settings})
-        # What the class makes before any step (Adagrad's sum) and what a step leaves behind (everything else).
+        # The class's state before any step (Adagrad's sum), and the state that a step leaves (everything else).
         self._made = dict(self._optimizer.state.get(self._proxy, {}))
         made = {name: value.clone() for name, value in self._made.items() if isinstance(value, torch.Tensor)}
         self._proxy.grad = torch.zeros_like(self._proxy)
@@ -256,7 +256,7 @@ class TorchKernel:
         return isinstance(value, torch.Tensor) and value.shape == (self._PROBE_NUMEL,)
 
     def present(self, scalars: Scalars) -> dict[str, Any]:
-        """Return the scalars that the class itself keeps, as it keeps them: tensors, or Python numbers of its type."""
+        """Return the scalars of the class's own state: tensors, or Python numbers of its type."""
         values: dict[str, Any] = {}
         for name in self._left:
             if name not in self.slots:
@@ -299,7 +299,7 @@ class TorchKernel:
         return self.tile(scalars, master, gradient, slots)
 
     def _state(self, scalars: Scalars, views: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Return the state before the step; a first step starts from what the class itself makes."""
+        """Return the state before the step; a first step starts from the class's own initial state."""
         if scalars["updates"] > 0:
             return {name: views[name] if name in views else self._typed(name, scalars[name]) for name in self._left}
         state: dict[str, Any] = {}
@@ -343,7 +343,7 @@ def takes_threads(kernel: Kernel) -> bool:
 def kernel_for(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> FusedAdam | TorchKernel:
     """Return the kernel that updates a parameter group as the optimizer class `kind` would.
 
-    Raises UsageError naming the class where an update over a part of a tensor is not what the class does.
+    Raises UsageError naming the class if an update of a part of a tensor would differ from the class's.
     """
     if kind not in ELEMENT_WISE:
         names = ", ".join(known.__name__ for known in ELEMENT_WISE)

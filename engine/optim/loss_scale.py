@@ -16,7 +16,7 @@ _RULES = ("loss_scale_window", "hysteresis", "min_loss_scale", "consecutive_hyst
 class LossScaler:
     """Factor of the loss; `update` after every step. `settings` None: the factor is 1 and never changes.
 
-    A dynamic scale halves at the `hysteresis`-th overflow; where that was reached, at every one, until the hysteresis
+    A dynamic scale halves at the `hysteresis`-th overflow, and from then on at every one, until the hysteresis
     is restored: as the scale doubles, or with `consecutive_hysteresis` by any step without overflow. It doubles at a
     step without overflow that has a multiple of `loss_scale_window` of them before it since the last overflow. Source of the
     rules: DeepSpeed's DynamicLossScaler (deepspeed/runtime/fp16/loss_scaler.py of 0.19).
@@ -24,7 +24,7 @@ class LossScaler:
 
     settings: Fp16Section | None
     non_finite: Literal["error", "skip", "apply"]
-    """What becomes of a step whose gradients are not finite."""
+    """Policy for a step whose gradients are not finite."""
     scale: float = 1.0
     hysteresis_left: int = 1
     """Overflows until the scale halves, that one included."""
@@ -67,7 +67,7 @@ class LossScaler:
         self.scale = max(self.scale / 2, settings.min_loss_scale)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {
             "scale": self.scale,
             "hysteresis_left": self.hysteresis_left,
@@ -76,14 +76,14 @@ class LossScaler:
         }
 
     def rules(self) -> dict[str, Any] | None:
-        """Return the settings by which the scale changes, for a checkpoint that other software goes on from; None where it
+        """Return the settings by which the scale changes, for a checkpoint that other software continues from; None if it
         does not change."""
         if self.settings is None or self.settings.loss_scale:
             return None
         return {name: getattr(self.settings, name) for name in _RULES}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; a fixed scale, or none, stays as it is configured."""
+        """Go on from a saved state; a fixed scale, or none, stays as configured."""
         if self.settings is None or self.settings.loss_scale:
             return
         self.scale = float(state["scale"])

@@ -1,10 +1,10 @@
-"""Optimizer moments at rest in bf16, or in codes of 8 bits with a scale for each block; in fp32 for the update alone.
+"""Optimizer moments kept in bf16, or in codes of 8 bits with a scale for each block; in fp32 for the update alone.
 
-[Note: moments at rest]
-What is kept, and in which blocks, is in `zstore.checkpoint.moments`. A tile's moments are expanded, the kernel runs over
-fp32 values, and they are reduced again. Rounding is stochastic: an average moves by a thousandth of itself a step, which
-rounding to the nearest would lose every time where numbers lie further apart. What is added before the low bits are cut
-off comes from a table of random words. Where an element's word lies in it is a hash of the parameter's name and the
+[Note: stored moments]
+Which moments are kept so, and in which blocks, is in `zstore.checkpoint.moments`. A tile's moments are dequantized, the
+kernel runs over fp32 values, and they are quantized again. Rounding is stochastic: an average moves by a thousandth of
+itself a step, which rounding to the nearest would lose every time if numbers are further apart. A table of random words
+gives the summand before the low bits are cut off. An element's place in it is a hash of the parameter's name and the
 step's number, plus the element's place in the whole parameter: so the bits are the same on every tier, at every world
 size, and after a resume.
 """
@@ -37,13 +37,13 @@ from .kernel import ParameterStep, SlotArray
 _WORDS = 1 << 17
 """Random words, after which they repeat along a parameter."""
 _PIECE_NUMEL = 1 << 16
-"""Elements that are in fp32 at a time, where the processor updates them: they stay in its cache."""
+"""Elements that are in fp32 at a time, if the processor updates them: they stay in its cache."""
 _NOISE_BITS = 16
 _ABOVE_ZERO = 2.0**-8
 
 
 def slots_at_rest(slots: Sequence[SlotArray], moments: Moments, stored_shape: tuple[int, ...]) -> list[SlotArray]:
-    """Return the arrays that are kept of a kernel's slots of a parameter, in their order."""
+    """Return the stored arrays of a kernel's slots of a parameter, in their order."""
     plain = [slot.name for slot in slots if slot.dtype == torch.float32 and slot.block == 1 and slot.shape is None]
     kept = stored_slots(plain, moments, stored_shape)
     found: list[SlotArray] = []
@@ -56,7 +56,7 @@ def slots_at_rest(slots: Sequence[SlotArray], moments: Moments, stored_shape: tu
 
 
 def check_moments(moments: Moments, slots: Sequence[Sequence[str]], kind: str) -> None:
-    """Raise UsageError where an optimizer, whose groups keep `slots`, has no moment that could be in fewer bits."""
+    """Raise UsageError if an optimizer, whose groups keep `slots`, has no moment that could be in fewer bits."""
     if moments == "fp32" or any(stored_slots(names, moments, (1,)) for names in slots):
         return
     kept = ", ".join(dict.fromkeys(name for names in slots for name in names)) or "nothing"
@@ -68,7 +68,7 @@ def check_moments(moments: Moments, slots: Sequence[Sequence[str]], kind: str) -
 
 
 class Scratch(threading.local):
-    """Memory of each thread for the fp32 values of a piece, used again for the next: fresh pages would cost more than the
+    """Memory of each thread for the fp32 values of a piece, reused for the next: fresh pages would cost more than the
     work on them."""
 
     def __init__(self) -> None:
@@ -83,10 +83,10 @@ class Scratch(threading.local):
 
 
 class MomentTiles:
-    """The slots of a parameter, tile by tile, as the kernel wants them. See [Note: moments at rest].
+    """The slots of a parameter, tile by tile, in the kernel's form. See [Note: stored moments].
 
     `stored` are its arrays, and `first` the place of this rank's first element in the whole parameter. The memory of a
-    `former` one, which is not used any more, is taken over.
+    `former` one, which is not used any more, is reused.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class MomentTiles:
 
     @property
     def blocks(self) -> list[int]:
-        """How many elements a value of each array is for."""
+        """Elements for each value of each array."""
         return [slot.block for slot in self._stored]
 
     def update(
@@ -119,7 +119,7 @@ class MomentTiles:
             self.reduce(values, parts, first + begin)
 
     def expand(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the values of a tile of the arrays, 1-D fp32 [n] a slot; of slots that are kept so, the views themselves."""
+        """Return the values of a tile of the arrays, 1-D fp32 [n] a slot; for slots stored in fp32, the views themselves."""
         return self._expand(views, Scratch())
 
     def _expand(self, views: Sequence[torch.Tensor], scratch: Scratch) -> list[torch.Tensor]:
@@ -220,7 +220,7 @@ def reduce_to_bf16(values: torch.Tensor, out: torch.Tensor, noise: Noise) -> Non
 
 
 def _blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield whole blocks as rows with their scales [blocks, 1], and what is left of a last one."""
+    """Yield whole blocks as rows with their scales [blocks, 1], and the remainder of a last one."""
     whole = values.numel() // block
     if whole:
         yield values[: whole * block].view(whole, block), scales[:whole].unsqueeze(1)
@@ -243,10 +243,10 @@ def random_words() -> torch.Tensor:
 
 @cache
 def _noise(device: torch.device, half: int, least: int | None) -> torch.Tensor:
-    """Return what is added to fp32 bits before they are cut off, by word: for bf16, or for codes that begin at `least`."""
+    """Return the summand of fp32 bits before they are cut off, by word: for bf16, or for codes that begin at `least`."""
     noise = (random_words() >> (_NOISE_BITS * half)) & 0xFFFF
     if least is not None:
-        # In the middle of what the 16 bits leave open, so that it is fair.
+        # In the middle of the range that the 16 bits leave open, so that it is fair.
         missing = STEP_BITS - _NOISE_BITS
         noise = (noise << missing) + (1 << missing - 1) - least
     return noise.to(device, torch.int32)

@@ -22,7 +22,7 @@ Groups = list[dict[str, Any]]
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """Parameter groups, shared with the client's optimizer where there is one: setting `lr` in a group, or a torch
+    """Parameter groups, shared with the client's optimizer if there is one: setting `lr` in a group, or a torch
     scheduler on this object or on the client's, takes effect at the next `engine.step()`.
 
     Its state is in the engine's store: `state` and `state_dict()` bring a slot when it is read. `step` and `zero_grad` from
@@ -38,7 +38,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 setattr(self, name, change)
         self.param_groups = client.param_groups
         self.client = client
-        """The object that was given, or made from the config."""
+        """The given object, or one made from the config."""
         self.state = client.state
         self.scaler: LossScaler | None = None
         """The engine's loss scale; None until there is an engine."""
@@ -63,7 +63,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss; 1 but in fp16."""
+        """Factor of the loss; always 1 except in fp16."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     @property
@@ -93,10 +93,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 class NoOptimizer(ZeroOptimizer):
-    """The optimizer of a frozen engine: it has no group, and updates nothing."""
+    """The optimizer of a frozen engine: it has no groups, and updates nothing."""
 
     def __init__(self) -> None:
-        # Not torch's: it refuses to be without parameters.
+        # Not torch's `__init__`: it refuses to be without parameters.
         self.param_groups, self.defaults, self.state = [], {}, defaultdict(dict)
         self.kind = torch.optim.AdamW
         self.scaler = None
@@ -124,7 +124,7 @@ def optimizer_from_config(config: OptimizerConfig, parameters: Any, model: nn.Mo
 
 
 def _muon_groups(groups: Groups, arguments: Mapping[str, Any], model: nn.Module) -> Groups:
-    """Return each group as two, one for Muon and one for Adam, where it has parameters for both."""
+    """Return each group as two, one for Muon and one for Adam, if it has parameters for both."""
     rates = {name: arguments[name] or arguments["lr"] for name in ("muon_lr", "adam_lr")}
     muon = {name: arguments[name] for name in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "weight_decay")}
     adam = {name: arguments[name] for name in ("betas", "eps", "weight_decay")}
@@ -165,7 +165,7 @@ def _as_groups(parameters: Iterable[Any]) -> Groups:
 def group_of_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, int]:
     """Return the index of the group of each parameter that the optimizer updates.
 
-    Raises UsageError for a parameter that is not the model's, and where none is trainable.
+    Raises UsageError for a parameter that is not the model's, and if none is trainable.
     """
     known = set(model.parameters())
     groups: dict[nn.Parameter, int] = {}

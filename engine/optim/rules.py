@@ -1,7 +1,7 @@
-"""Rules: what updates the parameters of an optimizer's class.
+"""Rules: how the parameters of an optimizer's class are updated.
 
 [Note: rules]
-A rule names optimizer classes, gives the kernel of each of their parameter groups, and what takes the steps. Without a stepper
+A rule names optimizer classes, gives the kernel of each of their parameter groups, and the stepper. Without a stepper
 steps run over tiles. Besides those here, `register` takes rules of others, as `engine/extras` has them.
 """
 
@@ -40,15 +40,15 @@ class Rule:
     """How optimizers of some classes update. See [Note: rules]."""
 
     kinds: tuple[Kind, ...]
-    """The classes; a config names them as they are named."""
+    """The classes; a config uses their names."""
     kernel: Callable[[Kind, Mapping[str, Any]], Kernel]
     """Gives the kernel of a parameter group with these settings; parameters may be on the meta device."""
     stepper: Callable[[torch.optim.Optimizer, OptimizerState, World], Stepper] | None = None
-    """Makes what takes the steps, for the ranks that hold one copy of the state. None: steps run over tiles."""
+    """Makes the stepper, for the ranks that hold one copy of the state. None: steps run over tiles."""
     keeps_whole: bool = False
     """Whether every rank keeps whole masters and slots, on its device."""
     slots: Callable[[Kernel, Sequence[int]], Slots] = _slots_of
-    """Gives what a kernel keeps of a parameter of a shape, for the plan."""
+    """Gives a kernel's arrays for a parameter of a shape, for the plan."""
 
 
 def _tensor_kernel(kind: Kind, group: Mapping[str, Any]) -> Kernel:
@@ -90,7 +90,7 @@ def classes() -> dict[str, Kind]:
 
 
 def rule_of(kind: Kind, *, whole: bool = False) -> Rule:
-    """Return the rule of a class. One that has none is stepped by its own object if all state is `whole` on every rank's
+    """Return the rule of a class. One without a rule is stepped by its own object if all state is `whole` on every rank's
     device; else it gets the rule of tiles, whose kernel refuses it."""
     return _rules.get(kind, CLIENT if whole else TILES)
 
@@ -103,7 +103,7 @@ def steps_tiles(kind: Kind) -> bool:
 def kernels_for(rule: Rule, kind: Kind, groups: Iterable[Mapping[str, Any]], ema: float | None = None) -> list[Kernel]:
     """Return the kernel of each group, with an average of masters of decay `ema`.
 
-    Raises what `kernel_for` raises, and UsageError for an average beside an optimizer that steps whole tensors.
+    Raises the errors of `kernel_for`, and UsageError for an average beside an optimizer that steps whole tensors.
     """
     kernels = [rule.kernel(kind, group) for group in groups]
     if ema is None:

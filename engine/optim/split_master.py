@@ -1,15 +1,15 @@
-"""An fp32 master as its bf16 weight, its low 16 bits, and one bit where these do not determine it.
+"""An fp32 master as its bf16 weight, its low 16 bits, and one bit if these do not determine it.
 
 [Note: the split]
 With a master's bits as an integer, `master = (weight << 16) + low + (tie << 16)`, `low` taken as signed. Rounding to the
-nearest adds at most half of the weight's last digit, so the difference from the weight lies in [-0x8000, 0x8000]: what
-was rounded up has a negative `low`. The two ends have the same 16 bits; they are ties, of which the even neighbour is
+nearest adds at most half of the weight's last digit, so the difference from the weight is in [-0x8000, 0x8000]: a master
+that was rounded up has a negative `low`. The two ends have the same 16 bits; they are ties, of which the even neighbour is
 the weight, above or below, and the bit says which. It is one for about one element in 131072, so that all work on the
 bits is done for those alone. Bit 0 of the first byte is the first element's; bits behind the last element are zero.
 
-A NaN has no nearest weight: its weight is its high half, and the bit completes what the sign of `low` gets wrong. (A
+A NaN has no nearest weight: its weight is its high half, and the bit corrects the sign of `low`. (A
 signalling NaN with nothing in its high half, which no arithmetic makes, has an infinite weight.) The same holds for
-whatever else a processor does not round so: the master comes back to the bit, always.
+any other value that a processor rounds differently: the master is restored to the bit, always.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def split_master(
     if most < _TIE:
         return
     found = (room >= _TIE).nonzero().flatten()
-    # Of a byte with several each has a part of its own in the sum.
+    # In a byte with several, each adds its own part to the sum.
     ties.index_add_(0, found // 8, (1 << (found % 8)).to(torch.uint8))
 
 
@@ -65,7 +65,7 @@ _TIE = 0x8000
 
 
 def _nonzero_bytes(ties: torch.Tensor) -> torch.Tensor:
-    """Return where bytes are not zero; eight are looked at together where they can be."""
+    """Return the indices of bytes that are not zero; eight are looked at together if possible."""
     if not ties.numel() or ties.numel() % 8 or ties.data_ptr() % 8:
         return ties.nonzero().flatten()
     rare = ties.view(torch.int64).nonzero() * 8 + _numbers(ties)
@@ -73,7 +73,7 @@ def _nonzero_bytes(ties: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(ties: torch.Tensor) -> torch.Tensor:
-    """Return 0 to 7 in the memory that `ties` is in."""
+    """Return 0 to 7 on the device of `ties`."""
     return ties.new_ones(8, dtype=torch.int64).cumsum(0) - 1
 
 

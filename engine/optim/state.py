@@ -1,8 +1,8 @@
-"""Masters and optimizer slots in the store, beside what rests there of parameters and gradients.
+"""Masters and optimizer slots in the store, beside stored parameters and gradients.
 
-`model/` and `optimizer/` arrays are what a checkpoint is made of. Where masters are split (see [Note: the split]),
-`model/` is the bf16 parameter itself, and `optimizer/` has what a master has more. `parameter/` (16-bit rows of
-parameters that are offloaded) and `gradient/` (rows that wait on disk for the update) are swap: they never leave the run.
+A checkpoint consists of the `model/` and `optimizer/` arrays. With split masters (see [Note: the split]),
+`model/` is the bf16 parameter itself, and `optimizer/` has the master's other bits. `parameter/` (16-bit rows of
+offloaded parameters) and `gradient/` (rows that wait on disk for the update) are swap: they never leave the run.
 """
 
 from __future__ import annotations
@@ -65,22 +65,22 @@ class OptimizerState:
         self._splits = splits
         self._keeps_whole = keeps_whole
         self.moments: Moments = "fp32"
-        """What moments rest in; set before `add`."""
+        """The types of stored moments; set before `add`."""
         self.owns_fp32 = False
-        """Whether fp32 parameters are their own masters wherever their slots rest; set before `add`."""
+        """Whether fp32 parameters are their own masters wherever their slots are; set before `add`."""
         self._types = types or GradientTypes()
         self.kernels = kernels
         self.records: list[ParameterRecord] = []
         """All parameters, in order."""
         self.scalars: dict[ParameterRecord, Scalars] = {}
-        """Step counts and the like, of each parameter that the optimizer updates."""
+        """Step counts and similar scalars of each parameter that the optimizer updates."""
         self.spilled: dict[ParameterRecord, str] = {}
-        """Parameters whose gradients wait for the update on disk, and the array in which they do."""
+        """Parameters whose gradients wait for the update on disk, and their arrays there."""
         self.gradients_on_host: set[ParameterRecord] = set()
         """Parameters whose gradients wait for the update in host memory, wherever the device is."""
         self._sharing: dict[ParameterRecord, bool] = {}
         self._ahead: tuple[Sequence[ParameterRecord], Stream] | None = None
-        """What is read ahead of an update, and of which parameters that is."""
+        """A read ahead of an update, and the update's parameters."""
         self._own_master: set[ParameterRecord] = set()
         self._own_shapes: dict[str, SlotArray] = {}
         """Arrays that have another shape than their parameter."""
@@ -91,8 +91,8 @@ class OptimizerState:
     def add(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, placement: Placement) -> None:
         """Create the arrays of a parameter; `initial` has this rank's rows, 1-D, in the best precision there is.
 
-        Rows that are in the store become its `model/` array where they rest as that should; else they are copied from it.
-        Where the parameter is offloaded, its rows rest in `record.rest` from now on.
+        Rows that are in the store become its `model/` array if that belongs on their tier; else they are copied from it.
+        The rows of an offloaded parameter are in `record.rest` from now on.
         """
         self.records.append(record)
         offloaded = placement.parameter != "device"
@@ -123,21 +123,21 @@ class OptimizerState:
             self.spilled[record] = self._create(record, "gradient", self._types.planned(record.dtype), "disk")
 
     def use_in_place(self, record: ParameterRecord) -> None:
-        """Let a released parameter be used where it rests, where this rank has all its rows in memory that the device computes
+        """Let a released parameter be used in place, if this rank has all its rows in memory that the device computes
         in."""
         alone = record.world_size == 1 and self.transfers.streams.device_is_host
         if alone and record.rest is not None and self.store.tier_of(record.rest) == "host":
             record.use_in_place(as_torch(self.store.memory(record.rest)))
 
     def _add_own(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, tier: TierName) -> None:
-        """Let the parameter's own rows be its `model/` array, on the device or at rest."""
+        """Let the parameter's own rows be its `model/` array, on the device or in the store."""
         if tier == "device":
             self._create(record, "model", record.dtype, "device", memory=record.owned())
         else:
             record.rest = self._create(record, "model", record.dtype, tier, fill=initial)
 
     def _add_split(self, record: ParameterRecord, initial: torch.Tensor, placement: Placement) -> None:
-        """Let the parameter's own rows be its `model/` array, and create what its master has more."""
+        """Let the parameter's own rows be its `model/` array, and create the arrays for its master's other bits."""
         self._add_own(record, initial, placement.parameter)
         low = self._create(record, LOW, torch.uint16, placement.state)
         ties = ties_spec(record.spec("model", record.dtype))
@@ -188,26 +188,26 @@ class OptimizerState:
         self.store.create(spec, grid=grid, shard=record.state_shard, tier=tier)
 
     def slots_of(self, record: ParameterRecord) -> Sequence[SlotArray]:
-        """Return what is kept of a parameter beside its master, in the kernel's order; nothing of a frozen one."""
+        """Return a parameter's arrays beside its master, in the kernel's order; none of a frozen one."""
         if record.group is None:
             return ()
         slots = self.kernel_slots(record)
         return slots if self.moments == "fp32" else slots_at_rest(slots, self.moments, _stored_shape(record.shape))
 
     def kernel_slots(self, record: ParameterRecord) -> Sequence[SlotArray]:
-        """Return what the kernel of a trained parameter works on beside its master, in its order."""
+        """Return the slots that the kernel of a trained parameter works on beside its master, in its order."""
         kernel, _ = self.kernel_of(record)
         return kernel.arrays_of(record.shape) if isinstance(kernel, TensorKernel) else kernel.arrays(record.owned_numel)
 
     def moment_tiles(self, record: ParameterRecord, step: int, former: MomentTiles | None = None) -> MomentTiles | None:
-        """Return what makes a kernel's slots out of those at rest in step number `step`; None: they are what rests. It takes
-        the memory of a `former` one, which is not used any more."""
+        """Return the converter of stored moments to a kernel's slots in step number `step`; None: they are stored as slots. It
+        reuses the memory of a `former` one, which is not used any more."""
         if self.moments == "fp32":
             return None
         return MomentTiles(self.slots_of(record), record.name, step, record.owned_range[0], former)
 
     def moment(self, record: ParameterRecord, slot: str) -> tuple[list[str], MomentTiles]:
-        """Return the arrays that rest of one of the kernel's slots, and what makes its values out of them."""
+        """Return the stored arrays of one of the kernel's slots, and the function that makes its values out of them."""
         found = [one for one in self.slots_of(record) if slot in (one.name, one.entry)]
         names = [optimizer_array(one.name, record.name) for one in found]
         return names, MomentTiles(found, record.name, 0, record.owned_range[0])
@@ -222,7 +222,7 @@ class OptimizerState:
         return record.over_copy(shape) if self.is_sharded else make_grid(shape, 1)
 
     def is_master(self, record: ParameterRecord) -> bool:
-        """Return whether the fp32 master is the parameter itself, in its memory or at rest."""
+        """Return whether the fp32 master is the parameter itself, in its memory or in the store."""
         return record in self._own_master
 
     def whole_master(self, record: ParameterRecord) -> torch.Tensor:
@@ -234,18 +234,18 @@ class OptimizerState:
         return self._whole_slots[optimizer_array(slot, record.name)]
 
     def is_split(self, record: ParameterRecord) -> bool:
-        """Return whether the master is kept as the bf16 parameter and what it lacks. See [Note: the split]."""
+        """Return whether the master is kept as the bf16 parameter and its other bits. See [Note: the split]."""
         return self._splits and record.group is not None and record.dtype == torch.bfloat16
 
     def master_arrays(self, record: ParameterRecord) -> list[str]:
-        """Return the names of the arrays that make up the master, or the parameter where it is not trained."""
+        """Return the names of the arrays that make up the master, or the parameter if it is not trained."""
         name = model_array(record.name)
         if not self.is_split(record):
             return [name]
         return [name, f"{LOW}/{record.name}", ties_spec(self.store.spec(name)).name]
 
     def take_master(self, views: Sequence[torch.Tensor], room: Room | None = None) -> torch.Tensor:
-        """Return the master out of `views`, 1-D tiles of `master_arrays`, which it is where there is one.
+        """Return the master out of `views`, 1-D tiles of `master_arrays`: the view itself if there is one.
 
         A split master is on the device of its low bits; with `room` it is there until the next one is taken.
         """
@@ -258,7 +258,7 @@ class OptimizerState:
         )
 
     def put_master(self, master: torch.Tensor, views: Sequence[torch.Tensor], room: Room | None = None) -> None:
-        """Set `views`, 1-D tiles of `master_arrays`, to those of `master`, of any floating type where it is not split."""
+        """Set `views`, 1-D tiles of `master_arrays`, to those of `master`, of any floating type if it is not split."""
         if len(views) == 1:
             if views[0] is not master:
                 self.transfers.copy_into(views[0], master)
@@ -271,7 +271,7 @@ class OptimizerState:
             self.transfers.copy_into(weight, here)
 
     def _beside(self, other: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return `values` in `dtype` in the memory that `other` is in; themselves where they are that."""
+        """Return `values` in `dtype` in the memory of `other`; themselves if they are that."""
         if self.transfers.link(values, other) is None:
             return values.to(dtype)
         there = torch.empty_like(other, dtype=dtype)
@@ -302,7 +302,7 @@ class OptimizerState:
         return first // numel, -(-stop // numel) if first < stop else first // numel
 
     def _numel_per_value(self, record: ParameterRecord, name: str) -> int:
-        """Return how many elements of the parameter a value of an array of it is for."""
+        """Return the number of the parameter's elements for each value of its array."""
         if name.startswith(f"{TIE}/"):
             return BITS
         if self.moments != "int8":
@@ -317,13 +317,13 @@ class OptimizerState:
         return self.kernels[record.group], record.group
 
     def averaging(self, record: ParameterRecord, scalars: Scalars) -> Scalars:
-        """Return scalars of a parameter that were loaded, as they are for this kernel: with a count of what is averaged if
-        it averages, else without one."""
+        """Return loaded scalars of a parameter in the form of this kernel: with a count of averaged steps if it averages,
+        else without one."""
         others = {name: value for name, value in scalars.items() if name != AVERAGED}
         return {**others, AVERAGED: scalars.get(AVERAGED, 0.0)} if AVERAGED in self.scalars[record] else others
 
     def exchange_averages(self) -> None:
-        """Let masters and their averages change places, and cast the masters into the parameters' own rows."""
+        """Swap masters and their averages, and cast the masters into the parameters' own rows."""
         records = [r for r, scalars in self.scalars.items() if scalars.get(AVERAGED) and r.owned_numel]
         groups = [[*self.master_arrays(r), optimizer_array(EMA, r.name)] for r in records]
         with self.passing(groups, "update") as tiles:
@@ -343,7 +343,7 @@ class OptimizerState:
         admit: Callable[[int, bool], bool] | None = None,
         on_end: Callable[[int], None] | None = None,
     ) -> AbstractContextManager[Tiles]:
-        """Give a pass over groups of arrays for the length of a `with` block: what is left of it is ended there."""
+        """Give a pass over groups of arrays for the length of a `with` block, at whose end it is dropped if not complete."""
         return self.over(self.store.stream(groups, mode, modes=modes, admit=admit, on_end=on_end))
 
     @contextmanager
@@ -365,37 +365,37 @@ class OptimizerState:
         return found
 
     def keep_ahead(self, records: Sequence[ParameterRecord], begun: Stream) -> None:
-        """Keep what was `begun` for the update of `records`, until that takes it."""
+        """Keep the pass `begun` for the update of `records`, until that takes it."""
         self.drop_ahead()
         self._ahead = records, begun
 
     def take_ahead(self, records: Sequence[ParameterRecord]) -> Stream | None:
-        """Return what was read ahead of an update of `records`, which has it from then on."""
+        """Return the pass begun ahead of an update of `records`, which owns it from then on."""
         if self._ahead is None or self._ahead[0] != records:
             return None
         (_, begun), self._ahead = self._ahead, None
         return begun
 
     def drop_ahead(self) -> None:
-        """Give back the memory of what was read ahead and nobody took."""
+        """Free the memory of a pass that was begun ahead and never used."""
         if self._ahead is not None:
             self._ahead[1].drop()
             self._ahead = None
 
     def change_whole(self, groups: Sequence[Sequence[str]], change: Callable[[], None]) -> None:
-        """Call `change` once, when a pass has begun with all of `groups`: nobody else reads what it changes."""
+        """Call `change` once, when a pass has begun with all of `groups`: nobody else reads the changed arrays."""
         with self.passing(groups, "update") as tiles:
             for tile in tiles:
                 if tile.group == len(groups) - 1 and tile.first == 0:
                     change()
 
     def arrays_of(self, record: ParameterRecord) -> list[str]:
-        """Return the names of `master_arrays` and slots, in the kernel's order: what a checkpoint has of the parameter."""
+        """Return the names of `master_arrays` and slots, in the kernel's order: the parameter's arrays in a checkpoint."""
         slots = self.slots_of(record)
         return [*self.master_arrays(record), *(optimizer_array(slot.name, record.name) for slot in slots)]
 
     def rows_in_memory(self) -> dict[str, torch.Tensor]:
-        """Return by the name of its master's array a parameter's own rows that are cast from it, of those in the host's
+        """Return, by the name of its master's array, each parameter's own rows that are cast from it, of those in the host's
         memory, which any thread may write to."""
         rows = {model_array(r.name): r.owned() for r in self._cast_from_masters() if r.rest is None}
         return {name: own for name, own in rows.items() if own.device.type == "cpu"}
@@ -404,7 +404,7 @@ class OptimizerState:
         return [r for r in self.scalars if not (self.is_master(r) or self.is_split(r)) and r.owned_numel]
 
     def refresh_parameters(self, done: Container[str] = ()) -> None:
-        """Cast masters, but for the arrays `done`, into the parameters' own rows, in memory and at rest (after a load)."""
+        """Cast masters, except the arrays `done`, into the parameters' own rows, in memory and in the store (after a load)."""
         records = [r for r in self._cast_from_masters() if model_array(r.name) not in done]
         groups = [[model_array(r.name), *([] if r.rest is None else [r.rest])] for r in records]
         rests: dict[str, ModeName] = {r.rest: "fill" for r in records if r.rest is not None}

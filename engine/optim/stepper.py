@@ -1,4 +1,4 @@
-"""What takes the steps of an optimizer whose update does not run over tiles."""
+"""Steppers: they take the steps of an optimizer whose update does not run over tiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..params.record import ParameterRecord
 from .update import Update
 
 STATE_KEY = "zstore.client_optimizer"
-"""Key of a checkpoint's client state with what a stepper keeps beside the store."""
+"""Key of a checkpoint's client state with a stepper's state beside the store."""
 
 
 class Stepper(ABC):
@@ -23,7 +23,7 @@ class Stepper(ABC):
     owns_gradients: ClassVar[bool] = False
     """Whether ranks may keep gradients of their own until it exchanges them; `averaged` says which."""
     name: str
-    """Of the optimizer's class."""
+    """Name of the optimizer's class."""
 
     @abstractmethod
     def run(self, update: Update) -> None:
@@ -35,7 +35,7 @@ class Stepper(ABC):
         return []
 
     def averaged(self) -> set[ParameterRecord]:
-        """Begin a step, where it `owns_gradients`; return the parameters whose gradients are averaged over the ranks in it."""
+        """Begin a step, if it `owns_gradients`; return the parameters whose gradients are averaged over the ranks in it."""
         return set()
 
     def agreed_norm(self, norm: float) -> float:
@@ -43,11 +43,11 @@ class Stepper(ABC):
         return norm
 
     def collect(self) -> None:  # noqa: B027 - most keep the same on every rank
-        """Bring to rank 0 what ranks keep for themselves, for `state` (all ranks)."""
+        """Bring to rank 0 the state that ranks keep for themselves, for `state` (all ranks)."""
 
     def state(self) -> dict[str, Any]:
-        """Return what it keeps, by parameter name, for a checkpoint to copy."""
+        """Return its state, by parameter name, for a checkpoint to copy."""
         return {}
 
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:  # noqa: B027 - most keep nothing
-        """Replace what it keeps by what `state` returned of a former run, on any number of ranks."""
+        """Replace its state by the `state` of a former run, on any number of ranks."""

@@ -1,6 +1,6 @@
 """Kernels of optimizers whose update needs a whole tensor: its norm, the sums over its rows and columns, or the matrix.
 
-The class's own step runs over one whole tensor at a time; which rank that is, and how it gets there, is `tensor_step`'s.
+The class's own step runs over one whole tensor at a time; `tensor_step` decides on which rank, and brings it there.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .classes.lamb import Lamb
 from .kernel import ParameterStep, Scalars, SlotArray, WholeStep, fp32_arrays
 
 MUON: Any = getattr(torch.optim, "Muon", None)
-"""torch's Muon, None in a torch that has none."""
+"""torch's Muon, or None in a torch without it."""
 
 
 def _slots(kind: type[torch.optim.Optimizer], shape: Sequence[int]) -> list[SlotArray]:
-    """Return what a class keeps of a tensor of `shape`."""
+    """Return a class's arrays for a tensor of `shape`."""
     if kind is Lamb:
         return fp32_arrays(("exp_avg", "exp_avg_sq"))
     if kind is MUON:
@@ -45,14 +45,14 @@ class TensorKernel:
         )
         self._count = "updates" if kind is MUON else "step"  # Muon keeps no step count
         self.slots = tuple(dict.fromkeys(slot.name for shape in ((1, 1), (1,)) for slot in _slots(kind, shape)))
-        """Names of all arrays that there may be of a parameter; see `arrays_of`."""
+        """Names of all arrays that a parameter may have; see `arrays_of`."""
 
     def arrays_of(self, shape: Sequence[int]) -> Sequence[SlotArray]:
-        """Return the arrays that are kept of a parameter of `shape`."""
+        """Return the arrays of a parameter of `shape`."""
         return _slots(self._kind, shape)
 
     def arrays(self, numel: int) -> Sequence[SlotArray]:
-        """See Kernel. Raises UsageError: what is kept follows from the parameter's shape."""
+        """See Kernel. Raises UsageError: the arrays depend on the parameter's shape."""
         raise UsageError("what is kept of a whole tensor follows from its shape")
 
     def initial(self) -> Scalars:
@@ -60,7 +60,7 @@ class TensorKernel:
         return {self._count: 0.0}
 
     def present(self, scalars: Scalars) -> dict[str, Any]:
-        """Return the scalars that the class itself keeps."""
+        """Return the scalars of the class's own state."""
         return {} if self._count == "updates" else dict(scalars)
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
@@ -81,7 +81,7 @@ class TensorKernel:
         proxy.grad = None
         proxy.data = master
         proxy.grad = gradient
-        if scalars[self._count] > 0:  # a first step starts from what the class itself makes
+        if scalars[self._count] > 0:  # a first step starts from the class's own initial state
             state[proxy] = dict(slots)
             if self._count == "step":
                 state[proxy]["step"] = torch.tensor(scalars["step"])

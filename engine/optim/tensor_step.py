@@ -1,14 +1,14 @@
-"""Steps of optimizers that need whole tensors, where each rank has rows of them: ranks take turns as owners.
+"""Steps of optimizers that need whole tensors, with rows of them on each rank: ranks take turns as owners.
 
 [Note: owners]
 Tensors are taken in rounds of as many as there are ranks, the largest first, and rank i of a round owns its i-th tensor for
 that time. Each round:
-1. every rank reads its rows of master, slots and gradient of all tensors of the round, from wherever they rest, the gradient
+1. every rank reads its rows of master, slots and gradient of all tensors of the round, from any tier, the gradient
    in fp32 and multiplied once (see [Note: the update]);
 2. one exchange brings each owner its whole tensor, and the class's own step runs over it, on the device that computes;
 3. one exchange brings master and slots back, and every rank writes its rows and casts the parameter's own.
 So the bits are those of the class over the whole tensor, whatever tier, stage or number of ranks; and memory is bounded by
-what belongs to one tensor, four times over: read, received, whole, and on its way back. Where every rank has all rows
+four copies of one tensor: read, received, whole, and on its way back. If every rank has all rows
 nothing is exchanged, and each takes every tensor.
 
 A rank that fails goes on through the exchanges, since the others wait in them, and raises at the end.
@@ -38,20 +38,20 @@ from .update import Update
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """Rows of one array of a tensor, in a row of what is exchanged."""
+    """Rows of one array of a tensor, in a row of the exchange."""
 
     slot: SlotArray | None
     """None: the master, or the gradient."""
     shape: tuple[int, ...]
-    """Of the whole array."""
+    """Shape of the whole array."""
     grid: Grid
-    """How it is cut over those that exchange."""
+    """How it is cut over the ranks that exchange."""
     offset: int
-    """Where its rows begin."""
+    """Offset of its rows."""
 
     @property
     def stop(self) -> int:
-        """Where its rows end, padding included."""
+        """End of its rows, padding included."""
         return self.offset + self.grid.shard_numel
 
 
@@ -85,7 +85,7 @@ class TensorStep(Stepper):
         self._error: Exception | None = None
 
     def run(self, update: Update) -> None:
-        """Carry out an update: what is updated element by element in tiles, and then the whole tensors."""
+        """Carry out an update: element-wise updates in tiles, and then the whole tensors."""
         whole = [r for r in update.records if r.numel and isinstance(self._state.kernel_of(r)[0], TensorKernel)]
         apart, self._error = set(whole), None
         others = [record for record in update.records if record not in apart]
@@ -161,7 +161,7 @@ class TensorStep(Stepper):
             names = self._state.master_arrays(record)
             alike = [part for part in parts[1:] if part.slot is not None and part.slot.shape is None]
             if record.owned_numel:
-                # A moment that rests in codes has its scales beside it.
+                # A moment that is stored in codes has its scales beside it.
                 kept = [slot for slot in self._state.slots_of(record) if slot.shape is None]
                 slots = [f"optimizer/{slot.name}/{record.name}" for slot in kept]
                 yield [*names, *slots], len(names), [self._rows(part, row) for part in (parts[0], *alike)]
@@ -201,7 +201,7 @@ class TensorStep(Stepper):
             slots = {slot.name: values for slot, values in zip(tensor.slots, wholes[1:-1], strict=True)}
             scalars = self._state.scalars[tensor.record]
             kernel.update(update.settings.groups[group], scalars, wholes[0], wholes[-1], slots)
-        if self._parties == 1:  # they are where they were read
+        if self._parties == 1:  # they are in place already
             return
         for part, whole in zip(tensor.parts[:-1], wholes[:-1], strict=True):
             flat, step = whole.view(-1), part.grid.shard_numel

@@ -1,4 +1,4 @@
-"""One optimizer step over the state: what changes each parameter, and the pass that carries it out.
+"""One optimizer step over the state: the change of each parameter, and the pass that carries it out.
 
 [Note: the update]
 Goals: the state passes once, in tiles that stay in cache; nothing of the size of the model is allocated; the bits are
@@ -7,11 +7,11 @@ parameter that had a gradient on any rank, in order:
 1. the store brings a tile of master and slots (read ahead, from disk), unpadded, ending at a multiple of 16 elements;
 2. the gradient's rows, in memory or in the same pass from disk, are cast to fp32 and multiplied once with one fp32
    scalar (1 / loss scale, and the clip);
-3. the kernel changes master and slots in place, moments that rest in fewer bits in fp32 (see [Note: moments at rest]);
+3. the kernel changes master and slots in place, moments stored in fewer bits in fp32 (see [Note: stored moments]);
    the store takes them back (written behind);
 4. the master is cast into the parameter's own rows: memory of the parameter, or an array that the pass fills.
-In fp32 without offload the master is the parameter's memory, and phase 4 has nothing to do; where its slots rest in
-another memory than the parameter, it is brought to them in phase 1 and taken back in phase 4. A split master (see
+In fp32 without offload the master is the parameter's memory, and phase 4 has nothing to do; if its slots are in
+another memory than the parameter, it is copied to them in phase 1 and back in phase 4. A split master (see
 [Note: the split]) is joined before phase 2 and split again after phase 3, which is phase 4 too.
 """
 
@@ -37,19 +37,19 @@ from .moments import MomentTiles
 from .state import OptimizerState
 
 Rows = Callable[[ParameterRecord], torch.Tensor | None]
-"""Gives this rank's rows of an averaged gradient, 1-D; None where they are on disk (`OptimizerState.spilled`)."""
+"""Gives this rank's rows of an averaged gradient, 1-D; None if they are on disk (`OptimizerState.spilled`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """What one step is taken with, fixed when the step is decided: what changes afterwards is the next step's."""
+    """The settings of one step, fixed when the step is decided: later changes are for the next step."""
 
     step: int
     """Number of the step, from 1; errors name it."""
     factor: float
-    """What the gradients are multiplied with, once, in fp32."""
+    """Factor of the gradients, applied once, in fp32."""
     factors: Mapping[ParameterRecord, float] = field(default_factory=dict)
-    """What the gradients of some parameters are multiplied with in place of `factor`."""
+    """Factors of the gradients of some parameters in place of `factor`."""
     groups: Sequence[Mapping[str, Any]]
     """Settings of each parameter group: lr, betas, weight decay and so on."""
 
@@ -67,7 +67,7 @@ class StepSettings:
         return StepSettings(step=step, factor=float(np.float32(factor)), factors=own, groups=copies)
 
     def factor_of(self, record: ParameterRecord) -> float:
-        """Return what the gradient of a parameter is multiplied with, once, in fp32."""
+        """Return the factor of a parameter's gradient, applied once, in fp32."""
         return self.factors.get(record, self.factor)
 
 
@@ -77,7 +77,7 @@ def _copy(value: Any) -> Any:
 
 class _Change:
     """Phases 2 to 4 of one record; few at a time, so that the gradient's rows are free when it is done. Several threads may
-    apply it to tiles where all is in the host's memory."""
+    apply it to tiles if all is in the host's memory."""
 
     def __init__(
         self,
@@ -95,16 +95,16 @@ class _Change:
         self._moments: MomentTiles | None = state.moment_tiles(
             record, settings.step, None if former is None else former._moments
         )
-        """What makes the kernel's slots out of those at rest; None: they are what rests."""
+        """Converts stored moments to the kernel's slots; None: they are stored as slots."""
         self._num_master = len(state.master_arrays(record))
-        """What comes first in a tile: the master, or its parts."""
+        """First arrays of a tile: the master, or its parts."""
         self._num_state = len(state.arrays_of(record))
-        """Master and slots, which come next."""
+        """Master and slots, the next ones."""
         self._gradient = None if rows is None else GradientTiles(state.transfers, rows, self._room)
         """This rank's rows; None: they are in the tile."""
         casts = record.rest is None and self._num_master == 1 and not state.is_master(record)
         self._own = record.owned() if casts else None
-        """The parameter's own rows, where the master is to be cast into them."""
+        """The parameter's own rows, if the master is to be cast into them."""
         self._staged: GradientTiles | None = None
         """The parameter's own rows, which are the master, on their way to slots in another memory."""
         self._step = step
@@ -153,7 +153,7 @@ def _apply(each: tuple[_Change, Tile]) -> None:
 def read_ahead(
     state: OptimizerState, records: Sequence[ParameterRecord], behind: Sequence[ParameterRecord] = ()
 ) -> None:
-    """Begin to read what an update of `records`, or if there are none of those `behind`, comes to first; nothing where that
+    """Begin to read the first records of an update of `records`, or if there are none of those `behind`; do nothing if that
     fails: then the update will too, and all ranks hear of it."""
     first = list(records or behind)
     mine = [record for record in first if record.owned_numel]
@@ -163,12 +163,12 @@ def read_ahead(
 
 
 def in_order(state: OptimizerState, records: Sequence[ParameterRecord]) -> list[ParameterRecord]:
-    """Return `records` with those first whose arrays share files: side by side they travel together."""
+    """Return `records` with those first whose arrays share files: side by side they are transferred together."""
     return sorted(records, key=lambda record: not state.shares_files(record))
 
 
 def _arrays(state: OptimizerState, record: ParameterRecord) -> list[str]:
-    """Return what an update brings together of a parameter."""
+    """Return the arrays of a parameter that pass together in an update."""
     names = state.arrays_of(record)
     if record in state.spilled:
         names.append(state.spilled[record])
@@ -206,7 +206,7 @@ class Update:
     ) -> None:
         """Carry the changes out, in order. See [Note: the update].
 
-        `admit(record, wait)` is asked before a record's state is touched; `done(record)` is told when its new state,
+        `admit(record, wait)` is asked before a record's state is touched; `done(record)` is called when its new state,
         and its new rows, are the present ones.
         """
         mine = [record for record in self.records if record.owned_numel]
@@ -238,7 +238,7 @@ class Update:
     def _changes(
         self, tiles: Iterable[Tile], mine: Sequence[ParameterRecord], h2d: H2DQueue
     ) -> Iterator[tuple[_Change, Tile]]:
-        """Yield each tile with the change that is to be applied to it."""
+        """Yield each tile with the change to apply to it."""
         change: _Change | None = None
         for tile in tiles:
             record = mine[tile.group]

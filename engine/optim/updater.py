@@ -1,16 +1,16 @@
-"""Updates that run behind the training loop, on one thread, and waiting for them.
+"""Updates that run behind the training loop, on one thread, and waits for them.
 
 [Note: step modes]
 none      `step()` takes the norm and updates everything before it returns.
 backward  An update begins with the last backward of a step and changes each parameter once its gradient is final;
-          `step()` waits for the rest. Nothing can be taken back: so it is for runs without clipping and loss scaling,
+          `step()` waits for the others. Nothing can be undone: so it is for runs without clipping and loss scaling,
           and a gradient that is not finite leaves a state that must be loaded again.
-forward   `step()` takes the norm and fixes what the step is: skipped or not, learning rates, step counts. Resident
+forward   `step()` takes the norm and fixes the step's settings: skipped or not, learning rates, step counts. Resident
           parameters, which a plain read reaches, are updated in it; all others behind it, in order, while the loop
-          goes on. Gathering a parameter waits for its update, in evaluation too. The next backward waits for all that
-          is left, and so does every call that reads the state. A save takes each array as its update is done.
-All give the same bits. An error is raised, with the number of its step, in whatever waits for the update, and the state
-is torn from then on. What may go wrong, and what follows from it, is in docs/design/0005-step.md.
+          goes on. Gathering a parameter waits for its update, in evaluation too. The next backward waits for the
+          remaining ones, and so does every call that reads the state. A save takes each array as its update is done.
+All give the same bits. An error is raised, with the number of its step, in every call that waits for the update, and the
+state is torn from then on. Possible failures and their consequences are in docs/design/0005-step.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Admit = Callable[[ParameterRecord, bool], bool]
 
 
 def _nothing() -> None:
-    """Nobody has to hear of the end."""
+    """Nobody needs to hear of the end."""
 
 
 class StepMode(Enum):
@@ -63,19 +63,19 @@ class Updater:
         self._held_back: set[ParameterRecord] = set()
         """Those of them that may be read meanwhile, since their update was not admitted yet."""
         self.error: BaseException | None = None
-        """What ended an update before its end."""
+        """The error that ended an update early."""
         self._running: Ticket[None] | None = None
         self.waits = 0
         """Times that somebody had to wait for an update."""
 
     def start(self, update: Update, admit: Admit | None = None, over: Callable[[], None] = _nothing) -> None:
-        """Run `update` behind the caller; `admit` as in `Update.run`. Whoever is not admitted stays as it was.
+        """Run `update` behind the caller; `admit` as in `Update.run`. A record that is not admitted stays unchanged.
 
-        `over` is called from the thread when the update ended, well or badly.
+        `over` is called from the thread when the update ended, with success or an error.
         """
         self.complete()
         if self._workers is None:
-            # Of daemon threads: the interpreter would wait for another before it closes engines that were left open, whose
+            # As a daemon thread: the interpreter would wait for another before it closes engines that were left open, whose
             # update may wait for a backward that never comes.
             self._workers = Workers(1, "zstore-update")
         with self._changed:
@@ -122,9 +122,9 @@ class Updater:
         return bool(self._pending) or self.error is not None
 
     def wait_for(self, records: Iterable[ParameterRecord]) -> None:
-        """Return when none of `records` waits for its update; raise what ended the update.
+        """Return when none of `records` waits for its update; raise the error that ended the update.
 
-        Before an update in the backward is admitted, the backward may still read what it will change.
+        Before an update in the backward is admitted, the backward may still read the parameters that it will change.
         """
         if not self.is_behind:
             return
@@ -137,7 +137,7 @@ class Updater:
                 raise self.error
 
     def wait(self) -> BaseException | None:
-        """Return when no update is under way: what ended the last one before its end, None where nothing did."""
+        """Wait until no update is under way; return the error that ended the last one early, or None."""
         if self._running is not None:
             # May be interrupted: the update goes on, and the next call waits again.
             self._running.wait_for_end()
@@ -145,7 +145,7 @@ class Updater:
         return self.error
 
     def complete(self) -> None:
-        """Return when the update under way is done; raise what ended it."""
+        """Return when the update under way is done; raise the error that ended it."""
         error = self.wait()
         if error is not None:
             raise error
@@ -153,7 +153,7 @@ class Updater:
     def pin(self, record: ParameterRecord, names: Sequence[str]) -> dict[str, PinnedShard]:
         """Return pins of arrays of `record`: of the present version, or of the one that its update will make.
 
-        Raises UsageError where an update failed.
+        Raises UsageError if an update failed.
         """
         with self._changed:
             if self.error is not None:
@@ -168,12 +168,12 @@ class Updater:
             return dict(late)
 
     def forget(self) -> None:
-        """Wait for the end of an update and forget its error (before a load, which replaces what it left)."""
+        """Wait for the end of an update and forget its error (before a load, which replaces its state)."""
         self.wait()
         self.error = None
 
     def close(self) -> None:
-        """Complete what is under way and end the thread."""
+        """Complete the work under way and end the thread."""
         self.forget()
         if self._workers is not None:
             self._workers.close()
@@ -205,15 +205,15 @@ class LatePin:
                 self._found.set_exception(raised)
 
     def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
-        """Wait for the update, then do as `PinnedShard.copy_into`. Raises UsageError where the update failed."""
+        """Wait for the update, then do as `PinnedShard.copy_into`. Raises UsageError if the update failed."""
         self._made().copy_into(out, grid, shard)
 
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
-        """Wait for the update, then do as `PinnedShard.checksums`. Raises UsageError where the update failed."""
+        """Wait for the update, then do as `PinnedShard.checksums`. Raises UsageError if the update failed."""
         return self._made().checksums(res, grid, shard)
 
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
-        """Wait for the update, then do as `PinnedShard.publish`. Raises UsageError where the update failed."""
+        """Wait for the update, then do as `PinnedShard.publish`. Raises UsageError if the update failed."""
         return self._made().publish(res, path, grid, shard, priority)
 
     def _made(self) -> PinnedShard:
