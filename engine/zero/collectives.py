@@ -3,12 +3,12 @@
 [Note: buckets]
 A bucket is a matrix [world, cols] whose row r holds rank r's rows of several parameters side by side, padding
 included. A parameter larger than a bucket is cut at shard columns; no size is an error. On gloo a bucket has at most
-4 Mi elements, whatever the config allows: larger ones travel no faster, and their memory is new to the process in every
+4 Mi elements, whatever the config allows: larger ones are no faster, and their memory is new to the process in every
 step, so that each of its pages costs a fault (30 M fp32 parameters at stage 0: a quarter of a step's processor time).
 
 [Note: the mean]
 On gloo a reduce-scatter is an all-to-all of rows, then a sum in rank order in fp32, times 1/world, rounded once to the
-type in which they travel: the same bits whatever arrives first, at every stage. An all-reduce is that and an
+type of the exchange: the same bits whatever arrives first, at every stage. An all-reduce is that and an
 all-gather. On other backends it is the backend's own reduction. Bytes sent by a rank: (world - 1) / world of the bucket
 each way.
 
@@ -37,7 +37,7 @@ GridOf = Callable[[ParameterRecord], Grid]
 
 _SUM_NUMEL = 64 * 1024
 _ALONE_NUMEL = 64 * 1024
-"""Elements of a gradient from which on it is not sent together with others."""
+"""Elements of a gradient from which on it is reduced alone."""
 _IN_PLACE_AT_ONCE = 4
 _GLOO_BUCKET_NUMEL = 4 * 1024 * 1024
 
@@ -55,13 +55,13 @@ class Segment:
 
     @property
     def columns(self) -> slice:
-        """Where the segment lies in a row of the bucket."""
+        """Offset of the segment in a row of the bucket."""
         return slice(self.offset, self.offset + self.stop - self.first)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Segments that travel together. See [Note: buckets]."""
+    """Segments that are exchanged together. See [Note: buckets]."""
 
     segments: tuple[Segment, ...]
     cols: int
@@ -83,7 +83,7 @@ def over_copy(record: ParameterRecord) -> Grid:
 
 
 def bucket_limit(world: World, limit_numel: int) -> int:
-    """Return the most elements of a bucket where the config allows `limit_numel`. See [Note: buckets]."""
+    """Return the most elements of a bucket if the config allows `limit_numel`. See [Note: buckets]."""
     return min(limit_numel, _GLOO_BUCKET_NUMEL) if world.backend == "gloo" else limit_numel
 
 
@@ -97,8 +97,8 @@ def plan_buckets(
     align_numel: int = ALIGN_NUMEL,
 ) -> list[Bucket]:
     """Return buckets of at most `limit_numel` elements (or `align_numel` columns) that cover the records in order, one
-    type each: that in which the elements travel, by default the parameters'. Parameters are cut at multiples of
-    `align_numel` columns."""
+    type each: that of the exchange, by default the parameters'. Parameters are cut at multiples of `align_numel`
+    columns."""
     limit = max(limit_numel // world_size // align_numel, 1) * align_numel
     buckets: list[Bucket] = []
     segments: list[Segment] = []
@@ -189,7 +189,7 @@ class Reducing(Protocol):
     bucket: Bucket
 
     def done(self) -> bool:
-        """Return whether `finish` would not wait."""
+        """Return whether the reduction is done, so that `finish` would not block."""
 
     def finish(self) -> torch.Tensor:
         """Wait, and return the mean of this rank's rows, [copies, cols]; see `put_rows`."""
@@ -214,7 +214,7 @@ class Reduction:
             self._work = world.all_to_all(self._out, matrix, kind=kind)
 
     def done(self) -> bool:
-        """Return whether `finish` would not wait."""
+        """Return whether the reduction is done, so that `finish` would not block."""
         return self._work.is_completed()
 
     def finish(self) -> torch.Tensor:
@@ -274,7 +274,7 @@ def _gather(
 
 
 class _Mean:
-    """The mean of two ranks' gradients, 1-D, under way: of one where it is, of several or in another type in a copy."""
+    """The mean of two ranks' gradients, 1-D, under way: of one in place, of several or in another type in a copy."""
 
     def __init__(self, world: World, gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
         self._gradients = gradients
@@ -317,8 +317,8 @@ def _travelling_together(
 def _mean_in_place(
     world: World, gradients: Iterable[tuple[torch.Tensor, torch.dtype]], limit_numel: int, *, overlap: bool
 ) -> int:
-    """Replace gradients, 1-D with the type in which each travels, by their mean over two ranks; return how many reductions
-    went on beside another."""
+    """Replace gradients, 1-D in their types of exchange, by their mean over two ranks; return how many reductions
+    overlapped with another."""
     under_way: deque[_Mean] = deque()
     overlapped = 0
     for together, dtype in _travelling_together(gradients, limit_numel):
@@ -342,7 +342,7 @@ def reduce_whole(
     overlap: bool = True,
 ) -> int:
     """Replace whole gradients, 1-D [numel], by their mean over ranks: this rank's rows alone, by the reductions that `scatter`
-    begins, or with None all of it. They travel in the type that `dtype_of` gives, whatever theirs is. Return how many
+    begins, or with None all of it. They are sent in the type that `dtype_of` gives, whatever theirs is. Return how many
     reductions went on while the next bucket was packed; none without `overlap`."""
     limit = bucket_limit(world, limit_numel)
     overlapped = 0

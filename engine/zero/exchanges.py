@@ -1,8 +1,8 @@
-"""What travels between ranks for the parameters and gradients of a run.
+"""The exchanges between ranks for the parameters and gradients of a run.
 
 [Note: exchanges]
-Plainly, units are gathered by all-gathers of their rows, and gradients reduced by reduce-scatters, each over the ranks that
-hold one copy of the state. `register` takes what replaces either: `engine/extras` has gathers and reductions in fewer bits.
+By default, units are gathered by all-gathers of their rows, and gradients reduced by reduce-scatters, each over the ranks
+that hold one copy of the state. `register` takes replacements: `engine/extras` has gathers and reductions in fewer bits.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Gathering(Protocol):
 
     @property
     def work(self) -> Work:
-        """What is waited for before `finish`."""
+        """The work to wait for before `finish`."""
 
     def finish(self) -> None:
-        """Bring what has arrived into `full` of the parameters, whose memory must be there."""
+        """Copy the received values into `full` of the parameters, whose memory must be there."""
 
 
 class Gathers(Protocol):
     """Gathers some parameters in another form than their rows."""
 
     def takes(self, record: ParameterRecord) -> bool:
-        """Return whether the parameter is gathered so."""
+        """Return whether the parameter is gathered in this form."""
 
     def start(
         self, world: World, records: Sequence[ParameterRecord], limit_numel: int, rows: Rows
@@ -53,7 +53,7 @@ class Reducer(Protocol):
     """Reduces some gradients in another form than their own type (stages 2 and 3)."""
 
     def takes(self, record: ParameterRecord) -> bool:
-        """Return whether the parameter's gradients travel so."""
+        """Return whether the parameter's gradients are sent in this form."""
 
     def buckets(
         self, records: Sequence[ParameterRecord], world_size: int, limit_numel: int, dtype_of: TypeOf
@@ -68,10 +68,10 @@ class Reducer(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that it keeps from step to step."""
+        """Bytes of its state from step to step."""
 
     def release(self) -> None:
-        """Give its process groups back, once nothing is under way."""
+        """Destroy its process groups, once nothing is under way."""
 
 
 class SecondCopy(Protocol):
@@ -94,10 +94,10 @@ class SecondCopy(Protocol):
         """Keep this rank's rows of parameters whose `full` has all values."""
 
     def expire(self) -> None:
-        """Note that a step changes what is trained."""
+        """Note that a step changes the trained parameters."""
 
     def free(self) -> None:
-        """Forget everything, and give the memory back."""
+        """Forget everything, and free the memory."""
 
     @property
     def held_bytes(self) -> int:
@@ -106,22 +106,22 @@ class SecondCopy(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Exchanges:
-    """What a run exchanges. See [Note: exchanges]."""
+    """The exchanges of a run. See [Note: exchanges]."""
 
     world: World
-    """The ranks that hold one copy of what is sharded."""
+    """The ranks that hold one copy of the shards."""
     gathers: Gathers | None = None
-    """Of parameters that it takes; None: of none."""
+    """Gathers of the parameters that it accepts; None: of none."""
     second_copy: SecondCopy | None = None
     reducer: Reducer | None = None
-    """Of gradients that it takes; None: of none."""
+    """Reductions of the gradients that it accepts; None: of none."""
     reduce: Reduce = Reduction
     """Begins every other reduction of which each rank gets its rows."""
 
 
 Maker = Callable[[Exchanges, Config, Sharding, World, tuple[Groups, ...]], Exchanges]
-"""Returns the exchanges with what it replaces of them; `groups` are those of ranks that hold one copy of state or parameters,
-the last for reductions (all ranks)."""
+"""Returns the exchanges with its replacements; `groups` are those of ranks that hold one copy of state or parameters, the
+last for reductions (all ranks)."""
 _makers: list[Maker] = []
 
 
@@ -131,7 +131,7 @@ def register(maker: Maker) -> None:
 
 
 def exchanges_of(config: Config, sharding: Sharding, world: World, groups: tuple[Groups, ...]) -> Exchanges:
-    """Return what a run exchanges (all ranks)."""
+    """Return the exchanges of a run (all ranks)."""
     found = Exchanges(world=world if sharding.num_copies == 1 else groups[0].within)
     for maker in _makers:
         found = maker(found, config, sharding, world, groups)

@@ -1,8 +1,8 @@
-"""Bringing the values of units: this rank's rows from the store on a thread, then all rows from all ranks.
+"""Fetching the values of units: this rank's rows from the store on a thread, then all rows from all ranks.
 
 [Note: a fetch]
-read    rows that rest in the store are read by the thread, behind the caller; alone, straight into `full`, unless that
-        is where they rest.
+read    rows in the store are read by the thread, behind the caller; without other ranks straight into `full`, unless
+        the store has them there.
 send    the collectives begin. On every rank in the same order, so only the main thread calls it, at points that every
         rank reaches alike. It waits for this rank's rows.
 finish  `full` of every record has its values.
@@ -10,9 +10,9 @@ finish  `full` of every record has its values.
 With copies of the state, or of the parameters (see `SecondCopy`), the ranks of a group alone take part.
 
 Each fetch begins with a header: which unit it is, and whether this rank has its rows. A rank that failed takes part, so
-that nobody waits for it, and all ranks raise. A rank that gathers another unit than the others is an error on all. While
+that nobody waits for it, and all ranks raise. If a rank gathers another unit than the others, all raise. While
 an order is recorded the header is waited for before anything else is sent, for collectives of different sizes would end
-the process. On CUDA, where looking at a header would wait for the device, headers are looked at when the iteration ends.
+the process. On CUDA, looking at a header would wait for the device, so headers are looked at when the iteration ends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Ready = Callable[[Sequence[ParameterRecord]], None]
 """Waits until the records' rows are those of the last step; may be called from the reading thread."""
 
 _DIRECT_NUMEL = 512 * 1024
-"""Parameters with fewer elements travel together; a larger one goes straight to its place."""
+"""Parameters with fewer elements are gathered together; a larger one goes straight to its place."""
 
 
 @dataclass(eq=False)
@@ -60,7 +60,7 @@ class RowRead:
 
 
 class RowReader:
-    """One thread that reads the rows of records that rest in `store`, in the order in which they are asked for."""
+    """One thread that reads the rows of records in `store`, in the order of the requests."""
 
     def __init__(self, store: TensorStore, pool: Pool, transfers: Transfers) -> None:
         self._store = store
@@ -73,7 +73,7 @@ class RowReader:
         """Bytes of rows read so far."""
 
     def read(self, label: str, rows: list[tuple[ParameterRecord, torch.Tensor]], *, ahead: bool) -> RowRead:
-        """Start reading each record's rows into the memory beside it; `label` is named where that fails."""
+        """Start reading each record's rows into the memory beside it; `label` is named if that fails."""
         reading = RowRead(label, rows, ahead, self._transfers.streams.record())
         if self._workers is None:
             self._workers, self._context = Workers(1, "zstore-prefetch"), self._transfers.stream_context()
@@ -106,7 +106,7 @@ class RowReader:
             source = as_torch(tile.views[0])
             if self._transfers.link(source, target) is not None:
                 with self._store.links.moving("host_to_device", target.nbytes, None):
-                    # The buffer is given back when the next tile is asked for.
+                    # The buffer is given back when the next tile is requested.
                     self._transfers.begin(target, source, after=reading.start, counted=False).wait()
             else:
                 # One memcpy, without torch's threads, which the computation has. A numpy array over the target would
@@ -117,7 +117,7 @@ class RowReader:
                 break
 
     def close(self) -> None:
-        """End the thread after what was asked for."""
+        """End the thread after the pending requests."""
         if self._workers is not None:
             self._workers.close()
             self._workers = None
@@ -160,7 +160,7 @@ class Fetcher:
         self._late = exchanges.world.device.type == "cuda"
         self._unseen: list[Fetch] = []
         self._apart = False
-        """Whether the ranks were found to gather different units: what was sent may never be answered."""
+        """Whether the ranks were found to gather different units: collectives under way may never complete."""
         self.ready: Ready = _nothing
         """See Ready."""
 
@@ -219,7 +219,7 @@ class Fetcher:
 
     def _send_header(self, fetch: Fetch) -> Work:
         device, world = self._world.device, self._world_of(fetch)
-        # Filled there: a copy from host memory would wait for all that the device was asked to do before.
+        # Filled there: a copy from host memory would wait for all earlier work of the device.
         mine = torch.full((2,), fetch.number, dtype=torch.int32, device=device)
         mine[1:].fill_(fetch.error is not None)
         fetch.header = torch.empty(2 * world.world_size, dtype=torch.int32, device=device)
@@ -232,7 +232,7 @@ class Fetcher:
     def _send_rows(self, fetch: Fetch) -> None:
         world, small, others = self._world_of(fetch), [], []
         grid_of = self.second_copy.grid if fetch.near and self.second_copy is not None else over_copy
-        # What a second copy holds travelled so before.
+        # The values of a second copy were gathered so before.
         gathers = None if fetch.near else self._gathers
         for record in fetch.records:
             record.make_room()
@@ -322,9 +322,9 @@ class Fetcher:
             self._check(fetch)
 
     def drop(self, fetch: Fetch) -> bool:
-        """Wait until nothing writes to the records' memory any more. What was sent is completed, on every rank.
+        """Wait until nothing writes to the records' memory any more. Collectives under way are completed, on every rank.
 
-        False where that may never be, so that the memory must stay.
+        False if that may never be, so that the memory must stay.
         """
         if fetch.reading is not None:
             fetch.reading.cancelled = True
@@ -332,7 +332,7 @@ class Fetcher:
         if self._apart and not all(work.is_completed() for work in fetch.works):
             return False
         for work in fetch.works:
-            # What failed does not write either; whoever needed it has the error.
+            # A failed fetch does not write either; the caller that needed it has the error.
             with contextlib.suppress(RuntimeError):
                 work.wait()
         fetch.works.clear()

@@ -1,6 +1,6 @@
 """Gradients between backward and update: accumulated, averaged over ranks, this rank's rows handed out.
 
-The engine holds them; what a training loop sees of them in `.grad` is in [Note: gradients between backward and step].
+The engine holds them; a training loop's view of them in `.grad` is in [Note: gradients between backward and step].
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class GradientRules:
     bucket_numel: int
     """Most elements of one reduction."""
     scatter: bool = True
-    """Each rank gets its rows of a sharded gradient alone; else all of it. This and `overlap` may be chosen where nothing
-    else is gathered in a backward (stages 1 and 2): elsewhere a rank that waits for a reduction might hold up the gather
+    """Each rank gets its rows of a sharded gradient alone; else all of it. This and `overlap` may be chosen if nothing
+    else is gathered in a backward (stages 1 and 2): otherwise a rank that waits for a reduction might hold up the gather
     that another one waits for."""
     overlap: bool = True
     """Go on while a reduction is under way."""
@@ -48,15 +48,15 @@ class GradientRules:
     spills: bool = False
     """Whether gradients wait on disk on some rank: then all ranks hear of an error there before the norm is taken."""
     keeps_rows: bool = True
-    """Keep the rows' memory from step to step; else it is free as soon as an update took it."""
+    """Keep the rows' memory from step to step; else it is freed as soon as an update took it."""
     exchanges: Exchanges
     copies: int = 1
-    """Shards of the grid over all ranks that a rank's rows are: one of each copy of the state."""
+    """Number of shards of the grid over all ranks in a rank's rows: one of each copy of the state."""
     squares_at_once: bool = False
     """Take sums of squares as gradients become final: an update may take them before the norm is asked for."""
 
     def reduced(self, record: ParameterRecord) -> torch.dtype:
-        """Return the type in which a gradient travels between ranks."""
+        """Return the type in which a gradient is exchanged between ranks."""
         return self.types.reduced(record.dtype)
 
 
@@ -68,7 +68,7 @@ INCOMPLETE = (
 class Gradients(ABC):
     """The gradients of `records`; `others` are parameters that get gradients nobody asked for.
 
-    The engine calls, in this order: for each micro-batch start_backward, end_backward, show (or drop, where the backward
+    The engine calls, in this order: for each micro-batch start_backward, end_backward, show (or drop, if the backward
     failed); then for the update reduce, has, squares, take, drop.
     """
 
@@ -84,35 +84,35 @@ class Gradients(ABC):
         self._world = world
         self._rules = rules
         self.overlapped = 0
-        """Reductions that went on while this rank did something else."""
+        """Reductions that overlapped with other work of this rank."""
         self._backwards = 0
-        """Of this step, the one under way included."""
+        """Backwards of this step, the one under way included."""
         self._several = False
         """Whether this step has more than one backward, as far as is known."""
         self._handles: list[RemovableHandle] = []
         self.waits = False
         """Whether backwards leave each rank's own sums in `.grad`, to be reduced as those of one backward."""
         self.acts: GradientActs | None = None
-        """Does what a training loop asks of gradients that it cannot have whole; None: `.grad` stays None."""
+        """Serves the loop's use of gradients that it cannot have whole; None: `.grad` stays None."""
         self.sums: dict[ParameterRecord, Sequence[float]] | None = None
-        """Sums of squares of each shard, over all ranks, once they were taken in this step."""
+        """Sums of squares of each shard, over all ranks, once computed in this step."""
         self.scales: dict[ParameterRecord, float] = {}
-        """What the loop multiplied gradients by that it cannot have whole."""
+        """The loop's factors of gradients that it cannot have whole."""
         self.clipped: set[ParameterRecord] = set()
-        """Whole gradients that were clipped where they are."""
+        """Whole gradients that were clipped in place."""
         self._shown: dict[ParameterRecord, torch.Tensor] = {}
-        """What was put into `.grad`."""
+        """The tensors that were put into `.grad`."""
         self._stand_ins: dict[ParameterRecord, ShardedGradient] = {}
 
     def start_backward(self, *, last: bool) -> None:
-        """Make ready for a backward, the `last` of its step or not."""
+        """Prepare for a backward, the `last` of its step or not."""
         self.adopt()
         self._shown.clear()
         self._backwards += 1
         self._several = self._several or not last or self._backwards > 1
 
     def _total(self, record: ParameterRecord) -> torch.dtype:
-        """Return the type of the sum of what came before and what comes now."""
+        """Return the type of the sum of the gradients so far and the new ones."""
         return self._rules.types.held(record.dtype, several=self._backwards > 1)
 
     @abstractmethod
@@ -125,7 +125,7 @@ class Gradients(ABC):
         ranks). See [Note: gradients between backward and step]."""
 
     def _show(self, record: ParameterRecord, gradient: torch.Tensor | None = None) -> None:
-        """Put a gradient into `.grad`; None: what stands for it."""
+        """Put a gradient into `.grad`; None: a `ShardedGradient` in its place."""
         if gradient is None:
             if self.acts is None:
                 return
@@ -135,9 +135,9 @@ class Gradients(ABC):
         record.parameter.grad = self._shown[record] = gradient
 
     def adopt(self) -> None:
-        """Take over what the training loop put into `.grad` in place of what was shown there.
+        """Take over the gradients that the training loop put into `.grad` in place of those shown there.
 
-        Raises UsageError where that is not whole on this rank.
+        Raises UsageError if one is not whole on this rank.
         """
         for record in self._records:
             found, shown = record.parameter.grad, self._shown.get(record)
@@ -151,13 +151,13 @@ class Gradients(ABC):
                 )
 
     def _replace(self, record: ParameterRecord, gradient: torch.Tensor | None) -> bool:
-        """Use a whole gradient that `.grad` has no more, None: none, in place of the parameter's own; return whether that can
-        be."""
+        """Use a whole gradient that is no longer in `.grad`, None: none, in place of the parameter's own; return whether
+        that is possible."""
         return False
 
     def clip(self, factor: float) -> None:
-        """Multiply the whole fp32 gradients by `factor` where they are: a plain loop sees clipped ones too. Others are
-        clipped in the update, whose bits are those of one product in fp32: `.grad` stands for them from now on."""
+        """Multiply the whole fp32 gradients by `factor` in place: a plain loop sees clipped ones too. Others are clipped
+        in the update, whose bits are those of one product in fp32: `.grad` is a placeholder of them from now on."""
         whole = [r for r, shown in self._shown.items() if not isinstance(shown, ShardedGradient)]
         here = [record for record in whole if record.dtype == torch.float32]
         if factor != 1.0 and here:
@@ -169,7 +169,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def reduce(self) -> None:
-        """Average over ranks what is not averaged yet, and agree on which parameters have a gradient (all ranks)."""
+        """Average the gradients that are not averaged yet, and agree on which parameters have one (all ranks)."""
 
     @abstractmethod
     def has(self, record: ParameterRecord) -> bool:
@@ -188,17 +188,17 @@ class Gradients(ABC):
 
     @abstractmethod
     def owned(self, record: ParameterRecord) -> torch.Tensor | None:
-        """Return this rank's rows, 1-D, of the averaged gradient; None where there are none in memory."""
+        """Return this rank's rows, 1-D, of the averaged gradient; None if there are none in memory."""
 
     @abstractmethod
     def replace(self, record: ParameterRecord, full: torch.Tensor) -> None:
         """Use `full`, 1-D [numel], the same on every rank, as the averaged gradient of a parameter that has one (all ranks).
 
-        Raises UsageError where the gradient is not complete, or waits on disk.
+        Raises UsageError if the gradient is not complete, or waits on disk.
         """
 
     def take(self, record: ParameterRecord) -> torch.Tensor | None:
-        """Return what `owned` returns, for the update, which may change it; whoever takes it keeps it alive."""
+        """Return the same as `owned`, for the update, which may change it; the caller keeps it alive."""
         return self.owned(record)
 
     def squares(self, record: ParameterRecord) -> float | None:
@@ -217,8 +217,8 @@ class Gradients(ABC):
 
     @abstractmethod
     def begun(self) -> dict[ParameterRecord, torch.Tensor | None]:
-        """Return what this rank holds of a step that has begun, between two micro-batches, 1-D; None of what waits on disk
-        (all ranks)."""
+        """Return this rank's gradients of a step that has begun, between two micro-batches, 1-D; None of those that wait
+        on disk (all ranks)."""
 
     def take_up(self, held: Iterable[tuple[ParameterRecord, torch.Tensor]], backwards: int) -> None:
         """Go on with a step that had so many backwards, of which `held` was kept, in memory of its own, on the CPU."""
@@ -228,7 +228,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def _take_up(self, record: ParameterRecord, rows: torch.Tensor) -> None:
-        """Hold what `begun` returned, in the values of `rows`."""
+        """Hold the gradients that `begun` returned, in the values of `rows`."""
 
     def drop(self) -> None:
         """Forget all gradients."""
@@ -239,7 +239,7 @@ class Gradients(ABC):
         forget_gradients([record.parameter for record in self._records])
 
     def free(self) -> None:
-        """Forget all gradients, and give the memory that is kept for the next ones back."""
+        """Forget all gradients, and free the memory that is kept for the next ones."""
         self.drop()
 
     @abstractmethod
@@ -247,7 +247,7 @@ class Gradients(ABC):
         """Return the bytes of gradients held now."""
 
     def close(self) -> None:
-        """Take the hooks off the parameters, and forget all gradients."""
+        """Remove the hooks from the parameters, and forget all gradients."""
         for handle in self._handles:
             handle.remove()
         self.drop()
@@ -256,9 +256,9 @@ class Gradients(ABC):
 class WholeGradients(Gradients):
     """Gradients accumulated in whole, reduced once a step (stages 0 and 1, and any stage on one rank).
 
-    Where they accumulate in the parameter's type autograd does it: what is held goes back to `.grad` for the next
-    backward. Where the type is another one (see [Note: types of gradients]), each gradient is added to what is held as soon as
-    it came as often as in the backward before, so that in the parameters' type there are but a few at a time.
+    If they accumulate in the parameter's type autograd does it: the held gradient goes back to `.grad` for the next
+    backward. If the type is another one (see [Note: types of gradients]), each gradient is added to the held one as soon as
+    it came as often as in the backward before, so that few at a time exist in the parameters' type.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class WholeGradients(Gradients):
         """How often each gradient came in the last backward in which it was counted."""
         self._last = False
         self._is_reduced = False
-        """Whether what is held is the mean over ranks."""
+        """Whether the held gradients are the mean over ranks."""
 
     def start_backward(self, *, last: bool) -> None:
         """See Gradients."""
@@ -311,7 +311,7 @@ class WholeGradients(Gradients):
                 self._fold(record)
 
     def _fold(self, record: ParameterRecord) -> None:
-        """Take the gradient off the parameter and add it to what is held."""
+        """Take the gradient off the parameter and add it to the held one."""
         gradient = take_gradient(record)
         if gradient is None:
             return
@@ -386,7 +386,7 @@ class WholeGradients(Gradients):
         return self._held[record].view(-1)
 
     def mean(self, record: ParameterRecord) -> torch.Tensor | None:
-        """Return the mean over ranks of what the step under way has so far, 1-D [numel], a copy; None where no rank has
+        """Return the mean over ranks of the step's gradient so far, 1-D [numel], a copy; None if no rank has
         any (all ranks)."""
         self.adopt()
         held = self._held.get(record)
@@ -449,8 +449,8 @@ class WholeGradients(Gradients):
 
 
 def watch_gradient(record: ParameterRecord, arrived: Callable[[ParameterRecord], None]) -> RemovableHandle:
-    """Let `arrived`, a method, be told of the record each time that autograd added to its gradient, as long as its object is
-    there: autograd holds the hook where the collector does not look."""
+    """Call `arrived`, a method, with the record each time that autograd added to its gradient, as long as its object
+    exists: autograd holds the hook out of the collector's sight."""
     method = weakref.WeakMethod(arrived)
 
     def accumulated(_: torch.Tensor) -> None:

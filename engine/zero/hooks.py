@@ -5,13 +5,13 @@ forward   the pre-hook of the first of its modules that is called gathers it; th
 backward  a hook on the output tensors of that call gathers it again, before any node of the unit runs: autograd takes
           nodes in the reverse of the order in which they were made. It is released when every one of its parameters
           has its gradient (then no node is left that reads them), or when the backward reached a unit that ran before
-          it (of which neither lies within the other, or was called there), or at the end of the backward.
+          it (unless one of them is within the other, or was called there), or at the end of the backward.
 
-A call during the backward (activation checkpointing) gathers, which changes nothing where it is done, and never
+A call during the backward (activation checkpointing) gathers, which changes nothing if that is done already, and never
 releases. A parameter that is read while its unit is released, as in `F.linear(x, self.embed.weight)`, in a forward of the
 model or of a module that holds units, is gathered until the end of that forward and again for the whole backward: modules
-with sharded parameters look theirs up in a dictionary that tells of it. Where no tensor is found in what a module
-returns, the unit stays gathered until the end of the backward. A parameter that several units use is released
+with sharded parameters look theirs up in a dictionary that reports the read. If no tensor is found in a module's
+output, the unit stays gathered until the end of the backward. A parameter that several units use is released
 when none of them is gathered. Gathering is a collective: every rank runs the same modules in the same order.
 """
 
@@ -39,14 +39,14 @@ _NOT_GIVEN = object()
 
 
 class UnitHooks:
-    """Keeps the units gathered while they are needed. See [Note: when a unit is gathered and released]."""
+    """Keeps units gathered while they are needed. See [Note: when a unit is gathered and released]."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], sharded: ShardedUnits) -> None:
         self.units = sharded
         self.all_units = tuple(units)
         """Also those whose parameters are all resident."""
         self._holder: dict[Unit, nn.Module | None] = {}
-        """Gathered units, and the module whose forward will release each; None: something else will."""
+        """Gathered units, and the module whose forward will release each; None: released otherwise."""
         self._due: dict[Unit, set[ParameterRecord]] = {}
         """Units gathered for the backward, and their parameters whose gradients are to come."""
         self._stray: dict[Unit, None] = {}
@@ -86,12 +86,12 @@ class UnitHooks:
 
     @property
     def hook_ids(self) -> frozenset[int]:
-        """What modules call these hooks."""
+        """Ids by which modules call these hooks."""
         return frozenset(handle.id for handle in self._handles)
 
     def stay_out_of_graphs(self, modules: Iterable[nn.Module]) -> None:
-        """Let torch.compile break its graphs at these hooks, and where a parameter is read that has to be gathered first:
-        what they look at must not be traced, nor guarded."""
+        """Let torch.compile break its graphs at these hooks, and at the reads of a parameter that has to be gathered first:
+        the state that they look at must not be traced, nor guarded."""
         ids = self.hook_ids
         for hooks in (hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)):
             for number in ids.intersection(hooks):
@@ -174,7 +174,7 @@ class UnitHooks:
 
     @contextmanager
     def _whole(self, parameters: list[nn.Parameter], *, gathers: bool) -> Iterator[None]:
-        """Let parameters have their values for a copy of their module, if `gathers` by bringing them. Raises UsageError where
+        """Let parameters have their values for a copy of their module, by gathering if `gathers` is set. Raises UsageError if
         they have none."""
         released = [
             p for p in parameters if p in self._record_of and self._record_of[p].residency is Residency.RELEASED
@@ -190,7 +190,7 @@ class UnitHooks:
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def _watch(self, unit: Unit, output: Any, given: _Given) -> bool:
-        """Gather the unit before the backward of these outputs; return False where no tensor was found in them.
+        """Gather the unit before the backward of these outputs; return False if no tensor was found in them.
 
         A tensor that the module was `given` and hands on, as T5's blocks do with the position bias of the first, was
         made by another unit: its gradient comes when this unit's nodes have run.
@@ -215,10 +215,10 @@ class UnitHooks:
         self._open(unit)
 
     def _nested(self, unit: Unit, other: Unit) -> bool:
-        """Return whether one of the units lies within the other, or was called there, so that this hook says nothing of the
+        """Return whether one of the units is within the other, or was called there, so that this hook says nothing of the
         other's nodes.
 
-        Where the inner one's output is the outer one's, too, both hooks are on that tensor, and the inner one's is
+        If the inner one's output is the outer one's, too, both hooks are on that tensor, and the inner one's is
         the first.
         """
         if (unit, other) in self._called_within or (other, unit) in self._called_within:
@@ -233,7 +233,7 @@ class UnitHooks:
         self._release(unit)
 
     def start_backward(self) -> None:
-        """Gather what was read from elsewhere; forwards from here on are recomputation (the engine's call)."""
+        """Gather the units read from elsewhere; forwards from here on are recomputation (the engine's call)."""
         self._in_backward = True
         self.units.fill_lent()
         for unit in self._stray:
@@ -283,7 +283,7 @@ class UnitHooks:
             self.units.reshard(unit)
 
     def remove(self) -> None:
-        """Take the hooks off the modules, and end what is brought ahead."""
+        """Remove the hooks from the modules, and end gathers ahead of use."""
         self.units.close()
         _unwatch(self._watched)
         for handle in self._handles:
@@ -291,7 +291,7 @@ class UnitHooks:
 
 
 def _called(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the hook, of which torch makes an untraced one."""
+    """Return a function that calls the hook, for torch to make an untraced one of it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return hook(*args, **kwargs)
@@ -300,7 +300,7 @@ def _called(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in what a module returned: tuples, lists, mappings, dataclasses, other objects' attributes."""
+    """Yield the tensors in a module's output: tuples, lists, mappings, dataclasses, other objects' attributes."""
     return _tensors_in(value, set())
 
 
@@ -357,7 +357,7 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
         self._whole = whole
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
-        """Return the parameter, gathered where that can be."""
+        """Return the parameter, gathered if possible."""
         parameter = super().__getitem__(name)
         if parameter is not None:
             self.on_read(parameter)
@@ -379,7 +379,7 @@ def _watch(
     on_read: Callable[[nn.Parameter], None],
     whole: Callable[..., AbstractContextManager[None]],
 ) -> None:
-    """Let the modules tell of each reading of a parameter of their own, and copies be whole."""
+    """Let the modules report each read of a parameter of their own, and copies be whole."""
     for module in modules:
         if not isinstance(module._parameters, _WatchedParameters):
             module._parameters = _WatchedParameters(module._parameters, on_read, whole)

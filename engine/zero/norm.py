@@ -8,7 +8,7 @@ other bits with other numbers of threads. torch takes the norms of fp32 rows in 
 rows in fp32 it is many times slower than the cast, so those are cast first, in tiles that stay in cache.
 
 On a device that is not the host the squares of a row are added by halves: the second half to the first, until one is left,
-with zeros behind a short row; these sums are added in fp64. Its own norm of a row would have other bits beside other
+with zeros behind a short row; these sums are added in fp64. The device's own norm of a row has other bits for other
 numbers of rows, and so may square roots: torch does not promise that they are rounded correctly. Rows of all parameters
 are taken together, and the host looks at their sums once: each look waits for the device.
 """
@@ -58,7 +58,7 @@ def _sums_on_host(shards: Sequence[torch.Tensor]) -> list[float]:
 
     places = ((shard, number) for shard, each in enumerate(tiles) for number in range(len(each)))
     threads = threads_for([values.numel() for values in shards])
-    with one_thread():  # torch's, which spin, would take the processors from what is read ahead
+    with one_thread():  # torch's, which spin, would take the processors from the read-ahead
         side_by_side(take, places, threads)
     return [_sum_of_squares(norm for tile in each for norm in tile) for each in norms]
 
@@ -129,7 +129,7 @@ def norm_of_sums(sums: Sequence[tuple[str, Sequence[float]]]) -> float:
 
 
 def counted(record: ParameterRecord, rows: torch.Tensor) -> torch.Tensor:
-    """Return those of this rank's rows whose squares it adds up: all, or one shard of a copy's. See [Note: copies]."""
+    """Return those of this rank's rows whose squares it sums: all, or one shard of a copy's. See [Note: copies]."""
     first, stop = record.counted_range
     return rows[first:stop]
 
@@ -156,7 +156,7 @@ def sums_over_ranks(
 
 
 def norm_of(sums: Mapping[ParameterRecord, Sequence[float]], scales: Mapping[ParameterRecord, float]) -> float:
-    """Return the norm from sums of squares of each shard, and what gradients are multiplied by, 1 by default."""
+    """Return the norm from sums of squares of each shard, and the factors of the gradients, 1 by default."""
     squares = {record: scale * scale for record, scale in scales.items()}
     return norm_of_sums(
         [
@@ -167,7 +167,7 @@ def norm_of(sums: Mapping[ParameterRecord, Sequence[float]], scales: Mapping[Par
 
 
 def _known_or_rows(record: ParameterRecord, gradients: Gradients) -> float | torch.Tensor:
-    """Return the sum of squares of this rank's rows where it is known, else the rows."""
+    """Return the sum of squares of this rank's rows if it is known, else the rows."""
     known = gradients.squares(record)
     if known is not None:
         return known
@@ -176,7 +176,7 @@ def _known_or_rows(record: ParameterRecord, gradients: Gradients) -> float | tor
 
 
 def _shards(record: ParameterRecord, gradients: Gradients) -> list[float | torch.Tensor]:
-    """Return what `_known_or_rows` returns for every rank's shard of a gradient that is whole here."""
+    """Return the result of `_known_or_rows` for every rank's shard of a gradient that is whole here."""
     step = max(record.grid.shard_numel, 1)
     if record.numel <= step:
         return [_known_or_rows(record, gradients)]
@@ -185,10 +185,10 @@ def _shards(record: ParameterRecord, gradients: Gradients) -> list[float | torch
 
 
 def scale_factor(norm: float, clip: float, loss_scale: float) -> float:
-    """Return what the gradients are multiplied with, once, in fp32: 1 / loss scale, and down to norm `clip` if it is
+    """Return the factor of the gradients, applied once, in fp32: 1 / loss scale, and down to norm `clip` if it is
     set.
 
-    `norm` is that of the unscaled gradients. Where it is not finite the factor is 0 or NaN, as in torch's clip_grad_norm_.
+    `norm` is that of the unscaled gradients. If it is not finite the factor is 0 or NaN, as in torch's clip_grad_norm_.
     """
     if clip > 0 and not norm <= clip:
         return clip / (norm + 1e-6) / loss_scale

@@ -1,12 +1,12 @@
-"""What stands in `.grad` for a gradient that is not there as a whole tensor.
+"""The placeholder in `.grad` for a gradient that is not there as a whole tensor.
 
 [Note: gradients between backward and step]
 Between a backward and its `step()` each parameter that has a gradient shows it in `.grad`; after `step()` it is None.
-Where a rank has all of the mean over ranks in the parameter's own type, without a loss scale, `.grad` is that tensor: the
-step uses what a training loop reads and writes there, and a parameter whose `.grad` it sets to None is not updated. A
-backward that is the last of its step averages over ranks; what ranks hold before it is not the mean.
+If a rank has all of the mean over ranks in the parameter's own type, without a loss scale, `.grad` is that tensor: the
+step uses the tensor that a training loop reads and writes there, and does not update a parameter whose `.grad` it sets to
+None. The last backward of a step averages over ranks; before it, ranks do not hold the mean.
 
-Everywhere else `.grad` is a `ShardedGradient`, which has the parameter's shape, type and device, and no memory. Its 2-norm
+Otherwise `.grad` is a `ShardedGradient`, which has the parameter's shape, type and device, and no memory. Its 2-norm
 is that of the whole mean gradient, unscaled, and multiplying it in place by a number scales that, so that
 `torch.nn.utils.clip_grad_norm_` clips. All else raises. The first norm is taken by all ranks, in that call or in their
 `step()`; it ends the accumulation.
@@ -28,7 +28,7 @@ _aten: Any = torch.ops.aten
 
 
 class GradientActs(Protocol):
-    """What a run does for `ShardedGradient`."""
+    """The services of a run for `ShardedGradient`."""
 
     def gradient_norm(self, record: ParameterRecord) -> float:
         """Return the 2-norm of a parameter's gradient, as the step takes it (all ranks)."""
@@ -45,7 +45,7 @@ class ShardedGradient(torch.Tensor):
 
     @staticmethod
     def of(record: ParameterRecord, acts: GradientActs) -> ShardedGradient:
-        """Return what stands for the gradient of a parameter."""
+        """Return the placeholder of a parameter's gradient."""
         made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             ShardedGradient, record.shape, dtype=record.dtype, device=record.full.device
         )
@@ -58,7 +58,7 @@ class ShardedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Do what is known of a gradient without memory. Raises UsageError for all else."""
+        """Carry out an operation that a gradient without memory allows. Raises UsageError for all others."""
         act = _ACTS.get(func)
         found = None if act is None else act(*args, **(kwargs or {}))
         if found is None:
@@ -92,7 +92,7 @@ def _norms(gradients: Sequence[Any], order: Any = 2, dtype: Any = None) -> Any:
 
 
 def _factor(gradient: Any, factor: Any) -> float | None:
-    """Return a factor as a number; None where it is not one, or is no factor of a gradient without memory."""
+    """Return a factor as a number; None if it is not one, or is no factor of a gradient without memory."""
     if not isinstance(gradient, ShardedGradient) or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
         return None
     return float(factor)
@@ -129,4 +129,4 @@ _ACTS: Mapping[Any, Callable[..., Any]] = {
     _aten._foreach_mul_.ScalarList: _each,
     _aten._foreach_mul_.Tensor: _each,
 }
-"""By operation; what returns None does not do it in this form."""
+"""By operation; one that returns None is not allowed in this form."""

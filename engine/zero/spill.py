@@ -1,8 +1,8 @@
-"""Gradients that wait for the update on disk, where the host budget cannot hold them.
+"""Gradients that wait for the update on disk, if the host budget cannot hold them.
 
-One thread writes them behind the backward; how much may be on its way is bounded. A gradient that more comes to is read
+One thread writes them behind the backward, with a bound on the bytes under way. A gradient with more to come is read
 back, added to and written again. The sum of squares is taken while the rows are at hand. An array has the planned type;
-where a step turns out to accumulate in a wider one, a wider array takes its place for good.
+if a step turns out to accumulate in a wider one, a wider array takes its place for good.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class GradientSpill:
         self._workers = Workers(1, "zstore-gradients")
         self._under_way: deque[tuple[Ticket[None], int]] = deque()
         self._squares: dict[ParameterRecord, float] = {}
-        """Of the gradients that are there in this step."""
+        """Sums of squares of the gradients that are there in this step."""
 
     def __contains__(self, record: ParameterRecord) -> bool:
         return record in self._arrays
 
     def add(self, record: ParameterRecord, rows: torch.Tensor, total: torch.dtype) -> None:
-        """Keep `rows`, 1-D, added to what is kept of this step, rounded to `total`; they belong to this from now on.
+        """Keep `rows`, 1-D, added to the rows of this step so far, rounded to `total`; they belong to this from now on.
 
         Raises the error of an earlier write.
         """
@@ -87,7 +87,7 @@ class GradientSpill:
                 self._transfers.copy_into(as_torch(tile.views[0]), rows[tile.first : tile.stop])
 
     def _read(self, record: ParameterRecord, *, on_host: bool = False) -> torch.Tensor:
-        """Return what is kept of a gradient, as it is stored: in host memory or on the parameter's device."""
+        """Return the stored rows of a gradient: in host memory or on the parameter's device."""
         name = self._arrays[record]
         dtype: torch.dtype = getattr(torch, self._store.spec(name).dtype)
         if on_host:
@@ -100,16 +100,16 @@ class GradientSpill:
         return rows
 
     def drain(self) -> None:
-        """Return when everything is on disk; raise the error of a write."""
+        """Wait until everything is on disk; raise the error of a write."""
         while self._under_way:
             self._under_way.popleft()[0].wait()
 
     def squares(self, record: ParameterRecord) -> float | None:
-        """Return the sum of squares of a gradient of this step, None where there is none."""
+        """Return the sum of squares of a gradient of this step, None if there is none."""
         return self._squares.get(record)
 
     def owned(self, record: ParameterRecord) -> torch.Tensor | None:
-        """Return a copy of the rows of this step, 1-D; None where there are none."""
+        """Return a copy of the rows of this step, 1-D; None if there are none."""
         if record not in self._squares:
             return None
         self.drain()

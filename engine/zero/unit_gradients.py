@@ -1,12 +1,12 @@
-"""Gradients taken as they come, unit by unit, of which each rank holds its own rows alone.
+"""Gradients taken as they arrive, unit by unit, of which each rank holds its own rows alone.
 
 [Note: gradients by unit]
 At stages 2 and 3 a unit's gradients are reduced as soon as the last of them has come, in one order of units that is
 the same on every rank, on a process group of their own, asynchronously: a rank whose unit is late holds up no other
-collective. A unit waits for the parameters that had a gradient on any rank in the backward before. What comes
-unexpectedly or late is agreed on and reduced at the end of the backward. The order is the reverse of the modules' at
+collective. A unit waits for the parameters that had a gradient on any rank in the backward before. Unexpected or late
+gradients are agreed on and reduced at the end of the backward. The order is the reverse of the modules' at
 first, then the one that rank 0 saw in the first backward. Each reduced row is added to the row held so far, in the
-type of [Note: types of gradients]. Alone, a gradient is its own rows, and there is nothing to wait for.
+type of [Note: types of gradients]. Without other ranks, a gradient is its own rows, and there is nothing to wait for.
 
 A gradient is complete when it came as often as in the backward before: recomputation of a shared module may bring it in
 several parts. In the last backward of a step it is final then, which an update in the backward waits for. Before
@@ -57,7 +57,7 @@ class _Arrivals:
         self._due: dict[Unit, set[ParameterRecord]] = {}
 
     def start(self) -> None:
-        """Make ready for a backward."""
+        """Prepare for a backward."""
         self.counts.clear()
         self.sent = 0
         self._due = {unit: {record for record in unit.owned if self.expected[record]} for unit in self.units}
@@ -77,7 +77,7 @@ class _Arrivals:
             yield [record for record in self.units[self.sent - 1].owned if self.expected[record]]
 
     def expect(self, records: Iterable[ParameterRecord]) -> None:
-        """Expect of the backwards to come these gradients, which came in this one on some rank, as often as here."""
+        """Expect in later backwards the gradients that came in this one on some rank, as often as here."""
         self.expected = Counter({record: max(self.counts[record], 1) for record in records})
 
     def agree_on_order(self, world: World) -> None:
@@ -116,7 +116,7 @@ class UnitGradients(Gradients):
         self._tell = arrived
         self._reducer = rules.exchanges.reducer
         self.on_final: Told | None = None
-        """Told each record whose gradient is complete in the last backward of a step."""
+        """Called with each record whose gradient is complete in the last backward of a step."""
         self.comes_in_parts = True
         """Whether a gradient may come in several parts in the first backward, before it is known how often each comes."""
         self._rows: dict[ParameterRecord, torch.Tensor] = {}
@@ -130,7 +130,7 @@ class UnitGradients(Gradients):
         self._in_backward = False
         self._last = False
         self._closing = False
-        """The backward is over, and what is left of it is being agreed on."""
+        """The backward is over, and its remaining gradients are being agreed on."""
         self._under_way: deque[tuple[Reducing, set[ParameterRecord]]] = deque()
         self._segments_left: Counter[ParameterRecord] = Counter()
         self._handles = [watch_gradient(record, self._arrived) for record in records]
@@ -150,7 +150,7 @@ class UnitGradients(Gradients):
         return max((sum(r.owned_numel * planned(r.dtype).itemsize for r in unit) for unit in records), default=0)
 
     def waiting_bytes(self, record: ParameterRecord) -> int:
-        """Return the bytes of a gradient that waits in memory for the update; 0 where it does not."""
+        """Return the bytes of a gradient that waits in memory for the update; 0 if it does not."""
         rows = self._rows.get(record)
         return 0 if rows is None else rows.nbytes
 
@@ -207,7 +207,7 @@ class UnitGradients(Gradients):
         forget_gradients(self._others)
         self._in_backward = False
         if self._last:
-            # To the rows of the others this backward brought nothing.
+            # This backward brought nothing to the rows of the others.
             for record in [record for record in self._records if record in self._agreed - self._final]:
                 self._finish(record)
 
@@ -226,7 +226,7 @@ class UnitGradients(Gradients):
                 if gradient is not None:
                     self._add(record, gradient.view(-1))
             return
-        # What is on disk is added when the rows are complete.
+        # Rows on disk are added when the rows are complete.
         fresh = {record for record in records if record not in self._filled or self._spill_of(record)}
         self._filled |= fresh
         for record in records:
@@ -293,7 +293,7 @@ class UnitGradients(Gradients):
         return self._rules.types.held(record.dtype, several=self._several)
 
     def _empty(self, record: ParameterRecord, like: torch.Tensor) -> torch.Tensor:
-        """Return memory for the rows, where they wait for the update."""
+        """Return memory for the rows, on the tier on which they wait for the update."""
         dtype = self._room(record, like.dtype)
         if record in self._rules.to_host:
             return self._transfers.streams.empty_host(record.owned_numel, dtype)
@@ -306,7 +306,7 @@ class UnitGradients(Gradients):
             self._rows[record] = self._empty(record, held).copy_(held)
 
     def _put(self, record: ParameterRecord, rows: torch.Tensor, part: torch.Tensor, *, add: bool) -> None:
-        """Bring a segment of a gradient into its rows, or `add` it to them."""
+        """Copy a segment of a gradient into its rows, or `add` it to them."""
         summed: Add | None = partial(add_in, dtype=self._total(record)) if add else None
         self._d2h.put(rows, part, add=summed, arrived=partial(self._count_segment, record))
 
@@ -317,7 +317,7 @@ class UnitGradients(Gradients):
             self._complete(record)
 
     def _add(self, record: ParameterRecord, gradient: torch.Tensor) -> None:
-        """Add a gradient to the rows, where one rank has all of them."""
+        """Add a gradient to the rows, if one rank has all of them."""
         add = record in self._filled and record in self._rows
         self._filled.add(record)
         self._segments_left[record] += 1
@@ -334,11 +334,11 @@ class UnitGradients(Gradients):
     # -- complete rows ----------------------------------------------------------------------------------------------
 
     def _spill_of(self, record: ParameterRecord) -> GradientSpill | None:
-        """Return what keeps a gradient on disk; None where it waits in memory."""
+        """Return the object that keeps a gradient on disk; None if it waits in memory."""
         return self._spill if self._spill is not None and record in self._spill else None
 
     def _complete(self, record: ParameterRecord) -> None:
-        """The rows of this backward are complete: take them to disk where they belong there."""
+        """The rows of this backward are complete: take them to disk if they belong there."""
         if (spill := self._spill_of(record)) is not None:
             self._on_disk(partial(spill.add, record, self._rows.pop(record), self._total(record)))
             self._squares.pop(record, None)
@@ -348,7 +348,7 @@ class UnitGradients(Gradients):
                 'module is used more often than in the step before; set "step_overlap" to "forward" or "none"'
             )
         if not self._last or self._closing or (self.comes_in_parts and not self._arrivals.order_is_agreed):
-            return  # what the end of a backward sends may turn out to be no rank's; a first part is not known as one
+            return  # gradients reduced at the end of a backward may turn out to be no rank's; a first part is not known as one
         self._finish(record)
 
     def _finish(self, record: ParameterRecord) -> None:
@@ -430,7 +430,7 @@ class UnitGradients(Gradients):
         if self._spill_of(record) is not None:
             return None  # the update reads it from disk itself
         kept = self._rules.keeps_rows and self._world.world_size > 1
-        # Not `owned`: an update in the backward takes what is not agreed on before its end.
+        # Not `owned`: an update in the backward takes gradients that are not agreed on before its end.
         rows = self._rows.get(record) if kept else self._rows.pop(record, None)
         return rows if record in self._filled else None
 

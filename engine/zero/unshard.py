@@ -1,9 +1,9 @@
-"""Which units are gathered, kept and brought ahead. The hooks say when a unit is needed; this says how it is there.
+"""Which units are gathered, kept and prefetched. The hooks say when a unit is needed; this decides how it gets there.
 
 [Note: held by a caller]
-`hold` gives parameters their values for a caller outside of the modules (`zstore.gather`), until `let_go`. They lie in
-memory of their own meanwhile: whatever keeps a view of them, a graph or the caller, keeps that memory. To units they
-are there. The parameter's own memory is what graphs made before saved; it is filled for a backward that runs meanwhile.
+`hold` gives parameters their values for a caller outside of the modules (`zstore.gather`), until `let_go`. They are in
+memory of their own meanwhile: a view of them, in a graph or the caller's, keeps that memory. To units they
+are there. The parameter's own memory is what earlier graphs saved; it is filled for a backward that runs meanwhile.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Fill = Callable[[Sequence[ParameterRecord]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class UnitStatistics:
-    """What was gathered since the start."""
+    """Counters of gathers since the start."""
 
     taken: int = 0
     """Times that a unit was needed."""
     gathered_ahead: int = 0
     """Of these, with a gather that had begun before."""
     kept: int = 0
-    """Of these, without a gather, for the unit was still there."""
+    """Of these, without a gather, since the unit was still there."""
     on_demand: int = 0
     """Of these, with a gather that began then."""
     dropped: int = 0
@@ -48,7 +48,7 @@ class UnitStatistics:
     orders: int = 0
     """Orders recorded."""
     overlapped: int = 0
-    """Gathers from other ranks that went on beside the computation."""
+    """Gathers from other ranks that overlapped with the computation."""
     live_peak_numel: int = 0
     """Most elements of parameters gathered at one time."""
     read_bytes: int = 0
@@ -56,10 +56,10 @@ class UnitStatistics:
 
 
 class ShardedUnits:
-    """The gathered memory of all units. `overlap` false: whatever is started is waited for at once.
+    """The gathered memory of all units. If `overlap` is false every gather is waited for at once.
 
-    A unit is in use between `unshard` and `reshard`. A unit that is kept or brought ahead has memory, but its parameters
-    do not point there, so that whatever reads them tells of it as if the unit were released.
+    A unit is in use between `unshard` and `reshard`. A unit that is kept or prefetched has memory, but its parameters
+    do not point there, so that a read of them is reported as if the unit were released.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class ShardedUnits:
         self._users: Counter[ParameterRecord] = Counter()
         """Units in use, by parameter."""
         self._holds: Counter[ParameterRecord] = Counter()
-        """Units kept or brought ahead, by parameter."""
+        """Units kept or prefetched, by parameter."""
         self._callers: Counter[ParameterRecord] = Counter()
         """Callers that hold a parameter, by parameter. See [Note: held by a caller]."""
         self._lent: dict[ParameterRecord, torch.Tensor] = {}
-        """The own memory of parameters whose values lie in a caller's."""
+        """The own memory of parameters whose values are in a caller's."""
         self._there: set[ParameterRecord] = set()
         self._coming: dict[ParameterRecord, Fetch] = {}
         self._ahead: dict[Unit, Fetch] = {}
@@ -98,7 +98,7 @@ class ShardedUnits:
     # -- iterations -------------------------------------------------------------------------------------------------
 
     def begin(self, kind: str) -> bool:
-        """Start an iteration, whose order is that of others of its `kind`; false where one is under way (all ranks)."""
+        """Start an iteration, whose order is that of others of its `kind`; false if one is under way (all ranks)."""
         if self._kind is not None:
             return False
         self._kind = kind
@@ -109,7 +109,7 @@ class ShardedUnits:
         return True
 
     def end(self) -> None:
-        """End the iteration; where it had another order than the ones before, agree on the new one (all ranks)."""
+        """End the iteration; if it had another order than the ones before, agree on the new one (all ranks)."""
         kind, self._kind = self._kind, None
         uses = self._recorder.end()
         self.forget()
@@ -125,7 +125,7 @@ class ShardedUnits:
         self.forget()
 
     def _agreed(self, uses: Sequence[Use]) -> list[Use]:
-        """Return rank 0's uses: when they ended may differ. Raises UsageError where the order differs."""
+        """Return rank 0's uses: when they ended may differ. Raises UsageError if the order differs."""
         everyone = self._world.all_gather_object([[use.unit, use.last] for use in uses])
         orders = [[unit for unit, _ in theirs] for theirs in everyone]
         odd = next((rank for rank, order in enumerate(orders) if order != orders[0]), None)
@@ -137,7 +137,7 @@ class ShardedUnits:
         return [Use(unit, last) for unit, last in everyone[0]]
 
     def values_change(self, *, by_step: bool = False) -> None:
-        """Release what holds values that are about to change: by a step those of what is trained, else all (all ranks)."""
+        """Release the values that are about to change: by a step those of trained parameters, else all (all ranks)."""
         self.forget()
         second = self.fetcher.second_copy
         if second is not None and by_step:
@@ -146,7 +146,7 @@ class ShardedUnits:
             second.free()
 
     def forget(self) -> None:
-        """Release what is kept or brought ahead: the iteration is over, or values are about to change."""
+        """Release the units kept or prefetched: the iteration is over, or values are about to change."""
         for unit in list(self._ahead):
             self._drop(unit)
             self._count(dropped=1)
@@ -184,7 +184,7 @@ class ShardedUnits:
                 self.forget()
 
     def reshard(self, unit: Unit) -> None:
-        """End the use of the unit: release it, or keep it where it is used again soon."""
+        """End the use of the unit: release it, or keep it if it is used again soon."""
         with labelled("reshard", unit.name):
             records = self._sharded[unit]
             if self._recorder.end_use(self._number[unit]):
@@ -212,7 +212,7 @@ class ShardedUnits:
     # -- callers ----------------------------------------------------------------------------------------------------
 
     def hold(self, records: Sequence[ParameterRecord], fill: Fill) -> None:
-        """Let parameters have all their values until `let_go`; `fill` brings those that are released (all ranks)."""
+        """Let parameters have all their values until `let_go`; `fill` fetches those that are released (all ranks)."""
         self.forget()
         sharded = [record for record in records if record.residency is not Residency.RESIDENT]
         missing = [record for record in sharded if record.residency is Residency.RELEASED]
@@ -249,7 +249,7 @@ class ShardedUnits:
                 own.copy_(record.full)
 
     def empty_lent(self) -> None:
-        """Free what `fill_lent` filled."""
+        """Free the memory that `fill_lent` filled."""
         for record, own in self._lent.items():
             if not record.is_in_place:
                 own.untyped_storage().resize_(0)
@@ -263,7 +263,7 @@ class ShardedUnits:
         return [self._units[schedule.units[number]] for number in schedule.start[slot]]
 
     def _read_slots(self, slot: int) -> None:
-        """Start to read the rows of what this slot gathers; with more ranks also those of the next, which it sends."""
+        """Start to read the rows of this slot's gathers; with more ranks also those of the next, which it sends."""
         slots = [slot] if self._world.world_size == 1 else [slot, slot + 1]
         for unit in [unit for each in slots for unit in self._slot(each)]:
             if unit not in self._ahead and unit not in self._kept:
