@@ -4,19 +4,19 @@
 Autograd makes a gradient in the parameter's type. `communication_data_type` is the type in which it is sent to other
 ranks, by default the parameter's: the mean is summed in fp32 and rounded to it once. `data_types.grad_accum_dtype` is the
 type in which micro-batches accumulate, by default fp32 over more than one: in 16 bits a sum of 256 equal gradients of
-bf16 no longer grows. The gradient of a single micro-batch needs no more than the type that it came in.
+bf16 no longer grows. The gradient of a single micro-batch needs no more than its original type.
 
-What is held may be wider than the sum in it. In the first micro-batch of a step a parameter may get its gradient in parts
-(reentrant checkpointing of a shared module), which autograd would add in the parameter's type: so the first sum is in the
-type of a single micro-batch, in memory that has room for those that follow. A step that turns out to have more
-micro-batches than expected widens what is held when the second one comes. So the bits do not depend on what was expected.
+The held rows may be of a wider type than their sum. In the first micro-batch of a step a parameter may get its gradient in
+parts (reentrant checkpointing of a shared module), which autograd would add in the parameter's type: so the first sum is in
+the type of a single micro-batch, in memory that has room for later ones. A step that turns out to have more
+micro-batches than expected widens the rows when the second one comes. So the bits do not depend on what was expected.
 
 [Note: the mean of two]
-a + b is b + a, so that between two ranks gloo's own all-reduce has the bits of a sum in rank order, and works in the
-gradients' own memory, without buckets, their padding and copies. It rounds the sum, not its half: the same bits, for
-halving is exact but below the least normal number, and there the sum is. A sum beyond the greatest number has no finite
-mean here. In fp32 it has none by rows either; in bf16 that concerns gradients of 1.6e38 alone; fp16, whose greatest
-number is small, takes the exchange of rows.
+a + b is b + a, so between two ranks gloo's own all-reduce has the bits of a sum in rank order, and works in the
+gradients' own memory, without buckets, their padding and copies. It rounds the sum, not its half: the same bits, since
+halving is exact except below the least normal number, and there the sum is exact. A sum beyond the greatest number has no
+finite mean here. In fp32 it has none by rows either; in bf16 that concerns gradients of 1.6e38 alone; fp16, whose greatest
+number is small, uses the exchange of rows.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from .tensors import PRECISIONS
 
 @dataclass(frozen=True, kw_only=True)
 class GradientTypes:
-    """What a run asks for. See [Note: types of gradients]."""
+    """The gradient types of a run. See [Note: types of gradients]."""
 
     accumulation: torch.dtype | None = None
     """Type in which gradients are held whatever the number of micro-batches; None: the default."""
     reduction: torch.dtype | None = None
-    """Type in which they are reduced; None: the parameter's. Of one rank always None."""
+    """Type in which they are reduced; None: the parameter's. With one rank always None."""
     accumulates: bool = False
     """Whether a step is planned to have more than one micro-batch."""
 
     @staticmethod
     def of(config: Config, world_size: int) -> GradientTypes:
-        """Return the types that a resolved config asks for."""
+        """Return the gradient types of a resolved config."""
         accumulation, reduction = config.settings.data_types.grad_accum_dtype, config.settings.communication_data_type
         return GradientTypes(
             accumulation=None if accumulation is None else PRECISIONS[accumulation],
@@ -51,7 +51,7 @@ class GradientTypes:
         )
 
     def reduced(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the type in which gradients of parameters of `dtype` travel between ranks."""
+        """Return the type in which gradients of parameters of `dtype` are sent between ranks."""
         return self.reduction or dtype
 
     def held(self, dtype: torch.dtype, *, several: bool) -> torch.dtype:
@@ -67,7 +67,7 @@ class GradientTypes:
 
 
 def sums_in_place(dtype: torch.dtype, world_size: int, *, native: bool) -> bool:
-    """Return whether gradients that travel in `dtype` and that every rank gets whole are summed where they are; `native`: the
+    """Return whether gradients that are sent in `dtype` and that every rank gets whole are summed in place; `native`: the
     backend has its own reductions of a bucket. See [Note: the mean of two]."""
     return world_size == 2 and not native and dtype in (torch.float32, torch.bfloat16)
 

@@ -1,14 +1,14 @@
-"""Values as small integers, in blocks with one scale each: how matrices travel between ranks where a config allows it.
+"""Values as small integers, in blocks with one scale each: the form in which ranks exchange matrices if the config allows.
 
 [Note: blocks]
 A block is 256 consecutive elements of one rank's rows of one parameter, the last one shorter. Its scale is its largest
 magnitude over 127 (8 bits) or 7 (4 bits), in fp32; each element is the nearest multiple of it, ties to even. So a value is
-off by half a scale at most, and a block that has a value that is not finite has none that is. Of 4 bits two are a byte:
-element i of a block's first half, and above it element i of its second half.
+off by half a scale at most, and in a block with a value that is not finite none is finite. Two elements of 4 bits make a
+byte: element i of a block's first half, and above it element i of its second half.
 
 Several parameters' rows side by side are all scales, then all elements: `bits` / 8 bytes an element and 4 bytes a block.
-Blocks never span two parameters, and a parameter is cut between blocks, so that bytes do not depend on what travels
-together.
+Blocks never span two parameters, and a parameter is cut between blocks, so the bytes of one do not depend on the others
+in the exchange.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ WEIGHT_BITS = 8
 _SCALE_BYTES = 4
 _TILE_NUMEL = {"cpu": 256 * 1024}
 _DEVICE_TILE_NUMEL = 16 * 1024 * 1024
-"""Elements encoded or decoded at a time: what they become in fp32 in between stays in the processor's caches, and is small
-beside what a device has."""
+"""Elements quantized or dequantized at a time: their fp32 values stay in the processor's caches, and are small beside a
+device's memory."""
 
 
 def is_matrix(grid: Grid) -> bool:
-    """Return whether a parameter cut so has more than one extent. Others, biases and norms, travel in their own type."""
+    """Return whether a parameter cut so has more than one extent. Others, biases and norms, are sent in their own type."""
     return grid.row_numel > 1
 
 
@@ -78,8 +78,8 @@ class BlockCode:
         return encoded
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> torch.Tensor:
-        """Fill `out` [rows, sum of lengths] with what `encode` returned, or `add` it to that; returns `out`. A value is the
-        product in fp32, rounded to the type of `out`."""
+        """Fill `out` [rows, sum of lengths] with the values of an `encode` result, or `add` them to it; returns `out`. A
+        value is the product in fp32, rounded to the type of `out`."""
         scales, elements = self._parts(encoded)
         for columns, blocks, size in self._tiles(out):
             whole = elements[:, self._bytes(columns)].view(out.shape[0], -1, size * self.bits // 8)
@@ -93,7 +93,7 @@ class BlockCode:
         return out
 
     def _parts(self, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scales, fp32 [rows, blocks], and the elements, int8 [rows, bytes], that `encoded` holds."""
+        """Return the scales, fp32 [rows, blocks], and the elements, int8 [rows, bytes], in `encoded`."""
         split = self._num_blocks * _SCALE_BYTES
         return encoded[:, :split].view(torch.float32), encoded[:, split:].view(torch.int8)
 
@@ -120,7 +120,7 @@ def _largest(bits: int) -> int:
 
 
 def _whole_and_rest(length: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of at most `most` elements of whole blocks, and then the block that is shorter, if there is one."""
+    """Yield ranges of at most `most` elements of whole blocks, and then the shorter block, if there is one."""
     whole = length // BLOCK_NUMEL * BLOCK_NUMEL
     for first in range(0, whole, most):
         yield first, min(first + most, whole)

@@ -2,21 +2,21 @@
 
 [Note: the memory of a parameter]
 `full` is a 1-D tensor over the gathered memory. It is an alias: writing through it does not count as a change of the
-parameter, so autograd does not refuse what it saved before. A sharded parameter (stage 3) is RESIDENT never;
+parameter, so autograd accepts its earlier saved tensors. A sharded parameter (stage 3) is RESIDENT never;
 released, its gathered storage is resized to zero and the parameter is a stride-0 view of one NaN of the same shape
 and type: a stray read gives NaN, a stray write raises. Replacing the storage would free nothing, for saved tensors
-alias it; gathering fills that very storage again. A parameter that is brought
-ahead, or kept, has its memory and points at the placeholder. Where all rows rest in the memory that the device computes
-in, that memory is `full`: gathering and releasing move nothing and free nothing (`is_in_place`).
+alias it; gathering fills that very storage again. A parameter that is prefetched, or kept, has its memory and points at
+the placeholder. If all rows are stored in memory that the device computes in, that memory is `full`: gathering and
+releasing move nothing and free nothing (`is_in_place`).
 
 Between its uses a sharded parameter has this rank's rows in `shard`, or, offloaded, in the array `rest` of the store.
-Gathered memory and `shard` have room for the padding of the grid, so that rows travel without being copied.
+Gathered memory and `shard` have room for the padding of the grid, so that rows are sent without a copy.
 
 [Note: copies]
-With `mics_shard_size` k of N ranks there are N / k copies of what is sharded, each over a group of k consecutive ranks. A
-shard of a copy is N / k neighbouring shards of the grid over all ranks, so that cuts fall where they fall without copies:
-chunks, updates and sums of squares have the same bits. Of the shards that a rank holds, the one with the number of its
-group is the one that it reduces and whose squares it adds up.
+With `mics_shard_size` k of N ranks there are N / k copies of the shards, each over a group of k consecutive ranks. A
+shard of a copy is N / k neighbouring shards of the grid over all ranks, so that the cuts are those of a run without copies:
+chunks, updates and sums of squares have the same bits. Of its shards, a rank reduces the one with the number of its
+group, and adds up the squares of that one.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from ..runtime.allocator import advise_huge_pages
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """What a ZeRO stage shards: which parts of the training state each rank holds only its own rows of. A stage is data,
-    and this is all of it.
+    """The parts of the training state of which each rank holds only its own rows, by ZeRO stage. A stage is data, and this
+    is all of it.
 
-    At world size 1 only `parameters` may be true: where they are offloaded, "its own rows" are all of them, and they are
-    gathered from where they rest.
+    At world size 1 only `parameters` may be true: if they are offloaded, "its own rows" are all of them, and they are
+    gathered from their store.
     """
 
     world_size: int
@@ -54,13 +54,13 @@ class Sharding:
     parameters: bool
     """Parameters, gathered by unit for forward and backward (stage 3)."""
     copy_size: int
-    """Ranks that hold one copy of what is sharded: all, or with `mics_shard_size` groups of so many consecutive ones."""
+    """Ranks that hold one copy of the shards: all, or with `mics_shard_size` groups of so many consecutive ones."""
 
     @staticmethod
     def of_stage(
         stage: int, world_size: int, *, offloads_parameters: bool = False, copy_size: int | None = None
     ) -> Sharding:
-        """Return what `stage` (0 to 3) shards over `world_size` ranks, in copies over `copy_size` each (None: one)."""
+        """Return the sharding of `stage` (0 to 3) over `world_size` ranks, in copies over `copy_size` each (None: one)."""
         many = world_size > 1
         return Sharding(
             world_size=world_size,
@@ -72,7 +72,7 @@ class Sharding:
 
     @property
     def num_copies(self) -> int:
-        """Copies of what is sharded."""
+        """Copies of the shards."""
         return self.world_size // self.copy_size
 
     def state_grid(self, stored_shape: tuple[int, ...]) -> Grid:
@@ -88,7 +88,7 @@ class Sharding:
 
 
 class Residency(Enum):
-    """Which copy of its values a parameter has."""
+    """Form in which a parameter has its values."""
 
     RESIDENT = "resident"
     """All values, always, in `full`; this rank's rows are a part of it."""
@@ -100,7 +100,7 @@ class Residency(Enum):
 
 @dataclass(eq=False, kw_only=True)
 class ParameterRecord:
-    """What the engine knows of one parameter. Nothing is hung on the parameter itself."""
+    """The engine's data about one parameter. Nothing is attached to the parameter itself."""
 
     name: str
     """Fully qualified name; of a tied parameter, the first in module order."""
@@ -110,7 +110,7 @@ class ParameterRecord:
     grid: Grid
     """How it is cut over all ranks; files in a checkpoint are cut so at every stage."""
     state_grid: Grid
-    """How this rank's state is cut: `grid`, or where state is not sharded one shard of everything."""
+    """How this rank's state is cut: `grid`, or if state is not sharded one shard of everything."""
     state_shard: int
     """Number of this rank's shard on `state_grid`."""
     world_size: int
@@ -118,23 +118,23 @@ class ParameterRecord:
     copy: int | None = None
     """Number of the copy of the state that this rank holds a shard of; None: there is one. See [Note: copies]."""
     copy_ranks: int = 0
-    """Ranks that hold one copy of what is sharded; 0: all of `world_size`."""
+    """Ranks that hold one copy of the shards; 0: all of `world_size`."""
     group: int | None
     """Index of its parameter group; None: frozen, or not given to the optimizer."""
     full: torch.Tensor
     """1-D [numel]. See [Note: the memory of a parameter]."""
     shard: torch.Tensor | None = None
-    """1-D, this rank's rows without padding; None where the parameter is resident or rests in the store."""
+    """1-D, this rank's rows without padding; None if the parameter is resident or in the store."""
     rest: str | None = None
-    """Array of the store in which this rank's rows rest between uses, if they do: `parameter/<name>`, or `model/<name>`
-    where that has the parameter's type."""
+    """Array of the store with this rank's rows between uses, if they are there: `parameter/<name>`, or `model/<name>` if
+    that has the parameter's type."""
     is_in_place: bool = False
-    """Whether `full` is the memory in which the rows rest in the store."""
+    """Whether `full` is the memory of the rows in the store."""
     residency: Residency = Residency.RESIDENT
     is_rounded: bool = False
-    """Whether the gathered values travelled as small integers, so that this rank's rows of them differ from those at rest."""
+    """Whether the values were gathered as small integers, so that this rank's rows of them differ from the stored ones."""
     address: int = field(init=False)
-    """Where the parameter's values begin, as long as nobody but the engine gives it other memory."""
+    """Address of the parameter's values, as long as nobody but the engine gives it other memory."""
     shape: torch.Size = field(init=False)
     """The parameter's, as long as nobody else gives it other memory."""
     version: int = field(init=False)
@@ -145,7 +145,7 @@ class ParameterRecord:
         self.note_version()
 
     def note_version(self) -> None:
-        """Note that the parameter is as it should be."""
+        """Note the parameter's present version as the engine's own."""
         self.version = 0 if self.parameter.is_inference() else self.parameter._version
 
     @property
@@ -183,9 +183,9 @@ class ParameterRecord:
         return stop - first
 
     def owned(self) -> torch.Tensor:
-        """Return this rank's rows at rest, 1-D without padding: what an update writes to.
+        """Return this rank's own rows, 1-D without padding: the memory that an update writes to.
 
-        Raises UsageError where they rest in the store.
+        Raises UsageError if they are in the store.
         """
         if self.rest is not None:
             raise UsageError(f"parameter {self.name!r} rests in the store as {self.rest!r}: read or write it there")
@@ -220,7 +220,7 @@ class ParameterRecord:
         return self.shard.as_strided((self.state_grid.shard_numel,), (1,))
 
     def use_in_place(self, memory: torch.Tensor | None) -> None:
-        """Let `full` of a released parameter be the 1-D `memory` in which all its rows rest; None: memory of its own again,
+        """Let `full` of a released parameter be the 1-D `memory` that stores all its rows; None: memory of its own again,
         of which there is none until it is gathered."""
         self.release()
         self.is_in_place = memory is not None
@@ -228,7 +228,7 @@ class ParameterRecord:
         self.release()
 
     def make_room(self) -> None:
-        """Give `full` its memory back, with undefined values, before it is gathered; nothing where it never let go of it."""
+        """Give `full` its memory back, with undefined values, before it is gathered; do nothing if it was never freed."""
         if self.is_in_place:
             return
         padded_numel = self.grid.shard_numel * self.world_size  # those of a copy have no more
@@ -249,7 +249,7 @@ class ParameterRecord:
         self.address = values.data_ptr()
 
     def drop_memory(self) -> None:
-        """Let go of the memory that a parameter rests in; it becomes a view of one NaN until `make_memory`."""
+        """Free the parameter's own memory; it becomes a view of one NaN until `make_memory`."""
         self.point_at_placeholder()
         if self.shard is None:
             self.full = view_of_one_nan(self.full.shape, self.dtype, self.full.device)
@@ -266,14 +266,14 @@ class ParameterRecord:
             self.shard = self.full.new_zeros(self.state_grid.shard_numel)[: self.shard.numel()]
 
     def point_back(self) -> None:
-        """Give the parameter the memory again that the engine gave it, where somebody put other in its place."""
+        """Give the parameter the engine's memory again, if somebody put other memory in its place."""
         if self.residency is Residency.RELEASED:
             self.point_at_placeholder()
         else:
             self._point_at(self.full.view(self.shape))
 
     def lend(self) -> torch.Tensor:
-        """Make `full` memory of a caller's own, with undefined values; return the memory that `take_back` wants."""
+        """Make `full` memory of a caller's own, with undefined values; return the memory that `take_back` needs."""
         former, self.full = self.full, torch.empty(self.numel, dtype=self.dtype, device=self.full.device)
         return former
 
@@ -310,7 +310,7 @@ def view_of_one_nan(shape: torch.Size, dtype: torch.dtype, device: torch.device)
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...], nn.Parameter]]:
     """Yield (name, other names, parameter), each parameter once, in module order.
 
-    Raises UsageError where two parameters share memory without being one: training would part them.
+    Raises UsageError if two parameters share memory without being one: training would part them.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

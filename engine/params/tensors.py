@@ -11,7 +11,7 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with the floating tensors in it cast, also those in lists, tuples and dicts; the rest as it is."""
+    """Return `value` with the floating tensors in it cast, also those in lists, tuples and dicts; other values stay."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):

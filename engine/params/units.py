@@ -1,4 +1,4 @@
-"""Units: parameters that travel together. Pure: reads a module tree, changes nothing.
+"""Units: parameters that are gathered together. Pure: reads a module tree, changes nothing.
 
 [Note: how a model falls into units]
 - A child of an outermost ModuleList that holds parameters is a unit with all of its subtree: a transformer block. One
@@ -79,7 +79,7 @@ def called_parameters(model: nn.Module) -> set[nn.Parameter]:
 def _unit_modules(
     module: nn.Module, name: str, in_list: bool, live_numel: int | None
 ) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-    """Yield (name, modules) of each unit in the subtree; `in_list` where the parent is a ModuleList, or was split."""
+    """Yield (name, modules) of each unit in the subtree; `in_list` if the parent is a ModuleList, or was split."""
     callable_ = _has_forward(module)
     whole = isinstance(module, nn.MultiheadAttention) or module in _leaves
     split = (
