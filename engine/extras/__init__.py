@@ -1,4 +1,4 @@
-"""What plugs into the engine: nothing in it imports these packages, which register what they bring."""
+"""Plug-ins of the engine: nothing in it imports these packages, which register their own parts."""
 
 from . import one_bit as one_bit
 from . import zeropp as zeropp

@@ -25,7 +25,7 @@ _RULES: dict[type[torch.optim.Optimizer], type[SignRule]] = {
 
 
 def sign_rule(kind: type[torch.optim.Optimizer]) -> SignRule:
-    """Return what the class does with a parameter in a step."""
+    """Return the rule of the class."""
     return _RULES[kind]()
 
 

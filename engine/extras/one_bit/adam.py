@@ -13,13 +13,13 @@ from .rule import Compressed, Phase, TensorState
 
 
 class AdamRule:
-    """Adam with decoupled weight decay for `freeze_step` updates, and then with a variance that stays, so that what the ranks
-    send is the momentum alone:
+    """Adam with decoupled weight decay for `freeze_step` updates, and then with a frozen variance, so that the ranks send
+    the momentum alone:
 
         momentum = compressed(beta1 * momentum + (1 - beta1) * gradient)
         weights -= lr * (momentum / (1 - beta1^t) / (sqrt(variance / (1 - beta2^f)) + eps) + weight_decay * weights)
 
-    in update `t`, where `f` is the last update of the variance. Without `bias_correction` both divisors are 1. DeepSpeed's
+    in update `t`, with `f` the last update of the variance. Without `bias_correction` both divisors are 1. DeepSpeed's
     class never corrects; corrected, the warm-up is Adam's and the size of the step is the same on both sides of the freeze.
 
     An element whose gradients were all exactly 0 until the freeze has no variance to divide by, and signs cannot say 0: it
@@ -75,20 +75,20 @@ class WarmUp:
 
 
 def root(group: Mapping[str, Any], variance: torch.Tensor, updates: float) -> torch.Tensor:
-    """Return what a momentum is divided by: a new tensor, of a variance that has seen so many updates."""
+    """Return the divisor of a momentum: a new tensor, of a variance that has seen so many updates."""
     seen = 1 - float(group["betas"][1]) ** updates if group["bias_correction"] else 1.0
     return variance.sqrt().div_(math.sqrt(seen)).add_(float(group["eps"]))
 
 
 def unbias(group: Mapping[str, Any], step: int) -> float:
-    """Return what the momentum is divided by after `step` updates, for it started at zero."""
+    """Return the bias correction of the momentum after `step` updates, since it started at zero."""
     return 1 - float(group["betas"][0]) ** step if group["bias_correction"] else 1.0
 
 
 def descend(
     group: Mapping[str, Any], weights: torch.Tensor, moment: torch.Tensor, divisor: torch.Tensor, step: int
 ) -> None:
-    """Take one step of AdamW with what is given; `divisor` is of `root`."""
+    """Take one step of AdamW with the given tensors; `divisor` comes from `root`."""
     rate = float(group["lr"])
     weights.mul_(1 - rate * float(group["weight_decay"]))
     weights.addcdiv_(moment, divisor, value=-rate / unbias(group, step))

@@ -24,8 +24,8 @@ class _OneBit(torch.optim.Optimizer):
         super().__init__(params, {**numbers, **counts, **others})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Return what `closure` returned. Raises UsageError where a parameter has a gradient: its ranks' gradients are not
-        averaged, and what they send instead is an engine's to exchange."""
+        """Return the result of `closure`. Raises UsageError if a parameter has a gradient: its ranks' gradients are not
+        averaged, and an engine must exchange their compressed form."""
         loss = called(closure)
         if any(parameter.grad is not None for group in self.param_groups for parameter in group["params"]):
             raise UsageError(

@@ -1,11 +1,11 @@
-"""The mean over ranks of what is sent as signs, with error feedback (https://arxiv.org/abs/2102.02888, section 4).
+"""The mean over ranks of tensors sent as signs, with error feedback (https://arxiv.org/abs/2102.02888, section 4).
 
 [Note: two phases]
 A tensor is cut into as many chunks as there are ranks, and rank r averages chunk r.
-1. Each rank adds what its last messages lost (the worker error), sends each chunk as signs and a scale to the rank that
-   averages it, and keeps what is lost now.
-2. That rank adds the messages up in the order of the ranks, divides, adds what its own last message lost (the server
-   error), and sends the mean as signs and a scale to all, keeping what is lost.
+1. Each rank adds the loss of its last messages (the worker error), sends each chunk as signs and a scale to the rank that
+   averages it, and keeps the new loss.
+2. That rank adds the messages up in the order of the ranks, divides, adds the loss of its own last message (the server
+   error), and sends the mean as signs and a scale to all, keeping the loss.
 All ranks decode the same bytes, so that they have the same bits. A rank sends numel / 8 bytes and the scales in each
 phase, less its own chunk. Alone, a rank compresses nothing.
 """
@@ -23,7 +23,7 @@ from .signs import chunk_numel, decode, encode, valid_counts
 
 @dataclass
 class Errors:
-    """What the messages about one tensor lost so far, on this rank, fp32."""
+    """The loss of the messages about one tensor so far, on this rank, fp32."""
 
     worker: torch.Tensor
     """1-D [numel]; empty for a rank alone."""

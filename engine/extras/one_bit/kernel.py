@@ -1,4 +1,4 @@
-"""What the optimizers that send signs keep of a parameter, as a kernel says it."""
+"""The state of a parameter under the optimizers that send signs, as a kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .signs import chunk_numel
 
 
 class OneBitKernel:
-    """Of parameters that a rule updates: the slots that are the same on every rank are in the store."""
+    """Kernel of parameters that a rule updates: the slots that are the same on every rank are in the store."""
 
     def __init__(self, rule: SignRule) -> None:
         self.rule = rule
@@ -33,7 +33,7 @@ class OneBitKernel:
 
 
 def planned_slots(kernel: Kernel, shape: Sequence[int]) -> Slots:
-    """Return what a rank keeps of a parameter of `shape`, and between ranks what its messages lost."""
+    """Return a rank's arrays for a parameter of `shape`, and between ranks the loss of its messages."""
     if not isinstance(kernel, OneBitKernel):
         raise TypeError(f"expected a OneBitKernel, got {type(kernel).__name__}")
     numel = math.prod(shape)

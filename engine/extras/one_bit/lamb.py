@@ -13,16 +13,16 @@ from .rule import Compressed, Phase, TensorState
 
 
 class LambRule:
-    """LAMB for `freeze_step` updates, and then with a variance that stays, as 1-bit Adam, and with a factor of the tensor's
+    """LAMB for `freeze_step` updates, and then with a frozen variance, as 1-bit Adam, and with a factor of the tensor's
     step that follows from the warm-up's:
 
-        momentum = compressed(beta1 * last + (1 - beta1) * gradient), where `last` is the momentum before
+        momentum = compressed(beta1 * last + (1 - beta1) * gradient), with `last` the momentum before
         fresh = beta2 * fresh + (1 - beta2) * ((momentum - beta1 * last) / (1 - beta1))^2
         ratio = max over elements of (sqrt(variance) + eps) / (sqrt(fresh) + eps)
         weights -= lr * frozen * ratio * (momentum / (sqrt(variance) + eps) + weight_decay * weights)
 
     `frozen` is the average of the warm-up's factors, with decay `coeff_beta` and from 0, so that `freeze_step` should be well
-    above `1 / (1 - coeff_beta)`; updates where a norm was 0 do not count. `fresh` starts as the variance at the freeze.
+    above `1 / (1 - coeff_beta)`; updates with a norm of 0 do not count. `fresh` starts as the variance at the freeze.
     `ratio` goes from `factor_min` to `factor_max`, and changes by at most its `factor_threshold`-th part in an update; with
     weight decay it is mixed with 1 by the part of the decay in the update. Bias correction is LAMB's; the ratio's variances
     are corrected too, each by its own number of updates. DeepSpeed's class never corrects. It also scales momenta to one size

@@ -1,8 +1,8 @@
-"""What one of these optimizers does with a parameter in a step.
+"""The part of these optimizers in a step of one parameter.
 
 A rule sees whole parameters on every rank, and this rank's own gradient. Its phase says what the ranks exchange in a
-step: "exact", gradients are averaged as for any optimizer; "compressed", what the rule gives to `Exchange.compressed`;
-"local", nothing.
+step: "exact", gradients are averaged as for any optimizer; "compressed", the tensor that the rule gives to
+`Exchange.compressed`; "local", nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TensorState:
     """The state of one parameter on this rank. All tensors are fp32, 1-D [numel], changed in place."""
 
     shape: tuple[int, ...]
-    """Of the parameter."""
+    """Name of the parameter."""
     master: torch.Tensor
     slots: dict[str, torch.Tensor]
     """By the names of `SignRule.slots`; zero at first."""
@@ -46,7 +46,7 @@ class SignRule(Protocol):
         """Return the scalars of a parameter that was never updated; `step` counts its updates."""
 
     def phase(self, group: Mapping[str, Any], step: int) -> Phase:
-        """Return what is exchanged in update number `step`, from 1, with the settings of the parameter's group."""
+        """Return the phase of update number `step`, from 1, with the settings of the parameter's group."""
 
     def update(
         self, group: Mapping[str, Any], state: TensorState, gradient: torch.Tensor, compressed: Compressed

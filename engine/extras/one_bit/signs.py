@@ -1,8 +1,8 @@
 """Tensors as signs: one bit an element, and one scale for each row.
 
-The scale is the mean of the row's absolute values. Of all scales it loses least, and what is lost is always shorter than
-the row, so that errors that are fed back do not grow (https://arxiv.org/abs/1901.09847, lemma 8). DeepSpeed's, the norm
-over the root of the number of elements, loses up to twice the square of a row with few large elements, as that of an
+The scale is the mean of the row's absolute values. Of all scales it loses least, and the loss is always shorter than
+the row, so that errors that are fed back do not grow (https://arxiv.org/abs/1901.09847, lemma 8). DeepSpeed's scale, the
+norm over the root of the number of elements, loses up to twice the square of a row with few large elements, as that of an
 embedding. Zero counts as positive.
 """
 

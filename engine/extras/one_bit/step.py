@@ -1,9 +1,9 @@
-"""Steps of the optimizers that send signs: every rank takes them over whole tensors, as their rule says.
+"""Steps of the optimizers that send signs: every rank takes them over whole tensors, by their rule.
 
-[Note: what a rank has for itself]
-Masters and shared slots are whole on every rank and the same there, so that they are in the store like any state. What a
-rank has for itself, errors of messages and own slots, is kept here. After a step of the phase "local" masters and all
-slots are a rank's own too, until ranks exchange again. A checkpoint has what is a rank's own in rows by rank, beside the
+[Note: the state of one rank]
+Masters and shared slots are whole on every rank and the same there, so they are in the store like any state. The state of
+one rank alone, errors of messages and own slots, is kept here. After a step of the phase "local" masters and all
+slots are a rank's own too, until ranks exchange again. A checkpoint has a rank's own state in rows by rank, beside the
 client's state, which rank 0 writes; each chunk of a server error belongs to one rank, so that these make one array of the
 parameter's elements. At another world size each rank starts from the mean of the rows, which keeps the sum that the ranks
 still owe, and from its chunk of the server error.
@@ -38,7 +38,7 @@ _MASTER, _WORKER, _SERVER = "master", "worker_error", "server_error"
 
 
 class OneBitStep(Stepper):
-    """Takes the updates of a run with an optimizer that sends signs (all ranks). See [Note: what a rank has for itself]."""
+    """Takes the updates of a run with an optimizer that sends signs (all ranks). See [Note: the state of one rank]."""
 
     keeps_state = owns_gradients = True
 
@@ -55,7 +55,7 @@ class OneBitStep(Stepper):
             self._own[record] = {name: torch.zeros(record.numel, device=device) for name in rule.own_slots}
             self._errors[record] = Errors.none_yet(record.numel, world.world_size, device)
         self._phases: dict[ParameterRecord, Phase] = {}
-        """Of the step under way."""
+        """Phases of the step under way."""
         self._apart: set[ParameterRecord] = set()
         """Those of which ranks have masters of their own: their last update exchanged nothing."""
         self._collected: dict[str, dict[str, torch.Tensor]] = {}
@@ -66,7 +66,7 @@ class OneBitStep(Stepper):
         return list(self._state.scalars)
 
     def held_bytes(self) -> int:
-        """Return the bytes of what this rank has for itself."""
+        """Return the bytes of this rank's own state."""
         errors = sum(one.worker.nbytes + one.server.nbytes for one in self._errors.values())
         return errors + sum(values.nbytes for slots in self._own.values() for values in slots.values())
 
@@ -86,8 +86,8 @@ class OneBitStep(Stepper):
         return {record for record, phase in self._phases.items() if phase == "exact"}
 
     def agreed_norm(self, norm: float) -> float:
-        """Return the norm that all ranks go by: the root of the mean square of theirs where gradients are a rank's own, which
-        is not finite where one is not (all ranks)."""
+        """Return the norm that all ranks go by: the root of the mean square of theirs if gradients are a rank's own, which
+        is not finite if one is not (all ranks)."""
         if self._world.world_size == 1 or all(phase == "exact" for phase in self._phases.values()):
             return norm
         mine = torch.tensor([norm], dtype=torch.float64, device=self._world.device)
@@ -172,7 +172,7 @@ class OneBitStep(Stepper):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def _rows_of(self, record: ParameterRecord) -> dict[str, torch.Tensor]:
-        """Return what this rank has for itself of a parameter, 1-D [numel] each, but for the server error."""
+        """Return this rank's own state of a parameter, 1-D [numel] each, without the server error."""
         found = dict(self._own[record])
         if self._world.world_size > 1:
             found[_WORKER] = self._errors[record].worker
@@ -181,7 +181,7 @@ class OneBitStep(Stepper):
         return found
 
     def collect(self) -> None:
-        """Bring to rank 0 what each rank has for itself, for `state` (all ranks)."""
+        """Bring each rank's own state to rank 0, for `state` (all ranks)."""
         self._collected = {record.name: {} for record in self.records}
         ranks = self._world.world_size
         for record in self.records:
@@ -197,12 +197,12 @@ class OneBitStep(Stepper):
         return everyone
 
     def state(self) -> dict[str, Any]:
-        """Return what `collect` brought, by parameter name: on rank 0 all of it, elsewhere nothing."""
+        """Return the state that `collect` brought, by parameter name: on rank 0 all of it, elsewhere nothing."""
         collected, self._collected = self._collected, {}
         return collected
 
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace what this rank has for itself by what `state` returned of a former run, on any number of ranks."""
+        """Replace this rank's own state by the `state` of a former run, on any number of ranks."""
         with torch.no_grad():
             for record in self.records:
                 self._load(record, saved.get(record.name, {}))
@@ -227,5 +227,5 @@ class OneBitStep(Stepper):
             self._cast(record)
 
     def _row(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return this rank's of the rows that were saved: its own, or at another world size their mean."""
+        """Return this rank's of the saved rows: its own, or at another world size their mean."""
         return rows[self._world.rank] if len(rows) == self._world.world_size else rows.mean(dim=0)

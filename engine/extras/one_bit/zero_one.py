@@ -27,10 +27,10 @@ class ZeroOneRule:
         momentum = beta1 * momentum + (1 - beta1) * gradient
         accumulator += lr * momentum;  weights = anchor - accumulator / divisor              (own steps)
         momentum = compressed(accumulator / rates)
-        weights = anchor - rates * (momentum / divisor + weight_decay * anchor)              (where they meet)
+        weights = anchor - rates * (momentum / divisor + weight_decay * anchor)              (when they meet)
 
     `divisor` is `sqrt(variance) + eps`; bias correction is that of Adam, the variance's by the number of its updates.
-    DeepSpeed's class never corrects, and lets weight decay into the momentum where ranks meet; here it is applied there, to
+    DeepSpeed's class never corrects, and lets weight decay into the momentum when ranks meet; here it is applied there, to
     the weights that ranks share. An element with a variance of 0 changes by weight decay alone.
     """
 
@@ -55,8 +55,8 @@ class ZeroOneRule:
     def update(
         self, group: Mapping[str, Any], state: TensorState, gradient: torch.Tensor, compressed: Compressed
     ) -> None:
-        """See Rule. `anchor` is the same on every rank after every update, and the master follows from it and from what is the
-        rank's own."""
+        """See Rule. `anchor` is the same on every rank after every update; the master follows from it and from the rank's own
+        slots."""
         scalars = state.scalars
         if scalars["variance_updates"] == 0:  # the state of an Adam, whose variance is of every update
             scalars["variance_updates"] = scalars["step"]
@@ -70,7 +70,7 @@ class ZeroOneRule:
         else:
             moment, variance = state.slots["exp_avg"], state.slots["exp_avg_sq"]
             beta1 = float(group["betas"][0])
-            # Sent as what the momentum gains, so that the errors have its unit when momenta are sent.
+            # Sent as the gain of the momentum, so that the errors have its unit when momenta are sent.
             sent = compressed(gradient.mul_(1 - beta1))
             moment.mul_(beta1).add_(sent).masked_fill_(variance == 0, 0.0)
             descend(group, state.master, moment, root(group, variance, scalars["variance_updates"]), step)

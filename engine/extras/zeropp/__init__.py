@@ -1,4 +1,4 @@
-"""ZeRO++ and hybrid shard: what travels in fewer bits, and copies of state or parameters within groups of ranks."""
+"""ZeRO++ and hybrid shard: exchanges in fewer bits, and copies of state or parameters within groups of ranks."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,16 +1,16 @@
-"""Reductions where the ranks hold several copies of the state (`mics_shard_size`).
+"""Reductions for ranks that hold several copies of the state (`mics_shard_size`).
 
 [Note: the mean of copies]
 Each rank needs the mean of its copy's shard, which is that of several neighbouring shards of the grid over all ranks.
 On gloo the bucket is reduce-scattered over all ranks, one shard to a rank, in the order and with the rounding of
 [Note: the mean]; then the ranks that hold the same shard of their copies gather these. So the bits are those of one copy. On
 other backends it is reduced within each group and the part between the groups, which sends less between them: the
-backend's own reductions, as without copies. Where k ranks hold one of c copies, a rank sends of a bucket's bytes
+backend's own reductions, as without copies. With k ranks for each of c copies, a rank sends of a bucket's bytes
 
     gloo       (c k - 1) / (c k), of which (k - 1) / (c k) within its group;  then (c - 1) / (c k) to other groups
     others     (k - 1) / k within its group;  then 2 (c - 1) / (c k) to other groups
 
-Nothing waits before the end: the gather is begun as soon as the reduction is seen to be done, in the order in which the
+Nothing blocks before the end: the gather begins as soon as the reduction is seen to be done, in the order in which the
 reductions were begun, so that ranks that are elsewhere hold nobody up.
 """
 
@@ -46,7 +46,7 @@ class CopiesReduction:
             self._work = world.all_to_all(self._out, self._send, kind=kind)
 
     def done(self) -> bool:
-        """Return whether `finish` would not wait; what comes next is begun."""
+        """Return whether the reduction is done, so that `finish` would not block; begin the next part."""
         if self._gathered is None and self._work.is_completed():
             self._gathered = self._gather()
         return self._gathered is not None and self._work.is_completed()
@@ -58,7 +58,7 @@ class CopiesReduction:
         return gathered
 
     def _gather(self) -> torch.Tensor:
-        """Begin the gather of what the reduction gave, and return the memory that it fills."""
+        """Begin the gather of the reduction's result, and return the memory that it fills."""
         self._work.wait()
         between = self._between
         if self._native:

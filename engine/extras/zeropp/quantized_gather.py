@@ -1,7 +1,7 @@
 """Gathers of parameters as 8-bit integers (ZeRO++ qwZ).
 
-Each rank encodes its rows of the matrices that a unit gathers, all ranks get the bytes of all, and each decodes them, its
-own too: so every rank computes with the same bits. The rows at rest stay as they are. See [Note: blocks].
+Each rank quantizes its rows of the matrices that a unit gathers, all ranks get the bytes of all, and each dequantizes them,
+its own too: so every rank computes with the same bits. The stored rows stay as they are. See [Note: blocks].
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class QuantizedGather:
     """uint8 [world, row_bytes]"""
 
     def finish(self) -> None:
-        """Decode what has arrived into `full` of the parameters."""
+        """Dequantize the received bytes into `full` of the parameters."""
         target = self._target()
         if target is not None:
             self.code.decode(self.gathered, target)
@@ -46,7 +46,7 @@ class QuantizedGather:
             segment.record.is_rounded = True
 
     def _target(self) -> torch.Tensor | None:
-        """Return the parameter's own memory [world, cols], where the gather is of one parameter and of all of it."""
+        """Return the parameter's own memory [world, cols], if the gather is of one parameter and of all of it."""
         first = self.bucket.segments[0]
         if len(self.bucket.segments) > 1 or self.bucket.cols != first.shard_numel:
             return None

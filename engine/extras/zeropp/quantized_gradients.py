@@ -1,18 +1,18 @@
 """Reductions of gradients as 4- or 8-bit integers (ZeRO++ qgZ).
 
 [Note: quantized reductions]
-A bucket's matrix [world, cols] is encoded row by row (see [Note: blocks]) and travels as an all-to-all of rows. Each rank
-decodes what it got and adds it up in the order of ranks, in fp32: the mean is rounded once, to the type in which it would
-travel otherwise, so bits repeat from run to run.
+A bucket's matrix [world, cols] is quantized row by row (see [Note: blocks]) and sent in an all-to-all of rows. Each rank
+dequantizes the received rows and adds them up in the order of ranks, in fp32: the mean is rounded once, to the type of
+plain reductions, so bits repeat from run to run.
 
 Of several groups of ranks (machines, or groups of `zero_hpz_partition_size`) there are two such hops: each member of a group
-gets the rows of the ranks with its place in all groups, their mean over the group is encoded anew, and travels between the
+gets the rows of the ranks with its place in all groups, their mean over the group is quantized anew, and sent between the
 groups. With g ranks in each of n groups a rank sends (g - 1) n rows within its group and n - 1 between groups, not
 g n - g: a g-th of the bytes leave it.
 
-With error feedback (LoCo) a rank adds to what it encodes an average of what encoding lost before, `error <- beta x error
+With error feedback (LoCo) a rank adds to its values an average of earlier quantization errors, `error <- beta x error
 + (1 - beta) x (values - decoded)`, an array for each parameter and hop; every `reset_steps` backwards they start from zero,
-and where a gradient is not finite. Source: Xie et al., LoCo: Low-Bit Communication Adaptor for Large-scale Model Training
+and when a gradient is not finite. Source: Xie et al., LoCo: Low-Bit Communication Adaptor for Large-scale Model Training
 (https://arxiv.org/abs/2407.04480).
 """
 
@@ -35,7 +35,7 @@ from ...zero.collectives import Bucket, TypeOf, plan_buckets
 
 @dataclass(kw_only=True)
 class ErrorFeedback:
-    """What encoding lost of each parameter's gradient. See [Note: quantized reductions]."""
+    """The quantization errors of each parameter's gradient. See [Note: quantized reductions]."""
 
     beta: float
     """Weight of the former error, 0 to 1."""
@@ -46,14 +46,14 @@ class ErrorFeedback:
     _backwards: int = 0
 
     def begin_backward(self) -> None:
-        """Count a backward, and forget errors where it is time."""
+        """Count a backward, and forget errors if it is time."""
         if self._backwards == self.reset_steps:
             self._backwards = 0
             self._errors.clear()
         self._backwards += 1
 
     def encode(self, hop: int, bucket: Bucket, code: BlockCode, values: torch.Tensor) -> torch.Tensor:
-        """Return the code of `values` [rows, cols] with the errors of before, and keep those of now."""
+        """Return the code of `values` [rows, cols] with the earlier errors, and keep the new ones."""
         values = values.float()
         parts = [
             self._of(hop, segment.record, values.shape[0])[:, segment.first : segment.stop]
@@ -82,7 +82,7 @@ class ErrorFeedback:
 
 
 class QuantizedReducer:
-    """Starts reductions of gradients that travel as integers (all ranks make one). `group_size` ranks make a group; all of
+    """Starts reductions of gradients sent as integers (all ranks make one). `group_size` ranks make a group; all of
     them is one hop, on the process group of `world`. See [Note: quantized reductions]."""
 
     def __init__(self, world: World, bits: int, *, group_size: int, feedback: ErrorFeedback | None = None) -> None:
@@ -96,7 +96,7 @@ class QuantizedReducer:
             self.hops = [world.second()]
 
     def takes(self, record: ParameterRecord) -> bool:
-        """Return whether gradients of the parameter travel as integers: those of matrices."""
+        """Return whether gradients of the parameter are sent as integers: those of matrices."""
         return record.dtype.is_floating_point and is_matrix(record.grid)
 
     def buckets(
@@ -110,7 +110,7 @@ class QuantizedReducer:
         return QuantizedReduction(self, bucket, matrix, kind)
 
     def encode(self, hop: int, bucket: Bucket, code: BlockCode, values: torch.Tensor) -> torch.Tensor:
-        """Return what travels in a hop for `values` [rows, cols]."""
+        """Return the bytes of a hop for `values` [rows, cols]."""
         return code.encode(values) if self.feedback is None else self.feedback.encode(hop, bucket, code, values)
 
     def begin_backward(self) -> None:
@@ -120,11 +120,11 @@ class QuantizedReducer:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of what encoding lost."""
+        """Bytes of the quantization errors."""
         return 0 if self.feedback is None else self.feedback.nbytes
 
     def release(self) -> None:
-        """Give the process groups back, once nothing is under way."""
+        """Destroy the process groups, once nothing is under way."""
         for world in self.hops:
             if world.world_size > 1:
                 world.release()
@@ -162,14 +162,14 @@ class QuantizedReduction:
         return total.mul_(1.0 / parts.shape[0])
 
     def done(self) -> bool:
-        """Return whether `finish` would not wait; where a hop is done, the next one begins."""
+        """Return whether the reduction is done, so that `finish` would not block; if a hop is done, the next one begins."""
         while self._work.is_completed():
             if not self._advance():
                 return True
         return False
 
     def _advance(self) -> bool:
-        """Begin the next hop; return False where there is none. To be called once the one under way is complete."""
+        """Begin the next hop; return False if there is none. To be called once the one under way is complete."""
         if self._hop + 1 == len(self._reducer.hops):
             return False
         self._work.wait()
@@ -187,7 +187,7 @@ class QuantizedReduction:
 
 
 def quantized_reducer(config: Config, world: World) -> QuantizedReducer:
-    """Return what reduces gradients as the config says (all ranks)."""
+    """Return the reducer of gradients that the config asks for (all ranks)."""
     group_size = config.quantized_group(world.world_size, world.local_world_size) or world.world_size
     loco, feedback = config.zero.zeropp_loco_param, None
     if loco is not None:

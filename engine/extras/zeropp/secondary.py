@@ -2,13 +2,13 @@
 
 [Note: the secondary shards]
 State, and the parameters' own rows, are sharded over all ranks. When a parameter was gathered from all, each rank keeps
-the part of it that is its place in its group: the groups' ranks together have all values. Until those change, the parameter
+the shard of its place in its group: the ranks of a group together have all values. Until those change, the parameter
 is gathered from these, within the group: by the backward, and by the micro-batches that follow. A step makes the secondary
-shards of what it trains old, and the next gather is over all ranks again; those of frozen parameters stay. They hold bits
-that were gathered, so whatever they serve has the same bits.
+shards of trained parameters old, and the next gather is over all ranks again; those of frozen parameters stay. They hold
+gathered bits, so a gather from them has the same bits.
 
-They lie in the device's memory, wherever the parameters rest. Whether there are any is the same on all ranks: they come
-with a gather, and go where all ranks change values.
+They are in the device's memory, wherever the parameters are stored. Whether there are any is the same on all ranks: they
+come with a gather, and go when all ranks change values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...params.record import ParameterRecord
 
 
 class SecondaryShards:
-    """Those of this rank, one of several `groups`. See [Note: the secondary shards]."""
+    """The secondary shards of this rank, one of several `groups`. See [Note: the secondary shards]."""
 
     def __init__(self, groups: Groups) -> None:
         self.world = groups.within
@@ -32,7 +32,7 @@ class SecondaryShards:
         self._num_groups = groups.between.world_size
         self._rows: dict[ParameterRecord, torch.Tensor] = {}
         self._current: set[ParameterRecord] = set()
-        """Those whose rows have the values of now."""
+        """Parameters whose rows have the present values."""
 
     def grid(self, record: ParameterRecord) -> Grid:
         """Return how the ranks of the group divide a parameter: cuts are among those of all ranks."""
@@ -59,11 +59,11 @@ class SecondaryShards:
                 self._current.add(record)
 
     def expire(self) -> None:
-        """Note that a step changes what is trained: its rows are out of date, and their memory stays for new ones."""
+        """Note that a step changes the trained parameters: their rows are out of date, and the memory stays for new ones."""
         self._current = {record for record in self._current if record.group is None}
 
     def free(self) -> None:
-        """Forget everything, and give the memory back."""
+        """Forget everything, and free the memory."""
         self._current.clear()
         self._rows.clear()
 
