@@ -1,1 +1,1 @@
-"""zstore under the interfaces of other libraries. Short modules of `zstore` hand their names on."""
+"""zstore under the interfaces of other libraries. Short modules of `zstore` re-export their names."""

@@ -2,7 +2,7 @@
 
     config.checkpoint = zstore.torchtitan.CheckpointManager.Config(enable=True, interval=500, async_mode="async")
 
-Everything else is torchtitan's own: when it saves and loads, what, and under which options. `docs/torchtitan.md`.
+Everything else is torchtitan's own: when and what it saves and loads, and under which options. `docs/torchtitan.md`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]
         """Threads of each rank that write and read."""
 
         trust_pickles: bool = False
-        """Whether entries that are pickles are loaded, which runs what they say. torchtitan's own state has none."""
+        """Whether pickled entries are loaded, which runs their code. torchtitan's own state has none."""
 
         def __post_init__(self) -> None:
             _CheckpointManager.Config.__post_init__(self)
@@ -76,7 +76,7 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]
         elif self.async_mode == AsyncMode.ASYNC:
             self.stager = Stager()
         if self.purge_thread is not None:
-            # Its own removes file by file, so that half a checkpoint may be found.
+            # The inherited removal goes file by file, so that half a checkpoint may be found.
             self.purge_queue.put(None)
             self.purge_thread.join()
             self.purge_thread = threading.Thread(target=purge_thread, args=(self.purge_queue, _remove), daemon=True)
@@ -91,7 +91,7 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save `state_dict` as the checkpoint `checkpoint_id`; returns what torchtitan's own does in each mode."""
+        """Save `state_dict` as the checkpoint `checkpoint_id`; returns the result of torchtitan's own in each mode."""
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf=True)
         # As torchtitan does: a run that went back to an earlier step writes the later ones again.
@@ -124,20 +124,20 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]
 
     def _wait_for_saving(self) -> None:
         super()._wait_for_saving()
-        # What was saved counts only now that it is committed.
+        # The saved state counts only now that it is committed.
         self._purge_stale_checkpoints()
 
     def _close(self) -> None:
-        # Training may end without a last step, where data ran out.
+        # Training may end without a last step, if data ran out.
         self.maybe_wait_for_saving()
         super()._close()
 
     def _find_load_step(self, folder: str = "") -> int:
-        """Return the newest step with a checkpoint to resume from, -1 where there is none."""
+        """Return the newest step with a checkpoint to resume from, -1 if there is none."""
         return max(_steps(folder or self.folder), default=-1)
 
     def _purge_stale_checkpoints(self) -> None:
-        """Remove, behind training, what is committed besides the newest `keep_latest_k` checkpoints (rank 0)."""
+        """Remove, behind training, committed checkpoints other than the newest `keep_latest_k` (rank 0)."""
         if self._should_purge():
             for step in sorted(_steps(self.folder))[: -self.keep_latest_k]:
                 self.purge_queue.put(self._create_checkpoint_id(step))

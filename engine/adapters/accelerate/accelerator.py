@@ -21,16 +21,16 @@ from .preparing import PreparingAccelerator
 from .weights import replace_weights
 
 _OPTIMIZER_FILE = f"{accelerate.utils.OPTIMIZER_NAME}.bin"
-"""What accelerate's own `save_state` writes, and this one does not."""
+"""File of accelerate's own `save_state` that this one does not write."""
 _TAG = "state"
-"""Of the checkpoint in a folder of `save_state`."""
+"""Tag of the checkpoint in a folder of `save_state`."""
 
 
 class Accelerator(PreparingAccelerator):
     """Accelerate's `Accelerator`, whose `prepare()` puts the model and its optimizer into a zstore engine.
 
     `zstore_config` is a config in DeepSpeed's dialect: a dict, a path or JSON text; by default the variable ZSTORE_CONFIG
-    names it. `mixed_precision` and the accumulation answer what the config leaves "auto". All other arguments are
+    names it. `mixed_precision` and the accumulation fill in the config's "auto". All other arguments are
     accelerate's. One model is trained; models that are prepared without an optimizer are for evaluation.
 
     Raises UsageError and ConfigError for arguments that zstore does not serve, or that contradict the config.
@@ -57,7 +57,7 @@ class Accelerator(PreparingAccelerator):
         return torch.tensor(self._trained().clip_grad_norm_(float(max_norm)), device=self.device)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip each element of the gradients, where they are whole on the rank. Raises UsageError where they are not."""
+        """Clip each element of the gradients, if they are whole on the rank. Raises UsageError if they are not."""
         self._trained()
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
@@ -68,7 +68,7 @@ class Accelerator(PreparingAccelerator):
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Raise UsageError where there are more ranks: every rank takes part in every forward."""
+        """Raise UsageError if there are more ranks: every rank takes part in every forward."""
         if self.num_processes > 1:
             raise UsageError("join_uneven_inputs(): ranks need as many batches as each other: keep even_batches=True")
         yield
@@ -101,12 +101,12 @@ class Accelerator(PreparingAccelerator):
     # -- the model --------------------------------------------------------------------------------------------------
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Return the model itself; of an engine, the one that it was made of."""
+        """Return the model itself; of an engine, its original model."""
         unwrapped: nn.Module = super().unwrap_model(model, *args, **kwargs)
         return unwrapped.module if isinstance(unwrapped, Engine) else unwrapped
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the whole state dict (all ranks): where parameters are sharded on rank 0, and an empty one on others.
+        """Return the whole state dict (all ranks): with sharded parameters on rank 0, and an empty one on others.
 
         Rank 0 needs memory for the whole model; `save_model` does not.
         """
@@ -124,7 +124,7 @@ class Accelerator(PreparingAccelerator):
         max_shard_size: int | str = MAX_FILE_BYTES,
         safe_serialization: bool = True,
     ) -> None:
-        """Write the weights as safetensors, in place of those that are there (all ranks; rank 0 writes).
+        """Write the weights as safetensors, in place of present ones (all ranks; rank 0 writes).
 
         Raises UsageError without `safe_serialization`.
         """
@@ -140,7 +140,7 @@ class Accelerator(PreparingAccelerator):
     # -- saving and loading -----------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
-        """Save everything into `output_dir`, in place of what was saved there: model and optimizer as the checkpoint `state`
+        """Save everything into `output_dir`, in place of an earlier save: model and optimizer as the checkpoint `state`
         of zstore, the rest as accelerate does (all ranks). Return the folder. `kwargs` go to `Engine.save_checkpoint`."""
         if self.engine is None:
             return str(super().save_state(output_dir, safe_serialization, **kwargs))
@@ -155,7 +155,7 @@ class Accelerator(PreparingAccelerator):
             return str(super().save_state(output_dir, safe_serialization))
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Load what `save_state` saved, also at another world size (all ranks). `kwargs` go to `Engine.load_checkpoint`."""
+        """Load a folder of `save_state`, also at another world size (all ranks). `kwargs` go to `Engine.load_checkpoint`."""
         if self.engine is None:
             super().load_state(input_dir, load_kwargs, **kwargs)
             return
@@ -177,7 +177,7 @@ class Accelerator(PreparingAccelerator):
 
     @contextlib.contextmanager
     def _hidden(self) -> Iterator[None]:
-        """Let accelerate see neither weights nor the optimizer's state, which are the engine's to save."""
+        """Hide weights and the optimizer's state, which the engine saves, from accelerate."""
         optimizers, self._optimizers = self._optimizers, []
         schedulers = self._schedulers
         self._schedulers = [one for one in schedulers if not isinstance(one, EngineScheduler)]
@@ -191,12 +191,12 @@ class Accelerator(PreparingAccelerator):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def free_memory(self, *objects: Any) -> Any:
-        """Close the engines, and forget all that was prepared; return as many None as `objects`."""
+        """Close the engines, and forget all prepared objects; return as many None as `objects`."""
         self.close_engines()
         return super().free_memory(*objects)
 
     def close_engines(self) -> None:
-        """Close the engines: the models can be used no more where their parameters were sharded."""
+        """Close the engines: the models can be used no more if their parameters were sharded."""
         for engine in (self.engine, *self._frozen):
             if engine is not None:
                 engine.module.__dict__.pop("generate", None)

@@ -1,4 +1,4 @@
-"""What is asked of an Accelerator: what zstore does not serve, and what belongs together."""
+"""The arguments of an Accelerator: those that zstore does not serve, and those that belong together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REFUSED = {
 }
 """Arguments of accelerate's Accelerator, and why each is refused."""
 _DEFAULTS = (None, False, "default")
-"""Of arguments of torch.compile."""
+"""Arguments of torch.compile."""
 
 
 def refuse(named: Mapping[str, Any]) -> None:
@@ -33,7 +33,7 @@ def refuse(named: Mapping[str, Any]) -> None:
 
 
 def compiling(named: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Take what is asked of torch.compile out of the arguments; return the backend and its arguments, None for none."""
+    """Take the arguments of torch.compile out of the arguments; return the backend and its arguments, or None."""
     plugin, backend = named.pop("dynamo_plugin", None), named.pop("dynamo_backend", None)
     if plugin is None:
         plugin = TorchDynamoPlugin() if backend is None else TorchDynamoPlugin(backend=str(backend))
@@ -72,7 +72,7 @@ def refuse_placed(model: nn.Module) -> None:
 
 
 def is_schedule(one: Any) -> bool:
-    """Return whether it is a schedule of torch's, that the loop steps."""
+    """Return whether it is a schedule of torch's, which the loop steps."""
     return isinstance(one, LRScheduler | ReduceLROnPlateau)
 
 
@@ -89,7 +89,7 @@ def owns(model: nn.Module, optimizer: Any) -> bool:
 
 
 def batch_size(loader: Any) -> int | None:
-    """Return the samples of a loader's batch on one rank; None where it does not say."""
+    """Return the samples of a loader's batch on one rank; None if it does not say."""
     size = loader.batch_size
     if size is None:
         size = getattr(loader.batch_sampler, "batch_size", None)

@@ -1,4 +1,4 @@
-"""Where a loop's config comes from, and what the launcher's variables ask for."""
+"""The source of a loop's config, and the requests in the launcher's variables."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _LAUNCHERS = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
 }
-"""Variables that `accelerate launch` sets, and what each asks for."""
+"""Variables that `accelerate launch` sets, and the request of each."""
 
 
 def read_source(given: Any, argument: str, *, default: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], str]:
-    """Return the config as a dict of its own, and where it was read from, for messages.
+    """Return the config as a dict of its own, and its source, for messages.
 
     `given` is a dict, a path or JSON text; None: the variable ZSTORE_CONFIG, and without it the `default`. Raises ConfigError
-    where there is none.
+    if there is none.
     """
     source = os.environ.get(CONFIG_VARIABLE) if given is None else given
     name = argument if given is not None else f"the variable {CONFIG_VARIABLE}"
@@ -39,7 +39,7 @@ def read_source(given: Any, argument: str, *, default: Mapping[str, Any] | None 
 
 
 def written(raw: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted path of a config as it was read; None where there is none."""
+    """Return the value at a dotted path of a config as it was read; None if there is none."""
     value: Any = raw
     for name in path.split("."):
         if not isinstance(value, Mapping) or name not in value:
@@ -49,20 +49,20 @@ def written(raw: Mapping[str, Any], path: str) -> Any:
 
 
 def section(raw: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a section of a config as it was read, which is made where there is none; a dict of no config where the section
-    is none, which is for the config's own check to say."""
+    """Return a section of a config as it was read, made if there is none; a dict of no config if the section is not a
+    dict, which the config's own check reports."""
     found = raw.setdefault(name, {})
     return found if isinstance(found, dict) else {}
 
 
 def ask_for_precision(raw: dict[str, Any]) -> None:
-    """Leave the precision to the loop where the config names none."""
+    """Leave the precision to the loop if the config names none."""
     if not {"fp16", "bf16", "bfloat16"} & raw.keys():
         raw["bf16"], raw["fp16"] = {"enabled": "auto"}, {"enabled": "auto"}
 
 
 def refuse_launchers(source: str) -> None:
-    """Raise UsageError where `accelerate launch` was asked for another way of sharding."""
+    """Raise UsageError if `accelerate launch` was told to shard in another way."""
     for variable, what in _LAUNCHERS.items():
         if os.environ.get(variable, "false").lower() == "true":
             raise UsageError(

@@ -13,9 +13,9 @@ from zstore.errors import UsageError
 
 
 class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """Takes the engine's step where the loop calls `step()` with gradients to be applied.
+    """Takes the engine's step when the loop calls `step()` with gradients to apply.
 
-    Its parameter groups are those of the optimizer that was prepared: a scheduler on either changes both. `zero_grad()`
+    Its parameter groups are those of the prepared optimizer: a scheduler on either changes both. `zero_grad()`
     forgets the gradients of an accumulation that no `step()` ended.
     """
 
@@ -24,7 +24,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.engine = engine
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Take the step, but within an accumulation. Raises UsageError for a `closure`."""
+        """Take the step, except within an accumulation. Raises UsageError for a `closure`."""
         if closure is not None:
             raise UsageError("optimizer.step(closure): the engine has run forward and backward by then; call step()")
         if self.gradient_state.sync_gradients:
@@ -33,7 +33,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self._is_overflow = not self.engine.was_step_applied()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget gradients that no step took, but within an accumulation."""
+        """Forget gradients that no step took, except within an accumulation."""
         if self.gradient_state.sync_gradients:
             self.forget()
 
@@ -50,7 +50,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class EngineScheduler(AcceleratedScheduler):  # type: ignore[misc]
-    """The schedule that the config names, which the engine advances: `step()` does nothing more."""
+    """The schedule of the config, which the engine advances: `step()` does nothing more."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.lr_scheduler, [])
@@ -66,5 +66,5 @@ class EngineScheduler(AcceleratedScheduler):  # type: ignore[misc]
         return list(self._shown)
 
     def get_lr(self) -> list[float]:
-        """Return what `get_last_lr` returns."""
+        """Return the same as `get_last_lr`."""
         return self.get_last_lr()

@@ -32,7 +32,7 @@ _log = logging.getLogger("zstore")
 _holders: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[PreparingAccelerator], list[nn.Parameter]]] = (
     weakref.WeakKeyDictionary()
 )
-"""Of each model in an engine the Accelerator that prepared it, and the parameters that an engine without an optimizer froze."""
+"""By model in an engine, the Accelerator that prepared it, and the parameters that an engine without an optimizer froze."""
 
 
 class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -57,16 +57,16 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.config, self.config_source = self._read_config(zstore_config)
         load_config(self.config, name=self.config_source)
         self.engine: Engine | None = None
-        """The engine of the model that is trained; None until it is prepared."""
+        """The engine of the trained model; None until it is prepared."""
         self._frozen: list[Engine] = []
-        # Autocast, its scaler and torch.compile would do again what the engine does.
-        # The engine computes on CUDA or on the CPU, whatever else there is.
+        # Autocast, its scaler and torch.compile would repeat the engine's work.
+        # The engine computes on CUDA or on the CPU, whatever other devices there are.
         named.setdefault("cpu", not torch.cuda.is_available())
         super().__init__(**{**named, "mixed_precision": "no", "dynamo_plugin": TorchDynamoPlugin(backend="no")})
         self._check_accumulation()
 
     def _read_config(self, given: Any) -> tuple[dict[str, Any], str]:
-        """Return the config as it was read, completed by what it leaves to this loop, and its source."""
+        """Return the config as it was read, completed by this loop's values, and its source."""
         raw, source = read_source(given, "zstore_config")
         ask_for_precision(raw)
         raw.setdefault("gradient_clipping", "auto")
@@ -84,14 +84,14 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return raw, source
 
     def _ask_for_communication(self, raw: dict[str, Any], source: str) -> None:
-        """Let the config say what a communication hook asks for. Raises ConfigError where it says another type."""
+        """Put a communication hook's request into the config. Raises ConfigError if the config says another type."""
         key, wanted = "communication_data_type", self._communication
         if wanted is not None and raw.setdefault(key, wanted) != wanted:
             hook = f"DistributedDataParallelKwargs(comm_hook={wanted!r})"
             raise ConfigError(mismatch_text(source, [f"{key} is {raw[key]!r}, {hook} asks for {wanted!r}"]))
 
     def _check_accumulation(self) -> None:
-        """Raise ConfigError where the config says another accumulation than this loop."""
+        """Raise ConfigError if the config says another accumulation than this loop."""
         key = "gradient_accumulation_steps"
         found, wanted = written(self.config, key), self.gradient_accumulation_steps
         if found not in (None, "auto", wanted):
@@ -104,7 +104,7 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def mixed_precision(self) -> str:
-        """The precision that the model computes in: "no" (fp32), "fp16" or "bf16"; before `prepare()` the one asked for."""
+        """The precision that the model computes in: "no" (fp32), "fp16" or "bf16"; before `prepare()` the requested one."""
         if self.engine is None:
             return self._asked_precision
         return "no" if (found := self.engine.training_state.config.precision) == "fp32" else found
@@ -112,10 +112,10 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     # -- preparing --------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Return what was passed, prepared, in the same order (all ranks).
+        """Return the arguments, prepared, in the same order (all ranks).
 
-        A model that comes with its optimizer is trained: both become the engine's. `DummyOptim` and `DummyScheduler` stand
-        for the optimizer and schedule that the config names. A model without an optimizer is prepared for evaluation.
+        A model that comes with its optimizer is trained: both become the engine's. `DummyOptim` and `DummyScheduler` are
+        placeholders of the optimizer and schedule in the config. A model without an optimizer is prepared for evaluation.
         Raises UsageError for a second model with an optimizer, and for an optimizer without its model.
         """
         found: dict[int, Any] = {}
@@ -143,7 +143,7 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return result if len(result) > 1 else result[0]
 
     def _prepare_training(self, optimizers: Sequence[Any], args: Sequence[Any]) -> dict[int, Any]:
-        """Return the engine and its optimizer by what they stand for."""
+        """Return the engine and its optimizer by the objects that they replace."""
         models = [one for one in args if isinstance(one, nn.Module) and not isinstance(one, Engine)]
         if len(optimizers) > 1 or (self.engine is not None and models):
             raise UsageError(
@@ -163,7 +163,7 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return {id(owners[0]): engine, id(optimizer): wrapper}
 
     def _answers(self, optimizer: Any, args: Sequence[Any]) -> dict[str, Any]:
-        """Return the answers to what the config leaves "auto"."""
+        """Return the answers to the config's "auto"."""
         loaders = [one for one in args if isinstance(one, torch.utils.data.DataLoader)]
         sizes = [size for one in loaders if (size := batch_size(one)) is not None]
         answers: dict[str, Any] = {
@@ -189,7 +189,7 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         if named and "optimizer" not in self.config:
             raise ConfigError(f'{self.config_source}: DummyOptim stands for the config\'s "optimizer": add the section')
         self.take_over(model)
-        gc.collect()  # an engine that nobody has any more may hold the folder on disk
+        gc.collect()  # an unreferenced engine may hold the folder on disk
         engine, *_ = initialize(
             model=model,
             optimizer=None if named else optimizer,
@@ -207,9 +207,9 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return self._added(engine)
 
     def _begin_journal(self, engine: Engine) -> None:
-        """Let the run's journal be in the project's folder, where there is one, from the first step on."""
+        """Let the run's journal be in the project's folder, if there is one, from the first step on."""
         engine.journal.note(loop="accelerate")
-        # Without the rest of a saved state: `load_state` takes it where it is named alone.
+        # Without the other files of a saved state: `load_state` takes it if it is named alone.
         engine.take_requests(partial(_carry_out, weakref.ref(engine)))
         settings = self.project_configuration
         if settings.project_dir is not None:
@@ -254,8 +254,8 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return next((one for one in engines if one is not None and one.module is model), None)
 
     def take_over(self, model: nn.Module) -> None:
-        """Take a model out of the engine that holds it, with the values that it has there: this Accelerator, or another one,
-        prepared it before (all ranks). The optimizer's state is dropped, and a model that was prepared for evaluation can be
+        """Take a model out of its engine, with its present values: this Accelerator, or another one, prepared it before
+        (all ranks). The optimizer's state is dropped, and a model that was prepared for evaluation can be
         trained again."""
         engine = self._engine_of(model)
         if engine is None:
@@ -268,7 +268,7 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             parameter.requires_grad_(True)
 
     def _forget(self, engine: Engine) -> None:
-        """Leave an engine to somebody else, who closes it."""
+        """Leave an engine to another owner, who closes it."""
         engine.module.__dict__.pop("generate", None)
         if engine is self.engine:
             self.engine = None
@@ -306,7 +306,7 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
 
     def leave_schedule_to_loop(self) -> None:
-        """Drop the schedule that the config names: the loop has its own. Raises ConfigError where an engine has it already."""
+        """Drop the schedule in the config: the loop has its own. Raises ConfigError if an engine has it already."""
         if self.engine is not None and self.engine.lr_scheduler is not None:
             raise ConfigError(
                 f'{self.config_source}: the engine advances the config\'s "scheduler" already: remove the section, or pass '

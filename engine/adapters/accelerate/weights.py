@@ -1,4 +1,4 @@
-"""A model's weights as files of safetensors, in place of those that a folder has."""
+"""A model's weights as files of safetensors, in place of those in a folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def replace_weights(engine: Engine, folder: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Write the weights, as the engine computes with them, into `folder`, in place of those that are there; see
+    """Write the weights, as the engine computes with them, into `folder`, in place of present ones; see
     `Engine.save_16bit_model` (all ranks; rank 0 writes)."""
     own = folder / _TEMPORARY
     leader = engine.global_rank == 0
@@ -47,8 +47,8 @@ def replace_weights(engine: Engine, folder: Path, max_file_bytes: int = MAX_FILE
 
 
 def move_weights(files: Iterable[Path], folder: Path, *, link: bool = False) -> None:
-    """Give `folder` these files of weights, the index last, and remove those that it had under other names; with `link`
-    they stay where they are too."""
+    """Give `folder` these files of weights, the index last, and remove earlier ones under other names; with `link`
+    they stay in their place too."""
     files = list(files)
     kept = {path.name for path in files}
     for path in files:

@@ -1,4 +1,4 @@
-"""What TrainingArguments say to a config: answers to "auto", contradictions, and what zstore does not serve."""
+"""TrainingArguments and the config: answers to "auto", contradictions, and arguments that zstore does not serve."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("zstore")
 _ELEMENT_WISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 _SCHEDULE_FREE = ("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd")
 _WHOLE = ("adafactor", "adamw_anyprecision", "stable_adamw", *_SCHEDULE_FREE)
-"""Values of `optim`: what steps each element by itself, and what needs whole tensors."""
+"""Values of `optim`: optimizers that step each element by itself, and those that need whole tensors."""
 _NEVER = {
     "grokadamw": "it keeps its state in its parameter groups, by parameter, where a checkpoint cannot keep it",
     **dict.fromkeys(("lomo", "adalomo"), "it changes parameters in a backward of its own, in place of the engine's"),
@@ -48,7 +48,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def answers_of(args: Any, max_steps: int | None = None) -> dict[str, Any]:
-    """Return the answers to "auto" by dotted key; those that depend on the length of training where `max_steps` is given."""
+    """Return the answers to "auto" by dotted key; those that depend on the length of training if `max_steps` is given."""
     micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     answers = {
         "train_micro_batch_size_per_gpu": micro,
@@ -70,7 +70,7 @@ def answers_of(args: Any, max_steps: int | None = None) -> dict[str, Any]:
 
 
 def precision_answers(args: Any, precision: str | None = None) -> dict[str, bool]:
-    """Return the answers that say in which type an engine computes: `precision`, or that of training."""
+    """Return the answers about the type in which an engine computes: `precision`, or that of training."""
     precision = precision or ("fp16" if args.fp16 else "bf16" if args.bf16 else None)
     return {f"{kind}.enabled": kind == precision for kind in ("fp16", "bf16")}
 
@@ -84,14 +84,14 @@ def count_micro_batches(engine: Engine, samples: int) -> None:
 
 
 def evaluation_precision(args: Any) -> str | None:
-    """Return the type of `fp16_full_eval` or `bf16_full_eval`, which is that of evaluation alone; None without them."""
+    """Return the type of `fp16_full_eval` or `bf16_full_eval`, which is for evaluation alone; None without them."""
     return "fp16" if args.fp16_full_eval else "bf16" if args.bf16_full_eval else None
 
 
 @contextmanager
 def evaluating(args: Any, engine: Engine | None, precision: str | None) -> Iterator[None]:
-    """Evaluate in a type in the block: under autocast where the engine computes in fp32. Trainer, which casts the model itself
-    and leaves the parameters that are trained in 16 bits, does not see that it was asked to."""
+    """Evaluate in a type in the block: under autocast if the engine computes in fp32. The arguments are hidden from Trainer,
+    which casts the model itself and leaves the trained parameters in 16 bits."""
     asked = args.fp16_full_eval, args.bf16_full_eval
     args.fp16_full_eval = args.bf16_full_eval = False
     casts = precision is not None and engine is not None and engine.training_state.config.precision == "fp32"
@@ -104,7 +104,7 @@ def evaluating(args: Any, engine: Engine | None, precision: str | None) -> Itera
 
 
 def default_config(args: Any) -> dict[str, Any]:
-    """Return the config of a Trainer that was given an empty one or none: all that is the Trainer's, in memory."""
+    """Return the config of a Trainer that was given an empty one or none: all values are the Trainer's, in memory."""
     if args.process_index == 0:
         show_messages()
         _log.info(
@@ -117,7 +117,7 @@ def default_config(args: Any) -> dict[str, Any]:
 
 
 def complete_config(raw: dict[str, Any], source: str, args: Any) -> None:
-    """Leave to the Trainer what the config does not say."""
+    """Leave missing keys of the config to the Trainer."""
     ask_for_precision(raw)
     _take_activation_offloading(raw, source, args)
     raw.setdefault("steps_per_print", 0)  # the Trainer prints its own lines
@@ -132,7 +132,7 @@ def complete_config(raw: dict[str, Any], source: str, args: Any) -> None:
 
 
 def _take_activation_offloading(raw: dict[str, Any], source: str, args: Any) -> None:
-    """Have the engine do what trl's `activation_offloading` asks for. Raises ConfigError where the config says otherwise."""
+    """Turn on the engine's version of trl's `activation_offloading`. Raises ConfigError if the config says otherwise."""
     if not getattr(args, "activation_offloading", False):
         return
     where = section(raw, "zstore").setdefault("activations", "host")
@@ -162,7 +162,7 @@ def check_matches(raw: Mapping[str, Any], source: str, args: Any) -> None:
 
 
 def check_optim(raw: Mapping[str, Any], source: str, args: Any) -> None:
-    """Raise UsageError where `optim` names an optimizer that cannot step what the config shards or offloads, or whose state
+    """Raise UsageError if `optim` names an optimizer that cannot step sharded or offloaded parameters, or whose state
     cannot be stored."""
     optim = str(getattr(args.optim, "value", args.optim))
     if optim in _ELEMENT_WISE or written(raw, "optimizer") is not None:

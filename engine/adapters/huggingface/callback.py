@@ -1,4 +1,4 @@
-"""What a Trainer's run tells its journal, and takes from people who ask the run for something."""
+"""Notes of a Trainer's run for its journal, and requests to the run that it carries out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zstore.engine.engine import Engine
 
 
 class RunCallback(TrainerCallback):  # type: ignore[misc]
-    """Tells the journal of `engine` the tokens of each step, where Trainer counts them, and saves or stops when asked."""
+    """Tells the journal of `engine` the tokens of each step, if Trainer counts them, and saves or stops when asked."""
 
     def __init__(self, engine: Engine) -> None:
         self._journal = engine.journal
@@ -22,7 +22,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         self._asked.add(action)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note where counting begins."""
+        """Note the tokens counted so far."""
         self._seen_tokens = int(state.num_input_tokens_seen)
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -35,7 +35,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
-        """Save, or save and stop, where that was asked for in the step."""
+        """Save, or save and stop, if that was requested in the step."""
         if not self._asked:
             return None
         control.should_save = True

@@ -1,4 +1,4 @@
-"""The folders `checkpoint-N` of a Trainer: which of them hold a committed checkpoint, and what a resume must know."""
+"""The folders `checkpoint-N` of a Trainer: which of them hold a committed checkpoint, and the data for a resume."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from zstore.io import Ticket, run_in_thread
 from zstore.journal.names import journal_file
 
 STATE_KEY = "trainer"
-"""Where the client state of a checkpoint has what this package keeps."""
+"""Key of this package's data in the client state of a checkpoint."""
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _REMOVED = ".removed"
 _CLIENT = "client_state"
 _STAND_INS = ("optimizer.pt", "scheduler.pt")
-"""Files that make a Trainer without zstore resume the optimizer: if they are missing, it begins with a fresh one, and says
-nothing."""
+"""Files that make a Trainer without zstore resume the optimizer: if they are missing, it begins with a fresh one, without
+a word."""
 _STAND_IN = """czstore: the state of optimizer and schedule is in step-N in this folder, which a plain Trainer cannot read
 Resume with zstore.hf.Trainer, or begin anew from the weights with from_pretrained()
 .
@@ -51,7 +51,7 @@ def tag_of(step: int) -> str:
 
 
 def committed(folder: str | os.PathLike[str]) -> TagInfo | None:
-    """Return the newest committed checkpoint in a folder `checkpoint-N`, None where there is none."""
+    """Return the newest committed checkpoint in a folder `checkpoint-N`, None if there is none."""
     try:
         return resolve(os.fspath(folder))
     except (CheckpointError, CorruptionError, OSError):
@@ -59,7 +59,7 @@ def committed(folder: str | os.PathLike[str]) -> TagInfo | None:
 
 
 def newest_folder(output_dir: str) -> str | None:
-    """Return the folder `checkpoint-N` of the highest N whose checkpoint is committed; None where there is none."""
+    """Return the folder `checkpoint-N` of the highest N whose checkpoint is committed; None if there is none."""
     try:
         names = [name for name in os.listdir(output_dir) if _FOLDER.fullmatch(name)]
     except (FileNotFoundError, NotADirectoryError):
@@ -72,9 +72,9 @@ def newest_folder(output_dir: str) -> str | None:
 
 
 def require_committed(folder: str) -> Mapping[str, Any]:
-    """Return what this package kept in the checkpoint of a folder; an empty dict for another maker's.
+    """Return this package's data in the checkpoint of a folder; an empty dict for another maker's.
 
-    Raises CheckpointNotFoundError, with the way out, where none is committed.
+    Raises CheckpointNotFoundError, with the way out, if none is committed.
     """
     info = committed(folder)
     if info is not None:
@@ -99,7 +99,7 @@ def _refusals(folder: str) -> str:
 
 
 def link_weights(folder: Path, tag: str) -> None:
-    """Give `checkpoint-N` the weights that its checkpoint of zstore has, as links (rank 0)."""
+    """Give `checkpoint-N` the weights of its checkpoint of zstore, as links (rank 0)."""
     files = weight_files(folder / tag)
     if files:
         move_weights(files, folder, link=True)
@@ -113,7 +113,7 @@ def begin_folder(engine: Engine, folder: Path) -> None:
 
 
 def bring_journal(engine: Engine, folder: Path) -> None:
-    """Have the run's journal in the folder of a checkpoint, with what there is of it in the folder of another one (rank 0)."""
+    """Have the run's journal in the folder of a checkpoint, moved there from that of an earlier one if any (rank 0)."""
     if engine.journal.open_at is None and engine.journal.enabled:  # a run that was resumed, or its first save
         name = journal_file(engine.training_state.run_id)
         found = folder.parent.glob(f"checkpoint-*/{name}")
@@ -124,7 +124,7 @@ def bring_journal(engine: Engine, folder: Path) -> None:
 
 
 def move_journal(engine: Engine | None, folder: Path) -> None:
-    """Have the run's journal in a folder, where there is one."""
+    """Have the run's journal in a folder, if there is one."""
     if engine is not None and engine.journal.open_at is not None:
         engine.journal.follow(folder)
 
@@ -138,7 +138,7 @@ def _oldest(folder: str, limit: int, best: str | None) -> list[str]:
 
 
 def _set_aside(paths: list[str]) -> list[Path]:
-    """Rename folders, so that nobody takes what is left of them for checkpoints while they are removed."""
+    """Rename folders, so that nobody takes their remains for checkpoints while they are removed."""
     found = [(Path(path), Path(path).with_name(f".{os.path.basename(path)}{_REMOVED}")) for path in paths]
     for path, aside in found:
         os.replace(path, aside)
@@ -146,7 +146,7 @@ def _set_aside(paths: list[str]) -> list[Path]:
 
 
 def _left(folder: str) -> list[Path]:
-    """Return what a process that was killed had set aside."""
+    """Return the folders that a killed process had set aside."""
     return list(Path(folder).glob(f".checkpoint-*{_REMOVED}"))
 
 
@@ -155,7 +155,7 @@ _removals: list[Ticket[None]] = []
 
 
 def _remove(paths: list[Path]) -> None:
-    """Remove folders behind the caller: to unlink their files takes longer than the rest of a small save."""
+    """Remove folders behind the caller: to unlink their files takes longer than all else in a small save."""
     wait_for_removal()
     if paths:
         _removals.append(run_in_thread(partial(_remove_all, paths), "zstore-rotate"))
@@ -167,7 +167,7 @@ def _remove_all(paths: list[Path]) -> None:
 
 
 def wait_for_removal() -> None:
-    """Return once no folder is being removed."""
+    """Wait until no folder is being removed."""
     while _removals:
         _removals.pop().wait_for_end()
 

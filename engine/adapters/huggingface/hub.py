@@ -1,4 +1,4 @@
-"""What a Trainer sends to the Hugging Face hub: not its run's journal.
+"""A Trainer's uploads to the Hugging Face hub, without its run's journal.
 
 The journal is in a folder `checkpoint-N`, which `push_to_hub` uploads, and has the name of the machine and all of the
 config. Trainer takes no patterns of files to leave out, so its module has another uploader while it is asked to push.
@@ -16,7 +16,7 @@ _FILES = ("journal-*.jsonl", "request-*.json", ".request-*")
 PRIVATE = (*_FILES, *(f"*/{name}" for name in _FILES))
 """Files of a run, beside its checkpoints, that stay where they are."""
 _NAMES = ("hf_api", "upload_folder")
-"""Of what the module uploads with, by the version of transformers: a function that returns the hub, or the upload itself."""
+"""The module's means of upload, by the version of transformers: a function that returns the hub, or the upload itself."""
 
 
 @contextlib.contextmanager

@@ -1,15 +1,15 @@
 """The mixin that puts a Trainer's model into an engine.
 
-[Note: where Trainer is taken hold of]
+[Note: hooks into Trainer]
 Trainer has no plug-in for engines but DeepSpeed's and FSDP's, whose flags stay off here: it takes its plain paths, and its
 accelerator is ours. `_open_engine` comes before Trainer prepares anything, so that Trainer finds model and optimizer
 prepared. Trainer names the last micro-batch of each step by `sync_gradients`, so that short accumulations at the end of an
-epoch are whole steps. Its loss is divided already. Loading is one call, where Trainer loads the optimizer; where it loads
-weights, before the engine is there, the checkpoint is looked at alone.
+epoch are whole steps. Its loss is divided already. Loading is one call, at the point at which Trainer loads the optimizer;
+when it loads weights, before the engine is there, the checkpoint is only looked at.
 
 [Note: saves in the background]
 A save returns once the state is pinned, and is complete before the next one begins, before weights are loaded, and at the
-end of training; only then do `save_total_limit` and the links of the weights follow. It is complete at once where somebody
+end of training; only then do `save_total_limit` and the links of the weights follow. It is complete at once if somebody
 looks at the folder right after it: a callback with an `on_save` of its own, `push_to_hub`, JIT checkpoints.
 """
 
@@ -82,9 +82,9 @@ class TrainerAccelerator(Accelerator):
     def __init__(self, raw: dict[str, Any], source: str, arguments: Any, **kwargs: Any) -> None:
         self._arguments = arguments
         self.max_steps: int | None = None
-        """Of the training to come, for schedules that the config names; None: not known."""
+        """Steps of the training to come, for schedules in the config; None: not known."""
         self.frozen_precision: str | None = None
-        """Of the model that is prepared for evaluation alone; None: that of training."""
+        """Precision of a model that is prepared for evaluation alone; None: that of training."""
         super().__init__(zstore_config=(raw, source), **kwargs)
 
     def _read_config(self, given: Any) -> tuple[dict[str, Any], str]:
@@ -106,11 +106,11 @@ class TrainerAccelerator(Accelerator):
         (plain if self.engine is None else super().backward)(loss, **kwargs)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Forget what was prepared but the engines, and return as many None as `objects`."""
+        """Forget all prepared objects except the engines, and return as many None as `objects`."""
         return super(Accelerator, self).free_memory(*objects)
 
     def engine_for(self, model: nn.Module) -> Engine | None:
-        """Return the engine that holds a model, trained or frozen; None where there is none."""
+        """Return the engine that holds a model, trained or frozen; None if there is none."""
         return self._engine_of(model)
 
 
@@ -118,9 +118,9 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
     """A Trainer whose model, optimizer and checkpoints are a zstore engine's: `class Mine(ZstoreTrainerMixin, SFTTrainer)`.
 
     `zstore_config` is a config in DeepSpeed's dialect: a dict, a path or JSON text; by default the variable ZSTORE_CONFIG
-    names it. TrainingArguments answer what it leaves "auto". All else is the Trainer's. `checkpoint-N` holds a checkpoint
-    of zstore beside the Trainer's own small files, and resumes at any world size. See [Note: where Trainer is taken hold
-    of], [Note: saves in the background].
+    names it. TrainingArguments fill in its "auto". All else is the Trainer's. `checkpoint-N` holds a checkpoint
+    of zstore beside the Trainer's own small files, and resumes at any world size. See [Note: hooks
+    into Trainer], [Note: saves in the background].
 
     Raises ConfigError for a config that contradicts the arguments, UsageError for arguments that zstore does not serve.
     """
@@ -141,7 +141,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
     # -- construction -----------------------------------------------------------------------------------------------
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Return the accelerator's arguments, without what would do again what the engine does."""
+        """Return the accelerator's arguments, without those that would repeat the engine's work."""
         found: dict[str, Any] = super()._build_accelerator_args(**kwargs)
         self._accelerator_args = {**found, "deepspeed_plugin": None}
         return {**self._accelerator_args, "mixed_precision": "no", "dynamo_plugin": TorchDynamoPlugin(backend="no")}
@@ -164,7 +164,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leave the model where it is: the engine moves it, piece by piece where it is larger than the device."""
+        """Leave the model in its place: the engine moves it, piece by piece if it is larger than the device."""
 
     # -- preparing --------------------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         return self.accelerator.engine_for(self.model)
 
     def _open_engine(self, max_steps: int | None) -> None:
-        """Put the model into an engine that trains it, where none does yet (all ranks)."""
+        """Put the model into an engine that trains it, if none does yet (all ranks)."""
         accelerator = self.accelerator
         if accelerator.engine is not None and accelerator.engine.module is not self.model:
             accelerator.close_engines()  # model_init made another one
@@ -199,7 +199,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         self._begin_journal()
 
     def _begin_journal(self) -> None:
-        """Let the run's journal be in the newest `checkpoint-N`: people count what is in `output_dir`."""
+        """Let the run's journal be in the newest `checkpoint-N`: people count the entries of `output_dir`."""
         if (engine := self.engine) is not None:
             engine.journal.follow(None)
             self.remove_callback(RunCallback)
@@ -215,14 +215,14 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         return super()._prepare_for_training(max_steps, *args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the optimizer: the config's where it names one, with one group as DeepSpeed has it, else Trainer's."""
+        """Return the optimizer: the config's if it names one, with one group as DeepSpeed has it, else Trainer's."""
         if self.optimizer is None and "optimizer" in self.accelerator.config:
             self.optimizer = DummyOptim([one for one in self.model.parameters() if one.requires_grad])
             return self.optimizer
         return super().create_optimizer(*args, **kwargs)
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the schedule: the config's where it names one, else Trainer's."""
+        """Return the schedule: the config's if it names one, else Trainer's."""
         engine = self.accelerator.engine
         if self.lr_scheduler is not None or engine is None or engine.lr_scheduler is None:
             return super().create_scheduler(*args, **kwargs)
@@ -232,7 +232,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         return self.lr_scheduler
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Return the model's engine, where it has one."""
+        """Return the model's engine, if it has one."""
         return self.engine or model
 
     def _prepare_input(self, data: Any) -> Any:
@@ -246,7 +246,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
     # -- evaluating -------------------------------------------------------------------------------------------------
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate with the engine; before `train()` one is made: where there is a train_dataset that of the training, else
+        """Evaluate with the engine; before `train()` one is made: with a train_dataset that of the training, else
         one without an optimizer (all ranks)."""
         precision = None if self.is_in_train else evaluation_precision(self.args)
         if self.engine is None:
@@ -260,7 +260,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
             return super().evaluation_loop(*args, **kwargs)
 
     def _known_max_steps(self) -> int | None:
-        """Return the steps of the training to come, where the config has a schedule that may ask for them."""
+        """Return the steps of the training to come, if the config has a schedule that may ask for them."""
         if "scheduler" not in self.accelerator.config:
             return None
         return int(self.set_initial_training_values(self.args, self.get_train_dataloader())[-1])
@@ -268,7 +268,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
     # -- resuming ---------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as Trainer does. `resume_from_checkpoint=True` takes the newest folder `checkpoint-N` that is committed."""
+        """Train as Trainer does. `resume_from_checkpoint=True` takes the newest committed folder `checkpoint-N`."""
         if resume_from_checkpoint is True:
             found = [newest_folder(self.args.output_dir)]
             if self.args.world_size > 1:
@@ -312,8 +312,8 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
 
     @property
     def _saves_whole(self) -> bool:
-        """Whether weights are gathered on rank 0 to be written, as transformers, peft or the Trainer's own class would have
-        them: adapters, models whose files have other tensors than the model, and classes that save in a way of their own."""
+        """Whether weights are gathered on rank 0 to be written in the form of transformers, peft or the Trainer's own class:
+        adapters, models whose files have other tensors than the model, and classes that save in a way of their own."""
         return _is_peft(self.model) or is_converted(self.model) or self._has_own_save
 
     @property
@@ -350,7 +350,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _read_by_save(self) -> list[nn.Parameter]:
-        """Return parameters that saving may read from the model itself, not from the state dict that it is given: all where
+        """Return parameters that saving may read from the model itself, not from the given state dict: all if
         the class decides, and peft's of a prompt."""
         if _is_peft(self.model):
             is_prompt = any(one.is_prompt_learning for one in self.model.peft_config.values())
@@ -359,7 +359,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
 
     def _save_gathered(self, engine: Engine, folder: Path, *, skip: bool) -> None:
         """Let Trainer write weights that are gathered on rank 0; with `skip` all but those of a whole model. A class with a
-        `_save` of its own finds the whole model, and decides itself."""
+        `_save` of its own gets the whole model, and decides itself."""
         peft, own = _is_peft(self.model), self._has_own_save
         state: dict[str, Any] | None = None
         if peft:
@@ -373,7 +373,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
                 self._save_companions(folder)
 
     def _save_companions(self, folder: Path) -> None:
-        """Write all that Trainer writes beside the weights (rank 0)."""
+        """Write all of Trainer's files except the weights (rank 0)."""
         own = folder / _TEMPORARY
         shutil.rmtree(own, ignore_errors=True)
         with _no_progress_bars():  # they would tell of no weights
@@ -417,7 +417,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
             keep_frozen=adapter_names(engine) if _is_peft(self.model) else (),
             overwrite=True,
             wait=False,
-            gradients=False,  # a resume does a step anew that had begun, as Trainer's own does
+            gradients=False,  # a resume repeats a step that had begun, as Trainer's own does
         )
         self._unfinished = output_dir, tag
         if self._saves_at_once():
@@ -429,7 +429,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         return hooked or self.args.push_to_hub or self.args.enable_jit_checkpoint
 
     def _complete_save(self, *, rotates: bool = True) -> None:
-        """Complete a save in the background, and what waits for it (all ranks)."""
+        """Complete a save in the background, and the work that waits for it (all ranks)."""
         if self._unfinished is None or self.accelerator.engine is None:
             return
         engine, (folder, tag) = self.accelerator.engine, self._unfinished
@@ -442,7 +442,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
                     rotate(self, os.path.dirname(folder))
 
     def close(self) -> None:
-        """Complete a save under way and close the engine, which gives memory and nvme_path to another run in this process (all
+        """Complete a save under way and close the engine, which frees memory and nvme_path for another run in this process (all
         ranks). This Trainer trains no more, and a model whose parameters are sharded can be used no more."""
         self._complete_save()
         self.accelerator.close_engines()
@@ -462,7 +462,7 @@ _TEMPORARY = ".zstore-files"
 
 @contextlib.contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Let transformers draw none in the block."""
+    """Let transformers draw no progress bars in the block."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

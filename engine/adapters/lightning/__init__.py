@@ -1,8 +1,8 @@
 """Lightning's Trainer on the engine: `import zstore.lightning`, then `Trainer(strategy="zstore")` or
 `Trainer(strategy=ZstoreStrategy("ds.json"))`.
 
-`ZstoreStrategy` is for `import lightning`; where `pytorch_lightning` alone is imported or installed, for that. A program that
-uses both takes it from this package's `unified` and `classic`.
+`ZstoreStrategy` is for `import lightning`, or, if `pytorch_lightning` alone is imported or installed, for that. A program
+that uses both takes it from this package's `unified` and `classic`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a fit tells the run's journal, and takes from people who ask the run for something."""
+"""Notes of a fit for the run's journal, and requests to the run that it carries out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def begin_journal(library: str, trainer: Any, engine: Engine) -> None:
         return None
 
     def on_train_batch_end(self: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Save, or save and stop, where that was asked for in the step of this batch."""
+        """Save, or save and stop, if that was requested in the step of this batch."""
         if not asked:
             return
         numbers = {"epoch": trainer.current_epoch, "step": trainer.global_step}
@@ -39,13 +39,13 @@ def begin_journal(library: str, trainer: Any, engine: Engine) -> None:
 
     engine.take_requests(take)
     kind = type(_NAME, (import_module(library).Callback,), {"on_train_batch_end": on_train_batch_end})
-    # In front of the callback that saves: those of Lightning come last.
+    # Before the callback that saves: those of Lightning come last.
     others = [callback for callback in trainer.callbacks if type(callback).__name__ != _NAME]
     trainer.callbacks = [kind(), *others]
 
 
 def _total_steps(trainer: Any) -> int | None:
-    """Return the optimizer steps of the fit; None where its end is open."""
+    """Return the optimizer steps of the fit; None if its end is open."""
     if trainer.max_steps > 0:
         return int(trainer.max_steps)
     batches, epochs = trainer.num_training_batches, trainer.max_epochs or -1

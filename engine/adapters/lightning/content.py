@@ -1,12 +1,12 @@
-"""Lightning's own dict in a checkpoint: as JSON what is plain, as tensors what is large, as opaque bytes what is neither.
+"""Lightning's own dict in a checkpoint: plain values as JSON, large ones as tensors, others as opaque bytes.
 
 [Note: Lightning's dict]
-Loops, callbacks, schedules, hyperparameters and what hooks add make up a dict that Lightning would pickle. Text, numbers,
-lists and dicts with text as keys stand in the record as they are; other plain values as an object with one key:
+Loops, callbacks, schedules, hyperparameters and hooks add to a dict that Lightning would pickle. Text, numbers,
+lists and dicts with text as keys are in the record as they are; other plain values as an object with one key:
 `{"$tuple": [...]}`, `{"$dict": [[key, value], ...]}` (any other keys), `{"$Counter": ...}`, `{"$OrderedDict": ...}`,
 `{"$set": [...]}`, `{"$bytes": BASE64}`, `{"$path": TEXT}`, `{"$values": [TYPE, SHAPE, BASE64]}`, `{"$numpy": ...}`, and
 `{"$array": NUMBER}` for a tensor that is stored as an array. Anything else is pickled into bytes, `{"$object": NUMBER}`,
-with the nearest entry of a dict that it is in. Reading a checkpoint never unpickles these unless it is told to.
+with the nearest entry of a dict that it is in. Reading a checkpoint unpickles these only on request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zstore.errors import CheckpointError, UsageError
 from zstore.tensors import as_numpy, as_torch, dtype_name
 
 _MOST_INLINE_BYTES = 4096
-"""Of a tensor that stands in the record itself."""
+"""Limit of a tensor that is in the record itself."""
 _PLAIN = (str, int, float, bool, type(None))
 _DICTS: Mapping[str, Callable[[Iterable[Any]], Any]] = {
     "$dict": dict,
@@ -117,7 +117,7 @@ def encode(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Content(dict[str, Any]):
-    """Lightning's dict as it was loaded, without the entries that were pickled, unless these were asked for."""
+    """Lightning's dict as it was loaded, without the pickled entries, unless these were requested."""
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(
@@ -128,8 +128,8 @@ class Content(dict[str, Any]):
 def decode(state: Mapping[str, Any], *, load_objects: bool) -> tuple[Content, list[str]]:
     """Return Lightning's dict, and the names of entries that are left out since they would have to be unpickled.
 
-    With `load_objects` those are unpickled, which runs code of whoever wrote the checkpoint. Raises CheckpointError where one
-    cannot be, or where `state` is no such dict.
+    With `load_objects` those are unpickled, which runs code of the checkpoint's author. Raises CheckpointError if one
+    cannot be, or if `state` is no such dict.
     """
     try:
         arrays = state["arrays"]

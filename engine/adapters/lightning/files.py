@@ -1,4 +1,4 @@
-"""Where checkpoints lie under the names that Lightning gives them."""
+"""The places of checkpoints under the names that Lightning gives them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from zstore.remote.url import is_url
 from . import content
 
 STATE = "lightning"
-"""Where the client state has Lightning's dict."""
+"""Key of Lightning's dict in the client state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """A checkpoint of Lightning's: `folder/name`, which is the engine's checkpoint of the tag `name` in `folder`.
 
-    A name with characters that a checkpoint's folder does not have is a symbolic link to the folder.
+    A name with characters that a checkpoint's folder cannot have is a symbolic link to the folder.
     """
 
     folder: str
@@ -77,17 +77,17 @@ class Place:
             path.unlink()
 
     def link(self) -> None:
-        """Give the checkpoint its name where its folder has another."""
+        """Give the checkpoint its name if its folder has another."""
         if not is_url(self.folder) and (stored := tag_folder(self.tag)) != self.name:
             os.symlink(stored, self.path)
 
 
 def load_checkpoint(path: str | os.PathLike[str], *, load_objects: bool = False) -> dict[str, Any]:
-    """Return a checkpoint as the dict that Lightning's own `.ckpt` would be, with weights under "state_dict", on the CPU.
+    """Return a checkpoint as the dict of Lightning's own `.ckpt`, with weights under "state_dict", on the CPU.
 
-    The optimizer's state is not in it: `zstore.open_checkpoint` reads that. `load_objects` unpickles what hooks added, which
-    runs code of whoever wrote it; else those entries are left out. Raises CheckpointNotFoundError, CheckpointMismatchError for
-    a checkpoint that no Trainer saved.
+    The optimizer's state is not in it: `zstore.open_checkpoint` reads that. `load_objects` unpickles objects of hooks, which
+    runs code of the checkpoint's author; else those entries are left out. Raises CheckpointNotFoundError, and
+    CheckpointMismatchError for a checkpoint that no Trainer saved.
     """
     place = Place.of(os.fspath(path))
     with open_checkpoint(*place.to_load()) as checkpoint:
@@ -120,7 +120,7 @@ def loader_of_folders(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def remove(place: Place, storage_options: Mapping[str, Any]) -> None:
-    """Remove a checkpoint so that at no instant half of it looks like one; nothing where it is not there."""
+    """Remove a checkpoint so that at no instant half of it looks like one; do nothing if it is not there."""
     if is_url(place.folder):
         from zstore.remote.commit import remove_checkpoint
         from zstore.remote.folder import RemoteFolder

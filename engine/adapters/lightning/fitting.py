@@ -1,4 +1,4 @@
-"""What `fit` needs of the module and the Trainer: optimizer, schedules, the size of a micro-batch."""
+"""The input of `fit` from the module and the Trainer: optimizer, schedules, the size of a micro-batch."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .settings import Source, check_optimizer
 def configured(
     library: str, source: Source, module: Any, raw: Mapping[str, Any]
 ) -> tuple[torch.optim.Optimizer | None, list[Any]]:
-    """Return the optimizer and the schedules of `configure_optimizers`; no optimizer where the config has it.
+    """Return the optimizer and the schedules of `configure_optimizers`; no optimizer if the config has it.
 
-    Raises UsageError for several optimizers, ConfigError for none, or where the config names another optimizer or schedule.
+    Raises UsageError for several optimizers, ConfigError for none, or if the config names another optimizer or schedule.
     """
     made = import_module(f"{library}.core.optimizer")
     with warnings.catch_warnings():
@@ -55,7 +55,7 @@ def configured(
 def hand_on_settings(client: torch.optim.Optimizer, present: torch.optim.Optimizer) -> None:
     """Let the engine's groups have the settings of a new optimizer, whose schedules drive them from now on.
 
-    Raises UsageError where the groups differ.
+    Raises UsageError if the groups differ.
     """
     sizes = [[len(group["params"]) for group in one.param_groups] for one in (client, present)]
     if sizes[0] != sizes[1]:
@@ -69,7 +69,7 @@ def hand_on_settings(client: torch.optim.Optimizer, present: torch.optim.Optimiz
 
 
 def resumable(library: str, trainer: Any, loader: Any) -> Any:
-    """Return a loader that draws from the seed and the epoch what it draws at random for several ranks, and is at that epoch.
+    """Return a loader whose random choices for several ranks follow from the seed and the epoch, and that is at that epoch.
 
     Lightning spreads torchdata's RandomSampler over ranks by a wrapper: each process would draw its own order, and another
     one after a resume.
@@ -83,13 +83,13 @@ def resumable(library: str, trainer: Any, loader: Any) -> Any:
         )
         loader = import_module(f"{library}.utilities.data")._update_dataloader(loader, spread)
     if trainer.training:
-        # Before its iterator is made, which skips what it gave before it was saved.
+        # Before its iterator is made, which skips the samples given before the save.
         _set_epoch(library, trainer, loader)
     return loader
 
 
 def resume_data(library: str, trainer: Any, generators: dict[str, Any]) -> None:
-    """Go on with the random numbers of a checkpoint, and with the next epoch's data where it was saved at the end of one."""
+    """Go on with the random numbers of a checkpoint, and with the next epoch's data if it was saved at the end of one."""
     loop = trainer.fit_loop
     at_end = loop._data_fetcher is not None and loop.epoch_loop.batch_progress.current.ready >= loop.max_batches
     left, loop._combined_loader_states_to_load = loop._combined_loader_states_to_load, []
@@ -109,7 +109,7 @@ def _set_epoch(library: str, trainer: Any, loader: Any) -> None:
 
 
 def batch_size(trainer: Any) -> int | None:
-    """Return the samples of a micro-batch, as the first training loader has them; None where it does not tell."""
+    """Return the samples of a micro-batch, as the first training loader has them; None if it does not tell."""
     loader = trainer.fit_loop._combined_loader
     for one in [] if loader is None else loader.flattened:
         size = getattr(one, "batch_size", None) or getattr(getattr(one, "batch_sampler", None), "batch_size", None)

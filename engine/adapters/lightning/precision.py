@@ -1,4 +1,4 @@
-"""What Lightning calls a precision plugin: backward and step of the engine, and the type of inputs."""
+"""Lightning's precision plugin: backward and step of the engine, and the type of inputs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class EnginePrecision:
     def __init__(self, name: str) -> None:
         self.precision = name
         self.dtype = torch.float32
-        """Of parameters and inputs."""
+        """Type of parameters and inputs."""
         self.clip_norm = 0.0
-        """What the engine clips to; 0.0: it does not."""
+        """Norm that the engine clips to; 0.0: no clipping."""
 
     @classmethod
     def in_place_of(cls, plugin: Any) -> EnginePrecision:
-        """Return this plugin in place of the one that Lightning chose. Raises UsageError for a type there is none for."""
+        """Return this plugin in place of Lightning's choice. Raises UsageError for an unsupported type."""
         if isinstance(plugin, cls):
             return plugin
         if type(plugin).__name__ not in _KNOWN or plugin.precision not in PRECISIONS:
@@ -71,7 +71,7 @@ class EnginePrecision:
         return result
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """Leave clipping to the engine. Raises UsageError for another norm than it clips to."""
+        """Leave clipping to the engine. Raises UsageError for another norm than the engine's."""
         algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
         if clip_val and (float(clip_val) != self.clip_norm or algorithm != "norm"):
             # Lightning refuses Trainer(gradient_clip_val=) beside manual optimization.

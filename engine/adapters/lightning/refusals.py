@@ -1,4 +1,4 @@
-"""What of Lightning does not go with the engine: errors before training that say the way out."""
+"""Features of Lightning that do not go with the engine: errors before training that name an alternative."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CALLBACKS: Mapping[str, str] = {
 
 
 def check_trainer(trainer: Any, module: Any, layer_sync: Any) -> None:
-    """Raise UsageError for a Trainer, callback or module that asks for what the engine does not do."""
+    """Raise UsageError for a Trainer, callback or module that asks for things that the engine does not do."""
     if layer_sync is not None:
         raise UsageError(
             "Trainer(sync_batchnorm=True): leave it out, and convert the module itself: "
@@ -54,7 +54,7 @@ def check_trainer(trainer: Any, module: Any, layer_sync: Any) -> None:
 
 
 def check_device(root_device: torch.device) -> None:
-    """Raise UsageError where the Trainer computes on another device than the engine does."""
+    """Raise UsageError if the Trainer computes on another device than the engine."""
     device = World.current().device
     if root_device.type != device.type:
         raise UsageError(
@@ -69,7 +69,7 @@ def check_device(root_device: torch.device) -> None:
 
 
 def check_predict(engine: Engine, trainer: Any) -> None:
-    """Raise UsageError, on every rank, where ranks have different numbers of batches and gather parameters for each."""
+    """Raise UsageError, on every rank, if ranks have different numbers of batches and gather parameters for each."""
     if engine.training_state.hooks is None:
         return
     counts = engine.world.all_gather_object([int(number) for number in trainer.num_predict_batches])

@@ -1,4 +1,4 @@
-"""The config of a strategy, and what the Trainer answers in it. Nothing here imports Lightning."""
+"""The config of a strategy, and the Trainer's values for it. Nothing here imports Lightning."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Source:
 
 
 def read_source(config: Mapping[str, Any] | str | os.PathLike[str] | None, stage: int | None) -> Source:
-    """Return the config of a strategy: the one given, the one that `ZSTORE_CONFIG` names, or one of `stage`. Text is a path,
+    """Return the config of a strategy: the given one, the one that `ZSTORE_CONFIG` names, or one of `stage`. Text is a path,
     or the JSON itself.
 
     Raises ConfigError that names every problem in it.
@@ -78,7 +78,7 @@ def read_source(config: Mapping[str, Any] | str | os.PathLike[str] | None, stage
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerValues:
-    """What a Trainer was told that a config says, too."""
+    """A setting of a Trainer that a config has, too."""
 
     precision: str
     """Lightning's name."""
@@ -87,9 +87,9 @@ class TrainerValues:
 
 
 def for_trainer(source: Source, trainer: TrainerValues) -> dict[str, Any]:
-    """Return the config with the Trainer's values where it is silent or "auto".
+    """Return the config with the Trainer's values for missing keys and "auto".
 
-    Raises ConfigError where both name different values.
+    Raises ConfigError if both name different values.
     """
     settings = source.settings
     raw = copy.deepcopy(dict(source.raw))
@@ -108,7 +108,7 @@ def for_trainer(source: Source, trainer: TrainerValues) -> dict[str, Any]:
 
 
 def _agree(source: Source, key: str, settings: Settings, theirs: float, argument: str) -> None:
-    """Raise ConfigError where the config says another number than the Trainer."""
+    """Raise ConfigError if the config says another number than the Trainer."""
     own = getattr(settings, key)
     if key in settings.model_fields_set and own not in (None, "auto", theirs):
         raise ConfigError(
@@ -142,7 +142,7 @@ def _precision(source: Source, settings: Settings, wanted: str | None, given: st
 
 
 def check_batch_size(source: Source, micro: int, accumulation: int, world_size: int) -> None:
-    """Raise ConfigError where the config says another batch size than comes of the loader's, `micro`."""
+    """Raise ConfigError if the config says another batch size than follows from the loader's, `micro`."""
     settings = source.settings
     whole = f"{micro * accumulation * world_size}, that x accumulate_grad_batches {accumulation} x {world_size} ranks"
     for key, wanted, told in (
@@ -164,9 +164,9 @@ def compute_dtype(raw: Mapping[str, Any]) -> torch.dtype:
 
 
 def check_optimizer(source: Source, client: torch.optim.Optimizer) -> None:
-    """Raise ConfigError where the config's optimizer is not the one of `configure_optimizers`.
+    """Raise ConfigError if the config's optimizer is not the one of `configure_optimizers`.
 
-    What the section leaves "auto", or out, is that optimizer's.
+    Keys that the section leaves "auto", or out, are that optimizer's.
     """
     section = source.settings.optimizer
     if section is None:

@@ -7,8 +7,8 @@ and schedules of its config. A checkpoint is one of the engine's: its tag is the
 client state has Lightning's dict (see [Note: Lightning's dict] in `content`).
 
 [Note: between steps]
-Lightning may save in the middle of an accumulation, at a validation or where a script asks for it. As there, the checkpoint
-is that of the last step: gradients since are not in it.
+Lightning may save in the middle of an accumulation, at a validation or when a script asks for it. As there, the checkpoint
+is that of the last step: later gradients are not in it.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _OPTIONS = (
     "accelerator", "parallel_devices", "cluster_environment", "precision_plugin", "process_group_backend", "timeout",
     "start_method",
 )  # fmt: skip
-"""Of Lightning's DDPStrategy, that have a meaning here."""
+"""Options of Lightning's DDPStrategy that have a meaning here."""
 
 
 class EngineStrategy:
     """A mixin in front of Lightning's `DDPStrategy`, which starts the ranks. See [Note: who does what].
 
     `config` is a dict, the path of a JSON file or JSON text, in DeepSpeed's dialect; by default the one that the variable
-    ZSTORE_CONFIG names, and without that stage 2 (or `stage`) without offload. What it leaves out or "auto" is the Trainer's:
+    ZSTORE_CONFIG names, and without that stage 2 (or `stage`) without offload. Its missing keys and "auto" are the Trainer's:
     precision, accumulation, clipping, the batch size of the loader, the number of steps; the optimizer is that of
     `configure_optimizers`. `load_objects` lets a load unpickle the objects that hooks put into a checkpoint, which runs code
-    of whoever wrote it. `options` are those of DDPStrategy that start ranks: `start_method`, `timeout`,
+    of its author. `options` are those of DDPStrategy that start ranks: `start_method`, `timeout`,
     `process_group_backend`, `cluster_environment`, `accelerator`, `parallel_devices`.
 
     Raises ConfigError that names every problem of the config, UsageError for an option that has no meaning here. Over 300
@@ -99,12 +99,12 @@ class EngineStrategy:
         self._load_objects = load_objects
         self._engine: Engine | None = None
         self._trainable: list[torch.nn.Parameter] = []
-        """Parameters that a frozen engine took the gradients from."""
+        """Parameters whose gradients a frozen engine turned off."""
         self._generators: dict[str, Any] | None = None
         """Random number generators that a load brought back, until training starts."""
         super().__init__(**options)
 
-    # -- what Lightning asks of a strategy --------------------------------------------------------------------------
+    # -- Lightning's interface of a strategy ------------------------------------------------------------------------
 
     @property
     def precision_plugin(self) -> Any:
@@ -119,7 +119,7 @@ class EngineStrategy:
 
     @property
     def checkpoint_io(self) -> Any:
-        """What brings weights back from ranks that were spawned or forked; the engine saves. Setting it raises UsageError."""
+        """Returns weights from ranks that were spawned or forked; the engine saves. Setting it raises UsageError."""
         return import_module(f"{self.library}.plugins").TorchCheckpointIO()
 
     @checkpoint_io.setter
@@ -159,12 +159,12 @@ class EngineStrategy:
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Do nothing: `model_sharded_context` says where parameters go."""
+        """Do nothing: `model_sharded_context` places the parameters."""
         yield
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Build modules in shards, as `zstore.Init` does; nothing where the module has an engine."""
+        """Build modules in shards, as `zstore.Init` does; do nothing if the module has an engine."""
         if self._has_engine():
             yield
             return
@@ -175,13 +175,13 @@ class EngineStrategy:
         return self._engine is not None and self._engine.module is self.lightning_module
 
     def setup(self, trainer: Any) -> None:
-        """Make the engine, or go on with the one that the module has."""
+        """Make the engine, or go on with the module's engine."""
         self.accelerator.setup(trainer)
         module = self.lightning_module
         check_trainer(trainer, module, self._layer_sync)
         check_device(self.root_device)
         if self.world_size == 1:
-            # As under strategy="auto": a sampler over ranks would draw other samples, and forget where it was.
+            # As under strategy="auto": a sampler over ranks would draw other samples, and forget its position.
             trainer._accelerator_connector.use_distributed_sampler = False
         if self._engine is not None and not self._has_engine():
             self.close()
@@ -229,7 +229,7 @@ class EngineStrategy:
         return resumable(self.library, self.lightning_module.trainer, dataloader)
 
     def _thaw(self, frozen: Engine) -> None:
-        """Take the module back from the engine that evaluated it. Raises UsageError where its weights are not whole."""
+        """Take the module back from the engine that evaluated it. Raises UsageError if its weights are not whole."""
         training = frozen.training_state
         if training.hooks is not None or training.config.precision != "fp32":
             raise UsageError(
@@ -242,20 +242,20 @@ class EngineStrategy:
             parameter.requires_grad_(True)
 
     def on_train_start(self) -> None:
-        """Go on with the random numbers of the checkpoint that was loaded, and with its data."""
+        """Go on with the random numbers of the loaded checkpoint, and with its data."""
         generators, self._generators = self._generators, None
         if generators is not None:
             resume_data(self.library, self.lightning_module.trainer, generators)
 
     def on_predict_start(self) -> None:
-        """Raise UsageError where ranks would gather parameters for different numbers of batches."""
+        """Raise UsageError if ranks would gather parameters for different numbers of batches."""
         check_predict(self.engine, self.lightning_module.trainer)
 
     def model_to_device(self) -> None:
         """Do nothing: the engine moves the model."""
 
     def teardown(self) -> None:
-        """End what Lightning began; the engine stays for a save, a test or another fit, until `close` or the Trainer's end.
+        """End Lightning's part; the engine stays for a save, a test or another fit, until `close` or the Trainer's end.
 
         Whole weights are the module's own then. Sharded ones are the engine's: it stays as long as the module.
         """
@@ -263,7 +263,7 @@ class EngineStrategy:
         if module is not None and engine is not None and engine.training_state.hooks is not None:
             engine.close_with_model()
         elif module is not None and engine is not None:
-            # What closes the engine has the module, which must not keep the Trainer that has the engine.
+            # The engine's finalizer has the module, which must not keep the Trainer that has the engine.
             trainer = module.trainer
             if not isinstance(trainer, weakref.ProxyTypes):  # Lightning tears down a second time after an error
                 trainer = weakref.proxy(trainer)
@@ -276,7 +276,7 @@ class EngineStrategy:
         self.accelerator.teardown()
 
     def close(self) -> None:
-        """Give the engine's memory, threads and run folder back; it is done at the end of the process too."""
+        """Release the engine's memory, threads and run folder; it is done at the end of the process too."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
@@ -296,12 +296,12 @@ class EngineStrategy:
             engine.step()
 
     def _follow_accumulation(self, engine: Engine, steps: int) -> None:
-        """Take over what a callback changed at the start of an epoch."""
+        """Take over a callback's changes at the start of an epoch."""
         if steps != engine.gradient_accumulation_steps():
             engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * steps * engine.world_size)
 
     def engine_step(self) -> None:
-        """Update the parameters, where there was a backward since the last step."""
+        """Update the parameters, if there was a backward since the last step."""
         if not self.engine.training_state.accumulation.is_new:
             self.engine.set_gradient_accumulation_boundary(True)
             self.engine.step()
@@ -309,7 +309,7 @@ class EngineStrategy:
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return what modules keep by `get_extra_state()`: parameters and buffers are the engine's to save."""
+        """Return the `get_extra_state()` of modules: parameters and buffers are the engine's to save."""
         return {
             f"{name}{'.' if name else ''}_extra_state": module.get_extra_state()
             for name, module in self.lightning_module.named_modules()
@@ -356,7 +356,7 @@ class EngineStrategy:
         folder, tag = place.to_load()
         _, state = self.engine.load_checkpoint(folder, tag, load_module_only=not fitting, load_module_strict=strict)
         if fitting:
-            # Loaders take up their positions as they are made; what they draw meanwhile is not the run's.
+            # Loaders take up their positions as they are made; their random draws meanwhile are not the run's.
             self.lightning_module.trainer.fit_loop._combined_loader = None
             self._generators = rng_state()
         version = {"pytorch-lightning_version": import_module(self.library).__version__, "state_dict": {}}
@@ -378,7 +378,7 @@ class EngineStrategy:
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Hand modules what they kept by `get_extra_state()`; the engine loaded the rest."""
+        """Hand modules their `get_extra_state()`; the engine loaded the other state."""
         for name, value in checkpoint.get("state_dict", {}).items():
             path, _, last = name.rpartition(".")
             if last == "_extra_state":
