@@ -254,7 +254,7 @@ def require_shared(folder: Path, team: Team) -> None:
 def sweep(files: Files, folder: Path, *, only: str | None = None) -> list[str]:
     """Remove the leftovers of dead saves in `folder` (of the folder `only`), and give set-aside checkpoints their names back.
 
-    Never touches a living save's. Returns a message for each thing that could not be removed.
+    Never touches a living save's. Returns a message for each file or folder that could not be removed.
     """
     by_save: dict[str, list[tuple[str, str, Path]]] = {}
     for name in os.listdir(folder):

@@ -41,7 +41,7 @@ _EXACT_WITH = {"square_avg": ("grad_avg",), "exp_avg_sq": ("max_exp_avg_sq", "ma
 amsgrad's maximum every rounding up would stay."""
 
 BLOCK_NUMEL = 256
-"""Elements of a block, at most."""
+"""Most elements of a block."""
 STEP_BITS = 19
 """Low bits of an fp32 number that a code leaves out."""
 LEAST_SIGNED = 119 << 23

@@ -167,7 +167,7 @@ class SaveSummary:
     spare: Spare | None = None
     """A folder for the next save of the run to use again."""
     messages: tuple[str, ...]
-    """Messages for the user: copies in place of links, leavings that could not be removed."""
+    """Messages for the user: copies instead of links, leftovers that could not be removed."""
     url: str | None = None
     """The URL that it was uploaded to; then `path`, the local copy, is gone unless it was to be kept."""
     uploaded_bytes: int = 0

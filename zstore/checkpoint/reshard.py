@@ -47,7 +47,7 @@ def reshard_checkpoint(
 
     `codec`, one of `zstore.format.codecs.CODECS`, makes it an archive: its chunks are compressed. The record stays as it
     was except for the layout; states of single ranks (RNG) are kept if the world size is, and left out otherwise.
-    `advance` is told the bytes that were written, before compression. Returns the tag's folder. Raises
+    `advance` is called with the bytes that were written, before compression. Returns the tag's folder. Raises
     CheckpointExistsError if `folder` has that tag. The ranks of `team` write whole shard files, about the same bytes each,
     and rank 0 commits (all ranks).
     """

@@ -1,7 +1,7 @@
 """Which checkpoints stay: the rules, their outcome for a folder's records, and the removal of the others.
 
 [Note: what stays]
-A checkpoint stays for any of these reasons; the others go.
+A checkpoint stays for any of these reasons; the others are removed.
 last     it is one of the newest, by the time of its commit
 every    its step is a multiple of a number
 best     its value of a metric is the least, or the greatest, of all; of equal ones the newest
@@ -33,7 +33,7 @@ class Keep:
     last: int = 1
     """How many of the newest; at least one."""
     every: int | None = None
-    """Steps of which multiples stay; None: for no step."""
+    """Multiples of this step stay; None: no such rule."""
     best: str | None = None
     """`METRIC:min` or `METRIC:max`; None: for no value."""
     tags: tuple[str, ...] = ()
@@ -150,7 +150,7 @@ def plan_lines(fates: Sequence[Fate], freed_bytes: int, *, dry_run: bool) -> lis
 def remove_each(
     infos: Sequence[TagInfo], remove: Callable[[TagInfo], None], removed: Callable[[TagInfo], None] = lambda info: None
 ) -> list[str]:
-    """Remove checkpoints in this order; `removed` is told of each. Returns a message for each that could not be removed.
+    """Remove checkpoints in this order; `removed` is called for each. Returns a message for each that could not be removed.
 
     Frees only files that no other checkpoint links.
     """

@@ -133,7 +133,7 @@ class ArraySource(Closing):
         return None
 
     def file_of(self, name: str, shard: int) -> Path | None:
-        """Return the path of a shard's file in our format on this machine, which may be linked in place of being read.
+        """Return the path of a shard's file in our format on this machine, which may be linked instead of being read.
 
         None if there is no such file, or a compressed one. Raises CorruptionError if it is missing, cut, or its index is
         damaged.

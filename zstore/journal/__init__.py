@@ -2,7 +2,7 @@
 
 [Note: the journal]
 `journal-<run_id>.jsonl` in the folder of checkpoints, written by rank 0 alone and only at its end. A last line without its
-newline was cut off when the process was killed: readers drop it, a writer that goes on cuts it away. Each line has
+newline was cut off when the process was killed: readers drop it, a writer that resumes cuts it off. Each line has
 `kind` and `at` (seconds since 1970). Readers pass over kinds and keys that they do not know. Bytes are bytes, names that end
 in `_s` are seconds. A value that is not known, or is not a finite number, is null or missing.
 
@@ -24,7 +24,7 @@ action   `action` (save, stop), `id`: a request was carried out; with `problem` 
 warning  `text`
 end      `step`, `reason` (done, stopped, failed)
 
-A resumed run goes on in the same file, and repeats the steps since the checkpoint: the later ones count, see
+A resumed run continues the same file, and repeats the steps since the checkpoint: the later ones count, see
 [Note: repeated steps] in `columns`.
 """
 

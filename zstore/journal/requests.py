@@ -1,4 +1,4 @@
-"""Requests of people to a run that goes on: save now, or stop after this step.
+"""Requests of people to a running run: save now, or stop after this step.
 
 [Note: requests]
 A request is the file `request-<run_id>.json` beside the run's journal, with `id`, `action` ("save" or "stop") and `at`. It is

@@ -3,7 +3,7 @@
 [Note: what writing costs]
 `append` puts a dict into a queue. Every half second a thread makes JSON of the new ones, and appends it in one write. So a
 killed process loses less than a second, a slow file system holds nobody up, and the file is not forced to the drive. If a
-write fails, for instance on a full disk, the torn last line is cut away, the first failure is told, and the same lines
+write fails, for instance on a full disk, the torn last line is cut off, the first failure is reported, and the same lines
 are tried again with the next ones; of those the newest few MiB are kept.
 
 Lines wait as long as their file is not known; if there are many, every other one of the older half is dropped.
@@ -92,7 +92,7 @@ def _cut_torn_line(fd: int) -> int:
 class JournalWriter(Closing):
     """Takes records from any thread, in microseconds; they are written once there is a sink. See [Note: what writing costs].
 
-    `failed` is told of the first failure, in the thread that writes. A record must not change once it is given. Close it:
+    `failed` is called with the first failure, in the thread that writes. A record must not change once it is given. Close it:
     all records are written by then.
     """
 

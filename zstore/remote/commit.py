@@ -168,7 +168,7 @@ def has_ended(data: bytes | Exception, run_id: str) -> bool:
 def sweep(folder: RemoteFolder, run_id: str) -> list[str]:
     """Remove the leftovers of uploads that ended without a commit, those of run `run_id` among them.
 
-    Returns a message for each thing that could not be removed.
+    Returns a message for each file or folder that could not be removed.
     """
     try:
         entries = folder.entries()

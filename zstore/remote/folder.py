@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
 _NUM_LOOKUPS = 4
-"""Hosts that are looked up at a time, at most."""
+"""Most hosts that are looked up at a time."""
 
 
 class RemoteFolder(UrlFolder):

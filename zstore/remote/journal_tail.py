@@ -16,7 +16,7 @@ from .service_upload import ServicePlace
 
 _PAUSE_S = 1.0
 _MOST_BYTES = 512 * 1024
-"""Lines that go in one request, about."""
+"""About how many bytes of lines go in one request."""
 _AT_THE_END = Retries(attempts=3)
 _ONCE = Retries(attempts=1)
 

@@ -1,4 +1,4 @@
-"""Trying a request again: networks fail for a while, and say so in many ways."""
+"""Trying a request again: networks fail for a while, with many kinds of errors."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def held_bytes(size: int) -> int:
 def send_file(fs: Any, source: Path, target: str, advance: Callable[[int], None]) -> int:
     """Copy `source` to the path `target` of `fs`, and return its bytes; holds about three parts in memory.
 
-    `advance` is told the bytes of each part, and all of them again, negative, if the copy fails.
+    `advance` is called with the bytes of each part, and all of them again, negative, if the copy fails.
     """
     done = 0
     with source.open("rb", buffering=0) as file:

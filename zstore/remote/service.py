@@ -55,7 +55,7 @@ class ServiceConnection:
     """A connection to the service at `base`, kept open between requests. Usable from any thread.
 
     `token` is that of the service; `user` a name and password for a proxy before it. `ca_certs` is a file of
-    certificates (PEM) to trust in place of those of the system. Raises UsageError for values that are not possible.
+    certificates (PEM) to trust instead of the system's. Raises UsageError for values that are not possible.
     """
 
     def __init__(

@@ -241,7 +241,7 @@ class ServiceTarget(UploadTarget):
         return []
 
     def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:
-        """See `UploadTarget.abort`; unless it was cancelled, received files stay, for the next try to go on with."""
+        """See `UploadTarget.abort`; unless it was cancelled, received files stay, for the next try to resume."""
         if cancelled and self._upload and not self._committed:
             with contextlib.suppress(OSError, ZstoreError):
                 self._connection.request("DELETE", self._path)

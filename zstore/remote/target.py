@@ -70,7 +70,7 @@ class UploadTarget(ABC):
 
     @abstractmethod
     def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:
-        """Give up. Never raises. `ended`: no rank sends any more; `cancelled`: nobody will want to go on with it."""
+        """Give up. Never raises. `ended`: no rank sends any more; `cancelled`: nobody will resume it."""
 
     @abstractmethod
     def is_committed(self) -> bool:

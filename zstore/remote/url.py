@@ -20,7 +20,7 @@ def is_url(location: str | os.PathLike[str]) -> bool:
 
 
 def shown(url: str) -> str:
-    """Return the URL as messages may have it: without a password."""
+    """Return the URL for messages: without a password."""
     return _PASSWORD.sub(r"\1:***@", url)
 
 

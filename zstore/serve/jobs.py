@@ -1,4 +1,4 @@
-"""Work that goes on behind requests: verifications, prunings, and uploads that others report of."""
+"""Work behind requests: verifications, prunings, and uploads that other code reports."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Jobs(Closing):
     def add(self, kind: Kind, run: str, checkpoint: str | None = None, *, total_bytes: int = 0) -> RunningJob:
         """Return a new job that the caller carries out and ends.
 
-        Raises ConflictError if a verification or pruning of the run goes on and this is one too.
+        Raises ConflictError if a verification or pruning of the run is under way and this is one too.
         """
         job = Job(
             id=uuid.uuid4().hex,

@@ -7,8 +7,8 @@
     1/4     weights on their way to clients
     1/8     metadata of open checkpoints
     1/8     the pool of buffers of all requests that read values, 8 to 64 MiB
-    1/8     reading ahead by the two of these that go on at a time
-    2/16    the pools of the two verifications that go on at a time, 8 to 32 MiB each
+    1/8     reading ahead by the two of these that run at a time
+    2/16    the pools of the two verifications that run at a time, 8 to 32 MiB each
 
 Uploads are bounded by how many bodies are read at a time (`inbox.limits`), answers of JSON by the number of threads.
 """

@@ -74,7 +74,7 @@ class Session(_Model):
     run_id: str
     started_at: float
     ended_at: float | None
-    """None: it goes on, or was killed."""
+    """None: it is running, or was killed."""
     first_step: int
     loop: str
     """Whose loop: engine, train, trainer, lightning, offloaded."""
@@ -295,7 +295,7 @@ class Difference(_Model):
 
 
 class Job(_Model):
-    """Work that goes on behind requests. `GET /api/jobs`, `GET /api/jobs/{id}`."""
+    """Work behind requests. `GET /api/jobs`, `GET /api/jobs/{id}`."""
 
     id: str
     kind: Literal["verify", "prune", "upload"]
@@ -372,7 +372,7 @@ class WeightsFile(_Model):
     name: str
     size: int
     etag: str | None
-    """Changes with the file's bytes: for `If-Range` of downloads that go on."""
+    """Changes with the file's bytes: for `If-Range` of resumed downloads."""
 
 
 class WeightsFolder(_Model):

@@ -8,7 +8,7 @@ earlier one that is not committed: a run has one save of a tag at a time, so the
 [Note: room for uploads]
 An upload is refused when it is planned, unless its files fit beside those that all other uploads still need. Linked files
 take no room. Drives that others fill too may still be full before its end: then one that does not fit is refused, files that
-came stay, and the client goes on once there is room again.
+came stay, and the client resumes once there is room again.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Inbox:
     # -- beginning --------------------------------------------------------------------------------------------------
 
     def begin(self, offer: UploadOffer) -> UploadState:
-        """Begin an upload, or go on with one that was begun; return its state.
+        """Begin an upload, or resume one that was begun; return its state.
 
         Raises CheckpointExistsError for a tag, or a name, that is another's, UsageError for a name that no run can have.
         """

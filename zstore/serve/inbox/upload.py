@@ -1,16 +1,16 @@
 """One upload on disk: its expected files, those that came so far, and their places.
 
 [Note: an upload]
-    <run>/.uploads/<id>/upload.json     the client's offer, the record with it; touched while it goes on
+    <run>/.uploads/<id>/upload.json     the client's offer, the record with it; touched while it is under way
     <run>/.uploads/<id>/parts/<digest>  a file that is not whole yet, as far as it came; named by the SHA-256 of its path
     <run>/.uploads/<id>/checkpoint/...  files that are whole: each was made durable and checked before it got its name there
 
-All that is known of an upload is there, so a service that is started again goes on with it. No reader takes anything below
+All that is known of an upload is there, so a restarted service resumes it. No reader takes anything below
 `.uploads` for a checkpoint, since tags' folders have no leading dot, and there is no record before the commit: that moves
 `checkpoint/` to the place of the temporary folder of a save of this machine, and from there on is that save's commit
 (`zstore.checkpoint.commit`). It is in the run's own folder, whose file system it needs for that.
 
-A client is killed: its files stay, and the same save offered again goes on with them; otherwise they are removed after a day. A
+A client is killed: its files stay, and the same save offered again resumes with them; otherwise they are removed after a day. A
 service is killed: the same, part files are as long as the bytes written; one that a power cut left with other bytes fails its
 check, and is asked for again.
 """

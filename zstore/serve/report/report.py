@@ -113,7 +113,7 @@ class Report:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of arrays' values that `text` reads, at most."""
+        """Most bytes of arrays' values that `text` reads."""
         sizes = {array.name: array.nbytes for array in self._chosen}
         return sum(sizes.values()) + 2 * sum(sizes[name] for name in self._changed)
 
@@ -128,7 +128,7 @@ class Report:
         return self._answers.left_out
 
     def text(self, advance: Advance) -> str:
-        """Return the report as HTML; `advance` is told bytes of values as they are read."""
+        """Return the report as HTML; `advance` is called with bytes of values as they are read."""
         self._add_values(advance)
         made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
         note = f"Report of {self.run.name}, made {made} by zstore {__version__}."

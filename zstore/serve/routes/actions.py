@@ -58,7 +58,7 @@ def _asks(action: Literal["save", "stop"], summary: str) -> Operation:
 def request_of_run(service: Service, run: Run, action: Literal["save", "stop"]) -> RunAction:
     """Ask a run that trains to save, or to stop after its step.
 
-    Raises ConflictError if its journal says that it does not train, or says nothing of late; UsageError behind a URL.
+    Raises ConflictError if its journal says that it does not train, or has nothing recent; UsageError behind a URL.
     """
     history = fresh_history(service, run)
     with history.lock:

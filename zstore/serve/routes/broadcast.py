@@ -189,7 +189,7 @@ class Broadcast:
         with history.lock:
             view = history.current
             if view is not None and view.run_id == now.journal:
-                # Events since the poll are told with it.
+                # Events since the poll are sent with it.
                 now = replace(now, lines=view.table.num_lines, saves=view.num_saves, warnings=view.num_warnings)
                 events += _of_journal(view, seen)
         if (seen.run, seen.saves, seen.warnings) != (now.run, now.saves, now.warnings):
@@ -220,5 +220,5 @@ def _reason(view: JournalView | None) -> str | None:
 
 
 def first_cursor(now: Cursor) -> Cursor:
-    """Return the first cursor of a new listener: a few steps before `now`, for it asked for the others a moment ago."""
+    """Return the first cursor of a new listener: a few steps before `now`, since it asked for the others a moment ago."""
     return replace(now, lines=max(0, now.lines - _FIRST_ROWS))

@@ -78,7 +78,7 @@ class Description:
     """Other statuses with the same answer, and their meanings."""
     media: str = "application/json"
     problems: tuple[int, ...] = ()
-    """Statuses of answers that it may give in place of this, beside those that all may give."""
+    """Statuses of answers that it may give instead of this, beside those that all may give."""
     access: Literal["read", "act", "open"] = "read"
     """act: needs the token, and a service that takes actions; open: needs no token."""
 
@@ -110,7 +110,7 @@ class Operation(Description):
         return Route(self.path, endpoint, methods=[self.method], middleware=middleware)
 
     def parse_query(self, request: Request) -> dict[str, Any]:
-        """Return the parameters. Raises UsageError for one that is unknown, missing, not right, or there twice."""
+        """Return the parameters. Raises UsageError for one that is unknown, missing, invalid, or repeated."""
         known = {parameter.name: parameter for parameter in self.parameters}
         found: dict[str, Any] = {name: parameter.default for name, parameter in known.items()}
         given: set[str] = set()
@@ -159,7 +159,7 @@ class _CancelledError(ZstoreError):
 async def answer_heavy(request: Request, work: Callable[[Callable[[int], None]], BaseModel]) -> Response:
     """Answer with the model that `work` returns: one of few at a time, and given up when its client goes away.
 
-    `work` gets a function to call as it goes on, which ends it by raising.
+    `work` gets a function to call as it proceeds, which ends it by raising.
     """
     gone = threading.Event()
 

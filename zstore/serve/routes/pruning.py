@@ -24,7 +24,7 @@ from ..views.timeline import checkpoint_of
 
 
 def start_verify(service: Service, run: Run, checkpoint: str) -> Job:
-    """Begin to check every byte of a checkpoint. Raises CheckpointNotFoundError, ConflictError if a job goes on."""
+    """Begin to check every byte of a checkpoint. Raises CheckpointNotFoundError, ConflictError if a job is under way."""
     listed = service.timeline(run).find(checkpoint)
     info, location = listed.info, listed.info.location
 

@@ -9,7 +9,7 @@
     POST   /api/uploads/ID/commit         the checkpoint is visible from here on, whole
     GET    /api/uploads?run=RUN           which are under way; refused if the run takes none
     GET    /api/uploads/ID?rank=R         the missing files, of all ranks or one
-    GET    /api/uploads/ID/files/PATH     how much of a file is there; a client goes on from there that lost its connection
+    GET    /api/uploads/ID/files/PATH     how much of a file is there; a client that lost its connection resumes there
     DELETE /api/uploads/ID                gives it up
 All but the claims may be repeated. An offer of the same save finds the files that came before, even if the service restarted.
 """

@@ -2,7 +2,7 @@
 
 [Note: bytes that are made on the way]
 Length, tag and every byte of a file follow from the record of the checkpoint and from the query of the URL, so ranges and
-downloads that go on later are of one and the same file. It is the one that `zstore consolidate` writes. A value that cannot be
+resumed downloads are of one and the same file. It is the one that `zstore consolidate` writes. A value that cannot be
 read, fails its checksum or does not fit its type ends the connection before all bytes were sent: a client sees that the
 download is incomplete, and never a wrong byte. `latest` may be another checkpoint at the next request: there a range is given
 only with the tag of the file that the client has begun (`If-Range`), otherwise the whole file.

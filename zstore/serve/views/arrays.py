@@ -40,7 +40,7 @@ def array_statistics(
 ) -> ArrayStatistics:
     """Return statistics of an array's values, read and verified once, then from the cache.
 
-    `advance` is told bytes as they are read; its errors end the reading. Raises CheckpointNotFoundError for an array
+    `advance` is called with bytes as they are read; its errors end the reading. Raises CheckpointNotFoundError for an array
     that is not there, CorruptionError if its bytes are not those that were written.
     """
     info = service.timeline(run).find(checkpoint).info

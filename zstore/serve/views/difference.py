@@ -21,7 +21,7 @@ def compare(
 ) -> Difference:
     """Return how the checkpoints of `pair` differ; with `array` that one by its values, which are read and verified.
 
-    `advance` is told bytes as they are read; its errors end the reading. Raises CheckpointNotFoundError for an array
+    `advance` is called with bytes as they are read; its errors end the reading. Raises CheckpointNotFoundError for an array
     that neither has, CorruptionError for damaged data.
     """
     found = [service.timeline(run).find(checkpoint) for checkpoint in pair]
@@ -56,7 +56,7 @@ def _describe(plan: ComparisonPlan, places: list[str], array: str | None) -> Dif
 
 
 def _difference_of(one: Comparison, unknown: set[str]) -> Comparison:
-    """Return a comparison as JSON has it, without numbers that are not finite."""
+    """Return a comparison for JSON, without numbers that are not finite."""
     fields = one.document()
     if one.name in unknown and one.status == "same":
         fields["status"] = "unknown"

@@ -1,7 +1,7 @@
 """Open checkpoints, shared by the requests that read values: one pool of buffers, and metadata within a bound.
 
 [Note: memory of reading]
-All reading shares one pool; each of the `NUM_HEAVY` requests that go on at a time reads ahead in half as much beside it, and
+All reading shares one pool; each of the `NUM_HEAVY` requests that run at a time reads ahead in half as much beside it, and
 computes in blocks of about 1 MiB a thread. A checkpoint whose metadata is larger alone than the cache for all is opened
 for its request only. See [Note: memory of the service] in `zstore.serve.memory`.
 """
@@ -22,7 +22,7 @@ NUM_HEAVY = 2
 """Requests that read values at a time; others wait."""
 _NUM_THREADS = 8
 _ARRAY_BYTES = 2_000
-"""Memory of an array's metadata, about."""
+"""About the bytes of an array's metadata in memory."""
 
 
 class Readers(Closing):

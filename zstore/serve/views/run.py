@@ -175,7 +175,7 @@ def checkpoint_detail(service: Library, run: Run, checkpoint: str) -> Checkpoint
 
 
 def _cut(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state within `_MOST_STATE_BYTES`: of the largest values only their size is told."""
+    """Return a state within `_MOST_STATE_BYTES`: the largest values are replaced by their size."""
     sizes = {key: len(json.dumps(value)) for key, value in state.items()}
     total = sum(sizes.values()) + sum(map(len, sizes))
     found = dict(state)

@@ -120,7 +120,7 @@ class _Known:
 
 
 def checkpoint_of(info: TagInfo, run: Folder) -> str:
-    """Return the path of a tag's folder inside the run's, as URLs of the service have it."""
+    """Return the path of a tag's folder inside the run's, for URLs of the service."""
     holder = info.folder.parent
     return info.folder.name if holder.location == run.location else f"{holder.name}/{info.folder.name}"
 
