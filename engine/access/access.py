@@ -232,7 +232,7 @@ class Access:
         return Source(record=record, name=names[0], dtype=torch.float32, begin=begin)
 
     def source(self, record: ParameterRecord, group: str) -> Source:
-        """Return this rank's rows of an array of a parameter, as `WholeArrays` wants them."""
+        """Return this rank's rows of an array of a parameter, for `WholeArrays`."""
         store, name = self.state.store, f"{group}/{record.name}"
 
         def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
@@ -247,7 +247,7 @@ class Access:
     def read_into(
         self, targets: Mapping[ParameterRecord, torch.Tensor], sources: Sequence[Source], *, rank0_only: bool = False
     ) -> None:
-        """Bring the arrays `sources` into the targets, 1-D, of their parameters; those without one are passed over (all
+        """Read the arrays `sources` into the targets, 1-D, of their parameters; those without one are skipped (all
         ranks)."""
 
         def take(piece: Piece) -> None:
@@ -389,8 +389,8 @@ class Access:
 
     @contextmanager
     def averaged_weights(self, gather: Callable[[list[ParameterRecord]], None]) -> Iterator[None]:
-        """Let masters and their averages change places for the length of a block; `gather` brings resident parameters to all
-        ranks (all ranks)."""
+        """Swap masters and their averages for the length of a block; `gather` brings resident parameters to all ranks (all
+        ranks)."""
 
         def check() -> None:
             if not any(AVERAGED in scalars for scalars in self.state.scalars.values()):
@@ -474,7 +474,7 @@ def _as_integers(values: torch.Tensor) -> torch.Tensor:
 
 
 def rows_source(record: ParameterRecord, rows: torch.Tensor, dtype: torch.dtype) -> Source:
-    """Return this rank's rows of a parameter, 1-D in memory, as `WholeArrays` wants them, cast to `dtype`."""
+    """Return this rank's rows of a parameter, 1-D in memory, for `WholeArrays`, cast to `dtype`."""
 
     def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
         return lambda: rows[first:stop].to(dtype)
@@ -483,7 +483,7 @@ def rows_source(record: ParameterRecord, rows: torch.Tensor, dtype: torch.dtype)
 
 
 _live: weakref.WeakSet[Access] = weakref.WeakSet()
-"""Of every engine that is not closed: a parameter alone must be enough to find its run."""
+"""The runs of all open engines: a parameter alone must be enough to find its run."""
 
 
 def live() -> list[Access]:

@@ -25,10 +25,10 @@ from ..params.record import ParameterRecord
 _PIECE_NUMEL = 2 * 1024 * 1024
 _PIECES_AHEAD = 2
 _AGREE_NUMEL = 32 * 1024 * 1024
-"""Elements after which the ranks agree on errors: as many move in vain at most."""
+"""Elements after which the ranks agree on errors: at most as many move in vain."""
 
 Read = Callable[[], torch.Tensor]
-"""Waits for a reading that was begun and returns its elements, 1-D, on any device."""
+"""Waits for a read and returns its elements, 1-D, on any device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class _Plan:
 
 
 class WholeArrays:
-    """Brings `sources` together; `sharded` says whether each rank has its own rows alone. See [Note: pieces]."""
+    """Gathers `sources`; `sharded` says whether each rank has its own rows alone. See [Note: pieces]."""
 
     def __init__(self, world: World, sources: Sequence[Source], *, sharded: bool) -> None:
         self._world = world

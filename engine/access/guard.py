@@ -8,7 +8,7 @@ parameter given other memory, the updates would go on in the old one and the mod
   each module of the model has as an attribute of its own while the engine is open. A conversion that changes nothing passes;
   any other is refused before it begins.
 - Anything that bypasses it (`parameter.data = ...`, `module.weight = nn.Parameter(...)`, a module that was added, a frozen
-  parameter that is to be trained) is found at the next forward or step, by addresses and identities: some hundred
+  parameter that is to be trained) is found at the next forward or step, by addresses and identities: a few hundred
   nanoseconds for each parameter.
 
 [Note: changed in place]
@@ -81,7 +81,7 @@ class ParameterGuard:
         self._shadows = [_Shadow(module, self._check_conversion) for module in model.modules()]
 
     def remove(self) -> None:
-        """Let everything pass again; a second call does nothing."""
+        """Stop watching; a second call does nothing."""
         for noted in (self._laid_out, self._counting, self._later, self._tables, self._entries):
             noted.clear()
         while self._shadows:
@@ -170,7 +170,7 @@ class ParameterGuard:
         )
 
     def _note_structure(self) -> None:
-        """Note which parameters and modules there are."""
+        """Record the present parameters and modules."""
         modules = [module for root in self._roots.values() if root is not None for module in root.modules()]
         self._tables = [self._roots, *(table for m in modules for table in (m._parameters, m._modules))]
         self._entries = self._listed()
@@ -280,7 +280,7 @@ class _Shadow:
         return module
 
     def remove(self) -> None:
-        """Give the module its usual method back."""
+        """Restore the module's usual method."""
         module = self._module()
         if module is not None and module.__dict__.get("_apply") is self:
             del module.__dict__["_apply"]

@@ -15,7 +15,8 @@ from .access import Access
 
 
 class StateByParameter(Mapping[Any, Mapping[str, torch.Tensor]]):
-    """The state of each parameter that was updated, by the parameter. Reading brings nothing yet: see `StateOfParameter`."""
+    """The state of each parameter that was updated, by the parameter. Reading an entry fetches nothing yet: see
+    `StateOfParameter`."""
 
     def __init__(self, access: Access) -> None:
         self._access = access

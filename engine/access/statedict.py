@@ -1,5 +1,5 @@
-"""State dicts of a model in training: an error with advice, while torch would give NaN, or load values that the next step
-would replace."""
+"""State dicts of a model in training: an error with advice, in place of NaN or of values that the next step would
+replace."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StateDictGuard:
             ]
 
     def give_empties(self, model: nn.Module) -> None:
-        """Let sharded parameters be empty tensors in a state dict, and a line say so once."""
+        """Let sharded parameters be empty tensors in a state dict, and log that once."""
         self.lets_state_dicts_pass = True
         for module in model.modules():
             # An object of its own, on which torch leaves a mark.
@@ -97,7 +97,7 @@ class StateDictGuard:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Let everything pass for the length of a `with` block."""
+        """Allow everything for the length of a `with` block."""
         self._is_suspended = True
         try:
             yield

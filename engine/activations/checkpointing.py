@@ -43,7 +43,7 @@ class Choices:
     synchronize: bool = False
     profile: bool = False
     group: dist.ProcessGroup | None = None
-    """Ranks of model parallelism that the script brings along: each draws from a random stream of its own."""
+    """The script's model-parallel ranks: each draws from a random stream of its own."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class _Process:
 
     configured: Choices | None = None
     section: Choices = field(default_factory=Choices)
-    """Of the engine that was made last."""
+    """Those of the engine that was made last."""
     times: BlockTimes = field(default_factory=BlockTimes)
     tracker: RngTracker = field(default_factory=RngTracker)
 
@@ -84,7 +84,7 @@ def configure(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say how `checkpoint` keeps the inputs of blocks in this process, until the next call.
+    """Set how `checkpoint` keeps the inputs of blocks in this process, until the next call.
 
     `mpu_`, an object with `get_model_parallel_group()` or `get_tensor_model_parallel_group()`, is for
     `model_parallel_cuda_manual_seed`. `deepspeed_config`, a dict or a path, has defaults for the others in its section
@@ -111,7 +111,7 @@ def configure(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
 
 
 def _section_in(source: Any) -> ActivationCheckpointingSection:
-    """Return the section of a config; other sections are not looked at."""
+    """Return the section of a config; other sections are not read."""
     raw = read_config(source) if isinstance(source, str | os.PathLike) else source
     if isinstance(raw, Mapping):
         raw = {"activation_checkpointing": raw.get("activation_checkpointing") or {}}
@@ -209,7 +209,7 @@ def _with_names(function: Callable[..., Any], names: tuple[str, ...], num_plain:
 
 
 def _keeping(choices: Choices) -> AbstractContextManager[object]:
-    """Return a context in which the inputs of a block are kept as was chosen."""
+    """Return a context that keeps the inputs of a block as chosen."""
     if not torch.is_grad_enabled():
         return nullcontext()
     if not choices.in_cpu or active_offload() is not None:

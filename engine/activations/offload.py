@@ -49,7 +49,7 @@ from .statistics import ActivationStatistics
 from .tiers import ActivationTier, Place
 
 LEAST_BYTES = 64 * 1024
-"""Smaller storages stay: a request for one would cost more than its memory."""
+"""Smaller storages stay: a transfer would cost more than their memory."""
 _LEAST_SHARE = 8
 """A tensor that is less than one part in so many of its storage stays: the storage is somebody else's."""
 _BEHIND_BYTES = 64 * 1024 * 1024
@@ -92,7 +92,7 @@ class _Piece:
         self._gone = gone
 
     def __del__(self) -> None:
-        # In whatever thread lets go of the last tensor: only noted here.
+        # Runs in any thread that drops the last tensor: only noted here.
         self._gone.append(_Remains(self.number, self.place, self.nbytes, self.rests, self.is_ahead))
 
 
@@ -159,7 +159,7 @@ class ActivationOffload:
         self._ahead_bytes = 0
         self._made = 0
         self._error: BaseException | None = None
-        """Of a thread, for whoever comes next."""
+        """Error of a thread, raised by the next call."""
         self._closed = False
         self._counts = ActivationStatistics(tier=tier.name)
         self._handles = self._watch(blocks)
@@ -265,7 +265,7 @@ class ActivationOffload:
                     self._tier.write(piece.place, source, after)
                 self._finish_write(piece)
         except BaseException as error:
-            # It is in memory still; who asks for anything next is told.
+            # It is still in memory; the next call raises the error.
             error.add_note("An activation could not be taken off the device.")
             self._error = error
         finally:
@@ -366,7 +366,7 @@ class ActivationOffload:
     def _read(self, piece: _Piece) -> None:
         del self._away[piece.number]
         piece.state = _State.COMING
-        # Here, on the stream of whoever uses it.
+        # Allocated here, on the stream of its user.
         target = torch.empty(piece.nbytes, dtype=torch.uint8, device=piece.device)
         after = self._transfers.streams.record()
         piece.coming = self._reader.submit(partial(self._carry_back, weakref.ref(piece), target, after))
@@ -412,7 +412,7 @@ class ActivationOffload:
     # -- both -------------------------------------------------------------------------------------------------------
 
     def _sweep(self) -> None:
-        """Give the places of pieces back that nobody needs any more."""
+        """Free the places of pieces that nobody needs any more."""
         while self._gone:
             remains = self._gone.popleft()
             self._away.pop(remains.number, None)

@@ -14,7 +14,7 @@ MODEL_PARALLEL_STREAM = "model-parallel-rng"
 """Name of the stream that differs among the ranks of a model-parallel group."""
 
 _SEED_OFFSET = 2718
-"""Between the seed that is the same on these ranks and theirs, as in Megatron."""
+"""Offset from the seed that these ranks share to their own, as in Megatron."""
 
 
 class RngTracker:

@@ -12,7 +12,7 @@ class ActivationStatistics:
     tier: str
     """Tier of the activations: device, host or disk."""
     kept: int = 0
-    """Pieces of memory that were taken off the device, or asked to be."""
+    """Pieces of memory that were taken off the device, or were to be."""
     kept_bytes: int = 0
     written_bytes: int = 0
     """Bytes that reached the tier, without those that the backward needed before."""
@@ -25,11 +25,11 @@ class ActivationStatistics:
     resting_bytes: int = 0
     """Bytes on the tier now."""
     resting_peak_bytes: int = 0
-    """The most that rested there at a time."""
+    """Peak of these."""
     write_wait_s: float = 0.0
     """Seconds for which the forward waited for earlier pieces to leave."""
     read_wait_s: float = 0.0
-    """Seconds for which the backward waited for pieces to come."""
+    """Seconds for which the backward waited for pieces to come back."""
     blocks: int = 0
     """Blocks of `zstore.checkpointing.checkpoint` that ran forward, if `profile` is on."""
     forward_s: float = 0.0

@@ -51,7 +51,7 @@ class ActivationTier(ABC):
 
     @abstractmethod
     def free(self, place: Place) -> None:
-        """Take a place back."""
+        """Free a place."""
 
 
 class HostPieces(ActivationTier):
@@ -86,7 +86,7 @@ class HostPieces(ActivationTier):
 
 
 class DiskPieces(ActivationTier):
-    """Arrays of the store, which writes them with checksums; one is used again for the next piece of its size."""
+    """Arrays of the store, which writes them with checksums; each is reused for the next piece of its size."""
 
     name = "disk"
 

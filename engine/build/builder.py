@@ -60,7 +60,7 @@ class BuildStatistics:
     live_bytes: int = 0
     """Bytes of large parameters in memory now."""
     live_peak_bytes: int = 0
-    """Most of them at one time."""
+    """Peak of these."""
     resting_bytes: int = 0
     """Bytes of rows in the store now."""
 
@@ -114,7 +114,7 @@ class Builder:
         self._freed_bytes = 0
         self._statistics = BuildStatistics()
         self.failed = False
-        """The ranks do not build alike, or one failed: nothing more is agreed on."""
+        """The ranks build different models, or one failed: they no longer agree on anything."""
         self.from_rank_0 = False
         """Whether ranks may build different values, of which rank 0's count."""
         self.is_closed = False
@@ -137,7 +137,7 @@ class Builder:
         return built if built is not None and built.ref() is tensor else None
 
     def enter(self, parameter: nn.Parameter, owner: nn.Module, label: str) -> Built:
-        """Take note of a parameter that has its values in memory."""
+        """Register a parameter that has its values in memory."""
         built = self.find(parameter)
         if built is None:
             built = self._note(parameter, owner, label)
@@ -147,14 +147,14 @@ class Builder:
     def _note(self, parameter: nn.Parameter, owner: nn.Module, label: str) -> Built:
         self._sweep()
         built = Built(self._count, weakref.ref(parameter), weakref.ref(owner), label, parameter.device)
-        dead = self._dead  # Python calls this wherever it likes; the builder must not be kept alive by it
+        dead = self._dead  # Python may call this anywhere; it must not keep the builder alive
         built.ref = weakref.ref(parameter, lambda _: dead.append(built))
         self._count += 1
         self._by_id[id(parameter)] = built
         return built
 
     def enter_at_rest(self, parameter: nn.Parameter, owner: nn.Module, label: str, fill: FillRows) -> None:
-        """Take note of a released parameter whose rows `fill` sets; its memory is not looked at."""
+        """Register a released parameter whose rows `fill` sets; its memory is not read."""
         built = self._note(parameter, owner, label)
         rows = self._make_rows(built, parameter)
         with closing(self.store.stream([[rows.spec.name]], "fill")) as tiles:
@@ -176,7 +176,7 @@ class Builder:
         built.live_bytes = 0
 
     def _sweep(self) -> None:
-        """Forget the parameters that nobody has any more."""
+        """Forget the parameters that no longer exist."""
         while self._dead:
             built = self._dead.popleft()
             self._by_id = {key: other for key, other in self._by_id.items() if other is not built}
@@ -197,7 +197,7 @@ class Builder:
         self._note_live(built, parameter)
 
     def limit(self, live_bytes: int, keep: set[int] | None = None) -> None:
-        """Release parameters, the least recently touched first, until the live ones take at most `live_bytes`."""
+        """Release parameters, the least recently used first, until the live ones take at most `live_bytes`."""
         self._sweep()
         for built in list(self._live.values()):
             if self._statistics.live_bytes <= live_bytes:
@@ -286,7 +286,7 @@ class Builder:
     def _read_into(self, rows: LocalShard, out: torch.Tensor) -> None:
         if self.is_closed:
             raise gone()
-        # Not `read`: its ticket would go on using the memory, for nobody knows how long.
+        # Not `read`: its ticket would go on using the memory for an unknown time.
         with closing(self.store.stream([[rows.spec.name]], "read")) as tiles:
             for tile in tiles:
                 out[tile.first : tile.stop].copy_(as_torch(tile.views[0]))
@@ -310,13 +310,13 @@ class Builder:
         self.agree(f"the values of {built.label} (parameter {built.number})", error)
         everyone = torch.empty(rows.grid.shard_numel * world.world_size, dtype=mine.dtype, device=world.device)
         world.all_gather(everyone, mine.to(world.device))
-        # A copy: the collective goes on using its memory, for nobody knows how long.
+        # A copy: the collective goes on using its memory for an unknown time.
         return everyone[: rows.spec.numel].view(rows.spec.shape).to(built.device, copy=True)
 
     # -- ranks ------------------------------------------------------------------------------------------------------
 
     def agree_on_values(self, error: BaseException | None) -> None:
-        """Return if every rank put the same values away; else raise on all, as `agree` does (all ranks)."""
+        """Return if every rank released the same values; else raise on all, as `agree` does (all ranks)."""
         self.agree("the end of the block", error)
         resting = sorted(
             (built for built in self._by_id.values() if built.placeholder is not None), key=lambda b: b.number
@@ -401,7 +401,7 @@ _with_init: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def note_built(parameter: nn.Parameter) -> None:
-    """Take note of a parameter that is built within `zstore.Init`, in shards or not."""
+    """Register a parameter that is built within `zstore.Init`, in shards or not."""
     _with_init[parameter] = None
 
 
@@ -427,17 +427,17 @@ def _dtype(rows: LocalShard) -> torch.dtype:
 
 
 def _is_sole_owner(parameter: nn.Parameter) -> bool:
-    """Return whether nothing but the parameter uses its memory."""
+    """Return whether the parameter alone uses its memory."""
     # The other owner is the Python object of the storage, made by this very call.
     return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata)) <= 2
 
 
 _builders: weakref.WeakSet[Builder] = weakref.WeakSet()
-"""Of every model that is being built: a parameter alone must be enough to find its values."""
+"""The builders of all models: a parameter alone must be enough to find its values."""
 
 
 def open_builder(key: Hashable) -> Builder | None:
-    """Return the builder whose store was opened by `key` and is its own still."""
+    """Return the builder whose store was opened by `key` and was not handed over."""
     alike = (b for b in _builders if b.key == key and not (b.is_closed or b.is_handed_over or b.failed))
     return next(alike, None)
 

@@ -1,9 +1,10 @@
 """Compiles units with torch while their parameters come and go.
 
-[Note: compiled units] A unit's gather and release stay outside: the hooks of its module run as ever, and between them runs
-a compiled forward in place of the module's own. So no graph spans a gather. Values come and go in one storage (see [Note:
-the memory of a parameter]), of which a graph's saved tensors are aliases, and a graph depends on a parameter's type and
-shape alone: new values and new addresses compile nothing anew.
+[Note: compiled units]
+A unit's gather and release stay outside: the hooks of its module run as usual, and between them runs a compiled forward in
+place of the module's own. So no graph spans a gather. Values come and go in one storage (see [Note: the memory of a
+parameter]), of which a graph's saved tensors are aliases, and a graph depends on a parameter's type and shape alone: new
+values and new addresses compile nothing anew.
 
 Within a compiled forward the unit's parameters are all there, so the hooks on the modules inside, and those on reads of a
 parameter, are off for its length. They would be traced, and they differ from block to block. Blocks whose forward is the
@@ -58,7 +59,7 @@ def make_compiler(backend: Any, options: dict[str, Any]) -> Compiler:
 
 
 def _nothing() -> None:
-    """Is compiled to see whether the arguments are right."""
+    """Compiled to check the arguments."""
 
 
 class CompiledUnits:
@@ -71,7 +72,7 @@ class CompiledUnits:
         self._former: list[tuple[nn.Module, Any]] = []
         """Modules with their own forward, if they had one in place of their class's."""
         self.names: list[str] = []
-        """Of the units that are compiled."""
+        """Names of the compiled units."""
         chosen = [unit for unit in hooks.all_units if _can_be_compiled(unit, hooks.all_units)]
         forwards = {unit: _function_of(unit.modules[0]) for unit in chosen}
         sharing = Counter(forwards.values())
@@ -98,7 +99,7 @@ class CompiledUnits:
         self.names.append(unit.name)
 
     def remove(self) -> None:
-        """Give the modules their own forwards back."""
+        """Restore the modules' own forwards."""
         while self._former:
             module, former = self._former.pop()
             if isinstance(module.__dict__.get("forward"), _CompiledForward):
@@ -187,8 +188,8 @@ def _others(hooks: OrderedDict[int, Any], hook_ids: frozenset[int]) -> OrderedDi
 
 @contextmanager
 def _room_for_graphs(sharing: int) -> Iterator[None]:
-    """Allow a function that is the forward of several modules as many graphs as each would have by itself: blocks may
-    differ in a number that is part of a graph, as the index of the layer."""
+    """Allow the shared forward of several modules as many graphs as each would have by itself: blocks may differ in a
+    number that is part of a graph, as the index of the layer."""
     config = torch._dynamo.config
     former = config.recompile_limit, config.accumulated_recompile_limit
     config.recompile_limit, config.accumulated_recompile_limit = (limit * sharing for limit in former)

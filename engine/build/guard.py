@@ -58,7 +58,7 @@ class BuildingGuard:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Let everything pass for the length of a `with` block."""
+        """Allow everything for the length of a `with` block."""
         self._suspended += 1
         try:
             yield

@@ -2,8 +2,8 @@
 
 [Note: what the block sees]
 torch's own hooks tell of every parameter that a module gets, and of every module that another gets; a torch function
-mode tells of every torch function that is called, attributes of tensors included, with its arguments. So user code runs as
-it is: a parameter is unsharded before any access. Other threads are not seen. See [Note: a released parameter] for which
+mode sees every torch function that is called, attributes of tensors included, with its arguments. So user code runs as it
+is: a parameter is unsharded before any access. Other threads are not seen. See [Note: a released parameter] for which
 parameters are in memory when.
 """
 
@@ -47,11 +47,11 @@ class Init(AbstractContextManager["Init"]):
     them, each rank's rows of them: at stage 3 with several ranks or `offload_param`, and wherever the optimizer's state is
     offloaded. Without a config each rank's rows go to host memory. If that saves nothing, the block does nothing.
 
-    At most `live_bytes` of large parameters stay in memory, beside the one in use. `dtype`: floating tensors
-    that name no type are of this one in the block. `module`: a model that was built before; it is sharded at once.
+    At most `live_bytes` of large parameters stay in memory, beside the one in use. `dtype`: the default floating type
+    within the block. `module`: a model that was built before; it is sharded at once.
 
     `remote_device` is the rows' tier: "cpu" is that of a block without a config, and with one the config decides; "nvme"
-    needs a config that offloads parameters there. `pin_memory` and `mem_efficient_linear` are taken and not needed: the
+    needs a config that offloads parameters there. `pin_memory` and `mem_efficient_linear` are accepted and ignored: the
     config decides on pinning, and values do not depend on either.
 
     Every rank runs the same code under the same seed, or the block ends with UsageError. After the block such a parameter
@@ -199,7 +199,7 @@ class Init(AbstractContextManager["Init"]):
                 self._enter(builder, module, name, parameter)
 
     def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        """Take note of parameters that no module was seen to get, as those of a copy."""
+        """Register parameters that no hook reported, as those of a copied module."""
         if child is not None and not self._busy and threading.get_ident() == self._thread:
             with self._alone():
                 self._enter_module(child)
@@ -265,13 +265,13 @@ class Init(AbstractContextManager["Init"]):
         return BuildStatistics() if self._builder is None else self._builder.statistics()
 
     def close(self) -> None:
-        """Remove the files of models that were built and not given to `initialize`; their values are gone."""
+        """Remove the files of models that were built and not given to `initialize`; their values are lost."""
         if self._builder is not None:
             self._builder.close()
 
 
 class _Watch(TorchFunctionMode):
-    """Tells of every torch function before it runs, but of those that no values matter to."""
+    """Reports every torch function before it runs, except those that do not depend on values."""
 
     def __init__(self, before: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], None]) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """Take note of a parameter in a block that shards nothing."""
+    """Register a parameter in a block that shards nothing."""
     if parameter is not None:
         note_built(parameter)
 
@@ -366,7 +366,7 @@ def _can_rest(parameter: nn.Parameter) -> bool:
 
 
 _active: list[Init] = []
-"""The block that is open, if one is."""
+"""The open block, if any."""
 
 
 _trained: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -391,7 +391,7 @@ def around_block() -> Iterator[None]:
 
 
 def leave_to_engine(model: nn.Module) -> None:
-    """Take note that an engine has the parameters of `model`."""
+    """Note that an engine has the parameters of `model`."""
     for parameter in model.parameters():
         _trained[parameter] = None
 

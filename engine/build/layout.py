@@ -1,4 +1,4 @@
-"""From a model's parameters to records: each gets its type, its memory and its state."""
+"""Makes the records of a model's parameters: each gets its type, its memory and its state."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Layout:
         return self._sharding.parameters and name not in self._plan.stay_gathered
 
     def _place(self, name: str, parameter: nn.Parameter) -> torch.Tensor | RowsInStore | None:
-        """Bring a parameter to its device, or return this rank's rows of one that is in shards and stays so (all ranks)."""
+        """Move a parameter to its device, or return this rank's rows of one that is in shards and stays so (all ranks)."""
         # A model is built in the shards of one copy over all ranks.
         if self._is_released(name) and self._sharding.num_copies == 1:
             offloaded = self._plan.placements[name].parameter != "device"

@@ -66,7 +66,7 @@ def _fault(model: nn.Module, gathers: bool) -> UsageError | None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             return UsageError(f"module {name!r} is scripted, so nothing can be hooked to it: pass it unscripted")
-        # Traces of torch.compile(module) and module.compile().
+        # Attributes that torch.compile(module) and module.compile() set.
         if gathers and (module._compiled_call_impl is not None or "_orig_mod" in module._modules):
             return UsageError(
                 f"module {name!r} is compiled, but units are compiled within their gather where parameters come and go: pass "
@@ -140,7 +140,7 @@ def own_memory(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def save_config(model: nn.Module, folder: Path) -> None:
-    """Write the config of a transformers model beside its weights, as `from_pretrained` wants it."""
+    """Write the config of a transformers model beside its weights, for `from_pretrained`."""
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)
         if config is not None and callable(getattr(config, "save_pretrained", None)):
@@ -162,7 +162,7 @@ def save_companions(model: nn.Module, folder: Path) -> list[str]:
     messages: list[str] = []
     try:
         save_config(model, folder)
-    except Exception as error:  # its values are the user's, and no reason to lose a checkpoint
+    except Exception as error:  # its values are the user's, and must not fail a checkpoint
         messages.append(f"the checkpoint has no config of the model, which could not be written: {error}")
     loaded_from = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "-"))
     try:

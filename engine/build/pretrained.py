@@ -1,10 +1,10 @@
 """`from_pretrained`: a model from a Hugging Face folder, straight from the files into shards.
 
 [Note: the skeleton]
-The model's class builds it as ever, but each parameter moves to the meta device as soon as a module has it, before
-anything is written to it: nothing is initialised, nothing large is in memory. Buffers are built for real, since many are
-in no file (the frequencies of rotary embeddings). Then each parameter is replaced by one in the store, or in memory if it
-is small, and filled from the file: every rank reads its own rows alone.
+The model's class builds it as usual, but each parameter moves to the meta device as soon as a module has it, before
+anything is written to it: nothing is initialised, nothing large is in memory. Buffers are built for real, since many are in
+no file (the frequencies of rotary embeddings). Then each parameter is replaced by one in the store, or in memory if it is
+small, and filled from the file: every rank reads its own rows alone.
 """
 
 from __future__ import annotations
@@ -182,8 +182,8 @@ def match_weights(model: nn.Module, reader: WeightsReader) -> dict[str, StoredWe
 
 
 def _with_prefix(stored: Mapping[str, StoredWeight], names: Iterable[str], base: str) -> dict[str, StoredWeight]:
-    """Return `stored` under the model's names: files of a base model lack its prefix in a model with a head, and have
-    it too much the other way."""
+    """Return `stored` under the model's names: files of a base model lack its prefix in a model with a head, and have an
+    extra one the other way."""
     prefix = f"{base}."
     in_model, in_files = (any(name.startswith(prefix) for name in keys) for keys in (names, stored))
     if not base or in_model == in_files:

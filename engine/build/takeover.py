@@ -1,4 +1,4 @@
-"""From a model that was built in shards to one that is trained: stores and rows change hands, nothing is gathered whole."""
+"""Hands the store and rows of a model that was built in shards to its engine; nothing is gathered whole."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class BaseWeights:
     def __init__(self, training: Training) -> None:
         self._training = training
         self._known: dict[tuple[str, str], tuple[int, int]] = {}
-        """By parameter and type the version that was read, and its digest."""
+        """The version that was read and its digest, by parameter and type."""
 
     def record(self, frozen: Sequence[ParameterRecord]) -> dict[str, Any]:
         """Return the part about these parameters of the record of a checkpoint without them (all ranks)."""
@@ -133,7 +133,7 @@ def source_of(model: nn.Module) -> tuple[str | None, str | None]:
 
 
 def _holds(dtype: torch.dtype, stored: str) -> bool:
-    """Return whether values of `dtype` can be rounded to those of type `stored`, losing nothing that it has."""
+    """Return whether `dtype` can hold every value of type `stored`."""
     wanted: torch.dtype = getattr(torch, stored)
     return dtype == wanted or (dtype == torch.float32 and wanted.is_floating_point and wanted.itemsize < 4)
 

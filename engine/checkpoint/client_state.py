@@ -88,7 +88,7 @@ def _split(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 def _tensor_of(array: np.ndarray[Any, Any], where: str) -> torch.Tensor:
     try:
-        # Of this machine's byte order, and with no negative strides, which a tensor cannot have.
+        # In this machine's byte order, and without negative strides, which a tensor cannot have.
         return as_torch(np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(array.shape))
     except (TypeError, ValueError) as error:
         raise UsageError(f"client_state: the array at {where!r} cannot be stored: {error}") from error

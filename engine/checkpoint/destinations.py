@@ -43,7 +43,7 @@ class Destination:
 def destination_of(location: str, config: Config, drives: Sequence[Path]) -> Destination:
     """Return the destination of a save to a path or URL; `drives` are the folders of the run's store. No request is made.
 
-    Raises UsageError for a URL that nothing opens.
+    Raises UsageError for a URL that no file system opens.
     """
     if not is_url(location):
         return Destination(Path(location))

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("zstore")
 
 _LEAST_AHEAD_BYTES = 6 * 1024 * 1024
-"""Taken for reading ahead although the host budget is given away: a chunk for each of its buffers."""
+"""Memory for reading ahead even if the host budget is used up: a chunk for each of its buffers."""
 
 
 class Restore:
@@ -306,7 +306,7 @@ class Restore:
                 load_rng_state(dict(state))
                 return
         derive_rng_state(self._training.config.settings.seed, step, world.rank)
-        if world.rank == 0 and not reader.notes:  # those say it
+        if world.rank == 0 and not reader.notes:  # the notes say it
             _log.warning(
                 "the checkpoint was trained by %d ranks and is loaded by %d: random number generators are seeded again, from "
                 "seed %d, step %d and rank",
@@ -322,7 +322,7 @@ def _engine_of(reader: ArraySource, options: LoadOptions) -> dict[str, Any]:
     if isinstance(engine, dict):
         return engine
     if options.load_module_only:
-        return {"groups": []}  # weights need nothing of it
+        return {"groups": []}  # weights do not need it
     raise CheckpointMismatchError(
         f"checkpoint {reader.location} was not saved by an engine, so it has no counters to resume from: pass "
         "load_module_only=True for its weights"

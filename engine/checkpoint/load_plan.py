@@ -72,7 +72,7 @@ class LoadOptions:
 
     @property
     def everything(self) -> bool:
-        """Whether nothing is left out."""
+        """Whether everything is loaded."""
         return self.optimizer and self.schedule
 
 
@@ -111,7 +111,7 @@ class LoadPlan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of the former state stays."""
+        """Whether all of the former state is replaced."""
         return self.options.everything and not (self.missing or self.unexpected)
 
     @property

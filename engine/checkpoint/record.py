@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _ITEMS = "$items"
 _MOST_RANKS = 2**16
-"""World sizes that a message looks at."""
+"""World sizes that a message considers."""
 
 
 def engine_record(training: Training, *, gradients: bool = True) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
         training.state.scalars[parameter] = training.state.averaging(parameter, scalars)
     if options.schedule:
         _apply_groups(training, record["groups"], whole=options.optimizer)
-    # Of another precision it is 1, and no scale that anything was tried with.
+    # In another precision it is 1, and not a scale that was tried out.
     if options.optimizer and record["precision"] == "fp16":
         training.scaler.load(record["loss_scale"])
     if options.schedule and record["schedule"] is not None:

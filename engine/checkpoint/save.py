@@ -69,9 +69,9 @@ class SaveOptions:
     tag: str | float | None = None
     """None: `step-` and the step."""
     state: client.ClientValues
-    """The client's."""
+    """The client's own state."""
     metrics: Mapping[str, Any]
-    """Numbers by name that retention may go by."""
+    """Numbers by name, for rules of retention."""
     wait: bool = True
     overwrite: bool = False
     is_latest: bool = True
@@ -80,7 +80,7 @@ class SaveOptions:
     keeps: frozenset[str] = frozenset()
     """Names of frozen parameters that are saved all the same."""
     gradients: bool = True
-    """Whether the gradients of a step that has begun are saved; else the save is as the last step left all."""
+    """Whether the gradients of a step that has begun are saved; else the save has the state of the last step."""
     names_base: bool = False
     """Whether the record names the source of frozen parameters, so that a resume can compare them."""
 
@@ -100,7 +100,7 @@ class Checkpoints:
         self.folder: str | None = None
         """The run's folder of checkpoints, as far as that is known: the same on every rank."""
         self.stall_s = 0.0
-        """Time for which saves held training up."""
+        """Time for which saves delayed training."""
         self.report: LoadReport | None = None
         """The result of the last load; None before the first."""
 
@@ -160,7 +160,7 @@ class Checkpoints:
         return handle
 
     def note_folder(self, folder: str) -> None:
-        """Note the folder of later checkpoints: the journal is there. Raises UsageError for a URL that nothing opens."""
+        """Note the folder of later checkpoints: the journal is there. Raises UsageError for a URL that no file system opens."""
         self.folder = self.folder or folder
         if self._journal.enabled:
             drives = self._training.state.store.options.all_paths
@@ -176,7 +176,7 @@ class Checkpoints:
         return tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)
 
     def tag_beside(self, tag: str | float | None) -> str:
-        """Return a tag that no other run has, for a save whose tag another run took."""
+        """Return a unique tag, for a save whose tag another run took."""
         return f"{self._tag(tag)}-{self._training.run_id[:8]}"
 
     def collect_small(
@@ -258,7 +258,7 @@ class Checkpoints:
     ) -> SaveRequest:
         """Return the request of a save of the present state, whose arrays are pinned from here on.
 
-        With `few_files` rank 0 stores small arrays whole; without, each rank its shard of them, which takes no waiting.
+        With `few_files` rank 0 stores small arrays whole; without, each rank its shard of them, without a wait.
         """
         training = self._training
         state, store = training.state, training.state.store
@@ -398,7 +398,7 @@ class Checkpoints:
             return
         journal.loaded(path, restore.tag, elapsed_s, report.read_bytes)
         above = os.path.dirname(path)
-        # Another run's checkpoint, as one to begin from, is no place for this run's journal.
+        # The checkpoint of another run, from which this one begins, is no place for its journal.
         if restore.resumes and not is_url(path) and os.access(above, os.W_OK):
             journal.resumed(Path(above))
 

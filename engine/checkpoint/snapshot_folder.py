@@ -68,8 +68,8 @@ def choose_snapshot(
     """Return the snapshot in `folder` that a resume from the folder or URL `checkpoints` goes on from.
 
     None if the newest checkpoint there is as new, or no snapshot belongs to it, or `checkpoints` is one checkpoint's
-    own folder, or `folder` itself. `boots`: those of the machines that will load it. Raises what opening `checkpoints`
-    does for a damaged checkpoint. See [Note: whose snapshot].
+    own folder, or `folder` itself. `boots`: those of the machines that will load it. Raises the errors of opening
+    `checkpoints` for a damaged checkpoint. See [Note: whose snapshot].
     """
     found = snapshots(folder)
     if not found or place_of(checkpoints) == place_of(str(folder)):
@@ -121,7 +121,7 @@ def _taken_ns(record: Record) -> int:
 
 
 def _is_whole(info: TagInfo, boots: Collection[str]) -> bool:
-    """Return whether a snapshot is of one of these boots, or has every byte that it should."""
+    """Return whether a snapshot is of one of these boots, or complete."""
     try:
         with CheckpointReader(info) as reader:
             made_in = {reader.rank_state(rank).get(BOOT) for rank in range(info.record.world_size)}
@@ -155,7 +155,7 @@ def superseded(found: Iterable[TagInfo], folders: Iterable[str] = ()) -> list[Ta
 
 
 def _records(folder: str) -> list[Record]:
-    """Return the records of a folder's checkpoints; none of a URL, which may cost much to look into."""
+    """Return the records of a folder's checkpoints; none for a URL, since listing it may cost much."""
     try:
         return [] if "://" in folder else [info.record for info in tags(folder)]
     except (ZstoreError, OSError):

@@ -9,7 +9,7 @@ of its own, made without waiting for the drive. Its own part is an order:
     step t+1             before its first change each rank waits until the snapshot of t is committed
 
 So version t-1 is whole on all ranks until version t is, and a kill takes back only the step under way, and the one before
-it if that was not committed yet. Ranks that stay behind hold rank 0's commit up, and rank 0 the others: no rank changes
+it if that was not committed yet. Slow ranks delay rank 0's commit, and rank 0 the others: no rank changes
 version t before all have reported it. State in memory is written while it is pinned, and state on disk goes on in new
 files. If a snapshot fails, as on a full disk, the next step raises that before it changes anything.
 """
@@ -121,7 +121,7 @@ class StepSnapshots:
         self.committed_step: int | None = None
         """Step of the last snapshot that is committed."""
         self.stall_s = 0.0
-        """Seconds for which snapshots held training up."""
+        """Seconds for which snapshots delayed training."""
         if self.enabled:
             training.before_change = self.complete
         self._look_after_folder()
@@ -129,7 +129,7 @@ class StepSnapshots:
     def _look_after_folder(self) -> None:
         """Remove superseded snapshots of earlier runs, and name those that stay if no snapshots are taken."""
         folder = self._training.config.possible_step_folder
-        # Beside another engine of this process they are that one's.
+        # They may belong to another engine of this process.
         if self._training.world.rank > 0 or folder is None or not self._training.state.store.is_first:
             return
         stay = sweep(folder, self._files)
@@ -177,7 +177,7 @@ class StepSnapshots:
         # Rank 0 stores these whole; the other ranks' copies do not count.
         state = present(self.client_state) if training.world.rank == 0 else {}
         small = self._checkpoints.collect_small(state)
-        # Nobody counts a snapshot's files, but a step waits for it.
+        # The number of a snapshot's files does not matter, but a step waits for it.
         request = self._checkpoints.pinned_request(folder, tag, save_id, small, few_files=False)
         spare, self._spare = self._spare, None
         return replace(
@@ -223,7 +223,7 @@ class StepSnapshots:
     # -- saves, loads and the end -----------------------------------------------------------------------------------
 
     def note_folder(self, folder: str) -> None:
-        """Remember a folder or URL that the run has its checkpoints in: its snapshots belong to it."""
+        """Remember a folder or URL of the run's checkpoints: its snapshots belong to it."""
         place = place_of(str(folder))
         if self._folder is not None and place not in self._folders:
             self._folders = [*self._folders, place]

@@ -66,11 +66,11 @@ class Config:
     settings: Settings
     """Every key, typed."""
     source: str
-    """Where it was read from, for messages."""
+    """Its source, for messages."""
     reported: tuple[Notice, ...] = ()
     resolved: bool = False
     frozen: bool = False
-    """Of an engine without an optimizer: there is no state to offload, and no step."""
+    """For an engine without an optimizer: there is no state to offload, and no step."""
     whole_tensors: bool = False
     """The optimizer's step needs whole tensors, which ranks exchange."""
     one_bit: bool = False
@@ -113,7 +113,7 @@ class Config:
         kind = context.optimizer_name if settings.optimizer is None else settings.optimizer.type
         signs = kind in ONE_BIT
         clips = "gradient_clipping" in self.settings.model_fields_set and "gradient_clipping" not in defaults
-        if signs and not clips:  # the default is of optimizers that can be clipped
+        if signs and not clips:  # the default is for optimizers that can be clipped
             settings = settings.model_copy(update={"gradient_clipping": 0.0})
             defaults |= {"gradient_clipping": 0.0} if "gradient_clipping" in defaults else {}
         if defaults:
@@ -143,7 +143,7 @@ class Config:
         gathers = self.stage == 3 and (world_size > 1 or self.offload_param.device != "none")
         message = None
         if asked == "forward" and self.stage < 3:
-            return None  # the config alone tells so
+            return None  # already reported for the config alone
         if asked in ("backward", "forward") and self.whole_tensors:
             message = (
                 'acts as "none": this optimizer needs whole tensors, which ranks exchange, and only one thread of a rank may '
@@ -194,12 +194,12 @@ class Config:
 
     @property
     def loss_scaling(self) -> Fp16Section | None:
-        """How the loss is scaled in fp16; None for other types, and if nothing is trained."""
+        """The loss scaling of fp16; None for other types, and if nothing is trained."""
         return self.settings.fp16 if self.precision == "fp16" and not self.frozen else None
 
     @property
     def non_finite_gradients(self) -> Literal["error", "skip", "apply"]:
-        """What becomes of a step whose gradients are not finite."""
+        """The policy for a step whose gradients are not finite."""
         checked = self.precision == "bf16" and self.settings.bf16.check_grad_overflow
         return "skip" if self.precision == "fp16" or checked else self.own.non_finite_gradients
 

@@ -17,7 +17,7 @@ class Status(Enum):
     BUILT = "acts"
     """It does what it says."""
     NOT_BUILT = "not built"
-    """Not done, and the result of training does not depend on it; the loss and the substitute are reported."""
+    """Not done, and the result of training does not depend on it; a notice names the drawback and the substitute."""
     NO_EFFECT = "no effect"
     """Nothing is lost without it: it happens anyway, or there is nothing to do it to; it is reported."""
     REFUSED = "refused"
@@ -83,13 +83,13 @@ class Section(BaseModel):
     renames: ClassVar[Mapping[str, str]] = {}
     """Other spellings of keys."""
     variants: ClassVar[Mapping[str, Mapping[str, "type[Section]"]]] = {}
-    """Keys that hold one of several sections, and which it is by the value of the key `type` beside them."""
+    """Keys that hold one of several sections, by the value of the key `type` beside them."""
     switch: ClassVar[str | None] = None
     """The key that turns the section on; if it is off, the other keys have no effect."""
 
     @classmethod
     def rewrite(cls, data: object) -> object:
-        """Return `data` in today's form. Raises ValueError if old and new forms contradict."""
+        """Return `data` in the present form. Raises ValueError if old and new forms contradict."""
         return data
 
     @model_validator(mode="before")

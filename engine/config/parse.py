@@ -21,11 +21,11 @@ _CLOSE = 0.72
 _CLOSE_ELSEWHERE = 0.85
 """How close a key of another section must be."""
 _MOST_HOMES = 2
-"""Sections that are named as the home of a key: one like "enabled" has too many to mean any."""
+"""Most sections that are named as the home of a key: one like "enabled" has too many."""
 _MOST_KEYS = 8
 """Keys of a section that are listed."""
 _TELLING = 5
-"""Letters without which a part of a name says little."""
+"""Letters below which a part of a name is ambiguous."""
 
 
 def parse(raw: Mapping[str, Any]) -> tuple[Settings, list[Problem], list[Notice]]:

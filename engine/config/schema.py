@@ -1,8 +1,7 @@
 """The schema of a config: the DeepSpeed JSON dialect, and our own settings under `zstore`.
 
-Each key is followed by what it does, its unit and limits, and why its default is what it is; `docs/config.md` is made
-from this. A key's status (`keys.Status`) tells its effect. The default of a key that is not BUILT describes the engine
-without it.
+Each key is followed by its effect, unit and limits, and the reason for its default; `docs/config.md` is made from this. A
+key's status (`keys.Status`) tells its effect. The default of a key that is not BUILT describes the engine without it.
 """
 
 from collections.abc import Mapping
@@ -278,7 +277,7 @@ class Settings(Section):
 
     @classmethod
     def rewrite(cls, data: object) -> object:
-        """Take an endless steps_per_print, as Accelerate writes it, for "never"."""
+        """Take an infinite steps_per_print, as Accelerate writes it, for "never"."""
         if isinstance(data, Mapping) and data.get("steps_per_print") == float("inf"):
             known: dict[Any, Any] = dict(data)
             return known | {"steps_per_print": 0}

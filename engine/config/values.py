@@ -49,7 +49,7 @@ class OneOf:
     """Of a `Literal`: words are taken in any case, and an error lists the choices."""
 
     advice: Callable[[object], str] = lambda _: ""
-    """Returns the end of the message about a value that is not among them."""
+    """Returns the end of the message about any other value."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return how pydantic reads the value."""

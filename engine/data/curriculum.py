@@ -1,9 +1,10 @@
 """Sequences that grow with the steps (`curriculum_learning`): a model's arguments are cut to the present length.
 
-[Note: the cut] The full length is that of `input_ids`, or else of the first tensor of at least two dimensions: its second.
-Of every tensor [batch, length, ...] the second dimension is cut; of integers and masks of three dimensions and of all of
-four also the last, as in [batch, 1, length, length]; of one dimension that one, if it is not the batch. Dimensions of other
-lengths stay. The results are views: the caller's tensors are whole.
+[Note: the cut]
+The full length is that of `input_ids`, or else of the first tensor of at least two dimensions: its second. Of every tensor
+[batch, length, ...] the second dimension is cut; of integers and masks of three dimensions and of all of four also the
+last, as in [batch, 1, length, length]; of one dimension that one, if it is not the batch. Dimensions of other lengths stay.
+The results are views: the caller's tensors are whole.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from .metrics import Mask, Metric
 
 @dataclass
 class DrawState:
-    """How far a curriculum has drawn. JSON data."""
+    """The progress of a curriculum. JSON data."""
 
     step: int = 0
     """Batches drawn."""

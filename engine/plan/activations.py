@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _BYTES_PER_TOKEN_AND_WIDTH = 34
-"""Of one layer in 16 bits; see `Activations`."""
+"""Bytes of one layer in 16 bits; see `Activations`."""
 _KEPT_PER_TOKEN_AND_WIDTH = 2
 _FP32_BYTES = 4
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer")

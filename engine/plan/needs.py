@@ -37,7 +37,7 @@ class ParameterShape:
 
 
 class _Persistence:
-    """Says of one parameter after the other, in the order of the model, whether it keeps its gathered copy (stage 3)."""
+    """Decides for each parameter, in the order of the model, whether it keeps its gathered copy (stage 3)."""
 
     def __init__(self, threshold_numel: int, most_numel: int | None) -> None:
         self._threshold_numel = threshold_numel

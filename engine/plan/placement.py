@@ -258,7 +258,7 @@ def _gathered_bytes(needs: Sequence[Need], units: Sequence[Sequence[str]]) -> in
 
 
 def _least_memory(need: Need, settings: PlacementSettings, state_on_device: bool) -> Placement:
-    """Return the placement that keeps as little in host memory as is possible at all."""
+    """Return the placement that keeps as little as possible in host memory."""
     if need.stays_gathered or settings.parameters == "none":
         parameter: Rest = "device"
     else:
@@ -304,7 +304,7 @@ class _Choice:
     saved_s: Fraction
     """Time of the drive in a step that this saves, or bytes if its rates are not known."""
     turn: int
-    """Sorts alike ones: see `spread_turns`."""
+    """Order among equals: see `spread_turns`."""
 
     @property
     def rank(self) -> tuple[Fraction, int, int]:
@@ -407,7 +407,7 @@ def _required_bytes(
         for one in stored:
             kind = one.kind if one.kind in ("parameters", "gradients") else "optimizer state"
             required[kind] += one.budget_bytes
-        # A buffer holds a chunk of everything that an update brings together; the pool may have to make one of its own.
+        # A buffer holds a chunk of all arrays of an update; the pool may have to make an extra one.
         piece = round_up(sum(one.layout.slot_bytes for one in stored if one.rest == "disk"), _PAGE_BYTES)
         if settings.budget_bytes is not None and piece > pool_bytes:
             largest = max(piece, required["one piece larger than the buffers"])

@@ -84,7 +84,7 @@ class DriveRates:
 
 
 ALIKE = DriveRates(read=1, write=1)
-"""Of a drive that was not measured: a byte read counts as one written."""
+"""Rates of a drive that was not measured: a byte read counts as one written."""
 
 
 Rest = Literal["device", "host", "disk"]
@@ -134,7 +134,7 @@ def slots_at(slots: Slots, world_size: int) -> tuple[str | TensorSlot, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """One parameter, as its placement needs to know it."""
+    """One parameter, as the input of its placement."""
 
     name: str
     grid: Grid

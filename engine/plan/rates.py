@@ -27,8 +27,8 @@ SLOW_RATIO = 4.0
 """A 16-bit type that fp32 outruns by more is worth a warning if a config demands it."""
 
 _NATIVE_SHARE = 1 / 3
-"""Of fp32's rate, at least, for a type that the device computes natively. Emulated types reach a tenth at most; a CPU whose
-only 16-bit instructions are AVX512-BF16 half."""
+"""Share of fp32's rate that a type reaches at least if the device computes it natively. Emulated types reach a tenth at
+most; a CPU whose only 16-bit instructions are AVX512-BF16 half."""
 
 _SIZES = {"cpu": (64, 256), "cuda": (256, 2048)}
 """Rows and columns of the small matrices and of the large ones."""
@@ -37,7 +37,7 @@ _QUICK_S = {"cpu": 0.25e-3, "cuda": 1e-3}
 _TURNS = 8
 _LEAST_TURNS = 2
 _TURNS_S = 0.03
-"""No further turn begins after that, once there were the least."""
+"""No further turn begins after that, once the minimum is reached."""
 _CLOCKS = {"cpu": time.thread_time, "cuda": time.perf_counter}
 
 

@@ -1,7 +1,7 @@
 """Advice for a lack of host memory: the next rung of `zstore plan`'s ladder, told to whoever started the ranks.
 
-A rank that the kernel kills for want of memory can say nothing. So the engine leaves the advice in a file before it takes
-memory, if a launcher named one in ADVICE_VARIABLE, and that prints it when SIGKILL ended a rank.
+A rank that the kernel kills for lack of memory cannot report anything. So the engine leaves the advice in a file before it
+takes memory, if a launcher named one in ADVICE_VARIABLE, and the launcher prints it when SIGKILL ended a rank.
 """
 
 from __future__ import annotations

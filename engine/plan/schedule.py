@@ -26,7 +26,7 @@ _MOST_USES = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchLimits:
-    """How much memory may be spent on not having to wait. All in elements of gathered parameters."""
+    """Limits of the memory spent to avoid waits, in elements of gathered parameters."""
 
     prefetch_numel: int = 50_000_000
     """Gathered ahead of use. At least one unit if this is not 0; 0: nothing is."""
@@ -185,7 +185,7 @@ class _Fetches:
         self._uses = uses
         self._schedule = schedule
         self._there: set[int] = set()
-        """Units that are kept or brought ahead."""
+        """Units that are kept or prefetched."""
         self._owners: Counter[str] = Counter()
         self._found: Counter[str] = Counter()
 

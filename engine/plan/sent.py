@@ -1,10 +1,11 @@
 """Bytes that a rank sends to others in a step, by formula. Pure.
 
 [Note: bytes sent]
-Of P bytes, padding included, each of N ranks sends (N - 1) / N P in a reduce-scatter or a gather, and twice that in an
-all-reduce. With groups of k ranks, (k - 1) of the N - 1 others are within the group. Copies of the state in c = N / k groups
-(`mics_shard_size`): gathers are within the group, (k - 1) / k P; a reduction is as [Note: the mean of copies] has it. Second
-copies of the parameters (`zero_hpz_partition_size`): a step's first gather is over all ranks, the others within the group.
+Of P bytes, padding included, each of N ranks sends (N - 1) / N P in a reduce-scatter or an all-gather, and twice that in an
+all-reduce. With groups of k ranks, (k - 1) of the N - 1 others are within the group. Copies of the state in c = N / k
+groups (`mics_shard_size`): gathers are within the group, (k - 1) / k P; a reduction is as [Note: the mean of copies] has
+it. Second copies of the parameters (`zero_hpz_partition_size`): a step's first gather is over all ranks, the others within
+the group.
 
 Two ranks on gloo that sum whole gradients in place send no padding; see [Note: the mean of two].
 
@@ -33,7 +34,7 @@ from .plan import Need, Plan, Sent
 
 @dataclass(frozen=True, kw_only=True)
 class _Ranks:
-    """How many ranks there are, and in a group."""
+    """The number of ranks, and of those in a group."""
 
     world_size: int
     group: int

@@ -14,7 +14,7 @@ from zstore.io import read_host_memory
 _log = logging.getLogger("zstore")
 
 MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
-"""Of `ru_maxrss`."""
+"""Bytes of a unit of `ru_maxrss`."""
 _GB = 10**9
 
 

@@ -60,7 +60,7 @@ def _of_shapes(formula: Callable[..., int], tensors: Sequence[torch.Tensor]) -> 
 
 
 CAN_LEAVE_COMPILED = hasattr(TorchDispatchMode, "ignore_compile_internals")
-"""Whether this torch runs compiled functions as ever beneath a count; else it would run them uncompiled."""
+"""Whether this torch runs compiled functions as usual beneath a count; else it would run them uncompiled."""
 
 
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ known.
 
 The peak is the maker's for dense products in the type of training, of GPUs in the table below. Of another device it is the
 rate of matrix products as `plan.rates` measures it, of a CPU times torch's threads. That takes some 50 ms, so it is done at
-once where somebody asked for metrics, and else once the run is old enough that it is a fiftieth of a percent of its time.
+once if metrics are requested, else once the run is old enough that it is a fiftieth of a percent of its time.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Utilisation:
     source: str
     """Source of `step_flops`: "counted", "forward counted" (the backward is twice that), "6 x parameters x tokens"."""
     peak_flops: float | None
-    """Operations a second that the device could do; None: not measured yet."""
+    """Peak rate of the device, in operations a second; None: not measured yet."""
     peak_source: str | None
     """"data sheet" or "measured"."""
     mfu: float | None
@@ -151,7 +151,7 @@ class StepUtilisation:
             training = self._training
             try:
                 self._peak = peak_of(training.world.device, training.config.precision, measures=measures)
-            except RuntimeError as error:  # a run does not stop for it
+            except RuntimeError as error:  # no reason to stop a run
                 _log.warning("the device's rate cannot be measured, so that there is no utilisation: %s", error)
                 self.measures, self._age_s = False, float("-inf")
         return self._peak

@@ -22,7 +22,7 @@ _log = logging.getLogger("zstore")
 
 
 class ComputationWatch:
-    """Is around each forward, backward and update of an engine for as long as there is something to count; then `is_done`.
+    """Wraps each forward, backward and update of an engine for as long as there is something to count; then `is_done`.
 
     Nothing is counted without gradients, nor on other ranks than 0. See [Note: utilisation] in `utilisation`.
     """
@@ -46,7 +46,7 @@ class ComputationWatch:
 
     @contextmanager
     def around(self, part: str, timed: AbstractContextManager[None]) -> Iterator[None]:
-        """Be around a phase, as `PhaseTimes` names it, which `timed` is around too."""
+        """Wrap a phase, as `PhaseTimes` names it, which `timed` wraps too."""
         part = _PARTS[part]
         if part == "forward" and torch.is_grad_enabled():
             if not self._training.accumulation.is_new:

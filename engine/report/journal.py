@@ -9,7 +9,7 @@ local folder that its saves go through, and is sent along with each of them, and
 lines are sent about once a second.
 
 [Note: the cost of a step's record]
-The training thread makes a dict of numbers that it has at hand. Counters of links and memory are looked at every two seconds
+The training thread makes a dict of numbers that it has at hand. Counters of links and memory are sampled every two seconds
 at most, and so seldom that it takes a five-thousandth of the time; the longer a run goes on, the more seldom. On CUDA the
 loss goes to host memory behind the computation, and the journal's thread waits for it.
 """
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("zstore")
 
 _TAIL_BYTES = 64 * 1024
-"""Of a journal, in which its last line is."""
+"""Bytes at the end of a journal that contain its last line."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class RunJournal:
         # Not a method: the writer's thread has it, and must not hold the model.
         self._say_failure = _Failure()
         self.writer = JournalWriter(self._say_failure)
-        """Takes its lines."""
+        """Writes its lines."""
         self._place: JournalPlace | None = JournalPlace(chosen) if isinstance(chosen, Path) else None
         self._is_certain = self._place is not None
         self._sink: FileSink | None = None
@@ -110,11 +110,11 @@ class RunJournal:
         self._total_steps: int | None = None
         self._reason = "done"
         self.saves_s: Callable[[], Mapping[str, float]] = dict
-        """Returns the seconds for which saves held training up, by their kind."""
+        """Returns the seconds for which saves delayed training, by their kind."""
         self._warnings = Warnings(self.writer)
         if self.enabled:
             _log.addFilter(self._warnings)
-            for line in training.config.report():  # they were said before there was a journal
+            for line in training.config.report():  # they were logged before there was a journal
                 self._warnings.note(f"{training.config.source}: {line}", self.started_at)
 
     # -- from training loops ----------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class RunJournal:
             self.writer.open(self._sink)
 
     def look_beside(self, look: Callable[[], None]) -> None:
-        """Have `look` called twice a second, in the journal's thread, while the journal is open; it must not raise."""
+        """Call `look` twice a second, in the journal's thread, while the journal is open; it must not raise."""
         self.writer.beside = look
 
     @property
@@ -172,7 +172,7 @@ class RunJournal:
     # -- from the engine --------------------------------------------------------------------------------------------
 
     def step_ended(self, loss: Loss) -> None:
-        """Write down the step that has just ended."""
+        """Record the step that has just ended."""
         training = self._training
         now_s = time.perf_counter()
         times = replace(self._times)
@@ -231,7 +231,7 @@ class RunJournal:
         self._open()
 
     def loaded(self, location: str, tag: str, elapsed_s: float, read_bytes: int) -> None:
-        """Write down a load."""
+        """Record a load."""
         if not self.enabled:
             return
         step = self._training.counters.global_steps
@@ -273,19 +273,19 @@ class RunJournal:
         )
 
     def evaluated(self, loss: float, perplexity: float, samples: int) -> None:
-        """Write down an evaluation after the last step: the mean loss of so many samples over all ranks."""
+        """Record an evaluation after the last step: the mean loss of so many samples over all ranks."""
         if self.enabled:
             record = {"kind": "eval", "at": time.time(), "step": self._training.counters.global_steps, "loss": loss}
             self.writer.append(record | {"perplexity": perplexity, "samples": samples})
 
     def acted(self, action: str, request_id: str, problem: str | None = None) -> None:
-        """Write down that a request was carried out, or why it was not."""
+        """Record that a request was carried out, or why it was not."""
         if self.enabled:
             record = {"kind": "action", "at": time.time(), "action": action, "id": request_id}
             self.writer.append(record | ({} if problem is None else {"problem": problem}))
 
     def stops(self, reason: str) -> None:
-        """Say why the run will have ended: "done" (by default), "stopped" or "failed"."""
+        """Set the reason for the run's end: "done" (by default), "stopped" or "failed"."""
         self._reason = reason
 
     # -- the file ---------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class WandbMonitor:
             raise _missing("wandb") from error
         self._is_ours = wandb.run is None
         self._run: Any = wandb.run or wandb.init(project=project, group=group, entity=team, config=dict(config))
-        # Of a script that closes nothing, before wandb ends itself, by its hook of `init`.
+        # For a script that closes nothing: before wandb ends itself, by its hook of `init`.
         atexit.register(self.close)
         self._run.define_metric(_SAMPLES)
         self._run.define_metric("Train/Samples/*", step_metric=_SAMPLES)

@@ -51,9 +51,9 @@ class RunReport:
         self._every = training.config.settings.steps_per_print
         says = self._every > 0 or bool(monitors) or self.journal.enabled
         self.enabled = training.world.rank == 0 and (says or training.config.settings.flops_profiler.enabled)
-        """Whether there is ever something to say of a step."""
+        """Whether steps are reported at all."""
         self.computation: ComputationWatch | None = None
-        """Is around each phase, for as long as it counts something."""
+        """Wraps each phase, for as long as it counts something."""
         if self.enabled:
             self._watch_computation(counts=says)
         self._looks = training.world.local_rank == 0
@@ -66,7 +66,7 @@ class RunReport:
             _log.info("state at the start:\n%s", state_text(training.config.settings, training.state, training.world))
 
     def look_at(self, inputs: Iterable[Any]) -> None:
-        """Warn before the first forward of a training if memory will not do for it."""
+        """Warn before the first forward of training if it needs more memory than there is."""
         if self._looks and torch.is_grad_enabled() and self._training.model.training:
             self._looks = False
             if told := lack_of_memory(self._training, inputs):

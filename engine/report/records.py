@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 _SAMPLE_S = 2.0
 _SHARE = 5000
-"""Links and memory are looked at for less than one part in so many of the time."""
+"""Sampling links and memory takes less than one part in so many of the time."""
 _SAMPLES = 2000
-"""They are looked at so often in the time that has passed: journals of long runs stay quick to read."""
+"""They are sampled at most so often in the time that has passed: journals of long runs stay quick to read."""
 _PACKAGES = ("transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "trl", "deepspeed")
 """Packages whose versions are recorded if they are in use."""
 
@@ -66,7 +66,7 @@ def has_uncaught_error() -> bool:
 
 
 class Samples:
-    """Looks at links and memory now and then: `links` returns the counters of all links, given the store's."""
+    """Samples links and memory now and then: `links` returns the counters of all links, given the store's."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Samples:
         self._last_s: float | None = None
         self._last_step = step
         self.next_s = 0.0
-        """When to look again, by `time.perf_counter`."""
+        """Time of the next sample, by `time.perf_counter`."""
 
     def take(self, now_s: float, step: int) -> dict[str, Any]:
         """Return the part of a step's record about links, since the last sample, and memory."""
@@ -131,5 +131,5 @@ class Warnings(logging.Filter):
         return True
 
     def note(self, text: str, at: float) -> None:
-        """Write a warning down."""
+        """Record a warning."""
         self._writer.append({"kind": "warning", "at": at, "text": text})

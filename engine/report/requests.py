@@ -47,8 +47,8 @@ class Requests:
             self._world.asks = json.dumps([found.action, found.id])
 
     def carry_out(self, usual: Taker) -> None:
-        """Have the request that all ranks heard of (`World.heard`) carried out, by the loop or as `usual`, and write that down
-        (all ranks)."""
+        """Carry out the request that all ranks heard of (`World.heard`), by the loop or as `usual`, and record that (all
+        ranks)."""
         action, request_id = json.loads(self._world.heard)
         self._world.heard = self._world.asks = ""
         problem = (self.taker or usual)(action)

@@ -11,7 +11,7 @@ from zstore.journal.writer import JournalWriter
 
 
 class SaveNotes:
-    """How one save goes on, told from any thread."""
+    """The progress of one save, reported from any thread."""
 
     def __init__(self, writer: JournalWriter, base: Mapping[str, Any], when_uploaded: Callable[[], None]) -> None:
         self._writer = writer
@@ -20,10 +20,10 @@ class SaveNotes:
         self._has_failed = False
         self._began = time.perf_counter()
         self.stall_s: float | None = None
-        """Seconds for which the save held training up; set when they are known."""
+        """Seconds for which the save delayed training; set when they are known."""
 
     def add(self, **values: Any) -> None:
-        """Write down a state of the save."""
+        """Record a state of the save."""
         self._writer.append({**self._base, "at": time.time(), **values})
 
     def __call__(self, outcome: SaveSummary | BaseException) -> None:
@@ -47,5 +47,5 @@ class SaveNotes:
         self._when_uploaded()
 
     def _stall_s(self) -> float:
-        """Return for how long training was held up; so far, if it is still."""
+        """Return for how long training was delayed; so far, if it still is."""
         return time.perf_counter() - self._began if self.stall_s is None else self.stall_s

@@ -65,7 +65,7 @@ class EngineStatistics:
     units: UnitStatistics | None
     """Gathers of sharded or offloaded parameters, ahead or on demand; None if there are none."""
     overlapped: int
-    """Reductions of gradients that went on while this rank did something else."""
+    """Reductions of gradients that ran beside other work of this rank."""
     store: StoreStatistics
     utilisation: Utilisation | None
     """Model FLOPs utilisation, on rank 0; None if no operations are known."""
@@ -94,7 +94,7 @@ def engine_statistics(  # noqa: PLR0913 - the parts of a run that count
     utilisation: Utilisation | None,
     activations: ActivationStatistics | None,
 ) -> EngineStatistics:
-    """Return the counters now; `saves_s` has the seconds for which saves held training up, by their kind."""
+    """Return the counters now; `saves_s` has the seconds for which saves delayed training, by their kind."""
     store = state.store.statistics()
     return EngineStatistics(
         forward_s=times.forward_s,

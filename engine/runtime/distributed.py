@@ -56,7 +56,7 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     timeout = timeout or datetime.timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
     torch_dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
-    # Before the interpreter takes itself apart: gloo's threads would meet a half-gone process.
+    # Before the interpreter shuts down: gloo's threads would meet a process that is half shut down.
     atexit.register(_end)
 
 

@@ -42,13 +42,13 @@ class FrozenObjects:
 
 
 class CollectorPause:
-    """Holds the collector still until `end`, or until the last of several pauses in this process ended."""
+    """Turns the collector off until `end`, or until the last of several pauses in this process ended."""
 
     _lock = threading.Lock()
     _count = 0
     """Pauses that have not ended."""
     _was_enabled = False
-    """Whether the collector worked before the first of them."""
+    """Whether the collector was on before the first of them."""
 
     def __init__(self) -> None:
         self._ended = False
@@ -59,7 +59,7 @@ class CollectorPause:
             CollectorPause._count += 1
 
     def end(self) -> None:
-        """Let the collector be as it was before; a second call does nothing."""
+        """Restore the collector's former state; a second call does nothing."""
         with CollectorPause._lock:
             if not self._ended:
                 self._ended = True
@@ -69,7 +69,7 @@ class CollectorPause:
 
     @classmethod
     def _start_anew(cls) -> None:
-        """Give a forked child, as a worker of a data loader is, a collector that works."""
+        """Turn the collector on in a forked child, as a worker of a data loader."""
         if cls._count and cls._was_enabled:
             gc.enable()
         cls._lock, cls._count = threading.Lock(), 0

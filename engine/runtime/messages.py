@@ -1,9 +1,9 @@
 """The package's messages.
 
 [Note: messages]
-All messages go to the logger "zstore": progress at INFO, events that deserve a look at WARNING. Of a logger for which nothing
-was configured Python shows nothing below WARNING, so a plain script would never see its progress. Therefore `show_messages`
-gives that logger, if neither it nor the root has a handler, one that writes to stderr, and level INFO if none was set. Once
+All messages go to the logger "zstore": progress at INFO, events that deserve a look at WARNING. Python shows nothing below
+WARNING of a logger that was not configured, so a plain script would never see its progress. Therefore `show_messages` gives
+that logger, if neither it nor the root has a handler, one that writes to stderr, and level INFO if none was set. Once
 another handler would get the same messages, this one is silent, so configuring logging later doubles no line. To see less:
 `logging.getLogger("zstore").setLevel(logging.WARNING)`, before or after.
 """
@@ -40,7 +40,7 @@ class _WhereNobodyListens(logging.Handler):
 
 
 def warn_once(message: str, *arguments: object) -> None:
-    """Warn of something that is the same on every rank: rank 0 says it."""
+    """Warn on rank 0 of something that is the same on every rank."""
     started = torch_dist.is_available() and torch_dist.is_initialized()
     if not started or torch_dist.get_rank() == 0:
         logging.getLogger("zstore").warning(message, *arguments)

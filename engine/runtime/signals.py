@@ -21,7 +21,7 @@ from zstore.errors import UsageError
 from zstore.ranks.world import World
 
 STOPPED_EXIT_CODE = 75
-"""Of a run that saved and stopped because of a signal: EX_TEMPFAIL, try again."""
+"""Exit code of a run that saved and stopped because of a signal: EX_TEMPFAIL, try again."""
 
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
@@ -43,7 +43,7 @@ class StopSignals:
                 self._before[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # A forked child, as a data loader's worker, has the handler and none of the run.
+        # A forked child, as a data loader's worker, has the handler but not the run.
         if os.getpid() != self._pid or self._world.requested:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -60,7 +60,7 @@ class StopSignals:
         return bool(self._before)
 
     def pretend(self, number: int) -> None:
-        """Do as if every rank had got this signal, and all knew of it (all ranks)."""
+        """Act as if every rank had got this signal, and all knew of it (all ranks)."""
         self._world.requested = self._world.granted = number
 
     @property
