@@ -1,4 +1,4 @@
-"""What an offloaded optimizer is given: settings that can be, its parameters, the folder of its snapshots."""
+"""The arguments of an offloaded optimizer: valid settings, its parameters, the folder of its snapshots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .snapshots import STEPS_FOLDER
 
 
 def check_kind(kind: Any, overlap: str) -> None:
-    """Raise UsageError for what is no class of optimizers that can be offloaded, or not with this overlap."""
+    """Raise UsageError for anything but a class of optimizers that can be offloaded, with this overlap."""
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         got = f"an optimizer of class {type(kind).__name__}" if isinstance(kind, torch.optim.Optimizer) else repr(kind)
         raise UsageError(f"kind: expected a class derived from torch.optim.Optimizer, as torch.optim.AdamW, got {got}")
@@ -29,7 +29,7 @@ def check_kind(kind: Any, overlap: str) -> None:
 
 
 def check_budget(nbytes: Any) -> None:
-    """Raise UsageError for what is no host budget."""
+    """Raise UsageError for an invalid host budget."""
     if nbytes is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0):
         raise UsageError(
             f"host_budget_bytes: expected a positive number of bytes, or None for no limit, got {nbytes!r}"
@@ -37,13 +37,13 @@ def check_budget(nbytes: Any) -> None:
 
 
 def check_ema(ema: Any) -> None:
-    """Raise UsageError for what is no decay of an average."""
+    """Raise UsageError for an invalid decay of an average."""
     if ema is not None and not (isinstance(ema, float | int) and 0 <= ema < 1):
         raise UsageError(f"ema: expected the decay of an average, from 0 to below 1, or None for none, got {ema!r}")
 
 
 def check_settings(device: str, path: Any, overlap: str, max_grad_norm: float | None) -> None:
-    """Raise UsageError for settings that cannot be, alone or together."""
+    """Raise UsageError for invalid settings, alone or together."""
     if device not in ("nvme", "cpu"):
         raise UsageError(f'device: expected "nvme" or "cpu", where the state rests, got {device!r}')
     if device == "nvme" and path is None:
@@ -64,7 +64,7 @@ def check_settings(device: str, path: Any, overlap: str, max_grad_norm: float | 
 
 
 def steps_folder_of(durability: str, durability_path: Any, path: Any) -> Path | None:
-    """Return the folder of snapshots; None where none are taken."""
+    """Return the folder of snapshots; None if none are taken."""
     if durability not in ("none", "step"):
         raise UsageError(f'durability: expected "none" or "step", got {durability!r}')
     if durability == "none":
@@ -77,7 +77,7 @@ def steps_folder_of(durability: str, durability_path: Any, path: Any) -> Path | 
 
 
 def groups_of(params: Any) -> tuple[Any, torch.Tensor]:
-    """Return the parameters or groups as lists, and the first parameter. Raises UsageError where devices differ."""
+    """Return the parameters or groups as lists, and the first parameter. Raises UsageError if devices differ."""
     if isinstance(params, torch.Tensor):
         raise UsageError("params: expected an iterable of tensors or of group dicts, got a single tensor")
     if isinstance(params, torch.nn.Module):

@@ -2,9 +2,9 @@
 
 [Note: state in blocks]
 Such a class (8-bit Adam) keeps of a large parameter codes of the parameter's shape, and a number or more for each block of so
-many elements; of a small one it keeps what any class does. An update of whole blocks is the same wherever they lie in the
+many elements; of a small one it keeps the state of a plain class. An update of whole blocks is the same anywhere in the
 parameter. So the class's own `step` runs on a proxy parameter over piece after piece of whole blocks, with state objects
-of the class's own types around views of the store's arrays. What those objects are made of is read off a probe: tensors of
+of the class's own types around views of the store's arrays. The parts of those objects are read off a probe: tensors of
 the parameter's shape, tensors of one value a block, constants (lookup tables), and step counts.
 Pieces have few lengths, since a class may compile its step for each.
 """
@@ -22,7 +22,7 @@ from zstore.errors import UsageError
 
 Blocks = Callable[[int, Mapping[str, Any]], int | None]
 """Gives how many elements a block of the state has, of a parameter of so many elements and with these settings of the
-optimizer; None where the state is not in blocks."""
+optimizer; None if the state is not in blocks."""
 
 _PLAIN_NUMELS = (16, 3, 1)
 _MOST_PROBED = 1 << 22
@@ -31,7 +31,7 @@ _PIECES = (256, 16, 1)
 
 
 def parts_of(value: torch.Tensor) -> dict[str | None, torch.Tensor]:
-    """Return the tensors that a tensor is made of, by attribute; itself, under None, where it is a plain one."""
+    """Return the tensors that make up a tensor, by attribute; itself, under None, if it is a plain one."""
     flatten = getattr(value, "__tensor_flatten__", None)
     if flatten is None:
         return {None: value}
@@ -49,7 +49,7 @@ def made_of(like: torch.Tensor, parts: Mapping[str | None, torch.Tensor]) -> tor
 
 
 class StateForm:
-    """What a class keeps of parameters, all in blocks or none."""
+    """A class's state of parameters, all in blocks or none."""
 
     def __init__(self, kind: str, state: Mapping[str, Any], numel: int, block: int | None) -> None:
         self.block = block
@@ -74,7 +74,7 @@ class StateForm:
         return [name for name, value in self.like.items() if _is_scalar(value)]
 
     def state(self, scalars: Scalars, values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return the state as the class keeps it, made of `scalars` and of tensors by the arrays' names."""
+        """Return the state in the class's own form, made of `scalars` and of tensors by the arrays' names."""
         made: dict[str, Any] = {}
         by_place = {(array.entry, array.part): values[array.name] for array in self.arrays}
         for name, like in self.like.items():
@@ -118,7 +118,7 @@ class BlockKernel:
         self._plain = None if plain is None else self._probe(plain)
         forms = [form for form in (self._plain, self._in_blocks) if form is not None]
         self.slots = tuple(dict.fromkeys(array.name for form in forms for array in form.arrays))
-        """Names of all arrays that there may be of a parameter; see `arrays`."""
+        """Names of all arrays that a parameter may have; see `arrays`."""
 
     def make(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
         """Return an optimizer of the class, with the group's settings, for one parameter."""
@@ -152,7 +152,7 @@ class BlockKernel:
         return self._in_blocks is None or all(array.part is not None for array in self._in_blocks.arrays)
 
     def form(self, numel: int) -> StateForm:
-        """Return what is kept of a parameter of `numel` elements."""
+        """Return the state of a parameter of `numel` elements."""
         form = self._plain if self.block_of(numel) is None else self._in_blocks
         if form is None:
             raise UsageError(
@@ -162,7 +162,7 @@ class BlockKernel:
         return form
 
     def arrays(self, numel: int) -> tuple[SlotArray, ...]:
-        """Return the arrays that are kept of a parameter of `numel` elements, in the order of a tile's slots."""
+        """Return the arrays of a parameter of `numel` elements, in the order of a tile's slots."""
         return self.form(numel).arrays
 
     def keep(self, group: dict[str, Any]) -> None:
@@ -184,7 +184,7 @@ class BlockKernel:
         return dict.fromkeys(names, 0.0)
 
     def present(self, scalars: Scalars) -> dict[str, Any]:
-        """Return the step counts as the class keeps them."""
+        """Return the step counts in the class's own form."""
         form = self._plain or self._in_blocks
         state = {} if form is None else form.like
         numbers = {name: like for name, like in state.items() if _is_scalar(like)}
@@ -249,7 +249,7 @@ def _sizes() -> Iterator[int]:
 
 
 def _pieces(numel: int, block: int | None) -> Iterator[tuple[int, int]]:
-    """Yield cuts of a tile: of whole blocks in few lengths, and what is left of a last block."""
+    """Yield cuts of a tile: of whole blocks in few lengths, and the remainder of a last block."""
     first = 0
     if block is not None:
         for blocks in _PIECES:

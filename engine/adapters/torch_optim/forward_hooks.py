@@ -2,8 +2,8 @@
 
 A hook on all modules of the process, since an optimizer is given parameters and no model. A module waits for its own
 parameters; one that FSDP2 gathers for, for all those that it gathers; a graph of torch.export, torch.fx or torch.jit, for all
-below it. A module whose state is asked for waits too. What torch.compile made before there was this hook knows nothing of it,
-and is compiled anew.
+below it. A module whose state is requested waits too. Graphs that torch.compile made before there was this hook ignore it,
+and are compiled anew.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ForwardHooks:
         self._stepping = stepping
         self._records = records
         self._gathers: weakref.WeakKeyDictionary[nn.Module, list[LocalRecord]] = weakref.WeakKeyDictionary()
-        """By module of FSDP2, what it gathers."""
+        """By module of FSDP2, the records that it gathers."""
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules whose state is not read before the updates."""
         this = weakref.ref(self)
@@ -75,7 +75,7 @@ class ForwardHooks:
         return list(found)
 
     def _watch(self, module: nn.Module) -> None:
-        """Let `module.state_dict()`, and that of what holds it, wait for all updates."""
+        """Let `module.state_dict()`, and that of the modules that hold it, wait for all updates."""
         if module in self._watched:
             return
         self._watched.add(module)
@@ -90,7 +90,7 @@ class ForwardHooks:
         self._handles.append(watched.register_state_dict_pre_hook(before))
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -100,7 +100,7 @@ _GRAPHS = (torch.fx.GraphModule, torch.jit.ScriptModule)
 
 
 def _not_compiled(before: Any) -> Any:
-    """Return a hook that ends a graph of torch.compile, so that it runs each time, before what comes after it."""
+    """Return a hook that ends a graph of torch.compile, so that it runs each time, before the code after it."""
     disable: Any = torch.compiler.disable
     why = "zstore waits here for the updates behind step(): compile without fullgraph=True, or choose another overlap"
     try:

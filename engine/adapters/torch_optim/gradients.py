@@ -1,4 +1,4 @@
-"""Gradients on their way from the backward to the update: where the backward leaves them, or taken away as they come."""
+"""Gradients on their way from the backward to the update: left in `.grad`, or taken away as they arrive."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from zstore.errors import UsageError
 from .records import LocalRecord, local_part
 
 Final = Callable[[LocalRecord, torch.Tensor], None]
-"""Told of each gradient of a backward, 1-D in the order of the parameter's memory, once it is final."""
+"""Called with each gradient of a backward, 1-D in the order of the parameter's memory, once it is final."""
 
 
 class Gradients:
-    """Gradients of the parameters of `watch`. With `frees` they go to host memory as the backward makes them, and summed
-    there over micro-batches; `on_final` takes them instead, where it is set."""
+    """Gradients of the parameters of `watch`. With `frees` they go to host memory as the backward makes them, and are summed
+    there over micro-batches; `on_final` takes them instead, if it is set."""
 
     def __init__(self, transfers: Transfers, *, frees: bool, on_final: Final | None) -> None:
         self._transfers = transfers
@@ -31,7 +31,7 @@ class Gradients:
         self._handles: list[Any] = []
 
     def watch(self, record: LocalRecord) -> None:
-        """Take the parameter's gradients as they come, where that was asked for."""
+        """Take the parameter's gradients as they arrive, if that was requested."""
         if not self._frees and self._on_final is None:
             return
         this = weakref.ref(self)
@@ -62,7 +62,7 @@ class Gradients:
             self._queue.put(held, rows, add=_add, arrived=_nothing)
 
     def collect(self, records: Mapping[torch.Tensor, LocalRecord]) -> dict[LocalRecord, torch.Tensor]:
-        """Return this rank's rows of each gradient of the step, 1-D; those that were held are held no longer."""
+        """Return this rank's rows of each gradient of the step, 1-D, and hold them no longer."""
         self._queue.drain()
         found, self._held = self._held, {}
         for parameter, record in records.items():
@@ -77,7 +77,7 @@ class Gradients:
         return {record: found[record] for record in records.values() if record in found}
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
 

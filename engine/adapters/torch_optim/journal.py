@@ -1,4 +1,4 @@
-"""The journal of an offloaded optimizer's run: its steps, where its state rests, warnings. See [Note: the journal] in
+"""The journal of an offloaded optimizer's run: its steps, the tier of its state, warnings. See [Note: the journal] in
 `zstore.journal`."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger("zstore")
 
 
 class OptimizerJournal:
-    """Writes what the steps of an optimizer did into `folder`, on rank 0. The first failure is a warning; training goes on."""
+    """Records the steps of an optimizer in `folder`, on rank 0. The first failure is a warning; training goes on."""
 
     def __init__(self, state: OptimizerState, kind: str, folder: Path) -> None:
         self._state = state
@@ -52,8 +52,8 @@ class OptimizerJournal:
             _log.addFilter(self._warnings)
 
     def note(self, *, loss: Any = None, tokens: int | None = None, total_steps: int | None = None) -> None:
-        """Say what the optimizer cannot know: the loss of the step under way, a tensor or a number; the tokens of a step over
-        all ranks, until this is called again; the steps that the run is to have."""
+        """Note what the optimizer cannot know: the loss of the step under way, a tensor or a number; the tokens of a step over
+        all ranks, until this is called again; the total steps of the run."""
         self._loss = loss
         self._tokens = self._tokens if tokens is None else tokens
         self._total_steps = self._total_steps if total_steps is None else total_steps
@@ -63,7 +63,7 @@ class OptimizerJournal:
         self._step, self._resumes = step, True
 
     def step_ended(self, *, began_s: float, lr: Any, grad_norm: torch.Tensor | None, skipped: bool) -> None:
-        """Write down a step that began at `began_s` of `time.perf_counter`."""
+        """Record a step that began at `began_s` of `time.perf_counter`."""
         if not self.enabled:
             return
         now_s = time.perf_counter()
@@ -127,7 +127,7 @@ class OptimizerJournal:
             _log.warning("the run's journal cannot be written, and lines may be missing; training goes on: %s", text)
 
     def close(self) -> None:
-        """Write the end; a second call does nothing."""
+        """Record the end; a second call does nothing."""
         if not self.enabled:
             return
         self.enabled = False

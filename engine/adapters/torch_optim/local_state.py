@@ -1,4 +1,4 @@
-"""The state of an offloaded optimizer: where each parameter's part of it rests, and what others see and load of it."""
+"""The state of an offloaded optimizer: the tier of each parameter's part, and how others read and load it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Wait = Callable[[Iterable[LocalRecord]], None]
 
 
 class LocalState:
-    """Records, arrays and scalars of the parameters that are trained; `wait` waits until no update of them runs."""
+    """Records, arrays and scalars of the trained parameters; `wait` waits until no update of them runs."""
 
     def __init__(self, arrays: OptimizerState, tier: Tier, wait: Wait) -> None:
         self.arrays = arrays
@@ -68,7 +68,7 @@ class LocalState:
         self.arrays.kernels = kernels
 
     def remove_group(self, number: int) -> None:
-        """Forget the last parameter group, and free what its parameters have."""
+        """Forget the last parameter group, and free its parameters' state."""
         for parameter, record in list(self.records.items()):
             if record.group == number:
                 for array in self.arrays.arrays_of(record):
@@ -79,7 +79,7 @@ class LocalState:
         del self._kernels[number:]
 
     def add(self, parameter: torch.Tensor, group: int, name: str | None) -> LocalRecord:
-        """Create the state of a parameter. Raises BudgetError where neither memory nor a disk has room for it."""
+        """Create the state of a parameter. Raises BudgetError if neither memory nor a disk has room for it."""
         number = len(self.records)
         name = name or f"parameter-{number}"
         if name in self._names:
@@ -102,7 +102,7 @@ class LocalState:
         return record
 
     def _rest(self, record: LocalRecord) -> Tier:
-        """Return where the state rests: in host memory that the budget does not have, on disk where there is one."""
+        """Return the tier of the state: state for host memory that exceeds the budget goes to disk if there is one."""
         store = self.arrays.store
         each = sum(slot.dtype.itemsize / slot.block for slot in self.arrays.slots_of(record))
         each += 0 if record.dtype == torch.float32 else 4
@@ -166,7 +166,7 @@ class LocalState:
             torch.autograd.graph.increment_version(record.parameter)
             record.seen_version = local_part(record.parameter)._version
 
-    # -- what others see ------------------------------------------------------------------------------------------------
+    # -- as others see it -----------------------------------------------------------------------------------------------
 
     def entry(self, record: LocalRecord) -> dict[str, Any]:
         """Return a parameter's state as torch's class has it; 16-bit parameters have their master besides."""
@@ -187,11 +187,11 @@ class LocalState:
         return values
 
     def _shown(self, record: LocalRecord, slot: SlotArray) -> torch.Tensor:
-        """Return an array of one value an element as a tensor that is laid out as the parameter is."""
+        """Return an array of one value an element as a tensor with the parameter's layout."""
         return self._laid_out(record, self._stored(record, slot))
 
     def _stored(self, record: LocalRecord, slot: SlotArray) -> StoredTensor:
-        """Return what this rank has of an array."""
+        """Return this rank's part of an array."""
         is_master = slot is _MASTER_SLOT
         array = StoredArray(
             name=model_array(record.name) if is_master else optimizer_array(slot.name, record.name),
@@ -205,7 +205,7 @@ class LocalState:
         return RestingTensor(array) if slot.block == 1 and record.is_contiguous else StoredTensor(array)
 
     def _laid_out(self, record: LocalRecord, stored: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the local part's shape as one that is laid out as the parameter is."""
+        """Return a tensor of the local part's shape as one with the parameter's layout."""
         parameter: torch.Tensor = record.parameter
         if not isinstance(parameter, DTensor):
             return stored
@@ -224,12 +224,12 @@ class LocalState:
         record.seen_version = None
 
     def load(self, record: LocalRecord, entry: Mapping[str, Any]) -> None:
-        """Replace a parameter's state by `entry`, of this class or torch's; by none where it has no such state.
+        """Replace a parameter's state by `entry`, of this class or torch's; by none if it has no such state.
 
-        Raises UsageError where shapes do not fit.
+        Raises UsageError if shapes do not fit.
         """
         kernel, slots = self._kernels[record.group or 0], self.arrays.slots_of(record)
-        # bitsandbytes puts what FSDP cannot gather into a dict of its own.
+        # bitsandbytes puts state that FSDP cannot gather into a dict of its own.
         entry = dict(entry) | {k: v for value in entry.values() if isinstance(value, Mapping) for k, v in value.items()}
         averages = entry.get(EMA) is not None  # else they begin with the next step
         loaded = [slot for slot in slots if slot.name != EMA or averages]
@@ -305,7 +305,7 @@ def _nothing_waits() -> None:
 
 
 def _rows_of(record: LocalRecord, what: str, whole: torch.Tensor) -> torch.Tensor:
-    """Return the rows of `whole`, a tensor of a class of its own, that this rank has of the parameter."""
+    """Return this rank's rows of `whole`, a tensor of a class of its own, for the parameter."""
     first, rows = record.cut.offsets[0], record.local_shape[0]
     if isinstance(whole, DTensor) or tuple(whole.shape[1:]) != tuple(record.local_shape[1:]):
         raise UsageError(
@@ -337,14 +337,14 @@ def _scalars(kernel: OffloadedKernel, entry: Mapping[str, Any]) -> Scalars:
 
 
 class StateView(MutableMapping[torch.Tensor, Any]):
-    """`optimizer.state`: each trained parameter's state, as it is when it is asked for. Setting an entry loads it."""
+    """`optimizer.state`: each trained parameter's state, as it is when it is requested. Setting an entry loads it."""
 
     def __init__(self, state: LocalState) -> None:
         self._state = state
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
         record = self._state.records.get(parameter)
-        return {} if record is None else self._state.entry(record)  # as the defaultdict that it stands in for
+        return {} if record is None else self._state.entry(record)  # as the defaultdict that it replaces
 
     def __setitem__(self, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:
         self._state.load(self._record(parameter), entry)

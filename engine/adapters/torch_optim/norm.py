@@ -31,5 +31,5 @@ def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> float:
-    """Return what gradients of that norm are multiplied with."""
+    """Return the factor that clips gradients of that norm."""
     return float(torch.clamp(max_norm / (norm + _EPSILON), max=1.0))

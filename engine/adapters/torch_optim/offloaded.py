@@ -41,7 +41,7 @@ Durability = Literal["none", "step"]
 
 @dataclass(kw_only=True)
 class _Parts:
-    """What an optimizer holds open; it must not refer to the optimizer, whose end closes it."""
+    """The open resources of an optimizer; it must not refer to the optimizer, whose end closes it."""
 
     stepping: Stepping
     state: LocalState
@@ -71,11 +71,11 @@ class _Parts:
 
 
 class Offloaded(torch.optim.Optimizer):
-    """An optimizer of class `kind` over `params`, as `kind(params, **settings)` is, whose state rests off the device.
+    """An optimizer of class `kind` over `params`, as `kind(params, **settings)` is, whose state is off the device.
 
     `device` "nvme" keeps the state in files under `path`, an existing folder on the drive to use that no other optimizer
-    uses at the same time; "cpu" keeps it in host memory, and what `host_budget_bytes` has no room for under `path`, where
-    that is given. The budget counts transfer buffers and state in host memory.
+    uses at the same time; "cpu" keeps it in host memory, and the excess over `host_budget_bytes` under `path`, if that is
+    given. The budget counts transfer buffers and state in host memory.
 
     fp32 parameters are updated in place, with the bits of torch's class. Of bf16 and fp16 parameters an fp32 master is
     kept with the state, and the parameter is the master, rounded.
@@ -85,16 +85,16 @@ class Offloaded(torch.optim.Optimizer):
 
     `max_grad_norm` clips as `torch.nn.utils.clip_grad_norm_` does, over all ranks. `free_grads` takes gradients into host
     memory as the backward makes them, so that `.grad` is None when it ends. `overlap` says when an update runs: see
-    docs/offloaded-optimizer.md. Each rank holds the state of what it has of each parameter; no rank waits for another.
+    docs/offloaded-optimizer.md. Each rank holds the state of its part of each parameter; no rank waits for another.
 
     With `durability="step"` a snapshot is taken behind each `step()`, in `durability_path` (default: a folder in `path`),
     which all ranks share; `resume()` goes on from it in a new process. All ranks make the optimizer then.
 
     `journal` is a folder for the run's journal (docs/journal.md), by default that of the snapshots, if any. Before `step()`
-    `self.journal.note(loss=loss)` tells it what an optimizer does not know.
+    `self.journal.note(loss=loss)` tells it values that an optimizer does not know.
 
     `close()` it, or use it in a `with` block. Raises UsageError for a class or a parameter that cannot be offloaded,
-    RunFolderError for a folder that cannot be used, BudgetError where the state does not fit.
+    RunFolderError for a folder that cannot be used, BudgetError if the state does not fit.
     """
 
     _step_supports_amp_scaling = True  # a GradScaler leaves unscaling, and skipping a step, to `step`
@@ -134,7 +134,7 @@ class Offloaded(torch.optim.Optimizer):
         self.grad_norm: torch.Tensor | None = None
         """Norm of the gradients of the last step, 0-d in host memory, before they were clipped; None without clipping."""
         self.loop_state: LoopState = {}
-        """What the loop itself has to remember, for a snapshot after every step: dicts, lists and tuples of tensors, numbers
+        """The loop's own state for a snapshot after every step: dicts, lists and tuples of tensors, numbers
         and text, as they are at the end of each `step()`, or a function that is called there. Each rank has its own."""
         params, first = groups_of(params)
         streams = _streams or streams_for(first.device)
@@ -170,7 +170,7 @@ class Offloaded(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """Each parameter's state, read from the store as it is asked for. What is assigned replaces all of it."""
+        """Each parameter's state, read from the store when it is requested. An assignment replaces all of it."""
         return self._view
 
     @state.setter
@@ -191,7 +191,7 @@ class Offloaded(torch.optim.Optimizer):
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See torch.optim.Optimizer; the state of parameters that are trained is made at once."""
+        """See torch.optim.Optimizer; the state of trained parameters is made at once."""
         self._require_open()
         number = len(self.param_groups)
         super().add_param_group(param_group)
@@ -206,7 +206,7 @@ class Offloaded(torch.optim.Optimizer):
             self._parts.in_backward.groups = self.param_groups
 
     def _kernel_for(self, group: dict[str, Any]) -> OffloadedKernel:
-        """Return the kernel for a group, whose settings become what the class itself makes of them."""
+        """Return the kernel for a group, whose settings become those that the class itself makes of them."""
         kernel = make_kernel(self.kind, self._settings | group)
         if isinstance(kernel, BlockKernel):
             kernel.keep(group)
@@ -223,9 +223,9 @@ class Offloaded(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient (all ranks, with `max_grad_norm`); return what `closure` returns.
+        """Update every parameter that has a gradient (all ranks, with `max_grad_norm`); return the result of `closure`.
 
-        Raises UsageError where an earlier update stopped half way, and whatever a drive raises; what went wrong with the
+        Raises UsageError if an earlier update stopped half way, and any error of a drive; an error of the
         snapshot of the step before is raised before anything changes.
         """
         began_s, journal = time.perf_counter(), self._parts.journal
@@ -270,7 +270,7 @@ class Offloaded(torch.optim.Optimizer):
         return loss
 
     def _amp(self) -> tuple[float, bool]:
-        """Return by what a GradScaler has multiplied the gradients, and whether they are finite."""
+        """Return the factor by which a GradScaler has multiplied the gradients, and whether they are finite."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found is None:
             return 1.0, True
@@ -282,7 +282,7 @@ class Offloaded(torch.optim.Optimizer):
         return _number(scale, 1.0), _number(found, 0.0) == 0.0
 
     def _factor(self, rows: Rows, scale: float) -> float:
-        """Return what gradients are multiplied with: the inverse of the scale, and what clips them."""
+        """Return the factor of the gradients: the inverse of the scale, and the clip."""
         if self.max_grad_norm is None:
             return 1.0 / scale
         self.grad_norm = global_norm(laid_out(rows)) / scale
@@ -320,9 +320,9 @@ class Offloaded(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def wait(self) -> None:
-        """Return when no update runs behind the last step: parameters may be read by whatever is no module's forward.
+        """Wait until no update runs behind the last step: then code outside of a module's forward may read parameters.
 
-        Raises what ended the update.
+        Raises the error that ended the update.
         """
         self._require_open()
         self._parts.stepping.wait()
@@ -338,7 +338,7 @@ class Offloaded(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace groups' settings and state by those of `state_dict`, of this class or of torch's.
 
-        Values that are this optimizer's own `StoredTensor`s were loaded in place. Raises UsageError where shapes differ.
+        Values that are this optimizer's own `StoredTensor`s were loaded in place. Raises UsageError if shapes differ.
         """
         self._require_open()
         loaded = dict(state_dict)
@@ -372,7 +372,7 @@ class Offloaded(torch.optim.Optimizer):
         return None if self._parts.snapshots is None else self._parts.snapshots.durable_step
 
     def wait_for_snapshot(self) -> None:
-        """Return once the snapshot of the last step is committed; raises what went wrong with it, on every rank."""
+        """Wait until the snapshot of the last step is committed; raise its error, on every rank."""
         self._require_open()
         if self._parts.snapshots is not None:
             self._parts.snapshots.complete()
@@ -380,7 +380,7 @@ class Offloaded(torch.optim.Optimizer):
     def resume(self) -> Resumed | None:
         """Load parameters, state and settings of groups from the newest snapshot, in place (all ranks).
 
-        Returns its step and the loop's own state, as they were when that `step()` returned; None where there is none, and
+        Returns its step and the loop's own state, as they were when that `step()` returned; None if there is none, and
         nothing was changed. Raises UsageError without `durability="step"`, CheckpointMismatchError for a snapshot of other
         parameters.
         """
@@ -408,7 +408,7 @@ class Offloaded(torch.optim.Optimizer):
     # -- end ----------------------------------------------------------------------------------------------------------
 
     def statistics(self) -> StoreStatistics:
-        """Return what the store moved and holds: bytes on disk, in host memory and in buffers."""
+        """Return the store's counters: bytes moved, and held on disk, in host memory and in buffers."""
         return self.store.statistics()
 
     def close(self) -> None:

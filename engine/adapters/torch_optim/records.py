@@ -1,11 +1,11 @@
 """A record for each parameter of an offloaded optimizer: this rank's part of it, whatever mesh it is cut over.
 
 [Note: the local part]
-An element-wise update needs no other rank. So what a rank has of a parameter, all of it or a DTensor's local part, is a
-tensor of its own here, and so is its state. Where the part is rows that are cut alike over the ranks, as FSDP2 cuts them,
+An element-wise update needs no other rank. So a rank's part of a parameter, all of it or a DTensor's local part, is a
+tensor of its own here, and so is its state. If the part is rows that are cut alike over the ranks, as FSDP2 cuts them,
 the arrays of the state are the whole parameter's, of which this rank has its shard: then a shard file is one of a checkpoint
-too. Elsewhere (columns, meshes of two dims) they are of the part alone, and so is state in blocks, which are counted from the
-part's first element.
+too. Otherwise (columns, meshes of two dims) they are of the part alone, and so is state in blocks, which are counted from
+the part's first element.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ class Cut:
     """How the arrays of a parameter's state are cut. See [Note: the local part]."""
 
     shape: tuple[int, ...]
-    """Of the arrays: the whole parameter's, or the local part's."""
+    """Shape of the arrays: the whole parameter's, or the local part's."""
     grid: Grid
     shard: int
     whole_shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     offsets: tuple[int, ...]
-    """Where the local part begins in it."""
+    """Offsets of the local part in it."""
     is_of_whole: bool
     """The arrays are the whole parameter's, in its order."""
 
 
 @dataclass(eq=False, kw_only=True)
 class LocalRecord(ParameterRecord):
-    """What is known of this rank's part of one parameter; `full` is that part. See [Note: the local part]."""
+    """This rank's part of one parameter; `full` is that part. See [Note: the local part]."""
 
     cut: Cut
     local_shape: torch.Size
     strides: tuple[int, ...]
-    """Of the local part, which is dense: `full` has its elements in the order of its memory."""
+    """Strides of the local part, which is dense: `full` has its elements in the order of its memory."""
     seen_version: int | None = None
     """Version of the local part when this optimizer wrote it last; None: it may have other values than the master."""
 
@@ -79,7 +79,7 @@ class LocalRecord(ParameterRecord):
         return flat.as_strided(self.local_shape, self.strides) if flat.numel() else flat.view(self.local_shape)
 
     def flat(self, values: torch.Tensor) -> torch.Tensor:
-        """Return `values`, of the local part's shape, 1-D in the order of its memory: over theirs where that may be."""
+        """Return `values`, of the local part's shape, 1-D in the order of its memory: a view of them if possible."""
         if not values.numel():
             return values.reshape(-1)
         if values.stride() != self.strides:
@@ -89,12 +89,12 @@ class LocalRecord(ParameterRecord):
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a parameter or a gradient, over its memory."""
+    """Return this rank's part of a parameter or a gradient, over its memory."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():
         local: Any = tensor.to_local()
-    # Of a collective that nobody waited for yet it is another class.
+    # The result of a collective that nobody waited for yet is of another class.
     found: torch.Tensor = local.wait() if hasattr(local, "wait") else local
     return found
 
@@ -174,7 +174,7 @@ def _stored(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _rows_of_ranks(parameter: torch.Tensor, local: torch.Tensor) -> tuple[Grid, int] | None:
-    """Return a grid of the whole parameter of which the local part is a shard, and its number; None where there is none."""
+    """Return a grid of the whole parameter of which the local part is a shard, and its number; None if there is none."""
     stored = _stored(tuple(parameter.shape))
     if not isinstance(parameter, DTensor):
         return make_grid(stored, 1), 0

@@ -1,4 +1,4 @@
-"""Which optimizer classes may be offloaded, and the kernel that does what each does."""
+"""The optimizer classes that may be offloaded, and the kernel of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 OF_MATRICES = (torch.optim.Muon,)
 """Classes that step whole matrices; see `whole_tensors`."""
 _NUMEL, _CUT, _STEPS = 96, 32, 3
-"""Of the check of a registered class: elements, where they are cut, and steps."""
+"""Sizes of the check of a registered class: elements, the place of the cut, and steps."""
 
 _registered: dict[OptimizerClass, OptimizerClass | None] = {}
 """Classes of others, and the class of torch whose update each has, None for an update of its own."""
@@ -59,7 +59,7 @@ def register(kind: OptimizerClass, *, like: OptimizerClass | None = None, block:
     whole is checked when an optimizer is made. Its state must be fp32 tensors of the parameter's shape, and numbers.
 
     `block` is for a class that keeps its state in blocks along the flat parameter, with a scale each: called with the
-    number of elements of a parameter and the settings, it returns how many elements a block has, or None where such a
+    number of elements of a parameter and the settings, it returns how many elements a block has, or None if such a
     parameter's state is not in blocks. Its state may be tensors of any type with one value an element or one a block,
     tensor subclasses made of such, constants, and step counts; it starts from zeros.
     """
@@ -80,7 +80,7 @@ def register(kind: OptimizerClass, *, like: OptimizerClass | None = None, block:
 
 
 def settings_of(kind: OptimizerClass, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with the implementation that is used where none is asked for, as torch's class says it."""
+    """Return the settings with the default implementation, in the terms of torch's class."""
     if kind in _ADAMS and not any(settings.get(name) is not None for name in ("fused", "foreach", "differentiable")):
         return {**settings, "fused": True}
     return dict(settings)
@@ -118,7 +118,7 @@ def make_kernel(kind: OptimizerClass, group: Mapping[str, Any]) -> FusedAdam | T
 def averaging(
     kind: OptimizerClass, kernel: FusedAdam | TorchKernel | BlockKernel | TensorKernel, ema: float
 ) -> Averaging:
-    """Return a kernel that averages masters besides. Raises UsageError where the state is in blocks, or steps are of whole
+    """Return a kernel that also averages masters. Raises UsageError if the state is in blocks, or steps are of whole
     matrices."""
     if isinstance(kernel, TensorKernel):
         raise UsageError(
@@ -167,7 +167,7 @@ def _block_kernel(kind: OptimizerClass, group: Mapping[str, Any], blocks: Blocks
 
 
 def _check_blocks(kind: OptimizerClass, kernel: BlockKernel, group: Mapping[str, Any]) -> None:
-    """Raise UsageError where steps over whole blocks give other values than the class gives the parameter."""
+    """Raise UsageError if steps over whole blocks give other values than the class gives the parameter."""
     generator = torch.Generator().manual_seed(0)
     for numel in (kernel.numel_in_blocks, _NUMEL):
         if numel is None:
@@ -196,7 +196,7 @@ def _check_blocks(kind: OptimizerClass, kernel: BlockKernel, group: Mapping[str,
 
 
 def _check_element_wise(kind: OptimizerClass, kernel: TorchKernel, settings: Mapping[str, Any]) -> None:
-    """Raise UsageError where steps over two parts of a tensor give other bits than over the whole."""
+    """Raise UsageError if steps over two parts of a tensor give other bits than over the whole."""
     parts = [_run(kernel, settings, [(0, _NUMEL)]), _run(kernel, settings, [(0, _CUT), (_CUT, _NUMEL)])]
     if any(not torch.equal(whole, cut) for whole, cut in zip(*parts, strict=True)):
         raise UsageError(
@@ -211,7 +211,7 @@ def _run(kernel: TorchKernel, settings: Mapping[str, Any], cuts: list[tuple[int,
     slots = [torch.zeros(_NUMEL) for _ in kernel.slots]
     scalars: Scalars = kernel.initial()
     for _ in range(_STEPS):
-        # Not alike everywhere: what looks at the largest element, or at a mean, shows.
+        # Not alike everywhere: then a use of the largest element, or of a mean, shows.
         gradient = torch.randn(_NUMEL, generator=generator) * torch.linspace(0.1, 3.0, _NUMEL)
         step = kernel.start(settings, scalars)
         for first, stop in cuts:

@@ -6,13 +6,13 @@ other: weights under "model", the optimizer under "optim", and the loop's own st
 without waiting for the drive.
 
     step() of step t     changes the state to version t, and notes the groups' settings and the loop's state
-    behind               waits for an update under way; links what rests on disk, writes the rest; rank 0 commits, and
+    behind               waits for an update under way; links files on disk, writes the other state; rank 0 commits, and
                          removes the snapshot of t-1
     step t+1             before its first change each rank waits until the snapshot of t is committed
 
 So nothing that a snapshot reads changes under it, and version t-1 is whole until version t is. The ranks talk on a
-process group of their own, since the loop's collectives go on meanwhile. A power cut may leave a snapshot whose record is
-there and whose data is not: one of another boot of a machine counts only where every chunk of it has its checksum.
+process group of their own, since the loop's collectives go on meanwhile. A power cut may leave a snapshot with its record
+but without its data: one of another boot of a machine counts only if every chunk of it has its checksum.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from .stepping import Stepping
 _log = logging.getLogger("zstore")
 
 STEPS_FOLDER = "zstore-run/steps"
-"""Of snapshots, in the folder of the state."""
+"""Folder of snapshots, in the folder of the state."""
 LoopState = Any | Callable[[], Any]
 Groups = Sequence[Mapping[str, Any]]
 
 
 class Resumed(NamedTuple):
-    """What a loop goes on from."""
+    """The state from which a loop goes on."""
 
     step: int
     """Number of `step()` calls that it had finished."""
     loop_state: Any
-    """What `loop_state` was at the end of the last one, on this rank; tensors are on the CPU."""
+    """`loop_state` at the end of the last one, on this rank; tensors are on the CPU."""
 
 
 class Snapshots:
@@ -91,9 +91,9 @@ class Snapshots:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def before_change(self) -> None:
-        """Return when the state may change; raise what went wrong with the snapshot under way.
+        """Wait until the state may change; raise the error of the snapshot under way.
 
-        Raises UsageError where there is a snapshot of an earlier process that was not resumed.
+        Raises UsageError if there is a snapshot of an earlier process that was not resumed.
         """
         if self._left:
             raise UsageError(
@@ -104,7 +104,7 @@ class Snapshots:
 
     def take(self, groups: Groups, loop_state: LoopState) -> None:
         """Begin the snapshot of the step that ended (all ranks). Raises UsageError for a loop's state that cannot be kept,
-        DiskFullError where the next step would have no room."""
+        DiskFullError if the next step would have no room."""
         self.complete()
         self.step += 1
         error: Exception | None = None
@@ -185,7 +185,7 @@ class Snapshots:
                 _log.warning("%s", message)
 
     def complete(self) -> None:
-        """Return when the snapshot under way is committed; raise what went wrong with it, on every rank."""
+        """Wait until the snapshot under way is committed; raise its error, on every rank."""
         if self._running is None:
             return
         # May be interrupted: the snapshot goes on, and the next call waits again.
@@ -209,7 +209,7 @@ class Snapshots:
             _log.warning("the snapshot of step %d failed: %s", self.step, error)
 
     def close(self) -> None:
-        """Complete the snapshot under way, which stays, and give the process group up."""
+        """Complete the snapshot under way, which stays, and release the process group."""
         self.settle()
         group, self._behind.group = self._behind.group, None
         if group is not None:
@@ -220,9 +220,9 @@ class Snapshots:
 
     @torch.no_grad()
     def resume(self, groups: Groups, load: Callable[[dict[str, Any]], None]) -> Resumed | None:
-        """Load the newest whole snapshot into parameters and state (all ranks); None where there is none.
+        """Load the newest whole snapshot into parameters and state (all ranks); None if there is none.
 
-        `load` takes the state dict of the optimizer. Raises CheckpointMismatchError, before anything is changed, where the
+        `load` takes the state dict of the optimizer. Raises CheckpointMismatchError, before anything is changed, if the
         snapshot is of other parameters.
         """
         path = self._choose()
@@ -287,7 +287,7 @@ class Snapshots:
 
 
 def _encoded(loop_state: Any) -> bytes:
-    """Return the loop's state as bytes. Raises UsageError for what could not be read back without running code."""
+    """Return the loop's state as bytes. Raises UsageError for values that could not be read back without running code."""
     stream = io.BytesIO()
     try:
         torch.save(loop_state, stream)
@@ -327,7 +327,7 @@ def _is_whole(info: TagInfo, boots: set[str]) -> bool:
 
 
 def _cause(raised: CheckpointException) -> Exception:
-    """Return what made a save of all ranks fail, where that is an Exception of some rank."""
+    """Return the error that made a save of all ranks fail, if that is an Exception of some rank."""
     for error, _ in raised.failures.values():
         if isinstance(error, Exception):
             return error
@@ -335,7 +335,7 @@ def _cause(raised: CheckpointException) -> Exception:
 
 
 def _save_alone(state: dict[str, Any], writer: Writer) -> None:
-    """Do as torch.distributed.checkpoint's `save`, which warns where there is one process only."""
+    """Do as torch.distributed.checkpoint's `save`, which warns if there is one process only."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, writer.storage_meta(), True)
     writer.set_up_storage_writer(True)

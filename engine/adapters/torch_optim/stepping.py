@@ -2,10 +2,10 @@
 
 [Note: overlap]
 none      `step()` updates everything before it returns.
-forward   `step()` fixes what the step is and returns; a thread updates parameter after parameter. Modules wait for their own
-          before they run (`forward_hooks`), and so does whatever reads the state.
-backward  A parameter is updated once the backward has its gradient; `step()` waits for the rest. A step is one backward.
-All give the same bits. What fails is raised by what waits for it, and the state is a mixture of two steps from then on.
+forward   `step()` fixes the step's settings and returns; a thread updates parameter after parameter. Modules wait for their
+          own before they run (`forward_hooks`), and so does every read of the state.
+backward  A parameter is updated once the backward has its gradient; `step()` waits for the others. A step is one backward.
+All give the same bits. An error is raised by the next wait, and the state is a mixture of two steps from then on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Rows = dict[LocalRecord, torch.Tensor]
 
 
 def taking(rows: Rows) -> Callable[[ParameterRecord], torch.Tensor | None]:
-    """Return what gives the rows of a record, once."""
+    """Return the function that gives the rows of a record, once."""
     return cast(Callable[[ParameterRecord], torch.Tensor | None], rows.pop)
 
 
@@ -40,7 +40,7 @@ class Stepping:
 
     def __init__(self) -> None:
         self.torn: BaseException | None = None
-        """What ended an update before its end, so that the state is a mixture."""
+        """The error that ended an update early, so that the state is a mixture."""
         self.steps = 0
         """Steps that were begun."""
         self._state: LocalState
@@ -52,7 +52,7 @@ class Stepping:
         self._updater = Updater(state.arrays.store, state.arrays.transfers)
 
     def require_whole(self) -> None:
-        """Raise UsageError where an update stopped half way."""
+        """Raise UsageError if an update stopped half way."""
         if self.torn is not None:
             raise UsageError(
                 "an update stopped half way, so that parameters and optimizer state are a mixture of two steps: load both "
@@ -60,7 +60,7 @@ class Stepping:
             ) from self.torn
 
     def settings(self, groups: Iterable[Mapping[str, Any]], factor: float) -> StepSettings:
-        """Return what the next step is taken with."""
+        """Return the settings of the next step."""
         self.steps += 1
         return StepSettings.of(list(groups), step=self.steps, factor=factor)
 
@@ -89,7 +89,7 @@ class Stepping:
         return self._updater.is_behind
 
     def wait(self, records: Iterable[LocalRecord] | None = None) -> None:
-        """Return when no update of `records` (all by default) is under way; raise what ended it."""
+        """Return when no update of `records` (all by default) is under way; raise the error that ended it."""
         try:
             if records is None:
                 self._updater.complete()
@@ -106,7 +106,7 @@ class Stepping:
         self.torn = None
 
     def close(self) -> None:
-        """End the thread, once what is under way is done."""
+        """End the thread, once the work under way is done."""
         self._updater.close()
 
 
@@ -130,7 +130,7 @@ class InBackward:
         self._running: Ticket[None] | None = None
 
     def put(self, record: LocalRecord, rows: torch.Tensor) -> None:
-        """Hand a gradient over. Raises UsageError for a second one before `finish`, and what ended the update."""
+        """Hand a gradient over. Raises UsageError for a second one before `finish`, and the error that ended the update."""
         if record in self._seen:
             raise UsageError(
                 f'a second gradient of parameter {record.name!r} before step(), but with overlap="backward" the first one has '
@@ -187,7 +187,7 @@ class InBackward:
             return batch
 
     def finish(self, rest: Rows) -> None:
-        """End the step; `rest` are gradients of the step that the backward did not bring. Raises what ended the update."""
+        """End the step; `rest` are gradients of the step that the backward did not bring. Raises the error of the update."""
         left = {record: rows for record, rows in rest.items() if record not in self._seen}
         if self._running is None and not left:
             return

@@ -3,7 +3,7 @@
 [Note: a stored tensor]
 `state_dict()` hands these out, so that it costs no memory, and torch.distributed.checkpoint saves and loads through them
 one tensor after the other.
-read    whatever computes with it, copies or pickles it reads the values of that moment, into a new plain tensor.
+read    a computation with it, a copy or a pickle reads the values of that moment, into a new plain tensor.
 write   `copy_` and other changes in place go to the store, of a part of it (`narrow`, a slice) too. Any other view is a
         copy.
 save    through `zstore.dcp.Writer` a `RestingTensor` is not read: its shard file is linked, or pinned for a save behind.
@@ -46,14 +46,14 @@ class StoredArray:
     wait: Callable[[Iterable[LocalRecord]], None]
     """Waits until no update of a record is under way."""
     changed: Callable[[LocalRecord], None]
-    """Told before somebody writes to the array."""
+    """Called before somebody writes to the array."""
     dtype: torch.dtype = torch.float32
     block: int = 1
-    """Elements that a value is for."""
+    """Elements for each value."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the local part, or as many as there are blocks in it."""
+        """Shape of the local part, or its number of blocks."""
         return tuple(self.record.local_shape) if self.block == 1 else (-(-self.record.owned_numel // self.block),)
 
     def read(self) -> torch.Tensor:
@@ -168,7 +168,7 @@ class StoredTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> StoredTensor:
         return self
 
-    # -- what does not go through torch's dispatch --------------------------------------------------------------------
+    # -- methods that bypass torch's dispatch -------------------------------------------------------------------------
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values."""
@@ -205,7 +205,7 @@ class RestingTensor(StoredTensor):
 
 def with_own_copies(shown: torch.Tensor) -> torch.Tensor:
     """Return `shown`, a tensor of a class of its own around stored ones, whose `to`, copies and pickles are of values in
-    memory: without that, what moves it to where it is already would get the stored tensors."""
+    memory: without that, a move to its own device would give the stored tensors."""
 
     def plain() -> Any:
         return made_of(shown, {part: _plain(tensor) for part, tensor in parts_of(shown).items()})
@@ -228,7 +228,7 @@ def _plain(value: Any) -> Any:
 
 
 def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on copies of the values, and take back those that it changed."""
+    """Run an operation on copies of the values, and write those that it changed back."""
     copies: dict[int, tuple[StoredTensor, torch.Tensor]] = {}
 
     def copy_of(value: Any) -> Any:

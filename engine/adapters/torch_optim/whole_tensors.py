@@ -22,8 +22,8 @@ from zstore.ranks.world import World
 from .records import LocalRecord
 
 _ALONE_BYTES, _SHARED_BYTES = 12, 44
-"""An element of the largest matrix: master, momentum and gradient in fp32; and where ranks exchange them as sent, received
-and whole, and the first two on their way back."""
+"""Bytes for an element of the largest matrix: master, momentum and gradient in fp32; and if ranks exchange them as sent,
+received and whole, and the first two on their way back."""
 
 
 class WholeTensors:
@@ -41,7 +41,7 @@ class WholeTensors:
 
     def admit(self, record: LocalRecord) -> None:
         """Make room for the steps of a parameter. Raises UsageError for one that is no matrix, or of which ranks have other
-        parts than rows, BudgetError where a step's memory is not in the host budget."""
+        parts than rows, BudgetError if a step's memory is not in the host budget."""
         shape, name = tuple(record.shape), record.name
         if len(shape) != 2:
             raise UsageError(
@@ -77,7 +77,7 @@ class WholeTensors:
             raise errors[0]
 
     def _group_of(self, record: LocalRecord) -> torch_dist.ProcessGroup | None:
-        """Return the ranks that have rows of the parameter; None where this one has all."""
+        """Return the ranks that have rows of the parameter; None if this one has all."""
         parameter: torch.Tensor = record.parameter
         if not isinstance(parameter, DTensor):
             return None
