@@ -1,4 +1,4 @@
-"""`deepspeed.accelerator`: the device that the engine computes on, under the names that scripts ask it by."""
+"""`deepspeed.accelerator`: the device that the engine computes on, under the names by which scripts ask for it."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ _CPU: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated"), _nothing),
     **dict.fromkeys(("range_push", "range_pop"), _nothing),
 }
-"""What torch.cuda has and torch.cpu lacks: ranks count as devices, memory is not counted."""
+"""Names that torch.cuda has and torch.cpu lacks: ranks count as devices, memory is not counted."""
 
 
 class Accelerator:
     """CUDA if there is a device, else the CPU.
 
-    It has the functions of `torch.cuda`, or of `torch.cpu` and what that lacks, those of `_BOTH`, and types of tensors.
+    It has the functions of `torch.cuda`, or of `torch.cpu` and the missing ones, those of `_BOTH`, and types of tensors.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`deepspeed.comm`, beside torch.distributed's functions, which its collectives are."""
+"""`deepspeed.comm`: besides torch.distributed's functions, which are its collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zstore.errors import UsageError
 
 inference_all_reduce = torch_dist.all_reduce
 _engines: list[weakref.ref[HasWorld]] = []
-"""The one that was made last."""
+"""The engine that was made last."""
 
 
 def know(engine: HasWorld) -> None:

@@ -1,4 +1,4 @@
-"""A config as scripts and libraries hand it over to DeepSpeed, made one that zstore reads; and DeepSpeed's classes of it."""
+"""Configs in the forms that scripts and libraries give DeepSpeed, converted for zstore; and DeepSpeed's config classes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ GRADIENT_CLIPPING_DEFAULT: float = Settings.model_fields["gradient_clipping"].de
 
 
 def cleaned(source: Any) -> Any:
-    """Return a config with what DeepSpeed passes over left out: a copy, where it is a dict.
+    """Return a config without the keys that DeepSpeed ignores: a copy, if it is a dict.
 
-    That is `steps_per_print` of infinity and `zero_allow_untested_optimizer`, which accelerate writes by itself, and keys with
-    a dot at the top, which trl writes; with them `managed_gradient_accumulation`, which `initialize` reads. A path, or a dict
+    Those are `steps_per_print` of infinity and `zero_allow_untested_optimizer`, which accelerate writes by itself, keys with
+    a dot at the top, which trl writes, and `managed_gradient_accumulation`, which `initialize` reads. A path, or a dict
     as base64-encoded JSON, is read first; anything else is returned as it is.
     """
     raw = raw_config(source)
@@ -62,7 +62,7 @@ def raw_config(source: Any) -> Any:
 
 
 class GivenTwiceError(ConfigError, AssertionError):
-    """A key under its old name and its new one, against which DeepSpeed has an assertion."""
+    """A key under its old name and its new one, for which DeepSpeed has an assertion."""
 
 
 class DeepSpeedConfigModel(BaseModel):
@@ -150,7 +150,7 @@ class DeepSpeedZeroConfig(ZeroSection):
 
 
 class DeepSpeedMonitorConfig(BaseModel):
-    """The sections of where metrics go."""
+    """The sections of the destinations of metrics."""
 
     tensorboard: TensorboardSection = TensorboardSection()
     csv_monitor: CsvMonitorSection = CsvMonitorSection()
@@ -207,7 +207,7 @@ class ZeroParamStatus(Enum):
     NOT_AVAILABLE = 2
     """They are sharded; GatheredParameters gives them."""
     INFLIGHT = 3
-    """They are on their way; a parameter is never said to be in this state."""
+    """They are on their way; no parameter is ever reported in this state."""
 
 
 def _words(name: str, words: str) -> Any:

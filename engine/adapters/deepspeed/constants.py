@@ -17,7 +17,7 @@ _BUILDERS = {
     "CPUAdam": "cpu_adam", "CPUAdagrad": "cpu_adagrad", "CPULion": "cpu_lion", "FusedAdam": "fused_adam",
     "FusedLamb": "fused_lamb", "FusedLion": "fused_lion", "AsyncIO": "async_io",
 }  # fmt: skip
-"""Builders of operators that something serves here, and DeepSpeed's names of the operators."""
+"""Builders of operators that have a counterpart here, and DeepSpeed's names of the operators."""
 _OPS = _BUILDERS | {
     "Utils": "utils", "Inference": "transformer_inference", "Transformer": "transformer", "SparseAttn": "sparse_attn",
     "FPQuantizer": "fp_quantizer", "Quantizer": "quantizer", "RandomLTD": "random_ltd", "GDS": "gds",
@@ -40,7 +40,7 @@ _NCCL = ".".join(map(str, _nccl()[:2])) if torch.cuda.is_available() else "0.0"
 
 
 def _groups() -> dict[str, Callable[[], Any]]:
-    """Return functions that tell of the ranks of a kind: of data parallelism, over which gradients are averaged, all; of
+    """Return functions about the ranks of a kind: of data parallelism, over which gradients are averaged, all; of
     others one. The group is None if torch.distributed is not started."""
     all_ranks: dict[str, Callable[[], Any]] = {
         "world_size": lambda: World.current().world_size,

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: zstore's, with what else scripts and libraries call on it."""
+"""DeepSpeed's engine: zstore's, with the other names that scripts and libraries call on it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from zstore.as_deepspeed.zero_to_fp32 import main
 
 sys.exit(main())
 """
-"""The script that DeepSpeed leaves beside its checkpoints, and libraries tell people to run."""
+"""The script that DeepSpeed writes beside its checkpoints, and that libraries tell people to run."""
 
 
 class CallError(UsageError, AssertionError):
-    """A call at the wrong time, against which DeepSpeed has an assertion."""
+    """A call at the wrong time, for which DeepSpeed has an assertion."""
 
 
 class StageError(UsageError, NotImplementedError):
@@ -48,7 +48,7 @@ class StageError(UsageError, NotImplementedError):
 
 
 class _NoParameters:
-    """A module without any, for trl, which walks over those that have a state of their own in DeepSpeed."""
+    """A module without parameters, for trl, which walks over those that have a state of their own in DeepSpeed."""
 
     def named_parameters(self, *, recurse: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
         """Return nothing."""
@@ -60,7 +60,7 @@ class _NoParameters:
 
 
 class ParameterOffload:
-    """What trl takes the hooks of, and gives them back to, around a generation with gathered parameters: none need go."""
+    """The object whose hooks trl removes and restores around a generation with gathered parameters: none need go."""
 
     def __init__(self) -> None:
         self.module = _NoParameters()
@@ -72,7 +72,7 @@ class ParameterOffload:
 
 
 class _View:
-    """Something of the engine's under DeepSpeed's names, to be read; `answers` has them."""
+    """A part of the engine under DeepSpeed's names, read-only; `answers` has them."""
 
     answers: ClassVar[Mapping[str, Callable[[Any], Any]]]
 
@@ -141,7 +141,7 @@ class ThroughputTimer(_View):
 
 
 def get_state_devices(model: DeepSpeedEngine, state: Any) -> set[torch.device]:
-    """Return where an engine's state of a kind, an OffloadStateTypeEnum, is in memory, or was read from files into."""
+    """Return the device of an engine's state of a kind, an OffloadStateTypeEnum: its own, or the one that files are read to."""
     kind, training = str(getattr(state, "value", state)), model.training_state
     config = training.config
     of_optimizer = kind in ("hp_params", "optim_states") and config.offload_optimizer.device != "none"
@@ -204,7 +204,7 @@ _CALLS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "curriculum_learning_enabled": _curriculum_enabled,
     "empty_partition_cache": lambda _: None,  # gathered parameters are released by themselves
 }
-"""Method of DeepSpeed's engine without arguments -> what a call returns."""
+"""Method of DeepSpeed's engine without arguments -> the result of a call."""
 
 
 class DeepSpeedEngine(Engine):
@@ -230,7 +230,7 @@ class DeepSpeedEngine(Engine):
             optimizer.wrappers = WRAPPERS[training.config.stage].split() if wraps else ()
             if optimizer.scaler is not None:
                 optimizer.loss_scaler = optimizer.loss_scale_config = LossScaleView(optimizer.scaler)
-        # Scripts ask on every rank, and save what rank 0 has: what DeepSpeed gives there, which nothing takes for weights.
+        # Scripts ask on every rank, and save rank 0's: DeepSpeed's values there, which nothing takes for weights.
         self.access.guard.lets_state_dicts_pass = True
         if self.global_rank == 0:
             self.access.guard.give_empties(self.module)
@@ -369,7 +369,7 @@ class DeepSpeedEngine(Engine):
         super().set_gradient_accumulation_boundary(is_boundary)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what DeepSpeed's engine has of that name, else the model's attribute."""
+        """Return the value that DeepSpeed's engine has under that name, else the model's attribute."""
         if name in _ATTRIBUTES:
             return _ATTRIBUTES[name](self)
         if name in _CALLS:

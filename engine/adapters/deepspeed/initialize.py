@@ -40,10 +40,10 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Return (engine, optimizer, loader, scheduler), as `zstore.initialize` does (all ranks).
 
-    `optimizer` may be a function that makes one of `model_parameters`. Where neither it nor the config names one, the
+    `optimizer` may be a function that makes one of `model_parameters`. If neither it nor the config names one, the
     engine is for evaluation: it has none, and the optimizer and scheduler returned are None. The process group is started
-    where a launcher set its variables. Raises UsageError for `mpu` and `mesh_param`,
-    and where accelerate counts other ranks than there are.
+    if a launcher set its variables. Raises UsageError for `mpu` and `mesh_param`, and if accelerate counts other ranks than
+    there are.
     """
     if mesh_param is not None:
         raise UsageError("deepspeed.initialize(mesh_param=...): there is no sequence parallelism; leave it out")
@@ -78,7 +78,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
 
 
 def _require_agreement() -> None:
-    """Raise UsageError where accelerate counts other ranks than there are: each would train on all of the data."""
+    """Raise UsageError if accelerate counts other ranks than there are: each would train on all of the data."""
     module = sys.modules.get("accelerate.state")
     state = {} if module is None else module.PartialState._shared_state
     known = state.get("num_processes")

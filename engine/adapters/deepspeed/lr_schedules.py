@@ -17,7 +17,7 @@ VALID_LR_SCHEDULES = list(SCHEDULES)
 
 
 class _Schedule(type):
-    """A class whose call makes the engine's schedule of that name, and whose instances these are. Arguments are those of the
+    """A class whose call makes the engine's schedule of that name, which is then an instance of it. Arguments are those of the
     config's `scheduler.params`, by name or in the `order` of DeepSpeed's."""
 
     order: str

@@ -1,4 +1,4 @@
-"""The modules that `import deepspeed` gives: made when they are imported, of the names that `names` lists."""
+"""The modules that `import deepspeed` gives: made when they are imported, with the names that `names` lists."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .names import ABSENT, MODULES, missing
 
 _LISTED = [dotted.split(".") for dotted in (*MODULES, *ABSENT, *CONSTANTS)]
 KNOWN = frozenset(".".join(parts[:depth]) for parts in _LISTED for depth in range(1, len(parts) + 1))
-"""The modules that are there, those included that have modules alone."""
+"""All answered modules, including packages that hold nothing but modules."""
 
 
 class AnsweredModule(ModuleType):
-    """A module of DeepSpeed's name whose contents are zstore's. A name that is not there is an error that says what to
-    use instead."""
+    """A module of DeepSpeed's name with zstore's contents. A name that is not there is an error that names the
+    replacement."""
 
     def __getattr__(self, name: str) -> Any:
         """Return the submodule of that name, which DeepSpeed imports with itself, if there is one."""
@@ -47,7 +47,7 @@ def fill(module: ModuleType) -> None:
 
 
 def require(dotted: str) -> None:
-    """Raise ModuleNotFoundError, which says what to use instead, for a module that is not there.
+    """Raise ModuleNotFoundError, which names the replacement, for a module that is not there.
 
     Its `name` stays empty: with it, `from deepspeed import NAME` would drop this message for Python's own.
     """
@@ -56,14 +56,14 @@ def require(dotted: str) -> None:
 
 
 class _ByMark(type):
-    """The type of classes whose instances are told by what `wrappers` of an object lists: see `engine.WRAPPERS`."""
+    """The type of classes whose instances are the objects with their name in `wrappers`: see `engine.WRAPPERS`."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return cls.__name__ in getattr(instance, "wrappers", ())
 
 
 def absent(dotted: str) -> type:
-    """Return a class of the name `dotted`, a call of which raises UsageError saying what to use instead."""
+    """Return a class of the name `dotted`, a call of which raises UsageError naming the replacement."""
     text = missing(dotted)
 
     def refuse(cls: type, *args: object, **kwargs: object) -> Any:

@@ -1,4 +1,4 @@
-"""`deepspeed.monitor`: a script's own values, to where a config's sections say."""
+"""`deepspeed.monitor`: a script's own values, written to the destinations in a config's sections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which names of DeepSpeed's are answered, by module; and of others, what to use instead."""
+"""The names of DeepSpeed that are answered, by module; and the replacements of others."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from zstore._version import __version__
 from zstore.errors import UsageError
 
 ANSWERS_FOR = "0.19.8"
-"""The DeepSpeed whose names these are."""
+"""The DeepSpeed release with these names."""
 VERSION = f"{ANSWERS_FOR}+zstore.{__version__.replace('+', '.')}"
-"""DeepSpeed's version, as it is told."""
+"""DeepSpeed's version, as reported to scripts."""
 
 _ENGINE = "zstore.engine"
 _ACCESS, _CHECKPOINTING = f"{_ENGINE}.access.safe_access", f"{_ENGINE}.activations.checkpointing"
@@ -282,13 +282,13 @@ def missing(dotted: str) -> str:
 
 
 def missing_of_engine(name: str) -> str | None:
-    """Return the message about an attribute of DeepSpeed's engine that is not there; None where nothing is known of it."""
+    """Return the message about an attribute of DeepSpeed's engine that is not there; None if nothing is known of it."""
     instead = ENGINE_INSTEAD.get(name)
     return None if instead is None else f"engine.{name} is not there: {_WHO}. Instead: {instead}. {_WHERE}"
 
 
 def by_place(call: str, order: str, values: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a call by their names, of which `order` has those that may come by place."""
+    """Return all arguments of a call by their names, of which `order` has those that may be positional."""
     names = order.split()
     named = dict(zip(names, values, strict=False))
     if len(values) > len(names) or named.keys() & given.keys():

@@ -28,7 +28,7 @@ class _Made(type):
     make: Callable[..., Optimizer]
 
     def __call__(cls, *values: Any, **given: Any) -> Optimizer:
-        """Return the optimizer. Raises UsageError for what has no such form here."""
+        """Return the optimizer. Raises UsageError for arguments that have no counterpart here."""
         named = by_place(cls.__name__, cls.order, values, given)
         params = named.pop(cls.order.partition(" ")[0])
         return cls.make(params, **{name: value for name, value in named.items() if name not in _WITHOUT_EFFECT})

@@ -1,5 +1,5 @@
-"""`deepspeed.checkpoint.model_3d_desc`: which ranks' parts a rank gets if pipeline, tensor and data parallel ranks become
-fewer. Arithmetic only: zstore itself has data parallel ranks."""
+"""`deepspeed.checkpoint.model_3d_desc`: the parts that each rank gets if there are fewer pipeline, tensor and data parallel
+ranks than before. Arithmetic only: zstore itself has data parallel ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zstore.errors import UsageError
 
 
 class ReshapeError(UsageError, AssertionError):
-    """Ranks that cannot be had, against which DeepSpeed has an assertion."""
+    """Impossible numbers of ranks, for which DeepSpeed has an assertion."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class model_3d_desc:  # noqa: N801 - DeepSpeed's name
         return f"PP,TP,DP = ({self.pp_degree}, {self.tp_degree}, {self.dp_degree})"
 
     def is_valid(self, pp_index: int, tp_index: int, dp_index: int) -> tuple[bool, list[str]]:
-        """Return whether there is such a rank, and what is wrong else."""
+        """Return whether there is such a rank, or else the error."""
         pairs = zip(self._named(), (pp_index, tp_index, dp_index), strict=True)
         wrong = [
             f"{name} indexing error: index {index} >= degree {degree}"
@@ -69,7 +69,7 @@ class model_3d_desc:  # noqa: N801 - DeepSpeed's name
         return not wrong, wrong
 
     def can_reshape(self, target_3d_desc: model_3d_desc) -> tuple[bool, list[str]]:
-        """Return whether the target has no more ranks of any kind, and what is wrong else."""
+        """Return whether the target has no more ranks of any kind, or else the error."""
         pairs = zip(self._named(), target_3d_desc._named(), strict=True)
         wrong = [
             f"Expansion reshape not supported - {name}: {old} ---> {new}"

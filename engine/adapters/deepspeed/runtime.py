@@ -46,7 +46,7 @@ def is_model_parallel_parameter(p: Any) -> bool:
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
-    """Return `item` with what `criterion_func` is true of in it, through lists, tuples and dicts, on `device`."""
+    """Return `item` with the values for which `criterion_func` is true, through lists, tuples and dicts, on `device`."""
     if criterion_func(item):
         return item.to(device)
     if isinstance(item, list | tuple):
@@ -60,7 +60,7 @@ move_to_device = copy_to_device
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
-    """Return the norm of what has these norms; infinity if one is -1, infinite or NaN."""
+    """Return the norm of the whole from these norms of parts; infinity if one is -1, infinite or NaN."""
     norms = [float(norm) for norm in norm_list]
     valid = all(math.isfinite(norm) and norm != -1 for norm in norms)
     return math.sqrt(sum(norm**2 for norm in norms)) if valid else math.inf
@@ -80,13 +80,13 @@ def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return where `num_parts` parts of `num_items` begin, and the end; the first ones have one item more, at most."""
+    """Return the bounds of `num_parts` parts of `num_items`; the first parts have one item more, at most."""
     size, more = divmod(num_items, num_parts)
     return [part * size + min(part, more) for part in range(num_parts + 1)]
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Return where parts of consecutive weights begin, and the end; the heaviest and the lightest differ least."""
+    """Return the bounds of parts of consecutive weights; the heaviest and the lightest differ least."""
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
     sums = [0.0, *itertools.accumulate(weights)]

@@ -76,7 +76,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
 
 class SparseSelfAttention(nn.Module):
-    """Attention under a pattern. Masks are 1 or 0 where their mode is "mul", and 0 or largely negative where it is "add"."""
+    """Attention under a pattern. Masks are 1 or 0 if their mode is "mul", and 0 or largely negative if it is "add"."""
 
     def __init__(
         self,
@@ -114,5 +114,5 @@ class SparseSelfAttention(nn.Module):
 
 
 def _allowed(mask: torch.Tensor, mode: str) -> torch.Tensor:
-    """Return whether a mask lets attend."""
+    """Return the positions that a mask lets attend, as booleans."""
     return mask > -1000 if mode == "add" else mask != 0

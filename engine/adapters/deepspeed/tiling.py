@@ -18,7 +18,7 @@ from .zero import GatheredParameters
 class TiledLinear(nn.Module):
     """A linear layer as `linears[row][column]`, each a layer made by `linear_cls` and called in that order.
 
-    Where a block of the model has more elements than `stage3_max_live_parameters`, each tile is gathered by itself. The last
+    If a block of the model has more elements than `stage3_max_live_parameters`, each tile is gathered by itself. The last
     of a row has the bias. `input_is_already_split` takes a list of inputs, one for each column; without `combine_out_splits`
     the outputs are a list, one for each row. Raises UsageError for more tiles than features.
     """

@@ -1,4 +1,4 @@
-"""`deepspeed.utils`: what scripts take from it beside the access to state."""
+"""`deepspeed.utils`: the functions that scripts import from it, beside the access to state."""
 
 from __future__ import annotations
 
@@ -128,12 +128,12 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:
-    """Return what a dotted name leads to."""
+    """Return the object that a dotted name leads to."""
     return functools.reduce(getattr, module_name.split("."), model)
 
 
 def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
-    """Replace what a dotted name leads to."""
+    """Replace the object that a dotted name leads to."""
     above, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, above) if above else model, name, module)
 

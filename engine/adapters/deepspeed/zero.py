@@ -4,10 +4,10 @@ parameter.
 [Note: marks]
 DeepSpeed gives the parameters of a stage 3 model attributes, and transformers, peft, trl and scripts look for them:
 `ds_id` (a number, in the order of construction, alike on all ranks), `ds_shape`, `ds_numel`, `ds_status`. Here they are
-given by `Init` and by `initialize` at stage 3. `ds_status` says AVAILABLE of a parameter that rests whole on every rank,
-and of others within `GatheredParameters`; within a forward, where the engine has gathered a parameter for its own use, it
-goes on to say NOT_AVAILABLE, and whoever gathers it gets it. `ds_tensor` are this rank's rows, 1-D, in the engine's
-memory, to be read only; where they are in files it has their shape and no values (meta). `ds_persist` says whether the
+given by `Init` and by `initialize` at stage 3. `ds_status` says AVAILABLE of a parameter that is kept whole on every rank,
+and of others within `GatheredParameters`; within a forward, for which the engine has gathered a parameter for its own use,
+it still says NOT_AVAILABLE, and a script that gathers it gets it. `ds_tensor` are this rank's rows, 1-D, in the engine's
+memory, read-only; if they are in files it has their shape and no values (meta). `ds_persist` says whether the
 parameter is whole on every rank, always.
 """
 
@@ -54,13 +54,13 @@ class Init(PlainInit):
     """`zstore.Init` with DeepSpeed's arguments: within the block models are built in shards (all ranks).
 
     As in DeepSpeed, parameters have the 16-bit type that the config turns on from the start (buffers keep theirs), rank 0's
-    values count if ranks build different ones, a block within a block does nothing of its own, and a model of which values
-    rest in shards gives its state dict, with NaN in their places. Raises UsageError for groups of fewer than all ranks, and
-    for quantization, which the config asks for.
+    values count if ranks build different ones, a block within a block does nothing of its own, and a model with sharded
+    values gives its state dict, with NaN in their places. Raises UsageError for groups of fewer than all ranks, and
+    for quantization, if the config asks for it.
     """
 
     _blocks = 0
-    """Those that are open."""
+    """Number of open blocks."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
         self,
@@ -154,10 +154,10 @@ def _mark_built(dtype: torch.dtype | None, module: nn.Module, name: str, paramet
 def GatheredParameters(  # noqa: N802
     params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Do as `zstore.gather(params, modifier_rank)`; nothing where it is not `enabled` (all ranks).
+    """Do as `zstore.gather(params, modifier_rank)`; do nothing if it is not `enabled` (all ranks).
 
-    `params` is a parameter, an iterable or a module; what is no parameter is left out, and the order does not matter.
-    `fwd_module` is taken and not needed: a module's forward gathers what it reads.
+    `params` is a parameter, an iterable or a module; other objects are left out, and the order does not matter.
+    `fwd_module` is accepted and not needed: a module's forward gathers the parameters that it reads.
     """
     del fwd_module
     if not enabled:
