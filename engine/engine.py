@@ -29,9 +29,9 @@ from .access.gather import gather
 from .access.generation import in_step
 from .access.guard import ParameterGuard, ValueSample
 from .access.module_state import CustomLoad, hand_back, load_module_state, module_state_dict, without_prefix
+from .access.offloading import OffloadedStates
 from .access.optimizer_state import StateByParameter
 from .activations.checkpointing import activation_statistics
-from .batches import call_with, evaluating, loss_of, mean_loss, repeat, take_batches
 from .build.compiled import make_compiler
 from .build.init import Init
 from .checkpoint.client_state import ClientValues, check
@@ -39,12 +39,13 @@ from .checkpoint.load_plan import LoadOptions, LoadReport
 from .checkpoint.renaming import Names
 from .checkpoint.save import Checkpoints, SaveOptions
 from .checkpoint.snapshots import ClientState, StepSnapshots, present
+from .checkpoint.usual_request import save_or_stop
+from .data.batches import call_with, evaluating, loss_of, mean_loss, repeat, take_batches
 from .data.curriculum import SequenceCurriculum
+from .data.loader import PostProcess, TrainingLoader
 from .data.sampling import use_schedules
 from .data.schedule import Rise
-from .loader import PostProcess, TrainingLoader
 from .loss_backward import LossBackward
-from .offloading import OffloadedStates
 from .params.record import ParameterRecord
 from .params.tensors import cast_floating
 from .report.journal import RunJournal
@@ -56,7 +57,6 @@ from .report.timers import PhaseTimes
 from .runtime.garbage import CollectorPause, FrozenObjects
 from .runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 from .training import Training
-from .usual_request import save_or_stop
 
 _log = logging.getLogger("zstore")
 

@@ -23,11 +23,11 @@ from .checkpoint.snapshots import require_shared_folder
 from .config.answers import read_answers
 from .config.config import Config, load_config
 from .config.resolve import ResolveContext
+from .data.loader import Collate, TrainingLoader
 from .data.sampling import sampling_of
 from .device import Streams
 from .engine import Engine
-from .loader import Collate, TrainingLoader
-from .lr_schedules import LRSchedule, named_schedule
+from .optim.lr_schedules import LRSchedule, named_schedule
 from .optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from .optim.rules import steps_tiles
 from .params.units import mark_leaves, of_classes

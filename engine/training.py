@@ -20,11 +20,11 @@ from .activations.offload import ActivationOffload
 from .build.compiled import CompiledUnits, Compiler
 from .config.config import Config
 from .config.resolve import BatchSizes
+from .data.loader import TrainingLoader
 from .device import labelled
-from .loader import TrainingLoader
-from .lr_schedules import LRSchedule
 from .optim.in_backward import OptimizerInBackward
 from .optim.loss_scale import LossScaler
+from .optim.lr_schedules import LRSchedule
 from .optim.optimizer import ZeroOptimizer
 from .optim.state import OptimizerState
 from .optim.stepper import Stepper

@@ -25,13 +25,13 @@ from .build.model import check_model, normalize_in_type_of_statistics, place_buf
 from .build.store import open_store, store_key
 from .build.takeover import BuiltModel
 from .config.config import Config
+from .data.loader import TrainingLoader
 from .device import Streams, Transfers, streams_for
-from .loader import TrainingLoader
-from .lr_schedules import LRSchedule
 from .optim.client_step import check_client
 from .optim.in_backward import OptimizerInBackward
 from .optim.kernel import Kernel
 from .optim.loss_scale import LossScaler
+from .optim.lr_schedules import LRSchedule
 from .optim.moments import check_moments
 from .optim.optimizer import ZeroOptimizer, group_of_parameters
 from .optim.rules import CLIENT, Rule, kernels_for, rule_of

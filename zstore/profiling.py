@@ -1,6 +1,7 @@
 """What a model computes, how well it uses the device, what it sends, and what memory it takes. See docs/metrics.md."""
 
-from zstore.engine.profile.memory_needs import (
+from zstore.engine.report.comms import comms_summary
+from zstore.engine.report.profile.memory_needs import (
     MemoryNeed,
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -9,9 +10,8 @@ from zstore.engine.profile.memory_needs import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from zstore.engine.profile.memory_usage import see_memory_usage
-from zstore.engine.profile.profiler import FlopsProfiler, get_model_profile
-from zstore.engine.report.comms import comms_summary
+from zstore.engine.report.profile.memory_usage import see_memory_usage
+from zstore.engine.report.profile.profiler import FlopsProfiler, get_model_profile
 
 __all__ = [
     "FlopsProfiler",

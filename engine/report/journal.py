@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from zstore.remote.upload import UploadPlace
     from zstore.store import StoreStatistics
 
-    from ..profile.utilisation import StepUtilisation
     from ..training import Training
     from .losses import Loss
+    from .profile.utilisation import StepUtilisation
 
 _log = logging.getLogger("zstore")
 

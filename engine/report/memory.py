@@ -15,7 +15,7 @@ from zstore.sizes import format_bytes
 from ..params.tensors import PRECISIONS
 from ..plan.activations import Activations, Width
 from ..plan.rungs import advice
-from ..profile.memory_usage import MAXRSS_UNIT_BYTES, resident_bytes
+from .profile.memory_usage import MAXRSS_UNIT_BYTES, resident_bytes
 
 if TYPE_CHECKING:
     from zstore.store import StoreStatistics, TensorStore

@@ -13,13 +13,13 @@ import torch
 
 from ..activations.checkpointing import block_times
 from ..config.keys import acting
-from ..profile.utilisation import StepUtilisation
-from ..profile.watch import ComputationWatch
 from .comms import log_comms_summary
 from .journal import RunJournal
 from .losses import Loss, StepLosses, value_of
 from .memory import lack_of_memory, memory_statistics
 from .monitors import Monitors
+from .profile.utilisation import StepUtilisation
+from .profile.watch import ComputationWatch
 from .timers import PhaseTimes
 
 if TYPE_CHECKING:

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from zstore.store import TensorStore
 
     from ..optim.state import OptimizerState
-    from ..profile.utilisation import Utilisation
     from ..zero.gradients import Gradients
     from ..zero.unshard import ShardedUnits
+    from .profile.utilisation import Utilisation
     from .timers import PhaseTimes
 
 _OPTIMIZER = ("model", "optimizer")

@@ -15,7 +15,7 @@ from tests.engine.fake_device import FakeDevice
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, state_of, step
 from zstore.engine import Engine
-from zstore.engine.offloading import STATES
+from zstore.engine.access.offloading import STATES
 from zstore.errors import BudgetError, UsageError
 from zstore.testing.ranks import run_ranks
 

@@ -15,7 +15,7 @@ from torch import nn
 from tests.engine.schedule_cases import KNOWN, OWN_LR, adam, made
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
-from zstore.engine.lr_schedules import LRSchedule, NamedSchedule, named_schedule
+from zstore.engine.optim.lr_schedules import LRSchedule, NamedSchedule, named_schedule
 from zstore.errors import ConfigError
 
 

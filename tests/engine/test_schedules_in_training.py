@@ -15,7 +15,7 @@ import zstore
 from tests.engine.runs import make_config
 from tests.engine.schedule_cases import KNOWN, made
 from zstore.engine import Engine
-from zstore.engine.lr_schedules import NamedSchedule
+from zstore.engine.optim.lr_schedules import NamedSchedule
 from zstore.errors import ConfigError, UsageError
 
 

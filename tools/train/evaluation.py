@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from zstore.engine import Engine
-from zstore.engine.batches import evaluating
 from zstore.engine.checkpoint.rng import load_rng_state, rng_state
+from zstore.engine.data.batches import evaluating
 
 from ..sample.models import loss_of
 

@@ -8,7 +8,7 @@ import torch
 
 from zstore.engine.config.config import load_config
 from zstore.engine.config.scheduler import SCHEDULES
-from zstore.engine.lr_schedules import NamedSchedule, named_schedule
+from zstore.engine.optim.lr_schedules import NamedSchedule, named_schedule
 from zstore.errors import UsageError
 
 from .names import by_place

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zstore.errors import ConfigError, UsageError
 
-from .config.scheduler import (
+from ..config.scheduler import (
     LRRangeTestParams,
     OneCycleParams,
     SchedulerParams,
@@ -28,7 +28,7 @@ from .config.scheduler import (
     WarmupLRParams,
     WarmupParams,
 )
-from .runtime.messages import warn_once
+from ..runtime.messages import warn_once
 
 _BETA2 = 0.99
 """OneCycle's second beta."""

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from zstore.errors import CheckpointMismatchError, UsageError
 
-from .config.resolve import BatchSizes
-from .data.sampling import Sampling
+from ..config.resolve import BatchSizes
+from .sampling import Sampling
 
 Collate = Callable[[list[Any]], Any]
 PostProcess = Callable[[Any, dict[str, Any]], Any]

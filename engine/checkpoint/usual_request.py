@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from zstore.errors import ZstoreError
 
-from .checkpoint.save import Checkpoints
-from .runtime.signals import StopSignals
+from ..runtime.signals import StopSignals
+from .save import Checkpoints
 
 
 def save_or_stop(

@@ -14,7 +14,7 @@ from .profiler import FlopsProfiler, is_compiled, write_text
 from .utilisation import StepUtilisation
 
 if TYPE_CHECKING:
-    from ..training import Training
+    from ...training import Training
 
 _PARTS = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "step"}
 

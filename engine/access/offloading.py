@@ -23,12 +23,12 @@ from zstore.format import ArraySpec, make_grid, model_array
 from zstore.store import TierName
 from zstore.tensors import as_torch, dtype_name
 
-from .params.record import ParameterRecord, Residency
-from .runtime.allocator import return_free_memory
+from ..params.record import ParameterRecord, Residency
+from ..runtime.allocator import return_free_memory
 
 if TYPE_CHECKING:
-    from .access.access import Access
-    from .training import Training
+    from ..training import Training
+    from .access import Access
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 """The states that can be moved, by DeepSpeed's names. See [Note: the moved states]."""
