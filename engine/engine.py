@@ -117,7 +117,7 @@ class Engine(nn.Module):
         """The micro-batches of the engine's own loader, over and over."""
         self._open_no_syncs = 0
         self._wait_for_device: Callable[[], object] | None = None
-        """At both ends of each phase, at the price of overlap with the device."""
+        """Called at both ends of each phase, at the price of overlap with the device."""
         if settings.wall_clock_breakdown and training.world.device.type == "cuda":
             self._wait_for_device = functools.partial(torch.cuda.synchronize, training.world.device)
         self.monitor = monitors
@@ -1008,7 +1008,7 @@ def _take_over(training: Training, access: Access, records: Sequence[ParameterRe
             'parameters changed in place between backward() and step(), but with "step_overlap": "backward" they are being '
             "updated then: change them after step()"
         )
-    if training.pending.wait() is None:  # else the state is torn, and its next user hears of it
+    if training.pending.wait() is None:  # else the state is torn, and its next use raises
         access.take_over(records)
     if access.units is not None:
         access.units.forget()

@@ -147,7 +147,7 @@ class LossBackward:
             training.abandon_backward(error)
         elif training.hooks is not None:
             training.hooks.abandon()
-        # As when engine.backward() fails: the other ranks hear of it.
+        # As when engine.backward() fails: the other ranks are told.
         ends.__exit__(type(error), error, None)
 
 

@@ -264,10 +264,10 @@ def _gradients(
     exchanges: Exchanges,
 ) -> Gradients:
     trained = [record for record in state.records if record.group is not None]
-    # These get gradients that nobody asked for.
+    # These get gradients that are not needed.
     others = [record.parameter for record in state.records if record.group is None]
     in_backward = config.step_overlap == "backward"
-    # Alone, they are taken off the device as they come if they wait in host memory.
+    # Without other ranks, gradients for host memory are copied off the device as they arrive.
     leaves = bool(state.spilled) or (bool(state.gradients_on_host) and not state.transfers.streams.device_is_host)
     by_unit = sharding.gradients or (world.world_size == 1 and (in_backward or sharding.parameters or leaves))
     by_unit = by_unit and not config.frozen

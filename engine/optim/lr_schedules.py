@@ -349,7 +349,7 @@ class LRSchedule:
         self._warned = False
 
     def _position(self) -> object:
-        """Return a value that tells whether somebody else stepped the scheduler."""
+        """Return a value that shows whether other code stepped the scheduler."""
         return getattr(self.scheduler, "last_epoch", None)
 
     def advance(self) -> None:

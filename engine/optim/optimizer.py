@@ -25,7 +25,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """Parameter groups, shared with the client's optimizer if there is one: setting `lr` in a group, or a torch
     scheduler on this object or on the client's, takes effect at the next `engine.step()`.
 
-    Its state is in the engine's store: `state` and `state_dict()` bring a slot when it is read. `step` and `zero_grad` from
+    Its state is in the engine's store: `state` and `state_dict()` read a slot from it on demand. `step` and `zero_grad` from
     the training loop change nothing; the engine does both.
     """
 
@@ -105,7 +105,7 @@ class NoOptimizer(ZeroOptimizer):
 def optimizer_from_config(config: OptimizerConfig, parameters: Any, model: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer that a config names, over `parameters` (parameters, or group dicts; None: all of the model).
 
-    Groups keep the settings that they bring.
+    Groups keep the settings that they have.
     """
     groups, arguments = _as_groups(model.parameters() if parameters is None else parameters), dict(config.arguments)
     if config.kind == "Muon":

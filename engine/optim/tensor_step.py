@@ -5,8 +5,8 @@ Tensors are taken in rounds of as many as there are ranks, the largest first, an
 that time. Each round:
 1. every rank reads its rows of master, slots and gradient of all tensors of the round, from any tier, the gradient
    in fp32 and multiplied once (see [Note: the update]);
-2. one exchange brings each owner its whole tensor, and the class's own step runs over it, on the device that computes;
-3. one exchange brings master and slots back, and every rank writes its rows and casts the parameter's own.
+2. one exchange gives each owner its whole tensor, and the class's own step runs over it, on the device that computes;
+3. one exchange returns master and slots, and every rank writes its rows and casts the parameter's own.
 So the bits are those of the class over the whole tensor, whatever tier, stage or number of ranks; and memory is bounded by
 four copies of one tensor: read, received, whole, and on its way back. If every rank has all rows
 nothing is exchanged, and each takes every tensor.

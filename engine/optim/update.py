@@ -154,7 +154,7 @@ def read_ahead(
     state: OptimizerState, records: Sequence[ParameterRecord], behind: Sequence[ParameterRecord] = ()
 ) -> None:
     """Begin to read the first records of an update of `records`, or if there are none of those `behind`; do nothing if that
-    fails: then the update will too, and all ranks hear of it."""
+    fails: then the update will too, with an error on all ranks."""
     first = list(records or behind)
     mine = [record for record in first if record.owned_numel]
     with suppress(ZstoreError):

@@ -36,7 +36,7 @@ Admit = Callable[[ParameterRecord, bool], bool]
 
 
 def _nothing() -> None:
-    """Nobody needs to hear of the end."""
+    """Nobody needs to know of the end."""
 
 
 class StepMode(Enum):
@@ -66,7 +66,7 @@ class Updater:
         """The error that ended an update early."""
         self._running: Ticket[None] | None = None
         self.waits = 0
-        """Times that somebody had to wait for an update."""
+        """Number of waits for an update."""
 
     def start(self, update: Update, admit: Admit | None = None, over: Callable[[], None] = _nothing) -> None:
         """Run `update` behind the caller; `admit` as in `Update.run`. A record that is not admitted stays unchanged.

@@ -266,7 +266,7 @@ class ParameterRecord:
             self.shard = self.full.new_zeros(self.state_grid.shard_numel)[: self.shard.numel()]
 
     def point_back(self) -> None:
-        """Give the parameter the engine's memory again, if somebody put other memory in its place."""
+        """Give the parameter the engine's memory again, if other code replaced it."""
         if self.residency is Residency.RELEASED:
             self.point_at_placeholder()
         else:

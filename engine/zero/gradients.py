@@ -46,14 +46,14 @@ class GradientRules:
     to_host: frozenset[ParameterRecord] = frozenset()
     """Parameters whose rows wait in host memory, wherever the device is."""
     spills: bool = False
-    """Whether gradients wait on disk on some rank: then all ranks hear of an error there before the norm is taken."""
+    """Whether gradients wait on disk on some rank: then all ranks learn of an error there before the norm is taken."""
     keeps_rows: bool = True
     """Keep the rows' memory from step to step; else it is freed as soon as an update took it."""
     exchanges: Exchanges
     copies: int = 1
     """Number of shards of the grid over all ranks in a rank's rows: one of each copy of the state."""
     squares_at_once: bool = False
-    """Take sums of squares as gradients become final: an update may take them before the norm is asked for."""
+    """Take sums of squares as gradients become final: an update may take them before the norm is needed."""
 
     def reduced(self, record: ParameterRecord) -> torch.dtype:
         """Return the type in which a gradient is exchanged between ranks."""
@@ -66,7 +66,7 @@ INCOMPLETE = (
 
 
 class Gradients(ABC):
-    """The gradients of `records`; `others` are parameters that get gradients nobody asked for.
+    """The gradients of `records`; `others` are parameters that get gradients although they are not trained.
 
     The engine calls, in this order: for each micro-batch start_backward, end_backward, show (or drop, if the backward
     failed); then for the update reduce, has, squares, take, drop.

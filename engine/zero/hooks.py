@@ -48,7 +48,7 @@ class UnitHooks:
         self._holder: dict[Unit, nn.Module | None] = {}
         """Gathered units, and the module whose forward will release each; None: released otherwise."""
         self._due: dict[Unit, set[ParameterRecord]] = {}
-        """Units gathered for the backward, and their parameters whose gradients are to come."""
+        """Units gathered for the backward, and their parameters whose gradients are still missing."""
         self._stray: dict[Unit, None] = {}
         """Units of which a parameter was read from elsewhere in a forward whose backward may come."""
         self._read_now: dict[Unit, None] = {}
@@ -252,7 +252,7 @@ class UnitHooks:
 
     def end_backward(self, *, more: bool = False) -> None:
         """Release whatever is still gathered (the engine's call, all ranks). With `more`, the backward that trains is still
-        to come."""
+        ahead."""
         self._release_all()
         self._stray_are_old = self._stray_are_old or not more
         self.units.end()

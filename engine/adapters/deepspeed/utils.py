@@ -1,4 +1,4 @@
-"""`deepspeed.utils`: the functions that scripts import from it, beside the access to state."""
+"""`deepspeed.utils`: the functions that scripts import from it, besides the access to state."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class TrainerAccelerator(Accelerator):
     def __init__(self, raw: dict[str, Any], source: str, arguments: Any, **kwargs: Any) -> None:
         self._arguments = arguments
         self.max_steps: int | None = None
-        """Steps of the training to come, for schedules in the config; None: not known."""
+        """Steps of the next training, for schedules in the config; None: not known."""
         self.frozen_precision: str | None = None
         """Precision of a model that is prepared for evaluation alone; None: that of training."""
         super().__init__(zstore_config=(raw, source), **kwargs)
@@ -260,7 +260,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
             return super().evaluation_loop(*args, **kwargs)
 
     def _known_max_steps(self) -> int | None:
-        """Return the steps of the training to come, if the config has a schedule that may ask for them."""
+        """Return the steps of the next training, if the config has a schedule that may need them."""
         if "scheduler" not in self.accelerator.config:
             return None
         return int(self.set_initial_training_values(self.args, self.get_train_dataloader())[-1])

@@ -13,7 +13,7 @@ _NAME = "ZstoreRunCallback"
 
 
 def begin_journal(library: str, trainer: Any, engine: Engine) -> None:
-    """Let the journal be beside the checkpoints of the Trainer's checkpoint callback, and carry out requests by it."""
+    """Keep the journal beside the checkpoints of the Trainer's checkpoint callback, and carry out requests by it."""
     engine.journal.note(loop="lightning", total_steps=_total_steps(trainer))
     checkpoints = trainer.checkpoint_callback
     if getattr(checkpoints, "dirpath", None):

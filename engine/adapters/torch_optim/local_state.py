@@ -45,7 +45,7 @@ class LocalState:
         self._tier = tier
         self._wait = wait
         self.before_change: Callable[[], None] = _nothing_waits
-        """Called before somebody else than a step changes the state."""
+        """Called before anything but a step changes the state."""
         self._kernels: list[OffloadedKernel] = []
         self._names: set[str] = set()
 
@@ -121,7 +121,7 @@ class LocalState:
             raise
 
     def watch_memory(self, records: Iterable[LocalRecord]) -> None:
-        """Follow parameters that got other memory, and take over values that somebody gave those with a master."""
+        """Follow parameters that got other memory, and take over values that other code gave those with a master."""
         for record in records:
             local = local_part(record.parameter)
             if local.numel() and local.data_ptr() != record.address:
@@ -148,7 +148,7 @@ class LocalState:
             self._reconcile(record)
 
     def _reconcile(self, record: LocalRecord) -> None:
-        """Give the master the parameter's value wherever it would not round to that: somebody else set it."""
+        """Give the master the parameter's value wherever it would not round to that: other code set it."""
         if record.owned_numel:
             rows = record.owned()
             with self.arrays.passing([[model_array(record.name)]], "update") as tiles:

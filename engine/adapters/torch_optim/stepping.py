@@ -187,7 +187,7 @@ class InBackward:
             return batch
 
     def finish(self, rest: Rows) -> None:
-        """End the step; `rest` are gradients of the step that the backward did not bring. Raises the error of the update."""
+        """End the step; `rest` are gradients of the step that the backward did not give. Raises the error of the update."""
         left = {record: rows for record, rows in rest.items() if record not in self._seen}
         if self._running is None and not left:
             return

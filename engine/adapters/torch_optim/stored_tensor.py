@@ -46,7 +46,7 @@ class StoredArray:
     wait: Callable[[Iterable[LocalRecord]], None]
     """Waits until no update of a record is under way."""
     changed: Callable[[LocalRecord], None]
-    """Called before somebody writes to the array."""
+    """Called before a write to the array."""
     dtype: torch.dtype = torch.float32
     block: int = 1
     """Elements for each value."""

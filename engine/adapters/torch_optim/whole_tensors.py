@@ -69,7 +69,7 @@ class WholeTensors:
             by_group.setdefault(self._group_of(record), []).append(record)
         errors = []
         for group, records in by_group.items():
-            try:  # others wait in the exchanges of the groups to come
+            try:  # others wait in the exchanges of the next groups
                 self._step_of(group, records[0]).run(Update(self._arrays, records, update.settings, update.rows))
             except Exception as error:
                 errors.append(error)
