@@ -33,7 +33,7 @@ from zstore.store import MEMORY_TILE_NUMEL
 _MOST_UP = 2
 """Tiles on their way to the device: one is copied while the next is computed."""
 _MOST_DOWN_BYTES = 256 * 1024 * 1024
-"""Tiles on their way from the device: at most as much of its memory is kept for them."""
+"""Most memory of the device that is kept by copies on their way from it."""
 _LEAST_MEAN_NUMEL = 128 * 1024
 
 T = TypeVar("T")

@@ -32,9 +32,9 @@ from .update import StepSettings, Update
 from .updater import Updater
 
 LEAST_WAITING_BYTES = 32 * 1024 * 1024
-"""Gradients that may wait for their update whatever the size of a unit."""
+"""Bytes of gradients that may wait for their update whatever the size of a unit."""
 _UNITS_WAITING = 2
-"""Or gradients of this many of the largest unit."""
+"""Units of the largest size whose gradients may wait, if these are more bytes."""
 
 
 class ReadGuard:

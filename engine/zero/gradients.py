@@ -157,7 +157,7 @@ class Gradients(ABC):
 
     def clip(self, factor: float) -> None:
         """Multiply the whole fp32 gradients by `factor` in place: a plain loop sees clipped ones too. Others are clipped
-        in the update, whose bits are those of one product in fp32: `.grad` is a placeholder of them from now on."""
+        in the update, whose bits are those of one product in fp32: `.grad` is their placeholder from now on."""
         whole = [r for r, shown in self._shown.items() if not isinstance(shown, ShardedGradient)]
         here = [record for record in whole if record.dtype == torch.float32]
         if factor != 1.0 and here:
