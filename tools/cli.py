@@ -105,8 +105,8 @@ def main() -> None:
 
 
 def _end(code: str | int | None) -> None:
-    """End the process. A rank's ends without taking the interpreter apart: threads of torch's process groups that come back
-    into it then abort the process, after all was saved."""
+    """End the process. A rank skips the interpreter's shutdown: threads of torch's process groups that come back into it then
+    abort the process, after everything was saved."""
     if "RANK" not in os.environ or isinstance(code, str):
         sys.exit(code)
     atexit._run_exitfuncs()

@@ -1,4 +1,4 @@
-"""`zstore config`: says of each key in a config what it does here, and whether the config is sound."""
+"""`zstore config`: explains the effect of each key in a config, and checks whether the config is sound."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ONE_RANK = "note: this is about 1 rank; --world-size N checks the configuration
 
 
 def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = None, json: Json = False) -> int:
-    """Print what each key does, and what is filled in for "auto" and batch sizes; 0 for a sound config, else 1."""
+    """Print the effect of each key and the values of "auto" and batch sizes; return 0 for a sound config, else 1."""
     from zstore.engine.config.config import load_config, read_config
     from zstore.engine.config.explain import explain
 
@@ -72,8 +72,8 @@ def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = 
 
 
 def resolve(config: Config, world_size: int, hidden_size: int | None) -> tuple[dict[str, Any], list[str]]:
-    """Return what batch sizes and each "auto" come to at a world size, by dotted key, and the keys that only the training
-    script can answer. Raises ConfigError where sizes contradict."""
+    """Return the values of batch sizes and of each "auto" at a world size, by dotted key, and the keys that only the training
+    script can answer. Raises ConfigError if sizes contradict."""
     from zstore.engine.config.keys import Section
     from zstore.engine.config.resolve import ResolveContext, open_keys, stand_ins
     from zstore.engine.config.schema import BATCH_KEYS
@@ -104,7 +104,7 @@ def resolve(config: Config, world_size: int, hidden_size: int | None) -> tuple[d
 
 
 def _native(config: Config) -> frozenset[str]:
-    """Return the 16-bit types that this machine's device computes natively, where the config leaves the type open."""
+    """Return the 16-bit types that this machine's device computes natively, if the config leaves the type open."""
     if "auto" not in (config.settings.bf16.enabled, config.settings.fp16.enabled):
         return frozenset()
     import torch

@@ -1,7 +1,7 @@
-"""Writes what the pages say of every key of a config, from the schema: `python -m zstore.tools.config_docs`.
+"""Generates the reference of config keys in the docs from the schema: `python -m zstore.tools.config_docs`.
 
-Of `docs/config.md` that is the tables of all keys, of `docs/deepspeed.md` those of the keys that do not act: the parts
-between two marks. The rest of the pages is written by hand.
+In `docs/config.md` that is the tables of all keys, in `docs/deepspeed.md` those of the keys without effect: the parts
+between two marks. Everything else is written by hand.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _HEADINGS = {
 
 
 def missing_keys() -> str:
-    """Return the tables of the keys that do not act, keys of one reason in a row."""
+    """Return the tables of the keys without effect; keys with the same reason share a row."""
     lines: list[str] = []
     for status, heading in _HEADINGS.items():
         lines += ["", f"### {heading}", "", "| key | |", "|---|---|"]
@@ -98,12 +98,12 @@ END = "<!-- end of keys -->\n"
 
 
 def mark(part: str) -> str:
-    """Return the line after which a part of `PARTS` stands, up to `END`."""
+    """Return the line that begins a part of `PARTS`, which goes on up to `END`."""
     return f"<!-- {part}: python -m zstore.tools.config_docs -->\n"
 
 
 def updated(page: str) -> str:
-    """Return a page with its part made anew; one without marks as it is."""
+    """Return a page with its part regenerated; one without marks is unchanged."""
     for part, make in PARTS.items():
         before, found, rest = page.partition(mark(part))
         if found:

@@ -59,7 +59,7 @@ class Which:
     def of(self, source: ArraySource, weights: Sequence[Weight]) -> tuple[list[Weight], list[str]]:
         """Return the selected `weights`, and the names of the others.
 
-        Raises CheckpointMismatchError where none remains, and for a pattern that matches no name.
+        Raises CheckpointMismatchError if none remains, and for a pattern that matches no name.
         """
         chosen = set(choose([weight.name for weight in weights], self.include or (), self.exclude or ()))
         if self.exclude_frozen:
@@ -103,7 +103,7 @@ def consolidate_command(
     return the exit code.
 
     Raises CheckpointError, with the tensors named and nothing published, for values that `dtype` cannot hold (unless
-    `overflow` says otherwise); CheckpointExistsError where `out` exists; see `Which` for others.
+    `overflow` says otherwise); CheckpointExistsError if `out` exists; see `Which` for others.
     """
     dtype, overflow = Dtype(dtype), Overflow(overflow)
     team, target = common.team, out or _beside(ckpt, which.tag, f"-{dtype}")

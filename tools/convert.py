@@ -1,7 +1,7 @@
 """`zstore convert`: a checkpoint of one kind written as another, in bounded memory. Torch only for `--to dcp`.
 
 [Note: directions]
-Whatever `open_source` opens is read as arrays; so there is one reader, and a writer for each kind: zstore's own (the
+Whatever `open_source` opens is read as arrays, so there is one reader, and a writer for each kind: zstore's own (the
 same as `reshard`), DCP's and DeepSpeed's folders with all that the checkpoint has, and the weights alone as safetensors or
 as a `.pt`.
 """
@@ -38,7 +38,7 @@ _MAX_FILE_BYTES = 5 * 10**9
 
 
 class Target(StrEnum):
-    """What `convert` writes."""
+    """Kinds of output of `convert`."""
 
     ZSTORE = "zstore"
     DCP = "dcp"
@@ -104,7 +104,7 @@ def convert_command(
 ) -> int:
     """Write the checkpoint `src` as `out`: a folder of zstore checkpoints, a new folder, or a new file (`--to torch`).
 
-    Returns the exit code. Raises CheckpointExistsError where it is there already; nothing half written has its name.
+    Returns the exit code. Raises CheckpointExistsError if `out` exists; a partial result never has its name.
     """
     with open_location(src, common, options.tag) as source:
         names = _arrays_read(source, options)
@@ -151,7 +151,7 @@ def _require_new(out: Path) -> None:
 
 @dataclass(frozen=True)
 class _Showing:
-    """Who writes, and where they say how far they are."""
+    """The ranks that write, and their progress."""
 
     progress: Progress
     team: Team

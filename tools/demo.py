@@ -23,7 +23,7 @@ SAVE_EVERY = 20
 LEARNING_RATE = 4e-3
 MOST_DIFFERENCE = 0.02
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""A model as small as this gains little from torch's threads, which mostly wait for each other where other programs use the
+"""A model as small as this gains little from torch's threads, which mostly wait for each other if other programs use the
 cores."""
 
 
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 class Demo:
-    """The demo's folder and what its steps found."""
+    """The demo's folder and the results of its steps."""
 
     def __init__(self, folder: Path, model: str, steps: int) -> None:
         if steps < 2 * SAVE_EVERY or steps % SAVE_EVERY:
@@ -160,7 +160,7 @@ class Demo:
         self.facts.append(("report", _shown(report)))
 
     def _zstore(self, *words: object) -> None:
-        """Run a `zstore` command, show what it prints, and note the save stalls."""
+        """Run a `zstore` command, show its output, and note the save stalls."""
         command = [sys.executable, "-m", "zstore", *map(str, words)]
         print("$ zstore " + " ".join(command[3:]), flush=True)
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ONE_THREAD | os.environ) as process:
@@ -195,7 +195,7 @@ class Demo:
 
 
 def next_commands(folder: str, model: str, steps: int) -> list[tuple[str, str]]:
-    """Return commands on the demo's own folder, each with what it does."""
+    """Return commands on the demo's own folder, each with a description."""
     script = Path(sys.executable).with_name("zstore")
     zstore = _shown(script) if script.exists() else f"{sys.executable} -m zstore"
     run, config = f"{folder}/run", f"{folder}/zero1-memory.json"

@@ -33,11 +33,11 @@ def diff_command(
     ] = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Compare two checkpoints and print the arrays that differ; return the exit code, 1 where one does.
+    """Compare two checkpoints and print the arrays that differ; return the exit code, 1 if one does.
 
-    Checksums of chunks tell where both are cut alike, without reading; `values` reads the chunks that differ. Arrays that
-    are cut differently, or have no checksums, are read anyway. With `json`, one object: `before`, `after`, `differ`,
-    `num_same`, `arrays` (those that differ), and what was read.
+    If both have the same chunks, their checksums tell without reading; `values` reads the chunks that differ. Arrays with
+    different chunks, or without checksums, are read anyway. With `json`, one object: `before`, `after`, `differ`,
+    `num_same`, `arrays` (those that differ), and the bytes read.
     """
     part = replace(common, num_pools=2)
     with open_location(before, part) as old, open_location(after, part) as new:

@@ -1,4 +1,4 @@
-"""`zstore doctor`: what this machine has and what one of its folders can do for training from disk."""
+"""`zstore doctor`: the hardware of this machine, and how well one of its folders suits training from disk."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ class Report:
     drive: DriveReport | None
     """None when nothing can be written there."""
     faults: tuple[str, ...]
-    """What keeps zstore from working in the folder."""
+    """Reasons why zstore cannot work in the folder."""
     notes: tuple[str, ...]
-    """What works, but slower than it could, and what to do about it."""
+    """Things that work, but slower than they could, and the remedy."""
 
 
 def examine(path: Path, *, rate_bytes: int = RATE_BYTES) -> Report:
@@ -228,7 +228,7 @@ def _notes(folder: FolderReport, memory: MemoryReport, devices: tuple[Device, ..
 
 
 def _read(path: str) -> str:
-    """The text of a system file, or nothing where there is no such file."""
+    """The text of a system file, or nothing if there is no such file."""
     with contextlib.suppress(OSError):
         return Path(path).read_text()
     return ""

@@ -1,4 +1,4 @@
-"""What a folder's file system supports, and how fast its drive is: both are tried out."""
+"""Probes the features of a folder's file system and the speed of its drive, by trying them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ PASS_LIMIT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class FolderReport:
-    """What a folder's file system is and does. None: not tried, because the folder cannot be written."""
+    """Type and features of a folder's file system. None: not tried, because the folder cannot be written."""
 
     path: str
     file_system: str | None
-    """Its type, as "ext4"; None where the system does not say."""
+    """Its type, as "ext4"; None if the system does not say."""
     free_bytes: int
     writable: bool
     direct_io: bool | None
@@ -120,7 +120,7 @@ def measure_drive(path: Path, max_bytes: int = RATE_BYTES) -> DriveReport | None
 
 
 def file_system_of(path: Path) -> str | None:
-    """The type of the file system that holds `path`; None where there is no `/proc/self/mountinfo`."""
+    """The type of the file system that holds `path`; None if there is no `/proc/self/mountinfo`."""
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
@@ -197,6 +197,6 @@ def _has_preallocation(files: Files, path: Path) -> bool:
 
 
 def _drop_cache(file: OpenFile) -> None:
-    """Where transfers go through the page cache, let the read come from the drive."""
+    """If transfers go through the page cache, make the read come from the drive."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)

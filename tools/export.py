@@ -23,9 +23,9 @@ Advance = Callable[[int], None]
 def values_of(
     source: ArraySource, ahead: ReadAhead, array: str, numel: int, dtype: str, advance: Advance
 ) -> Iterator[tuple[Bytes, int]]:
-    """Yield the next `numel` elements of what is read ahead, all of `array`, as bytes of `dtype`.
+    """Yield the next `numel` elements that are read ahead, all of `array`, as bytes of `dtype`.
 
-    Beside them comes how many values became infinite by the cast. The bytes are valid until the next are asked for.
+    With them comes the number of values that the cast made infinite. The bytes are valid until the next are requested.
     """
     left = numel
     while left and (span := ahead.take()) is not None:
@@ -44,8 +44,8 @@ def values_of(
 def write_state_dict(source: ArraySource, path: Path, dtype: str | None, advance: Advance) -> list[Lost]:
     """Write the new file `path`, of which `torch.load(path, weights_only=True)` gives the weights by name.
 
-    Tied parameters are there under all their names, and share their memory once loaded. Returns what `dtype` cannot
-    hold. Durable when this returns.
+    Tied parameters are there under all their names, and share their memory once loaded. Returns the
+    values that `dtype` cannot hold. The file is durable when this returns.
     """
     weights = list_weights(source, dtype)
     tensors = {w.name: Tensor(number, w.shape, w.dtype) for number, w in enumerate(weights)}

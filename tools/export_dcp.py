@@ -1,7 +1,7 @@
-"""A checkpoint as a folder of torch.distributed.checkpoint. Torch is needed for its metadata, no tensor of it made.
+"""A checkpoint as a folder of torch.distributed.checkpoint. Torch is needed for the metadata; no tensors are made.
 
 [Note: blocks]
-Tensors are cut along dim 0 into blocks of about 256 MiB, for DCP loads a block whole before it takes its part of it.
+Tensors are cut along dim 0 into blocks of about 256 MiB, since DCP loads a whole block before it takes its part of it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _DcpWriter:
             name: list(_blocks(source.arrays[name].spec.shape, dtype)) for name, dtype in self._dtypes.items()
         }
         self.stored: list[tuple[str, Sequence[int] | None, str, int, int]] = []
-        """Key, offsets in the tensor, file, offset and bytes in it, of what was written."""
+        """Key, offsets in the tensor, file, and offset and bytes in the file, of each block or value written."""
 
     def write_tensors(self) -> None:
         """Write this rank's blocks of the tensors; tied tensors refer to the same bytes."""
@@ -105,7 +105,7 @@ class _DcpWriter:
         self.stored.append((key_of(path), offsets, data_file(self._team.rank), at, nbytes))
 
     def _write_block(self, ahead: ReadAhead, name: str, sizes: tuple[int, ...]) -> tuple[int, int]:
-        """Write a block; return where it begins and how many bytes it has."""
+        """Write a block; return its offset in the file and its number of bytes."""
         tensor = Tensor(0, sizes, self._dtypes[name])
         values = values_of(self._source, ahead, name, tensor.numel, tensor.dtype, self._advance)
         start = self._sink.offset

@@ -21,7 +21,7 @@ from .export import Advance, values_of
 
 
 def arrays_read(universal: UniversalFolder) -> list[str]:
-    """Return the arrays that are read for a universal folder; those that stand in two files twice."""
+    """Return the arrays that are read for a universal folder; those that two files contain come twice."""
     return [stored.array for _, document in _files(universal) for stored in document.storages if stored.array]
 
 
@@ -68,7 +68,7 @@ class _Writer:
         self._advance = advance
 
     def write(self, documents: list[tuple[Path, Document]]) -> None:
-        """Write the files one after the other; what they hold is read ahead."""
+        """Write the files one after the other; their contents are read ahead."""
         stored = [each for _, document in documents for each in document.storages if each.array]
         ranges = [(each.array, 0, self._source.array(each.array).spec.numel) for each in stored]
         with ReadAhead(self._source, ranges) as ahead:

@@ -1,4 +1,4 @@
-"""`zstore inspect`: what a folder of checkpoints, or one of them, holds; with statistics also of the values. No torch."""
+"""`zstore inspect`: the contents of a folder of checkpoints or of one of them, with statistics of values if asked. No torch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def inspect_command(
     """Print tags and, of the newest checkpoint or `tag`, step, world size and arrays; return the exit code.
 
     With `stats` every array is read, and statistics of its values are added. With `json`, one JSON object (see `describe`),
-    and what was read.
+    and the bytes read.
     """
     title = f"inspect {shown(os.fspath(ckpt))}"
     with reporting(title, common) as progress, open_location(ckpt, common, tag) as source:
@@ -84,7 +84,7 @@ def _read_stats(source: ArraySource, progress: Progress) -> dict[str, ArrayStats
 
 
 def _opened_bytes(source: ArraySource) -> int:
-    """Return the bytes that were read to open it; 0 of other software's, where nobody counts them."""
+    """Return the bytes that were read to open it; 0 for other software's, which are not counted."""
     if not isinstance(source, CheckpointReader):
         return source.read_bytes
     if not source.folder.is_local:
@@ -95,7 +95,7 @@ def _opened_bytes(source: ArraySource) -> int:
 def _neighbours(
     ckpt: str | os.PathLike[str], source: ArraySource, common: Common
 ) -> tuple[list[TagInfo], list[Refusal]]:
-    """Return the checkpoints in the folder, and what looks like one and is not; nothing of other software's."""
+    """Return the checkpoints in the folder, and those that only look like one; nothing for other software's."""
     if not isinstance(source, CheckpointReader):
         return [], []
     folder = folder_of(split_location(ckpt)[0], common.storage_options, common.also or ())
@@ -107,9 +107,9 @@ def _neighbours(
 def describe(
     source: ArraySource, infos: list[TagInfo], refusals: list[Refusal], stats: Mapping[str, ArrayStats]
 ) -> dict[str, Any]:
-    """Return what `--json` prints: `tags`, `refused`, `checkpoint` (with totals in bytes), `arrays`.
+    """Return the document of `--json`: `tags`, `refused`, `checkpoint` (with totals in bytes), `arrays`.
 
-    What is not known of other software's checkpoint is null.
+    Facts that another software's checkpoint does not tell are null.
     """
     record = source.record
     return {
@@ -170,7 +170,7 @@ def _describe_array(source: ArraySource, array: StoredArray) -> dict[str, Any]:
 
 
 def _describe_files(source: ArraySource) -> dict[str, int | None]:
-    """Return how many files of how many bytes there are (see [Note: sizes]); null where other software laid them out."""
+    """Return how many files of how many bytes there are (see [Note: sizes]); null if other software laid them out."""
     if not isinstance(source, CheckpointReader):
         return {"num_shard_files": None, "file_bytes": None, "num_files": None, "size_bytes": None}
     num_files, size_bytes = count_files(source.folder)
@@ -265,7 +265,7 @@ def _inside(array: StoredArray) -> str:
 
 
 def _layer(array: StoredArray) -> str:
-    """Return the part of an array's name up to its first number, like `transformer.h.0`; empty where there is none."""
+    """Return the part of an array's name up to its first number, like `transformer.h.0`; empty if there is none."""
     match = _LAYER.match(_inside(array))
     return match.group() if match else ""
 

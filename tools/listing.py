@@ -1,7 +1,7 @@
-"""What a list of a folder's checkpoints takes in memory: their records, and the inodes of their files. No torch.
+"""Memory for a list of a folder's checkpoints: their records, and the inodes of their files. No torch.
 
-A local folder is looked through before anything is kept. Behind a URL, where nothing tells before, the records are counted
-once they are read, and the listing of one checkpoint's files, one after the other, comes beside.
+A local folder is scanned before anything is kept. Behind a URL, whose sizes are not known beforehand, the records are
+counted once they are read, and the listing of one checkpoint's files at a time is added.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .opening import BESIDE_BYTES, Common, require_memory
 from .printing import printable
 
 _FILE_BYTES, _TIMES_PARSED = 600, 10
-"""What a file in a list takes in memory, and how often the bytes of a commit record once it is parsed: rounded up."""
+"""Bytes of memory for a file in a list, and for a parsed commit record as a multiple of its size; both rounded up."""
 
 
 def check_listing(place: Folder, common: Common) -> None:
-    """Raise BudgetError where a limit that was asked for does not suffice for a list of the local folder `place`.
+    """Raise BudgetError if a requested memory limit is too small for a list of the local folder `place`.
 
-    Does nothing for a URL, or where none was asked for.
+    Does nothing for a URL, or without such a limit.
     """
     if common.memory_bytes is None or not place.is_local:
         return
@@ -38,9 +38,9 @@ def check_listing(place: Folder, common: Common) -> None:
 
 
 def check_records(place: Folder, infos: Iterable[TagInfo], common: Common) -> int:
-    """Return the bytes of the records of `infos`, which were read of `place`; behind a URL all that was read of it.
+    """Return the bytes of the records of `infos`, which were read from `place`; behind a URL all bytes read from it.
 
-    Raises BudgetError where a limit that was asked for does not hold them.
+    Raises BudgetError if a requested memory limit is too small for them.
     """
     nbytes = _bytes_of_records([info.path for info in infos]) if place.traffic is None else place.traffic.read_bytes
     _require(common, place, 0, nbytes)

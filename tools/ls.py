@@ -1,4 +1,4 @@
-"""`zstore ls`: the checkpoints of a folder, and what each takes on disk. Reads records and file sizes; no torch."""
+"""`zstore ls`: the checkpoints of a folder, and the size of each on disk. Reads records and file sizes; no torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ls_command(folder: FolderLocation, common: Common = DEFAULTS) -> int:
     """Print the checkpoints in `folder`, the oldest first; return the exit code.
 
     With `json`, one object: `path`, `checkpoints` (see `Entry`), `refused`, and `Progress.summary` of the records that were
-    read. Raises CheckpointNotFoundError where there is none, BudgetError where a limit of memory does not hold the list.
+    read. Raises CheckpointNotFoundError if there is none, BudgetError if a memory limit is too small for the list.
     """
     place = folder_of(folder, common.storage_options, common.also or ())
     with reporting(f"ls {place}", common) as progress:

@@ -30,7 +30,7 @@ BESIDE_BYTES = 32 * MIB
 """Kept free for blocks of output files, metadata and temporary Python objects."""
 _MOST_POOL_BYTES = 64 * MIB
 _ARRAY_BYTES, _CHUNK_BYTES = 10_000, 100
-"""What the metadata of an array, and the checksum of a chunk, take in memory: measured, and rounded up."""
+"""Bytes of memory for the metadata of an array, and for the checksum of a chunk: measured, and rounded up."""
 _REMOTE_THREADS = 12
 
 
@@ -84,7 +84,7 @@ class Common:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the memory that are for what a command moves or keeps."""
+        """Bytes of the memory that are left for the data of a command."""
         return (self.memory_bytes or DEFAULT_MEMORY_BYTES) - BESIDE_BYTES
 
     @property
@@ -103,7 +103,7 @@ def open_location(
     """Open the checkpoint that `location` and `tag` name for the length of a `with` block.
 
     `location` is a checkpoint's folder, a folder of checkpoints (then its newest one, or `tag`), or either's URL; `DIR:TAG`
-    and `DIR/TAG` mean the same as `DIR` with `tag`. See `zstore.open.sources.open_source` for the rest.
+    and `DIR/TAG` mean the same as `DIR` with `tag`. See `zstore.open.sources.open_source` for more.
     """
     place, tag = split_location(location, tag)
     # Requests over a network take tens of milliseconds each, so more are under way.
@@ -137,7 +137,7 @@ def _open(place: str, tag: str | None, resources: IoResources, common: Common) -
 
 
 def _check_memory(source: ArraySource, common: Common) -> None:
-    """Raise BudgetError where the metadata does not fit in a limit that was given; the default may be exceeded."""
+    """Raise BudgetError if the metadata does not fit in a limit that was given; the default may be exceeded."""
     num_chunks = sum(array.grid.num_shards * array.grid.chunks_per_shard for array in source.arrays.values())
     metadata_bytes = len(source.arrays) * _ARRAY_BYTES + (num_chunks * _CHUNK_BYTES if source.record.id else 0)
     least = LEAST_MEMORY_BYTES + common.num_pools * max(0, metadata_bytes - BESIDE_BYTES // 4)
@@ -146,7 +146,7 @@ def _check_memory(source: ArraySource, common: Common) -> None:
 
 
 def check_arrays(num_arrays: int, location: str, common: Common) -> None:
-    """Raise BudgetError where a limit that was given does not hold the metadata of so many arrays."""
+    """Raise BudgetError if a limit that was given is too small for the metadata of so many arrays."""
     metadata_bytes = num_arrays * _ARRAY_BYTES
     least = LEAST_MEMORY_BYTES + max(0, metadata_bytes - BESIDE_BYTES // 4)
     require_memory(
@@ -155,15 +155,15 @@ def check_arrays(num_arrays: int, location: str, common: Common) -> None:
 
 
 def require_memory(common: Common, least_bytes: int, why: str) -> None:
-    """Raise BudgetError, with the reason `why`, where a limit that was given is below `least_bytes`."""
+    """Raise BudgetError, with the reason `why`, if a limit that was given is below `least_bytes`."""
     if common.memory_bytes is not None and common.memory_bytes < least_bytes:
         raise BudgetError(f"{why}: give `--memory {-(-least_bytes // MIB)}MiB` or more")
 
 
 @contextlib.contextmanager
 def reporting(title: str, common: Common, *sources: ArraySource, total_bytes: int | None = None) -> Iterator[Progress]:
-    """Show the progress of a block; then say what was read of `sources`, and with `json` print `Progress.document` with
-    that and `Progress.summary`. Of several ranks all that they did together is said (all ranks)."""
+    """Show the progress of a block; then report the bytes read from `sources`, and with `json` print `Progress.document` with
+    them and `Progress.summary`. For several ranks it is the total of all (all ranks)."""
     with Progress(title, total_bytes, team=common.team) as progress:
         yield progress
         progress.document |= read_of(progress, *sources, team=common.team)
@@ -178,9 +178,9 @@ def array_bytes(source: ArraySource) -> int:
 
 
 def read_of(progress: Progress, *sources: ArraySource, team: Team = ALONE) -> dict[str, int]:
-    """Report what was read of zstore's own checkpoints, all together, and how much of it was needed; return it for `--json`.
+    """Report the bytes read from zstore's own checkpoints, and how many of them were needed; return both for `--json`.
 
-    Of several ranks, what all of them read (all ranks).
+    For several ranks it is the total of all (all ranks).
     """
     found = [done for source in sources if (done := source.reading()) is not None]
     if not found:
@@ -192,7 +192,7 @@ def read_of(progress: Progress, *sources: ArraySource, team: Team = ALONE) -> di
 
 
 def add_reading(found: Sequence[ReadStatistics], team: Team = ALONE) -> ReadStatistics:
-    """Return what was read all together, on all ranks of `team` (all ranks)."""
+    """Return the sum of these statistics over all ranks of `team` (all ranks)."""
     everyone = team.all_gather_object([asdict(each) for each in found])
     told = [each for part in everyone for each in part]
     return replace(found[0], **{key: sum(each[key] for each in told) for key in asdict(found[0])})

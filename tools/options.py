@@ -73,9 +73,9 @@ StorageOption = Annotated[
 
 
 def for_typer(command: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Return `command` with a signature for typer: a parameter that is a dataclass of options stands for its fields.
+    """Return `command` with a signature for typer: a parameter that is a dataclass of options is replaced by its fields.
 
-    A field is an option where its type is `Annotated`. What such a dataclass refuses is wrong usage.
+    A field is an option if its type is `Annotated`. A value that such a dataclass refuses is wrong usage.
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, type[Any]] = {}

@@ -1,4 +1,4 @@
-"""What is printed: text out of files made safe for a terminal, tables on stdout, and JSON."""
+"""Printing: text out of files made safe for a terminal, tables on stdout, and JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _PLAIN_COLUMNS = 200
-"""Width where stdout is no terminal: names are not cut for a pipe."""
+"""Width if stdout is no terminal: names are not cut for a pipe."""
 
 
 def printable(text: object) -> str:

@@ -1,4 +1,4 @@
-"""How far a command has come: a bar where stderr is a terminal, else a plain line every 30 s. Always on stderr."""
+"""Progress of a command: a bar if stderr is a terminal, else a plain line every 30 s. Always on stderr."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Bar:
         return True
 
     def say(self, text: str) -> None:
-        """Print a line on stderr, above the bar where there is one."""
+        """Print a line on stderr, above the bar if there is one."""
         text = printable(text)
         if self._bar is not None:
             self._bar.console.print(text)
@@ -64,8 +64,8 @@ class Bar:
 class Progress(Bar):
     """Bytes done of `total_bytes` (None: unknown), with GB/s; a closing line gives the total, the time and the rate.
 
-    Left by an exception it closes without the last line. Of a team's ranks each has about the same bytes: what is shown is
-    this rank's part, until `add_up`.
+    After an exception it closes without the last line. The ranks of a team have about the same bytes each: this rank's part
+    is shown, until `add_up`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Progress(Bar):
         self.total_bytes = total_bytes
         self.done_bytes = 0
         self.document: dict[str, Any] = {}
-        """What `--json` prints at the end, beside `summary`."""
+        """Printed at the end by `--json`, beside `summary`."""
         self._clock = clock
         self._lock = threading.Lock()
         self._started_s = self._last_line_s = clock()
@@ -104,7 +104,7 @@ class Progress(Bar):
             self.say(f"{self.title}: {format_bytes(self.done_bytes)} in {done['seconds']:.1f} s, {rate}")
 
     def expect(self, total_bytes: int) -> None:
-        """Tell what there is to do, where that was not known at the start."""
+        """Set the total, if it was not known at the start."""
         with self._lock:
             self.total_bytes = self._part_of(total_bytes)
             self.update(total=self.total_bytes)
@@ -113,11 +113,11 @@ class Progress(Bar):
         return None if total_bytes is None else -(-total_bytes // self._team.world_size)
 
     def add_up(self) -> None:
-        """Count what the other ranks of the team did, too (all ranks), once nothing is left to do."""
+        """Add the bytes of the other ranks of the team (all ranks), once nothing is left to do."""
         self.done_bytes = sum(self._team.all_gather_object(self.done_bytes))
 
     def advance(self, num_bytes: int) -> None:
-        """Count `num_bytes` more as done. Raises RankError where another rank of the team was lost."""
+        """Count `num_bytes` more as done. Raises RankError if another rank of the team was lost."""
         self._team.check()
         with self._lock:
             self.done_bytes += num_bytes
@@ -131,7 +131,7 @@ class Progress(Bar):
         self.say(text)
 
     def summary(self) -> dict[str, float]:
-        """Return `bytes`, `seconds` and `gb_per_s` so far, or of the whole once it was left."""
+        """Return `bytes`, `seconds` and `gb_per_s` so far, or in total after the block."""
         elapsed_s = (self._clock() if self._stopped_s is None else self._stopped_s) - self._started_s
         rate = self.done_bytes / elapsed_s / 1e9 if elapsed_s > 0 else 0.0
         return {"bytes": self.done_bytes, "seconds": round(elapsed_s, 6), "gb_per_s": round(rate, 6)}
@@ -146,7 +146,7 @@ class Progress(Bar):
 
 
 def _make_bar(stream: TextIO, *, in_bytes: bool) -> rich_progress.Progress | None:
-    """Return a bar of bytes or of steps on `stream`; None where that is no terminal, and rich need not be loaded."""
+    """Return a bar of bytes or of steps on `stream`; None if that is no terminal, and rich need not be loaded."""
     if not stream.isatty() and not any(name in os.environ for name in _FORCING):
         return None
     from rich import progress

@@ -1,4 +1,4 @@
-"""`zstore prune`: removes the checkpoints of a folder that no rule keeps, and prints what that frees. No torch."""
+"""`zstore prune`: removes the checkpoints of a folder that no rule keeps, and prints how much that frees. No torch."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def prune_folder(
 
     `folder` may be a URL. With `dry_run` nothing is removed. With `json`, the plan goes to stderr, and one object is
     printed: `path`, `dry_run`, `freed_bytes`, `checkpoints` with `tag`, `step`, `size_bytes` and `reasons` to keep it (none:
-    it is removed), `removed`, `messages`, and `Progress.summary` of what was removed. Returns the exit code, 1 where
-    something could not be removed. Raises CheckpointNotFoundError where nothing is there, or no checkpoint has the metric to
-    go by, UsageError for other software's, BudgetError where a limit of memory does not hold the list.
+    it is removed), `removed`, `messages`, and `Progress.summary` of the removal. Returns the exit code, 1 if something
+    could not be removed. Raises CheckpointNotFoundError if there is nothing, or no checkpoint has the metric to go by,
+    UsageError for other software's, BudgetError if a memory limit is too small for the list.
     """
     if common.also:
         raise UsageError("prune removes from one folder: run it for each, without --also")

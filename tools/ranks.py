@@ -4,7 +4,7 @@
 The ranks meet by the variables that the launcher sets and talk over gloo. Each runs the command with its `Team`, which
 divides the work; rank 0 alone prints. All end with the same code, and none before rank 0 has printed: a launcher stops the
 others as soon as one fails. A rank that fails or dies ends all (see `zstore.ranks.watch`); SIGTERM, by which a launcher
-stops them, ends a rank by an exception, so that rank 0 removes what it began to write.
+stops them, ends a rank by an exception, so that rank 0 removes its unfinished output.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SILENT_S = 30.0
 
 
 def by_all_ranks(command: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Return `command`, carried out by all ranks of a launcher where there are several: then `team` is among its options."""
+    """Return `command`, carried out by all ranks of a launcher if there are several: then `team` is among its options."""
 
     @wraps(command)
     def run(**given: Any) -> int | None:
@@ -81,8 +81,8 @@ def _joined(phase: str) -> Iterator[Team]:
 
 @contextmanager
 def _ending_with_the_launcher() -> Iterator[None]:
-    """End this process where the one that started it is gone within the block: a launcher that is killed cannot end ranks
-    that wait for each other. Once they have met, the watch does."""
+    """End this process if its parent dies within the block: a launcher that is killed cannot end ranks that wait for each
+    other. Once they have met, the watch does."""
     launcher, met = os.getppid(), threading.Event()
 
     def watch() -> None:
@@ -103,7 +103,7 @@ def _leave(number: int, _frame: object) -> NoReturn:
 
 @contextmanager
 def _printing(team: Team) -> Iterator[None]:
-    """Let rank 0 alone print what is done; errors are printed by `said_once`, outside."""
+    """Let rank 0 alone print the output; errors are printed by `said_once`, outside."""
     with ExitStack() as opened:
         if team.rank:
             nothing = opened.enter_context(open(os.devnull, "w"))

@@ -43,10 +43,9 @@ def report_command(
 ) -> int:
     """Write the report of `run` to the new file `out`; return the exit code.
 
-    With `json`, one object: `path`, `run`, `size_bytes`, `left_out` (a text for each kind of thing), and what was read.
-    Raises CheckpointExistsError where `out` exists, CheckpointNotFoundError where there is no run, UsageError where there
-    are several, or `max_size` does not hold the least that a report has, BudgetError where a limit of memory does not hold
-    the metadata.
+    With `json`, one object: `path`, `run`, `size_bytes`, `left_out` (a text for each kind of thing), and the bytes read.
+    Raises CheckpointExistsError if `out` exists, CheckpointNotFoundError if there is no run, UsageError if there are several
+    or `max_size` is too small for any report, BudgetError if a memory limit is too small for the metadata.
     """
     if common.also:
         raise UsageError("a report is of one folder: copy the parts of its checkpoints there, and leave --also out")
@@ -78,7 +77,7 @@ def _refuse_existing(out: Path) -> None:
 
 
 def _write(out: Path, data: bytes) -> int:
-    """Write a new file, which is there whole or not at all; return its bytes."""
+    """Write a new file, whole or not at all; return its bytes."""
     files = Files()
     files.make_folder(out.absolute().parent)
     part = out.with_name(f".{out.name}.{os.getpid()}")

@@ -25,7 +25,7 @@ from .progress import Progress
 
 
 class CodecName(StrEnum):
-    """What an archive's chunks are compressed with."""
+    """Codecs for the chunks of an archive."""
 
     NONE = "none"
     ZSTD = "zstd"
@@ -53,9 +53,9 @@ def reshard_command(
     has) into the folder `out`, its chunks compressed with `codec`; return the exit code.
 
     With `to` it is then uploaded to the folder of checkpoints at that URL; without `out` it is written to a temporary
-    folder first, and where neither layout nor codec is asked for a checkpoint on this machine is uploaded as it is. The tag
-    stays the same. With `json`, one object: `path` (null where nothing of it stays on this machine), what was read and
-    written, and with `to` also `url` and `upload`. Raises CheckpointExistsError where `out` or `to` has it already.
+    folder first, and if neither layout nor codec is asked for, a checkpoint on this machine is uploaded as it is. The tag
+    stays the same. With `json`, one object: `path` (null if nothing of it stays on this machine), the bytes read and
+    written, and with `to` also `url` and `upload`. Raises CheckpointExistsError if `out` or `to` has it already.
     """
     if to is None and out is None:
         raise typer.BadParameter("give the folder to write as OUT, or a URL to upload to with --to")
@@ -101,7 +101,7 @@ def reshard_into(
 ) -> Path:
     """Write the checkpoint into `folder`, laid out for `ranks`; return the tag's folder (all ranks of `team`).
 
-    Raises CheckpointExistsError where its tag is there already.
+    Raises CheckpointExistsError if its tag is there already.
     """
     try:
         return reshard_checkpoint(source, folder, ranks, progress.advance, codec=codec, team=team)
@@ -114,7 +114,7 @@ def reshard_into(
 def _reshard(
     source: ArraySource, folder: Path, made: tuple[int, str], plan: str, *, kept: bool, team: Team
 ) -> tuple[Path, dict[str, Any]]:
-    """Write it, for so many ranks and with a codec; return the tag's folder, and what was done as JSON."""
+    """Write it, for so many ranks and with a codec; return the tag's folder, and a summary as JSON."""
     (ranks, codec), total_bytes = made, array_bytes(source)
     with Progress(f"reshard {source.location}", total_bytes, team=team) as progress:
         progress.say(plan)
@@ -124,7 +124,7 @@ def _reshard(
         read = read_of(progress, source, team=team)
         progress.add_up()
         if team.rank:
-            return path, {}  # which may not see it yet
+            return path, {}  # it may not see the folder yet
         file_bytes = _file_bytes(path)
         num_files, size_bytes = count_files(path)
         ratio = total_bytes / file_bytes if file_bytes else 1.0

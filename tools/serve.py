@@ -59,7 +59,7 @@ class Listening:
 
     @property
     def token(self) -> str | None:
-        """The token, None where none was given. Raises UsageError for a file that cannot be read, or is empty."""
+        """The token, None if none was given. Raises UsageError for a file that cannot be read, or is empty."""
         if self.token_file is not None:
             return _read_token(self.token_file)
         return os.environ.get(_TOKEN_VARIABLE) or None

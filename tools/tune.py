@@ -1,9 +1,9 @@
-"""`zstore tune`: what fits by the plan is run for some steps, in the order of the plan's estimates.
+"""`zstore tune`: runs each choice that fits by the plan for some steps, in the order of the plan's estimates.
 
 [Note: the search]
 First the config as it is; then stages, offload and micro-batches, until there are `tuner_num_trials`, or
-`tuner_early_stopping` in a row are no better than the best. A trial's figure is the median of its timed steps; what is not
-2 % better than the config as it is does not replace it.
+`tuner_early_stopping` in a row are no better than the best. A trial's figure is the median of its timed steps; a trial
+must be 2 % better than the config as it is to replace it.
 
 [Note: how a trial ends]
 Once its journal has the last step to be timed, or the time is over, its ranks are killed: a script is not asked to end, for
@@ -61,7 +61,7 @@ _OUT_OF_MEMORY = re.compile(rb"OutOfMemoryError|MemoryError|BudgetError|out of m
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
-    """What the command line says. None: not given."""
+    """Options on the command line. None: not given."""
 
     config: Annotated[
         Path,
@@ -96,7 +96,7 @@ class TuneOptions:
     trial_timeout: Annotated[float, typer.Option(help="Seconds that one trial may take.", min=1, metavar="S")] = 600.0
 
     def __post_init__(self) -> None:
-        """Refuse what names nothing to run."""
+        """Refuse options that name nothing to run."""
         if not self.script and self.model is None:
             raise UsageError("say what to tune for: --model M, or a script after --")
 
@@ -252,7 +252,7 @@ class Search:
         self.folder = Path(section.results_dir)
         self.trials: list[Trial] = []
         self.left_out: list[Outcome] = []
-        """What does not fit by the plan."""
+        """Choices that do not fit by the plan."""
 
     def run(self) -> Trial | None:
         """Run the trials; return the best, None if none is ok."""
@@ -276,7 +276,7 @@ class Search:
         return (1 if self.section.metric == "latency" else one.found.samples) / statistics.median(one.found.step_s)
 
     def _candidates(self, start: Choice) -> list[Outcome]:
-        """Return what fits, the best by the plan first; what does not is left out."""
+        """Return the choices that fit, the best by the plan first; the others go to `left_out`."""
         tiers = {"none", *(["cpu"] if self._job.machine.gpus else []), start.optimizer, start.parameters}
         found: list[Outcome] = []
         for space in (one.choice for one in all_choices(self._job)):
@@ -306,7 +306,7 @@ class Search:
         return sorted(found)
 
     def _estimate(self, one: Outcome) -> tuple[float, ...]:
-        """Return the plan's seconds and bytes to and from the drive for a sample, and what else makes one slower."""
+        """Return the plan's seconds and bytes to and from the drive for a sample, and whatever else makes one slower."""
         choice, samples = one.choice, self._samples(one.choice.micro_batch)
         seconds, moved = (one.seconds.in_turn or 0.0) / samples, one.plan.traffic_total.total / samples
         offloads = (choice.optimizer != "none") + (choice.parameters != "none")
@@ -345,7 +345,7 @@ class Search:
 
 
 def _plan_job(options: TuneOptions, info: ModelInfoSection, num_ranks: int) -> PlanJob:
-    """Return what the plan is made for. Raises UsageError if the shape of the model is not known."""
+    """Return the job to plan for. Raises UsageError if the shape of the model is not known."""
     gpus = own_gpus()[0]
     asked = PlanOptions(
         config=options.config,
@@ -367,7 +367,7 @@ def _write(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _is_larger(choice: Choice, other: Trial) -> bool:
-    """Return whether another trial had not even the memory for a smaller micro-batch."""
+    """Return whether another trial ran out of memory with an even smaller micro-batch."""
     same = replace(choice, micro_batch=other.choice.micro_batch) == other.choice
     return same and other.found.status == "out of memory" and choice.micro_batch > other.choice.micro_batch
 

@@ -19,10 +19,10 @@ from .progress import Progress
 
 
 def verify_command(ckpt: Location, common: Common = DEFAULTS, *, tag: Tag = None) -> int:
-    """Check `ckpt` and print each fault on stdout; return the exit code, 1 where there is one.
+    """Check `ckpt` and print each fault on stdout; return the exit code, 1 if there is one.
 
     In a folder of checkpoints `tag` is checked; without one the newest, and checkpoints whose record is not valid are faults
-    too. With `json`, one object: `path`, `faults`, what was read for what (see `ReadStatistics`), and `Progress.summary`.
+    too. With `json`, one object: `path`, `faults`, the bytes read by purpose (see `ReadStatistics`), and `Progress.summary`.
     """
     faults: list[Fault] = []
     place, named = split_location(ckpt, tag)

@@ -33,7 +33,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint, by default the newest, in fp32 on the CPU, by their names in the model.
 
-    With `lazy_mode` too they are tensors, all in memory. Raises CheckpointNotFoundError where there is none.
+    With `lazy_mode` too they are tensors, all in memory. Raises CheckpointNotFoundError if there is none.
     """
     with open_checkpoint(checkpoint_dir, tag) as checkpoint:
         weights = checkpoint.consolidated("fp32")
@@ -73,7 +73,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write the weights of a checkpoint in fp32 into the new folder `output_dir`, as safetensors, in bounded memory.
 
-    Where `safe_serialization` asks for pickles, a line says that these are safetensors. Any rank may call it, or all: each
+    If `safe_serialization` asks for pickles, a line says that these are safetensors. Any rank may call it, or all: each
     writes, and the first one's folder stays. Raises CheckpointExistsError if the folder exists, with other content.
     """
     if not safe_serialization:
