@@ -1,1 +1,1 @@
-"""`zstore plan`: what of a training run fits where on a machine."""
+"""`zstore plan`: where the state of a training run fits on a machine."""

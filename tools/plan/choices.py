@@ -23,14 +23,14 @@ from .machine import Machine
 from .slots import slots_of
 
 HEADROOM_PERCENT = 10
-"""Of every memory: left for the process itself, the allocator's gaps, and what an estimate misses."""
+"""Of every memory: left for the process itself, the allocator's gaps, and errors of the estimates."""
 
 _BUDGET_PERCENT = 60
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a choice needs. Bytes of the device are one rank's, those of host and disk all ranks'."""
+    """The needs of a choice. Bytes of the device are one rank's, those of host and disk all ranks'."""
 
     title: str
     choice: Choice
@@ -42,12 +42,12 @@ class Outcome:
     """An estimate, as `transit_bytes` is."""
     transit_bytes: int
     device_bytes: int
-    """Everything on one device; 0 where the device is the host."""
+    """Everything on one device; 0 if the device is the host."""
     host_bytes: int
     disk_bytes: int
     seconds: Seconds
     lacking: tuple[str, ...]
-    """What does not fit; none where all does."""
+    """A text for each memory that is too small; empty if everything fits."""
 
     @property
     def fits(self) -> bool:
@@ -68,7 +68,7 @@ def all_choices(job: Job) -> list[Outcome]:
 
 
 def ladder(job: Job) -> list[Outcome]:
-    """Return what to try when memory runs out, each rung adds to the ones before."""
+    """Return the choices to try when memory runs out; each rung adds to the ones before."""
     return [weigh(job, choice, title) for title, choice in _rungs(job)]
 
 
@@ -94,7 +94,7 @@ def _rungs(job: Job) -> Iterator[tuple[str, Choice]]:
 
 
 def weigh(job: Job, choice: Choice, title: str = "") -> Outcome:
-    """Return what `choice` needs, and what of it this machine lacks."""
+    """Return the needs of `choice`, and which of them this machine lacks."""
     activations = activations_of(job, choice).total_bytes
     config = make_config(job, choice)
     plan, too_small = _planned(job, config)
@@ -102,7 +102,7 @@ def weigh(job: Job, choice: Choice, title: str = "") -> Outcome:
         config = _without_budget(config)
     asks_budget = (config.get("zstore") or {}).get("host_budget_bytes") is not None
     if not asks_budget and "nvme" in (choice.optimizer, choice.parameters):
-        # A budget keeps in memory what fits; where it cannot even hold what must be there, the sizes without one say so.
+        # A budget keeps in memory as much as fits; if it is too small for the minimum, the sizes without one say so.
         with contextlib.suppress(BudgetError):
             budgeted = make_config(job, choice, budget_bytes=_budget_bytes(job, choice, plan, activations))
             budgeted["zstore"] = _drive_rates(job) | budgeted["zstore"]
@@ -111,7 +111,7 @@ def weigh(job: Job, choice: Choice, title: str = "") -> Outcome:
 
 
 def _drive_rates(job: Job) -> dict[str, int]:
-    """Return the drive's rates as a config says them; nothing where they are not known."""
+    """Return the drive's rates as keys of a config; empty if they are not known."""
     rates = job.machine.rates
     if rates.disk_read is None or rates.disk_write is None:
         return {}
@@ -119,7 +119,7 @@ def _drive_rates(job: Job) -> dict[str, int]:
 
 
 def weigh_given(job: Job) -> Outcome:
-    """Return what the job's own config needs, as it is written, and what of it this machine lacks."""
+    """Return the needs of the job's own config, as it is written, and which of them this machine lacks."""
     raw = dict(job.base or {})
     resolved = _resolved(job, raw)
     choice = Choice(
@@ -137,7 +137,7 @@ def weigh_given(job: Job) -> Outcome:
 
 
 def _planned(job: Job, config: dict[str, Any]) -> tuple[Plan, BudgetError | None]:
-    """Return the plan of a config; where its host budget is too small, of the config without one, and the error."""
+    """Return the plan of a config; if its host budget is too small, of the config without one, and the error."""
     try:
         return plan_of(job, config), None
     except BudgetError as error:
@@ -154,7 +154,7 @@ def _outcome(job: Job, choice: Choice, title: str, config: dict[str, Any], plan:
     kept, transit = activations_of(job, choice), transit_bytes(job, choice, plan)
     activations = kept.total_bytes
     moved = kept.kept_bytes if rest == "disk" or (rest == "host" and not machine.device_is_host) else 0
-    # When whole tensors are updated, nothing is left of the backward.
+    # When whole tensors are updated, nothing of the backward remains.
     on_device = held.device + max(transit + activations - moved, plan.update_bytes)
     in_host = held.host + held.pinned + (moved if rest == "host" else 0)
     outcome = Outcome(
@@ -180,7 +180,7 @@ def make_config(job: Job, choice: Choice, budget_bytes: int | None = None) -> di
 
 
 def _default_config(job: Job, choice: Choice) -> dict[str, Any]:
-    """Return what is proposed if no config is given, without what `choice` changes."""
+    """Return the config to propose if none is given, before the changes of `choice`."""
     precision: dict[str, Any] = {} if job.precision == "fp32" else {job.precision: {"enabled": True}}
     if job.precision_is_auto:
         precision = {"fp16" if job.precision == "fp16" else "bf16": {"enabled": "auto"}}
@@ -270,7 +270,7 @@ def _resolved(job: Job, config: dict[str, Any]) -> Config:
 
 
 def _budget_bytes(job: Job, choice: Choice, plan: Plan, activations: int) -> int:
-    """Return a host budget for the machine: what "auto" would take, but on a CPU no more than the model leaves."""
+    """Return a host budget for the machine: as much as "auto" takes, but on a CPU no more than the model leaves."""
     memory = job.machine.memory_bytes
     budget = memory * _BUDGET_PERCENT // 100
     if job.machine.device_is_host:
@@ -283,7 +283,7 @@ def _usable(nbytes: int) -> int:
 
 
 def memories(outcome: Outcome, machine: Machine) -> list[tuple[str, int, int | None]]:
-    """Return (name, bytes needed, bytes that may be used or None where that is not known) of each memory."""
+    """Return (name, bytes needed, bytes that may be used or None if that is not known) of each memory."""
     return [
         ("device", outcome.device_bytes, _usable(machine.gpu_bytes)),
         ("host", outcome.host_bytes, _usable(machine.memory_bytes)),

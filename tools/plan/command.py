@@ -1,4 +1,4 @@
-"""`zstore plan`: plans what its options ask for, and prints it. What needs torch is imported when it runs."""
+"""`zstore plan`: makes the plan that its options ask for, and prints it. Torch is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from .options import PlanOptions
 
 
 def plan_command(options: PlanOptions, json: Json = False) -> int:
-    """Print the plan on stdout, as JSON or for people; 1 where nothing that was tried fits, or the given config does not,
-    else 0."""
+    """Print the plan on stdout, as JSON or for people; return 1 if no choice fits, or the given config does not, else 0."""
     from .choices import all_choices, ladder, weigh_given
     from .job import make_job
     from .report import document, notes_of, print_plan

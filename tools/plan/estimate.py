@@ -1,4 +1,4 @@
-"""What `zstore plan` can only estimate: activations, memory in transit, and seconds."""
+"""Estimates of `zstore plan`: activations, memory in transit, and seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUCKET_NUMEL = 50_000_000
 """Elements of one collective in the configs that are proposed: 100 MB in 16 bits."""
 
 ASSUMED: Mapping[str, float] = {"flops": 100e12, "disk_read": 3e9, "disk_write": 2e9}
-"""Rates a second that are not known: of a GPU for 16-bit training, of one NVMe drive."""
+"""Rates a second to assume if they are not known: of a GPU for 16-bit training, of one NVMe drive."""
 
 _FP32_BYTES = 4
 
@@ -39,14 +39,14 @@ class Seconds:
 
 
 def activations_of(job: Job, choice: Choice) -> Activations:
-    """Return what a forward keeps for its backward on one rank, about."""
+    """Return the estimated activations that a forward keeps for its backward on one rank."""
     tokens = choice.micro_batch * job.seq_length
     return Activations(width=job.model.width, tokens=tokens, itemsize=job.itemsize, checkpointing=choice.checkpointing)
 
 
 def transit_bytes(job: Job, choice: Choice, plan: Plan) -> int:
-    """Return what passes through a device's memory beside the state that it holds, about: gathered parameters of a unit and
-    the next, gradients of a unit where they do not stay as autograd made them, and the buckets of collectives."""
+    """Return the estimated bytes that pass through a device's memory beside the state that it holds: gathered parameters of a
+    unit and the next, gradients of a unit if they do not stay as autograd made them, and the buckets of collectives."""
     model, num_ranks = job.model, job.machine.world_size
     unit = model.largest_unit_numel * job.itemsize
     whole = choice.stage < 2 or num_ranks == 1
@@ -59,7 +59,7 @@ def transit_bytes(job: Job, choice: Choice, plan: Plan) -> int:
 def step_seconds(job: Job, choice: Choice, plan: Plan) -> Seconds:
     """Return the time of a step from the machine's rates, or those assumed.
 
-    Six operations per parameter and token, eight where the forward runs twice; reads and writes share the drive's time.
+    Six operations per parameter and token, eight if the forward runs twice; reads and writes share the drive's time.
     Collectives, copies to and from the device and the update itself are left out.
     """
     rates, moved = known_or_assumed(job), plan.traffic_total

@@ -1,4 +1,4 @@
-"""Whether a given config fits, and what to change in it where it does not."""
+"""Whether a given config fits, and if not, what to change in it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .report import cells, headline, make_outcome_table, notes_of, outcome_docum
 
 
 def print_given(job: Job, mine: Outcome, rungs: Sequence[Outcome], *, json: bool) -> int:
-    """Print what the config needs beside what there is, and the first rung of the ladder that fits where it does not;
-    0 where it fits, else 1."""
+    """Print the needs of the config beside the memory available, and if it does not fit, the first rung of the ladder that
+    does; return 0 if it fits, else 1."""
     first = None if mine.fits else next((rung for rung in rungs if rung.fits), None)
     changes = [] if first is None else list(differences(job.base or {}, first.config))
     notes = notes_of(job, first or mine)
@@ -44,7 +44,7 @@ def print_given(job: Job, mine: Outcome, rungs: Sequence[Outcome], *, json: bool
 def differences(
     before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, value before, value after) of each key that differs; None: it is not there."""
+    """Yield (dotted key, value before, value after) of each key that differs; None: it is missing."""
     for name in dict.fromkeys((*before, *after)):
         one, other = before.get(name), after.get(name)
         if isinstance(one, Mapping) or isinstance(other, Mapping):

@@ -1,4 +1,4 @@
-"""What is planned: a model, a machine and a precision, from what the command line says and what this machine has."""
+"""The job to plan: a model, a machine and a precision, from the command line and the hardware of this machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _DEFAULT_NVME = PurePosixPath("/local_nvme")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be trained, and on what."""
+    """A model to train, and the machine to train it on."""
 
     model: ModelShape
     machine: Machine
@@ -52,17 +52,17 @@ class Job:
     precision_is_auto: bool = False
     """Whether the configs say "auto", which is `precision` on this machine."""
     precision_note: str | None = None
-    """What there is to say about it."""
+    """A remark about it."""
     base: Mapping[str, Any] | None = None
     """The config that is weighed, as JSON; a choice replaces its stage, offload and batch sizes. None: there is none."""
     answers: Mapping[str, Any] = field(default_factory=dict)
-    """What stands for its "auto"."""
+    """The values for its "auto"."""
     base_micro_batch: int | None = None
     """Its samples in one forward."""
     optimizer: str = ADAM.kind
     """Class of the optimizer."""
     moments: Moments = "fp32"
-    """What the optimizer's moments are kept in."""
+    """Type of the optimizer's moments."""
 
     @property
     def itemsize(self) -> int:
@@ -72,7 +72,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What of a job's config can be chosen."""
+    """The part of a job's config that can be chosen."""
 
     stage: int
     optimizer: OffloadTier = "none"
@@ -84,7 +84,7 @@ class Choice:
 
 
 def make_job(options: PlanOptions) -> Job:
-    """Return what is to be planned. Raises ConfigError for a model that cannot be, UsageError for a device of unknown
+    """Return the job to plan. Raises ConfigError for a model that cannot be, UsageError for a device of unknown
     size."""
     found, found_bytes = own_gpus()
     gpus = found if options.gpus is None else options.gpus
@@ -158,7 +158,7 @@ class Given:
         return PurePosixPath(paths[0]) if paths else _DEFAULT_NVME
 
     def free_bytes(self) -> int | None:
-        """Return the room on the config's drives, each counted once; None where it names none that is there."""
+        """Return the room on the config's drives, each counted once; None if it names none that exists."""
         paths = {*self.resolved.offload_optimizer.nvme_paths, *self.resolved.offload_param.nvme_paths}
         there = [next((one for one in (path, *path.parents) if one.is_dir()), None) for path in paths]
         drives = {one.stat().st_dev: shutil.disk_usage(one).free for one in there if one is not None}
@@ -167,7 +167,7 @@ class Given:
 
 def read_given(path: Path, options: PlanOptions, rates: MatmulRates | None, *, world_size: int) -> Given:
     """Return the config in `path`, resolved for the planned devices. Raises ConfigError for one that is not sound, and
-    UsageError where --micro-batch contradicts it."""
+    UsageError if --micro-batch contradicts it."""
     raw = read_config(path)
     loaded = load_config(raw, name=str(path))
     answers = stand_ins(loaded.settings)
@@ -193,5 +193,5 @@ def read_given(path: Path, options: PlanOptions, rates: MatmulRates | None, *, w
 def _model(options: PlanOptions, precision: str) -> ModelShape:
     if options.model is not None:
         return shape_of_model(options.model, precision, options.seq_length)
-    numbers = (options.params or 0, options.hidden or 0, options.layers or 0)  # given, where no model is
+    numbers = (options.params or 0, options.hidden or 0, options.layers or 0)  # given if no model is
     return shape_of_numbers(*numbers, options.vocab or DEFAULT_VOCAB, precision)

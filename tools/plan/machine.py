@@ -19,7 +19,7 @@ from ..drive import RATE_BYTES, measure_drive, probe_folder
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a step's time follows from. None: not known, and `ASSUMED` counts."""
+    """The rates that determine a step's time. None: not known, so that `ASSUMED` is used."""
 
     disk_read: float | None = None
     """Bytes a second, of the machine's drive."""
@@ -30,18 +30,18 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One machine. Bytes are what there is of each kind, all of it."""
+    """One machine. Bytes are the total of each kind of memory."""
 
     gpus: int
     """Devices, one rank each; 0: the CPU computes."""
     gpu_bytes: int
-    """Memory of one device; of the host where there is none."""
+    """Memory of one device; of the host if there is none."""
     memory_bytes: int
     disk_bytes: int | None
     """Room on the drive; None: not known, and taken to be enough."""
     rates: Rates
     cpu_ranks: int = 1
-    """Ranks where the CPU computes."""
+    """Ranks if the CPU computes."""
     machines: int = 1
     """Machines like this one that train together."""
 
@@ -57,12 +57,12 @@ class Machine:
 
     @property
     def device_is_host(self) -> bool:
-        """The CPU computes."""
+        """Whether the CPU computes."""
         return self.gpus == 0
 
 
 def host_memory_bytes() -> int:
-    """Return the bytes of this machine's memory, or of its control groups' limit where that is less."""
+    """Return the bytes of this machine's memory, or of its control groups' limit if that is less."""
     return read_host_memory().usable_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -81,11 +81,11 @@ class PrecisionChoice:
     is_auto: bool
     """This machine's answer to "auto", so that the config may leave it open."""
     note: str | None
-    """Why, or what is slow about it."""
+    """The reason, or why it is slow."""
 
 
 def own_rates(gpus: int, *, is_this_machine: bool) -> MatmulRates | None:
-    """Return the rates of the devices that are planned for; None where those are not in this machine."""
+    """Return the rates of the devices that are planned for; None if those are not in this machine."""
     if gpus == 0:
         return measure_rates(torch.device("cpu"))
     if is_this_machine and torch.cuda.is_available():
@@ -94,7 +94,7 @@ def own_rates(gpus: int, *, is_this_machine: bool) -> MatmulRates | None:
 
 
 def find_precision(asked: str, rates: MatmulRates | None) -> PrecisionChoice:
-    """Return the precision for what was asked ("auto" or a name), on devices of these rates; None: not known, where
+    """Return the precision for the one asked for ("auto" or a name), on devices of these rates; None: not known, so that
     "auto" is bf16."""
     if asked != "auto":
         config = load_config({"train_batch_size": 1} | ({} if asked == "fp32" else {asked: {"enabled": True}}))
@@ -111,7 +111,7 @@ def find_precision(asked: str, rates: MatmulRates | None) -> PrecisionChoice:
 
 
 def device_flops(rates: MatmulRates, precision: str) -> float | None:
-    """Return what one whole device reaches in matrix products: of a CPU, all cores that torch uses."""
+    """Return the rate of one whole device in matrix products: of a CPU, with all cores that torch uses."""
     flops = rates.flops.get(precision)
     return flops and flops * (torch.get_num_threads() if rates.kind == "cpu" else 1)
 
@@ -120,7 +120,7 @@ def measured_rates(path: Path, given: Rates, *, rate_bytes: int = RATE_BYTES) ->
     """Return `given` with the drive's missing rates measured as `zstore doctor` does, on a file of `rate_bytes`, and the
     bytes free in the folder `path`.
 
-    Raises ConfigError where the folder is not there or cannot be written.
+    Raises ConfigError if the folder does not exist or cannot be written.
     """
     folder = probe_folder(path)
     if None not in (given.disk_read, given.disk_write):

@@ -1,4 +1,4 @@
-"""What `zstore plan` knows of a model: shapes, units and width. From a model on the meta device, or from four numbers."""
+"""The model as `zstore plan` sees it: shapes, units and width, from a model on the meta device or from four numbers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ModelShape:
 def shape_of_model(name_or_path: str, precision: str, seq_length: int) -> ModelShape:
     """Return the shape of a shipped model, or of a transformers config; nothing is filled.
 
-    Raises ConfigError as `build_model` does, and where a config does not say how wide its model is.
+    Raises ConfigError as `build_model` does, and for a config that does not give the width of its model.
     """
     with torch.device("meta"), _Unfilled():
         model = build_model(name_or_path, seq_length)
@@ -70,7 +70,7 @@ def shape_of_model(name_or_path: str, precision: str, seq_length: int) -> ModelS
 def shape_of_numbers(num_parameters: int, hidden: int, num_layers: int, vocab_size: int, precision: str) -> ModelShape:
     """Return the shape of a GPT with a head of its own, whose projections are as wide as `num_parameters` asks for.
 
-    Raises ConfigError where no such model is near that size.
+    Raises ConfigError if no such model is near that size.
     """
     fixed = 2 * vocab_size * hidden + 2 * hidden
     per_layer = (num_parameters - fixed) / num_layers
@@ -86,7 +86,7 @@ def shape_of_numbers(num_parameters: int, hidden: int, num_layers: int, vocab_si
     with torch.device("meta"), _Unfilled():
         config = GptConfig(hidden=hidden, num_layers=num_layers, num_heads=1, mlp_width=wide)
         blocks = nn.ModuleList(Block(config) for _ in range(num_layers))
-        # Given a weight, it draws none, for which torch would load its compiler.
+        # Given a weight, it draws no random values, for which torch would load its compiler.
         table = nn.Embedding(vocab_size, hidden, _weight=torch.empty(vocab_size, hidden))
         ends = table, nn.LayerNorm(hidden), nn.Linear(hidden, vocab_size, bias=False)
         model = nn.ModuleDict({"wte": ends[0], "h": blocks, "ln_f": ends[1], "lm_head": ends[2]})

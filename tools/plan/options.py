@@ -1,4 +1,4 @@
-"""What the command line of `zstore plan` says."""
+"""Options of `zstore plan`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Precision(StrEnum):
 
 
 class MomentsKind(StrEnum):
-    """What the optimizer's moments are kept in."""
+    """Types of the optimizer's moments."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -33,7 +33,7 @@ class MomentsKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What the command line says; None: not given."""
+    """Options on the command line; None: not given."""
 
     config: Annotated[
         Path | None,
@@ -97,7 +97,7 @@ class PlanOptions:
     ] = None
 
     def __post_init__(self) -> None:
-        """Refuse what names no model, or two."""
+        """Refuse options that name no model, or two."""
         numbers = (self.params, self.hidden, self.layers)
         if self.model is not None and any(value is not None for value in (*numbers, self.vocab)):
             raise UsageError("--model already gives the shape: leave out --params, --hidden, --layers and --vocab")

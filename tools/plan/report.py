@@ -1,4 +1,4 @@
-"""How `zstore plan` shows what it found: tables and notes for people, JSON for programs."""
+"""Output of `zstore plan`: tables and notes for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .job import Choice, Job
 
 
 def notes_of(job: Job, first: Outcome | None) -> list[str]:
-    """Return what to know about the numbers."""
+    """Return notes about the numbers."""
     counted = "sizes of state are computed as the engine does; activations and buffers in transit are estimates"
     notes = [f"{counted}; {HEADROOM_PERCENT} % of each memory is left free"]
     if job.precision_note is not None:
@@ -50,7 +50,7 @@ def notes_of(job: Job, first: Outcome | None) -> list[str]:
 
 
 def _activations(job: Job, micro_batch: int) -> str:
-    """Return what checkpointing and resting elsewhere save of one rank's activations."""
+    """Return how much of one rank's activations is saved by checkpointing and by offloading them."""
     plain = activations_of(job, Choice(stage=0, micro_batch=micro_batch))
     kept = replace(plain, checkpointing=True)
     sizes = [format_bytes(n) for n in (plain.total_bytes, kept.total_bytes, plain.kept_bytes, kept.kept_bytes)]
@@ -61,7 +61,7 @@ def _activations(job: Job, micro_batch: int) -> str:
 
 
 def print_plan(job: Job, choices: Sequence[Outcome], rungs: Sequence[Outcome], first: Outcome | None) -> None:
-    """Print the tables, and of the first rung that fits the plan and the config."""
+    """Print the tables, and the plan and the config of the first rung that fits."""
     console = make_console()
     console.print(headline(job), soft_wrap=True)
     table = make_outcome_table(job, "what fits where", ("stage", "optimizer", "parameters"))
@@ -83,7 +83,7 @@ def print_plan(job: Job, choices: Sequence[Outcome], rungs: Sequence[Outcome], f
 
 
 def headline(job: Job) -> str:
-    """Return the line that says what is planned."""
+    """Return the line that describes the job."""
     machine, model = job.machine, job.model
     devices = f"{machine.gpus} GPU(s) of {format_bytes(machine.gpu_bytes)}" if machine.gpus else "the CPU"
     if machine.machines > 1:
@@ -96,7 +96,7 @@ def headline(job: Job) -> str:
 
 
 def make_outcome_table(job: Job, title: str, names: Sequence[str]) -> Table:
-    """Return a table whose rows end with what choices need."""
+    """Return a table whose rows end with the needs of choices."""
     columns = ["host", "disk", "written per step", "s per step"]
     if not job.machine.device_is_host:
         columns.insert(0, "each device")
@@ -131,7 +131,7 @@ def _seconds(one: Outcome) -> str:
 def document(
     job: Job, choices: Sequence[Outcome], rungs: Sequence[Outcome], first: Outcome | None, notes: list[str]
 ) -> dict[str, Any]:
-    """Return what `--json` prints."""
+    """Return the document of `--json`."""
     return {
         **shape_document(job),
         "choices": [outcome_document(one) for one in choices],
@@ -143,7 +143,7 @@ def document(
 
 
 def shape_document(job: Job) -> dict[str, Any]:
-    """Return what `--json` prints of the model, the machine and what is trained."""
+    """Return the part of `--json` about the model, the machine and the training."""
     names = ("name", "num_parameters", "hidden", "num_layers", "vocab_size")
     return {
         "model": {name: getattr(job.model, name) for name in names},
@@ -153,7 +153,7 @@ def shape_document(job: Job) -> dict[str, Any]:
 
 
 def outcome_document(one: Outcome) -> dict[str, Any]:
-    """Return what `--json` prints of a choice."""
+    """Return the part of `--json` about a choice."""
     names = (
         "title",
         "lacking",

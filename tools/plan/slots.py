@@ -1,4 +1,4 @@
-"""What the optimizer of a config keeps of each parameter of a model that has no memory yet."""
+"""The optimizer state of each parameter, for the optimizer of a config and a model that has no memory yet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zstore.engine.params.record import named_parameters
 from zstore.engine.plan.plan import Slots
 
 ADAM = OptimizerConfig(kind="AdamW", arguments={})
-"""What is planned where a config leaves the optimizer to the script."""
+"""Planned if a config leaves the optimizer to the script."""
 
 
 def slots_of(module: nn.Module, optimizer: OptimizerConfig | None, ema: float | None = None) -> Mapping[str, Slots]:
