@@ -3,7 +3,7 @@
 [Note: an agent that lets ranks end by themselves]
 Torch's agent ends all ranks of a machine as soon as one has ended with a code, and stops at a signal. Ranks of zstore need
 longer: they save when a signal comes and end with 75, one a little after the other, and when one fails the others find out
-who it was and say so. So the agent runs in a thread of its own, where it sets no handlers; the main thread waits for signals
+who it was and say so. So the agent runs in a thread of its own, in which it sets no handlers; the main thread waits for signals
 and for the launcher's words and passes them on; and ranks are reported to torch as healthy until all have ended, or their
 time is over.
 """
@@ -28,7 +28,7 @@ from .ending import STOPPED_EXIT_CODE, Ended
 from .guard import Guard
 
 INTERVAL_S = 0.05
-"""How often ranks are looked at."""
+"""Time between checks of the ranks."""
 
 
 class NeverStarted(Exception):  # noqa: N818 - an end, not an error
@@ -63,7 +63,7 @@ class Agent(LocalElasticAgent):
             self.came.append(number)
             self._ending = True
             for process in self._processes():
-                process.send_signal(number)  # nothing where it ended
+                process.send_signal(number)  # no effect if it ended
 
     def end_within(self, seconds: float) -> None:
         """Kill the ranks that still run after `seconds`."""
@@ -72,7 +72,7 @@ class Agent(LocalElasticAgent):
             self._end_at = min(self._end_at or float("inf"), time.monotonic() + seconds)
 
     def others_failed(self) -> None:
-        """Have the ranks end as after a failure on this machine."""
+        """End the ranks as after a failure on this machine."""
         self._others_failed = True
         self.end_within(self._patience_s)
 
@@ -143,7 +143,7 @@ class Agent(LocalElasticAgent):
 def agent(spec: WorkerSpec, patience_s: float) -> Iterator[Agent]:
     """Yield an agent for `spec`; at the end no rank of it runs any more, however the block ends."""
     if "LOGLEVEL" not in os.environ:
-        # It would tell that it sets no handlers, and how ranks ended: we say that ourselves.
+        # It would log that it sets no handlers, and how ranks ended: we say that ourselves.
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     guard = Guard(patience_s)
     with tempfile.TemporaryDirectory(prefix="zstore-run-", ignore_cleanup_errors=True) as logs:

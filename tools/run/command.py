@@ -13,7 +13,7 @@ from .options import RunOptions
 from .plan import Plan, make_plan
 
 CONTEXT_SETTINGS = {
-    # What follows the script is the script's.
+    # Arguments after the script are the script's.
     "allow_interspersed_args": False,
     "token_normalize_func": lambda name: name.replace("_", "-"),
 }
@@ -72,7 +72,7 @@ def _run(plan: Plan) -> Ended:
 
 
 def _count_gpus() -> int:
-    """Those of the machine: slots replace what CUDA_VISIBLE_DEVICES says."""
+    """Those of the machine: slots replace CUDA_VISIBLE_DEVICES."""
     visible = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     try:
         from .ranks import count_gpus

@@ -1,4 +1,4 @@
-"""What a launcher and the agents on other machines say to each other: lines on the agent's stdin.
+"""Messages from a launcher to the agents on other machines: lines on the agent's stdin.
 
 The first line is the job. Then come `signal N`, `failed` (ranks of another machine failed), `kill`, and `alive` now and then.
 The end of the lines, or a long silence, means that the launcher or the connection is gone.
@@ -12,7 +12,7 @@ import time
 from .job import Job
 
 ALIVE_EVERY_S = 10.0
-"""How often a launcher says that it is there."""
+"""Time between a launcher's signs of life."""
 _SILENCE_S = 120.0
 
 
@@ -32,7 +32,7 @@ class Control:
         return self._descriptor
 
     def job(self) -> Job:
-        """Return the job of the first line; wait for it. Raises EOFError where there is none."""
+        """Return the job of the first line; wait for it. Raises EOFError if there is none."""
         while b"\n" not in self._rest:
             self._take()
             if self._ended:
@@ -41,7 +41,7 @@ class Control:
         return Job.from_json(line.decode())
 
     def words(self) -> list[tuple[str, int]]:
-        """Return what came, with the number of a signal or 0; call it when the descriptor can be read."""
+        """Return the words that came, each with the number of a signal or 0; call it when the descriptor can be read."""
         self._take()
         *lines, self._rest = self._rest.split(b"\n")
         found = []

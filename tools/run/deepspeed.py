@@ -22,7 +22,7 @@ DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
 
 def _parse_hostfile(hostfile_lines: Sequence[str]) -> dict[str, int]:
-    """Return the slots of each host. Raises ConfigError for a line that is none."""
+    """Return the slots of each host. Raises ConfigError for a line that is not valid."""
     try:
         hosts = parse_hostfile("\n".join(line.strip() for line in hostfile_lines), name="hostfile")
     except UsageError as error:
@@ -39,10 +39,10 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
-    """Return the slots that are left of each host, in the order of `host_info`; `HOST[:SLOT,...]@...` names what is taken or
-    left out, a host without slots all of them.
+    """Return the slots that are left of each host, in the order of `host_info`; `HOST[:SLOT,...]@...` names those to take or
+    to leave out, a host without slots all of its.
 
-    Raises ConfigError for both at once, and for hosts and slots that are not there.
+    Raises ConfigError for both at once, and for hosts and slots that do not exist.
     """
     if include_str and exclude_str:
         raise ConfigError("include_str and exclude_str: expected one of them, got both")
@@ -88,7 +88,7 @@ _FLAGS = (
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return what the words of the command `deepspeed` say, by default those of this process."""
+    """Parse the words of the command `deepspeed`, by default those of this process."""
     parser = argparse.ArgumentParser(prog="deepspeed")
     for names, default in _VALUES.items():
         parser.add_argument(*names.split(), default=default, type=int if isinstance(default, int) else str)

@@ -1,4 +1,4 @@
-"""How a run ended: one exit code, and what is said, from the codes of ranks or machines and the signals that came."""
+"""How a run ended: one exit code and a message, from the codes of ranks or machines and the signals that came."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Ended:
     codes: Mapping[str, int]
     """Exit code of each by its name, negative for the signal that ended it."""
     first: str | None = None
-    """Which failed first."""
+    """Name of the first to fail."""
     came: Sequence[int] = ()
     """Signals that were passed on to them, in order."""
     hint: str = "its output above"
     """Where to look for what happened."""
     about_kill: str = ""
-    """What is to be said of it if SIGKILL ended the first."""
+    """Explanation for the message if SIGKILL ended the first."""
 
     @property
     def stopped(self) -> bool:
@@ -44,7 +44,7 @@ class Ended:
 
     @property
     def exit_code(self) -> int:
-        """0; 75 where they stopped; 128 and the number of the signal that ended them; or the code of the first to fail."""
+        """0; 75 if they stopped; 128 and the number of the signal that ended them; or the code of the first to fail."""
         if self.stopped:
             return STOPPED_EXIT_CODE
         if not self.failed:
@@ -56,8 +56,8 @@ class Ended:
         return 128 - code if code < 0 else code
 
     def say(self, where: str = "") -> None:
-        """Print on stderr why they did not end well, if so, with the machine `where`; not where they stopped, for they say
-        it themselves."""
+        """Print on stderr why they failed, if they did, with the machine `where`; not if they stopped, since they say so
+        themselves."""
         if self.exit_code in (0, STOPPED_EXIT_CODE):
             return
         if self.came:

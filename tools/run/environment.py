@@ -12,7 +12,7 @@ _PASSED = re.compile(
     r"(NCCL|GLOO|UCX|MLFLOW|WANDB|HF|HUGGINGFACE|TOKENIZERS|TRANSFORMERS|TORCH|PYTORCH|PYTHON|OMP|MKL|ZSTORE|DEEPSPEED|AWS)_?.*"
     r"|CUDA_(HOME|LAUNCH_BLOCKING|DEVICE_ORDER|DEVICE_MAX_CONNECTIONS)|LD_LIBRARY_PATH|PATH|VIRTUAL_ENV|TMPDIR"
 )
-"""Names of what is passed on unasked: what libraries of training read, and where programs are found."""
+"""Names of variables that are passed on unasked: those that training libraries read, and search paths."""
 
 
 def exported(given: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """A process beside a launcher that ends its ranks when the launcher dies without doing so, killed for instance.
 
 It runs as a file, in a Python without packages, and is told on stdin: `rank PID` for each rank, `forget` once they ended
-by themselves. When stdin ends, the ranks get SIGTERM, and what is left of their process groups after a while, SIGKILL.
+by themselves. When stdin ends, the ranks get SIGTERM, and after a while the rest of their process groups gets SIGKILL.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Guard:
     def _tell(self, text: str) -> None:
         stream = self._process.stdin
         if stream is not None:
-            with contextlib.suppress(OSError):  # somebody ended it
+            with contextlib.suppress(OSError):  # it was ended from outside
                 stream.write(text.encode())
                 stream.flush()
 

@@ -125,7 +125,7 @@ def _range(slots: Sequence[int]) -> str:
 def limit(hosts: Sequence[Host], *, num_hosts: int | None, ranks_per_host: int | None) -> list[Host]:
     """Return the first `num_hosts` of `hosts`, each with its first `ranks_per_host` slots (None: all).
 
-    Raises UsageError where there are fewer.
+    Raises UsageError if there are fewer.
     """
     if num_hosts is not None and num_hosts > len(hosts):
         there = f"{len(hosts)} host{'s' if hosts[1:] else ''} ({', '.join(host.name for host in hosts)})"
@@ -147,7 +147,7 @@ def limit(hosts: Sequence[Host], *, num_hosts: int | None, ranks_per_host: int |
 def parse_nodelist(text: str) -> list[str]:
     """Return the names in one of Slurm's lists of nodes: `gpu[01-03,7],login` is gpu01, gpu02, gpu03, gpu7, login.
 
-    Raises UsageError for what is no such list.
+    Raises UsageError for a text that is no such list.
     """
     names = [name for part in _split(text) for name in _expand(part, text)]
     if not names:

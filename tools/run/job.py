@@ -1,4 +1,4 @@
-"""What the ranks of one machine are started with; travels as one line of JSON to other machines."""
+"""The job that starts the ranks of one machine; it is sent to other machines as one line of JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Job:
     command: tuple[str, ...]
     """Program and arguments, given to each rank as they are."""
     script: str = ""
-    """Path of the script that must be there before ranks start; "": nothing to look for."""
+    """Path of the script that must exist before ranks start; "": no check."""
     is_program: bool = False
     """Whether `script` is a program to be found on PATH."""
     hosts: tuple[Host, ...] = (Host(name="localhost", slots=None),)
@@ -31,7 +31,7 @@ class Job:
     node_rank: int | None = 0
     """None: Slurm tells it."""
     num_ranks: int | None = None
-    """Ranks on this machine where its slots are not known; None: its GPUs, or one."""
+    """Ranks on this machine if its slots are not known; None: its GPUs, or one."""
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     """0: any that is free, on a machine alone."""
@@ -67,7 +67,7 @@ class Job:
         return int(environment["SLURM_NODEID"]) if self.node_rank is None else self.node_rank
 
     def require_script(self) -> None:
-        """Raise UsageError where the script, or the program, is not on this machine."""
+        """Raise UsageError if the script, or the program, is not on this machine."""
         if not self.script:
             return
         if self.is_program:

@@ -17,16 +17,16 @@ from .signals import Wakeups
 
 _LOOK_S = 0.1
 _SSH_FAILED = 255
-"""Exit code of ssh where it failed itself."""
+"""Exit code of ssh if it failed itself."""
 _SLACK_S = 10.0
-"""What the way to a machine and back may take beyond what its ranks have."""
+"""Time for the way to a machine and back, beyond the time that its ranks have."""
 
 
 def run_machines(starts: Sequence[Start]) -> Ended:
     """Run what `starts` say and return how their programs ended, by machine; call it in the main thread.
 
-    When this process dies or loses a machine, the agents there end their ranks: their stdin ends. Raises UsageError where
-    ssh or srun is not there.
+    When this process dies or loses a machine, the agents there end their ranks: their stdin ends. Raises UsageError if
+    ssh or srun is not installed.
     """
     with Wakeups() as wakeups, contextlib.ExitStack() as stack:
         machines = Machines(stack)
@@ -73,7 +73,7 @@ class Machines:
         return any(process.poll() is None for process in self._processes.values())
 
     def pass_on(self, number: int) -> None:
-        """Have the ranks get a signal; the second SIGINT kills them."""
+        """Pass a signal on to the ranks; the second SIGINT kills them."""
         if number == signal.SIGINT and number in self._came:
             self._kill_at = 0.0
         elif number == signal.SIGINT:
@@ -82,7 +82,7 @@ class Machines:
         self._tell(f"signal {number}")
 
     def look(self) -> None:
-        """Say that this process is there, note who failed, and end what does not end."""
+        """Tell the agents that this process is alive, note who failed, and end programs that are overdue."""
         now = time.monotonic()
         if now > self._alive_at:
             self._alive_at = now + ALIVE_EVERY_S
@@ -95,7 +95,7 @@ class Machines:
             self._end_by(self._patience_s + _SLACK_S)
         if now > self._kill_at:
             for process in self._processes.values() if self._told_kill else ():
-                # The connection ends with it: the agent sees that where it did not hear the word.
+                # The connection ends with it: the agent sees that if it did not get the word.
                 process.terminate()
             self._tell("kill")
             self._told_kill, self._kill_at = True, now + _SLACK_S

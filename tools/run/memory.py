@@ -1,4 +1,4 @@
-"""What is said of a rank that SIGKILL ended, as the kernel does when memory runs out."""
+"""Explains why SIGKILL ended a rank, as the kernel does when memory runs out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GENERAL = "rest optimizer state on a drive (offload_optimizer), or lower the mi
 
 
 class MemoryWatch:
-    """Around a run: what the kernel killed meanwhile, and what ranks advise. `root`: see `read_host_memory`."""
+    """Collects the kernel's kills during a run, and the advice of ranks. `root`: see `read_host_memory`."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -32,7 +32,7 @@ class MemoryWatch:
         self._folder.cleanup()
 
     def text(self) -> str:
-        """Return what is to be said once SIGKILL ended a rank."""
+        """Return the explanation to print once SIGKILL ended a rank."""
         now, before = count_memory_kills(self._root), self._before
         kills = None if now is None or before is None else now - before
         if kills == 0:

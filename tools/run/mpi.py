@@ -36,7 +36,7 @@ MPI = {
         },
     ),
 }
-"""DeepSpeed's name of a launcher -> what it is."""
+"""DeepSpeed's name of a launcher -> its properties."""
 
 
 def mpi_command(

@@ -22,7 +22,7 @@ _DEEPSPEED = "Answer `import deepspeed` in the script with zstore, for this run 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What the command line says. None or "": not given."""
+    """Options on the command line. None or "": not given."""
 
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Script, or with --module a module.")]
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Given to the script as they are.")] = (
@@ -123,7 +123,7 @@ class RunOptions:
         self._require_agreement()
 
     def _require_agreement(self) -> None:
-        """Raise UsageError where two options cannot both be given."""
+        """Raise UsageError if two options that exclude each other are given."""
         together = [
             ("--module", self.module, "--no-python", self.no_python),
             ("--as-deepspeed", self.as_deepspeed, "--no-python", self.no_python),

@@ -1,4 +1,4 @@
-"""From options to what is started where. Reads files and variables, starts nothing."""
+"""From options to the programs to start, and where. Reads files and variables, starts nothing."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Plan:
 
 
 def make_plan(options: RunOptions, environment: Mapping[str, str], count_gpus: Callable[[], int]) -> Plan:
-    """Return what `options` ask for in `environment`. `count_gpus` is called only where it matters.
+    """Return the plan for `options` in `environment`. `count_gpus` is called only if it matters.
 
-    Raises UsageError where they cannot be met.
+    Raises UsageError if they cannot be met.
     """
     if options.launcher in MPI:
         return _over_mpi(options, environment, count_gpus)
@@ -94,7 +94,7 @@ def is_here(name: str) -> bool:
 
 
 def _hosts(options: RunOptions, count_gpus: Callable[[], int]) -> list[Host]:
-    """The machines that files and filters name; none where there is neither."""
+    """The machines that files and filters name; empty if there is neither."""
     path = options.hostfile
     if path is None and options.as_deepspeed and _JOB_HOSTFILE.is_file() and not options.standalone:
         path = _JOB_HOSTFILE
@@ -157,7 +157,7 @@ def _alone(options: RunOptions, environment: Mapping[str, str]) -> Job:
 
 
 def _one_of_several(options: RunOptions, environment: Mapping[str, str]) -> Job:
-    """The job of this machine, where somebody starts the others."""
+    """The job of this machine, if the others are started by somebody else."""
     job = _alone(options, environment)
     if options.rdzv_endpoint:
         if options.hostfile or options.include or options.exclude:

@@ -28,9 +28,9 @@ _MEET_S = 900
 def run_ranks(job: Job, control: Control | None = None) -> Ended:
     """Run the ranks of this machine and return how they ended; call it in the main thread.
 
-    SIGTERM, SIGUSR1, SIGHUP and SIGINT go to every rank, here or as words of `control`; where its other side is gone, SIGTERM.
+    SIGTERM, SIGUSR1, SIGHUP and SIGINT go to every rank, here or as words of `control`; if its other side is gone, SIGTERM.
     Ranks that do not end within the job's patience after a failure, SIGINT or that loss are killed; none outlives this
-    process. Raises UsageError where the script is not there, ZstoreError where the machines did not meet.
+    process. Raises UsageError if the script does not exist, ZstoreError if the machines did not meet.
     """
     job.require_script()
     slots = job.host(os.environ).slots

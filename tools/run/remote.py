@@ -13,7 +13,7 @@ from .ending import leave
 
 def main() -> int:
     """Return the exit code of the ranks."""
-    # The ranks' stdin is empty: what comes on this one is not for them.
+    # The ranks' stdin is empty: this process's input is not for them.
     control = Control(os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)

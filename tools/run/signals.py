@@ -1,4 +1,4 @@
-"""Signals as something to wait for beside file descriptors, so that nothing is done inside a handler."""
+"""Waits for signals together with file descriptors, so that no work is done inside a handler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 PASSED_ON = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
-"""Signals that a launcher passes on to its ranks and waits."""
+"""Signals that a launcher passes on to its ranks, and then waits."""
 
 
 class Wakeups:
@@ -59,9 +59,9 @@ class Wakeups:
         was called, or the time is over."""
         ready, _, _ = select.select([self._read, *others], [], [], max(0.0, timeout_s))
         came = list(os.read(self._read, 4096)) if self._read in ready else []
-        # Others, such as SIGCHLD, come here too where the program has a handler of its own for them.
+        # Others, such as SIGCHLD, come here too if the program has a handler of its own for them.
         return [number for number in came if number in self._before], [other for other in ready if other != self._read]
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """The wakeup descriptor has it."""
+    """Do nothing: the wakeup descriptor has the signal."""
