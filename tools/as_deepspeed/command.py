@@ -26,7 +26,7 @@ or torchrun start several.
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the script that `words` name, with what follows it as its arguments; return the exit code of a wrong call."""
+    """Run the script that `words` name, with the words after it as its arguments; return the exit code of a wrong call."""
     words = list(words)
     wants_rank: bool | None = None
     while words and words[0] in ("--local_rank", "--no_local_rank"):
@@ -73,7 +73,7 @@ def _run_script(path: str, arguments: list[str], wants_rank: bool | None) -> int
 
 
 def _option_in(source: bytes) -> str | None:
-    """Return how a script spells the argument of DeepSpeed's launcher, where its text mentions it."""
+    """Return how a script spells the argument of DeepSpeed's launcher, if its text mentions it."""
     return next((name for name in ("--local_rank", "--local-rank") if name.encode() in source), None)
 
 

@@ -1,5 +1,5 @@
-"""What `sys.meta_path` and `importlib.metadata` ask for by the name deepspeed. Nothing is installed: it is gone with the
-process. Imported at the start of every Python of such a run, so without torch, which comes with the first name."""
+"""Answers `sys.meta_path` and `importlib.metadata` for the name deepspeed. Nothing is installed: it is gone with the
+process. Imported at the start of every Python of such a run, so without torch, which is imported with the first name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class _AnswerDistribution(Distribution):
-    """What `importlib.metadata` knows of a distribution named deepspeed."""
+    """The distribution deepspeed as `importlib.metadata` sees it."""
 
     def read_text(self, filename: str) -> str | None:
         """See Distribution."""
@@ -49,8 +49,8 @@ class AnswerFinder(DistributionFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of DeepSpeed's name, None for any other. Raises ModuleNotFoundError for one that is
-        not there."""
+        """Return the spec of a module of DeepSpeed's name, None for any other. Raises ModuleNotFoundError if it does not
+        exist."""
         if fullname.partition(".")[0] != "deepspeed":
             return None
         if fullname != "deepspeed":

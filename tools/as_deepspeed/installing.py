@@ -27,15 +27,15 @@ _ALONE = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
 }
-"""What a launcher sets for one rank; port 0 is any that is free."""
+"""Variables that a launcher sets for one rank; port 0 is any that is free."""
 
 
 def install() -> None:
-    """Let `import deepspeed` in this process, and in those that it starts, give zstore. It is one rank where no launcher
-    started it.
+    """Let `import deepspeed` in this process, and in those that it starts, give zstore. Without a launcher the process is
+    one rank.
 
-    Twice is once. A DeepSpeed that is installed is not used then, and one line says so. Raises UsageError where DeepSpeed was
-    imported already, and where transformers or accelerate were, which look for it only once.
+    A second call has no effect. A DeepSpeed that is installed is not used then, and one line says so. Raises UsageError if
+    DeepSpeed was imported already, or transformers or accelerate, which look for it only once.
     """
     if installed_finder() is not None:
         return
@@ -54,7 +54,7 @@ def install() -> None:
 
 
 def put_in_place() -> None:
-    """Do as `install`, in a process that has just begun."""
+    """Do the same as `install`, in a process that has just begun."""
     take_mpi_ranks(os.environ)
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(os.environ):
         os.environ.update(_ALONE)
@@ -78,7 +78,7 @@ def _other_version() -> str | None:
 
 
 def _tell_children() -> None:
-    """Let each Python that this process starts install at its own start, where it imports `sitecustomize`."""
+    """Let each Python that this process starts install at its own start, when it imports `sitecustomize`."""
     before = os.environ.get("PYTHONPATH")
     if _STARTUP not in (before or "").split(os.pathsep):
         os.environ["PYTHONPATH"] = _STARTUP if before is None else f"{_STARTUP}{os.pathsep}{before}"

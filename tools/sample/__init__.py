@@ -1,1 +1,1 @@
-"""What `zstore train` trains on its own: text, tokens and models."""
+"""The text, tokens and models that `zstore train` has of its own."""

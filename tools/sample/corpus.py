@@ -23,7 +23,7 @@ from torch import Tensor
 from zstore.errors import ConfigError
 
 STDLIB_BYTES = 8_000_000
-"""How much of the standard library's sources is taken: enough for the demo, and the same few hundred files anywhere."""
+"""Size of the part of the standard library's sources: enough for the demo, and the same few hundred files anywhere."""
 
 _ROWS = (".jsonl", ".ndjson", ".parquet", ".arrow")
 _NOT_TEXT = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -60,7 +60,7 @@ class Corpus(Text):
     ends: tuple[int, ...]
     """Where each file ends, in bytes from the beginning of the corpus."""
     name: str
-    """For messages: the path given, or what stands in for it."""
+    """For messages: the path given, or the name of its default."""
     first: int = 0
     """Where the part that is taken begins, in bytes from the beginning of the files."""
     stop: int | None = None

@@ -1,4 +1,4 @@
-"""What `zstore train` reads: the text to train on, and the samples that it evaluates on."""
+"""Data of `zstore train`: the text to train on, and the samples that it evaluates on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Models for `zstore train`: three byte-level GPTs in plain torch, and transformers' causal language models by config.
 
 All are called alike, as transformers does it: `model(input_ids=..., labels=...)` with `labels` equal to `input_ids`;
-the model compares each prediction with the token after it. `loss_of` takes the loss out of what comes back.
+the model compares each prediction with the token after it. `loss_of` takes the loss out of its output.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ def build_model(name_or_path: str, seq_len: int) -> nn.Module:
 def load_or_build(name_or_path: str, seq_len: int, config: Any) -> nn.Module:
     """A model in shards, placed as `config`, that of `zstore.initialize`, says (all ranks).
 
-    With the weights of the folder `name_or_path` where that has safetensors files, else with random ones, as
-    `build_model` makes it. Raises what that raises.
+    With the weights of the folder `name_or_path` if that has safetensors files, else with random ones, as
+    `build_model` makes it. Raises the same errors.
     """
     import zstore
 
@@ -224,7 +224,7 @@ def load_or_build(name_or_path: str, seq_len: int, config: Any) -> nn.Module:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in what a model returned for `labels`: the tensor itself, or the `loss` of a transformers output."""
+    """The loss in a model's output for `labels`: the output itself, or the `loss` of a transformers output."""
     loss = output if isinstance(output, Tensor) else output.loss
     if not isinstance(loss, Tensor):
         raise ConfigError(
@@ -245,7 +245,7 @@ def _unknown(name: str, path: Path) -> str:
 
 @contextlib.contextmanager
 def from_transformers(path: Path) -> Iterator[None]:
-    """Raise ConfigError for what transformers refuses in a block."""
+    """Raise ConfigError if transformers refuses anything in the block."""
     try:
         yield
     except ConfigError:

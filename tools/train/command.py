@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _Start:
-    """What a run starts with."""
+    """The start of a run."""
 
     config: Config
     source: tuple[str, str | None] | None
@@ -56,7 +56,7 @@ def train_command(options: TrainOptions) -> None:
 
 
 def _prepare(options: TrainOptions) -> _Start:
-    """Return what the run begins with. Raises what can be known before anything is built, and leaves nothing behind."""
+    """Return the start of the run. Raises errors that can be found before anything is built, and leaves nothing behind."""
     from ..sample.data import open_data
 
     config = load_train_config(options)
@@ -86,8 +86,8 @@ def _prepare(options: TrainOptions) -> _Start:
 
 
 def require_place(location: str, storage_options: Mapping[str, Any]) -> None:
-    """Raise StorageError where nothing can be saved in a folder or at a URL: now, and not after hours of training. A
-    folder that is not there yet is not made."""
+    """Raise StorageError if nothing can be saved in a folder or at a URL: now, and not after hours of training. A
+    missing folder is not created."""
     if is_url(location):
         require_uploads(location, storage_options)
         return

@@ -27,7 +27,7 @@ _WARMUP_STEPS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What the command line says. None: not given."""
+    """Options on the command line. None: not given."""
 
     config: Annotated[
         Path, typer.Option(help="Configuration, JSON in the DeepSpeed dialect.", exists=True, dir_okay=False)
@@ -153,8 +153,8 @@ def load_train_config(options: TrainOptions) -> Config:
 
     name = str(options.config)
     raw = read_config(options.config)
-    load_config(raw, name=name)  # what follows may rely on the shape of its sections
-    # The command shows its own progress; the engine's lines come where they are asked for.
+    load_config(raw, name=name)  # the code below may rely on the shape of its sections
+    # The command shows its own progress; the engine's lines are printed only on request.
     raw.setdefault("steps_per_print", 0)
     if options.micro_batch is not None:
         raw[_BATCH] = options.micro_batch
@@ -217,7 +217,7 @@ def _set_lr(raw: dict[str, Any], lr: float) -> None:
     optimizer.setdefault("type", "AdamW")
     params = _section(optimizer, "params")
     params["lr"] = lr
-    for name in ("muon_lr", "adam_lr"):  # they would stand in its place
+    for name in ("muon_lr", "adam_lr"):  # they would replace it
         params.pop(name, None)
     schedule: Mapping[str, Any] = raw.get("scheduler") or {}
     params = schedule.get("params") or {}

@@ -39,7 +39,7 @@ class Evaluation:
         try:
             with evaluating(engine):
                 for first in range(0, len(self._batches), world.world_size):
-                    # Every rank calls the model as often, for its parameters may be gathered.
+                    # Every rank calls the model equally often, since its parameters may be gathered.
                     mine = first + world.rank
                     batch = self._batches[min(mine, len(self._batches) - 1)].to(engine.device)
                     loss = loss_of(engine(batch, labels=batch))

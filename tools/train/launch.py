@@ -18,8 +18,8 @@ def launch(command: Sequence[str], num_ranks: int) -> None:
     """Run `command` in `num_ranks` processes of one group, each with the variables that torchrun sets; return when all
     ended well. None of them outlives this process.
 
-    SIGTERM, SIGUSR1 and SIGHUP go to every rank. Raises SystemExit with code 75 where the ranks saved and stopped because
-    of one, with 128 and the signal's number where one ended them, and ZstoreError where a rank failed.
+    SIGTERM, SIGUSR1 and SIGHUP go to every rank. Raises SystemExit with code 75 if the ranks saved and stopped because
+    of one, with 128 and the signal's number if one ended them, and ZstoreError if a rank failed.
     """
     from ..run.ranks import run_ranks
 

@@ -25,7 +25,7 @@ from .resume import STATE_KEY, Position
 
 
 class TrainLoop:
-    """Steps from where the engine stands to `options.steps`, with metrics and saves."""
+    """Runs steps from the engine's current one to `options.steps`, with metrics and saves."""
 
     def __init__(self, options: TrainOptions, engine: Engine, data: TrainingData, position: Position) -> None:
         self._options = options
@@ -37,7 +37,7 @@ class TrainLoop:
             samples = validation_samples(data.validation, options.eval_samples, position.seq_len)
             self._evaluation = Evaluation(engine, samples, options.eval_every, options.steps)
         self._evaluated: dict[str, float] = {}
-        """What the last evaluation found."""
+        """Results of the last evaluation."""
         self._first_step = engine.global_steps
         engine.step_client_state = self._state
         self._row: dict[str, Any] = {}
@@ -132,7 +132,7 @@ class TrainLoop:
         return inputs.to(engine.device), labels.to(engine.device)
 
     def _note_length(self) -> None:
-        """Say how many tokens the next step has, where a curriculum lets sequences grow."""
+        """Tell meter and journal how many tokens the next step has, if a curriculum lets sequences grow."""
         engine, length = self._engine, self._position.seq_len
         if engine.curriculum is not None:
             length = min(length, engine.curriculum_difficulties()["seqlen"])
@@ -149,7 +149,7 @@ class TrainLoop:
         return {STATE_KEY: asdict(self._position) | {"samples": self._samples}}
 
     def _take_request(self, action: str) -> str | None:
-        """Note what a person asks for at the end of a step; see `Engine.take_requests`."""
+        """Note a person's request at the end of a step; see `Engine.take_requests`."""
         if self._options.save is None:
             return "this run has no --save, so it does not save"
         if action == "stop":

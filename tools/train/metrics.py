@@ -23,7 +23,7 @@ _log = logging.getLogger("zstore")
 
 
 class StepMeter:
-    """Times the phases of a step and sums what all ranks have; one small exchange a step."""
+    """Times the phases of a step and sums over all ranks, with one small exchange a step."""
 
     def __init__(self, engine: Engine, seq_len: int) -> None:
         self._engine = engine

@@ -1,10 +1,10 @@
-"""What a failed command says, once for all the ranks that fail with it.
+"""Error messages of a failed command, printed once for all the ranks that fail with them.
 
 [Note: one message]
 Each rank that fails leaves its message in the store by which the ranks found each other, and looks for a short while for
 the others'. The lowest rank of those with the same message prints it, with the ranks it came from. A rank that stopped
-only because of others says nothing where theirs stand. What cannot be agreed on, for a rank hangs or the store is gone,
-is printed by each: a message too many is better than none.
+only because of others says nothing if theirs are printed. If the ranks cannot agree, because one hangs or the store is
+gone, each prints its own: a message too many is better than none.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def _messages(error: BaseException, rank: int) -> dict[int, list[Any]]:
 
 
 def _stay(told: dict[int, list[Any]]) -> None:
-    """Wait until all that were heard of have read and printed: the store may lie in this process, and a launcher ends the
-    others as soon as one ends."""
+    """Wait until all known ranks have read and printed: the store may be in this process, and a launcher ends the others as
+    soon as one ends."""
     try:
         store = _store()
         store.add("read", 1)

@@ -24,8 +24,8 @@ def resume_source(
     """Return (folder or URL, tag or None for the newest) of `DIR`, `DIR:TAG` or `auto`; None to start fresh.
 
     A DIR may be a URL, which `storage_options` are for.
-    `steps` is where the run has snapshots of its steps: the last of them, where it is newer than what `DIR` or `save`
-    has.
+    `steps` is the folder of the run's snapshots of steps: the last of them is used if it is newer than the checkpoints in
+    `DIR` or `save`.
     """
     if resume is None:
         return None
@@ -48,7 +48,7 @@ def resume_source(
 def _snapshot(
     steps: Path | None, checkpoints: str, storage_options: Mapping[str, Any] | None
 ) -> tuple[str, str] | None:
-    """Return folder and tag of the snapshot to resume from; None where the newest checkpoint is as new."""
+    """Return folder and tag of the snapshot to resume from; None if the newest checkpoint is as new."""
     from zstore.engine.checkpoint.snapshot_folder import boot_id, choose_snapshot
 
     if steps is None:
@@ -71,7 +71,7 @@ STATE_KEY = "zstore_train"
 
 @dataclass(frozen=True)
 class Position:
-    """Position of a run in its data: what determines the samples, and how many were used."""
+    """Position of a run in its data: the settings that determine the samples, and how many were used."""
 
     seed: int
     seq_len: int
@@ -82,7 +82,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """What a checkpoint says of the run that it belongs to."""
+    """The run that a checkpoint belongs to, as the checkpoint records it."""
 
     id: str
     step: int
@@ -129,7 +129,7 @@ def start_position(
 def require_free_tags(
     save: str, steps: range, run: str | None, *, storage_options: Mapping[str, Any] | None = None
 ) -> None:
-    """Raise CheckpointExistsError where a save at one of `steps` in `save` would collide with a checkpoint of another run than
+    """Raise CheckpointExistsError if a save at one of `steps` in `save` would collide with a checkpoint of another run than
     `run` (None: a new one)."""
     try:
         found = tags(folder_of(save, storage_options))

@@ -20,8 +20,8 @@ from ..sample.models import build_model
 
 
 def require_room(model: str, seq_len: int, config: Config, answers: Mapping[str, Any]) -> None:
-    """Raise DiskFullError, on every rank, where a drive has no room for what a run of `model` keeps there, and BudgetError
-    where its plan cannot be (all ranks). Nothing is built: building a large model takes minutes."""
+    """Raise DiskFullError, on every rank, if a drive has no room for the files of a run of `model`, and BudgetError
+    if its plan cannot be met (all ranks). Nothing is built: building a large model takes minutes."""
     paths = {*config.offload_optimizer.nvme_paths, *config.offload_param.nvme_paths}
     if not paths:
         return
