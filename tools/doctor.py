@@ -88,8 +88,8 @@ class Report:
 def examine(path: Path, *, rate_bytes: int = RATE_BYTES) -> Report:
     """Look at this machine and at the folder `path`, which is left as it was.
 
-    The rates are measured on a file of `rate_bytes`, or less on a small drive. `ConfigError` when the folder is not
-    there.
+    The rates are measured on a file of `rate_bytes`, or less on a small drive. `ConfigError` if the folder does
+    not exist.
     """
     folder = probe_folder(path)
     drive = measure_drive(path, rate_bytes) if folder.writable else None

@@ -26,7 +26,7 @@ RATE_BYTES = 512 * 2**20
 """Size of the file that the rates are measured on: a second or so on a good drive."""
 
 PASS_LIMIT_S = 10.0
-"""A pass over the file ends after this time, on however slow a drive."""
+"""A pass over the file ends after this time, however slow the drive is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class DriveReport:
 
 
 def probe_folder(path: Path) -> FolderReport:
-    """Try out the folder; nothing is left in it. `ConfigError` when it is not there."""
+    """Try out the folder; nothing is left in it. `ConfigError` if it does not exist."""
     if not path.is_dir():
         raise ConfigError(f"expected an existing folder, got {path}: create it, or give another --path")
     files = Files()

@@ -44,7 +44,7 @@ def values_of(
 def write_state_dict(source: ArraySource, path: Path, dtype: str | None, advance: Advance) -> list[Lost]:
     """Write the new file `path`, of which `torch.load(path, weights_only=True)` gives the weights by name.
 
-    Tied parameters are there under all their names, and share their memory once loaded. Returns the
+    Tied parameters are stored under all their names, and share their memory once loaded. Returns the
     values that `dtype` cannot hold. The file is durable when this returns.
     """
     weights = list_weights(source, dtype)

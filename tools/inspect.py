@@ -99,7 +99,7 @@ def _neighbours(
     if not isinstance(source, CheckpointReader):
         return [], []
     folder = folder_of(split_location(ckpt)[0], common.storage_options, common.also or ())
-    # `DIR/TAG` may name a tag whose folder is called otherwise.
+    # `DIR/TAG` may name a tag whose folder has another name.
     found = list_tags(source.folder if folder.is_local and not folder.path.exists() else folder)
     return list(found.tags), list(found.refusals)
 

@@ -1,5 +1,4 @@
-"""How commands open a checkpoint, from a path or a URL, within the memory that they were given; and how they report. No
-torch."""
+"""Opens a checkpoint for a command, from a path or a URL, within a memory limit, and reports the bytes read. No torch."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ _REMOTE_THREADS = 12
 
 
 def parse_memory(text: str | int) -> int:
-    """Bytes in a size that a command can work in; `typer.BadParameter` that says the least for a smaller one."""
+    """Bytes in a size that is enough for a command; for a smaller one `typer.BadParameter` names the minimum."""
     num_bytes = parse_size(text)
     if num_bytes < LEAST_MEMORY_BYTES:
         raise typer.BadParameter(f"expected at least {LEAST_MEMORY_BYTES // MIB}MiB, got {text!r}")
@@ -119,7 +118,7 @@ def open_location(
 
 
 def _open(place: str, tag: str | None, resources: IoResources, common: Common) -> ArraySource:
-    """Open a checkpoint; the error for a path that is not there names the tags that its folder has."""
+    """Open a checkpoint; the error for a path that does not exist names the tags in its folder."""
     try:
         return open_source(
             place, tag, resources=resources, storage_options=common.storage_options, also=common.also or ()

@@ -51,7 +51,7 @@ def get_optim_files(checkpoint_dir: str) -> list[str]:
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
-    """Load the fp32 weights of a checkpoint into `model` and return it: moved to the CPU, but for an engine's, which goes on
+    """Load the fp32 weights of a checkpoint into `model` and return it: moved to the CPU, except for an engine's, which goes on
     training with them (all ranks)."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     if any(access.record_of(parameter) is not None for access in live() for parameter in model.parameters()):

@@ -69,5 +69,5 @@ def step_seconds(job: Job, choice: Choice, plan: Plan) -> Seconds:
 
 
 def known_or_assumed(job: Job) -> dict[str, float]:
-    """Return the machine's rates by their name in `Rates`, each that is not known as `ASSUMED` has it."""
+    """Return the machine's rates by their name in `Rates`, with those of `ASSUMED` for rates that are not known."""
     return {name: rate or ASSUMED[name] for name, rate in asdict(job.machine.rates).items()}

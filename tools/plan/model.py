@@ -46,7 +46,7 @@ class ModelShape:
 
 
 def shape_of_model(name_or_path: str, precision: str, seq_length: int) -> ModelShape:
-    """Return the shape of a shipped model, or of a transformers config; nothing is filled.
+    """Return the shape of a shipped model, or of a transformers config; no weights are made.
 
     Raises ConfigError as `build_model` does, and for a config that does not give the width of its model.
     """

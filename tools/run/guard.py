@@ -31,7 +31,7 @@ class Guard:
         )
 
     def watch(self, pids: Iterable[int]) -> None:
-        """Have these ranks, each the leader of a process group, ended with this process; in place of those before."""
+        """End these ranks, each the leader of a process group, if this process dies; they replace the former ones."""
         self._tell("".join(["forget\n", *(f"rank {pid}\n" for pid in pids)]))
 
     def close(self) -> None:

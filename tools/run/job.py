@@ -26,7 +26,7 @@ class Job:
     is_program: bool = False
     """Whether `script` is a program to be found on PATH."""
     hosts: tuple[Host, ...] = (Host(name="localhost", slots=None),)
-    """Machines that this job may turn out to be for: one, or under srun all of them."""
+    """Machines that this job may be for: one, or under srun all of them."""
     num_nodes: int = 1
     node_rank: int | None = 0
     """None: Slurm tells it."""
@@ -34,7 +34,7 @@ class Job:
     """Ranks on this machine if its slots are not known; None: its GPUs, or one."""
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    """0: any that is free, on a machine alone."""
+    """0: any free port, if there is only one machine."""
     rdzv_endpoint: str = ""
     """HOST:PORT of a c10d rendezvous, which gives the machines their ranks; "": by `node_rank`."""
     run_id: str = "zstore"
@@ -58,7 +58,7 @@ class Job:
         return cls(hosts=hosts, command=tuple(found.pop("command")), **found)
 
     def host(self, environment: Mapping[str, str]) -> Host:
-        """Return the machine that this is, of several the one that Slurm's variables name."""
+        """Return this machine; of several, the one that Slurm's variables name."""
         named = {host.name: host for host in self.hosts}
         return named.get(environment.get("SLURMD_NODENAME", ""), self.hosts[self.rank(environment) % len(self.hosts)])
 

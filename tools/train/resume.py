@@ -108,8 +108,8 @@ def saved_run(folder: str, tag: str | None, *, storage_options: Mapping[str, Any
 def start_position(
     seed: int | None, seq_len: int | None, saved: Position | None, split: float | None = None
 ) -> Position:
-    """Return where to start; a resumed run keeps its seed, sample length and held out part, or its order of data would
-    change."""
+    """Return the position to start from; a resumed run keeps its seed, sample length and held out part, since its order of
+    data depends on them."""
     if saved is None:
         return Position(seed or 0, seq_len or 128, split=split or 0.0)
     asked_for = (

@@ -1,1 +1,1 @@
-"""The folder that Pythons find on PYTHONPATH which a process with zstore's answer starts."""
+"""The folder on the PYTHONPATH of each Python that a process with zstore's answer starts."""
