@@ -18,7 +18,7 @@ from bench.contenders import build_model
 from bench.process import Spec, Tell, disk_bytes, drop_page_cache, measured, serve, versions
 from zstore.checkpoint.lookahead import read_into
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.checkpoint.verify import Fault, verify_checkpoint
+from zstore.checkpoint.verify import VerifyFault, verify_checkpoint
 from zstore.engine import Engine
 from zstore.format.partition import round_up
 from zstore.io.buffers import make_slab
@@ -64,7 +64,7 @@ def _engine(spec: Spec, tell: Tell) -> None:
     tell("end", versions=versions())
 
 
-def _verify(folder: Path) -> list[Fault]:
+def _verify(folder: Path) -> list[VerifyFault]:
     with open_checkpoint(folder) as reader:
         return verify_checkpoint(reader)
 

@@ -36,12 +36,11 @@ from zstore.journal.reader import read
 
 from .options import Json, parse_size
 from .plan.choices import Outcome, all_choices, weigh, weigh_given
-from .plan.job import Choice, make_job
-from .plan.job import Job as PlanJob
+from .plan.job import Choice, PlannedJob, make_job
 from .plan.machine import own_gpus
 from .plan.options import PlanOptions
 from .printing import cell, make_console, make_table, print_json
-from .run.job import Job
+from .run.job import RunJob
 from .run.options import RunOptions
 from .run.plan import make_plan
 
@@ -129,7 +128,7 @@ def trial_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return found
 
 
-def run_trial(job: Job, folder: Path, steps: range, timeout_s: float) -> Measured:
+def run_trial(job: RunJob, folder: Path, steps: range, timeout_s: float) -> Measured:
     """Run `job`, whose config is in `folder`, and return the times of `steps`."""
     command = [sys.executable, "-u", "-m", "zstore.tools.run.remote"]
     deadline_s = time.monotonic() + timeout_s
@@ -170,7 +169,7 @@ def failed(output: bytes, code: int) -> Measured:
 
 def job_of(
     options: TuneOptions, section: AutotuningSection, num_ranks: int, path: Path, config: Mapping[str, Any]
-) -> Job:
+) -> RunJob:
     """Return the ranks of a trial with `config`, which is in `path`."""
     if options.script:
         script, *words = options.script
@@ -187,7 +186,7 @@ def job_of(
     words = ["--config", str(path), "--model", str(options.model), "--seq-len", str(options.seq_len)]
     words += ["--steps", str(section.end_profile_step)]
     command = (sys.executable, "-u", "-m", "zstore", "train", *words)
-    return Job(command=command, num_ranks=num_ranks, shutdown_timeout_s=0)
+    return RunJob(command=command, num_ranks=num_ranks, shutdown_timeout_s=0)
 
 
 def replaced_config(words: Sequence[str], config: Path, by: Path) -> list[str]:
@@ -344,7 +343,7 @@ class Search:
             _write(self.folder / "ds_config_optimal.json", best.config)
 
 
-def _plan_job(options: TuneOptions, info: ModelInfoSection, num_ranks: int) -> PlanJob:
+def _plan_job(options: TuneOptions, info: ModelInfoSection, num_ranks: int) -> PlannedJob:
     """Return the job to plan for. Raises UsageError if the shape of the model is not known."""
     gpus = own_gpus()[0]
     asked = PlanOptions(

@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, replace
 from typing import Any
 
-from zstore.checkpoint import CheckpointReader, Fault, refused, verify_checkpoint
+from zstore.checkpoint import CheckpointReader, VerifyFault, refused, verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, CorruptionError, UsageError
 from zstore.open.sources import folder_of, split_location
 from zstore.sizes import format_bytes, format_count
@@ -24,11 +24,11 @@ def verify_command(ckpt: Location, common: Common = DEFAULTS, *, tag: Tag = None
     In a folder of checkpoints `tag` is checked; without one the newest, and checkpoints whose record is not valid are faults
     too. With `json`, one object: `path`, `faults`, the bytes read by purpose (see `ReadStatistics`), and `Progress.summary`.
     """
-    faults: list[Fault] = []
+    faults: list[VerifyFault] = []
     place, named = split_location(ckpt, tag)
     with contextlib.suppress(CheckpointNotFoundError):
         refusals = refused(folder_of(place, common.storage_options, common.also or ())) if named is None else []
-        faults += [Fault(file=refusal.location, problem=refusal.reason) for refusal in refusals]
+        faults += [VerifyFault(file=refusal.location, problem=refusal.reason) for refusal in refusals]
     document: dict[str, Any] = {}
     try:
         with open_location(place, common, named) as reader:
@@ -51,7 +51,7 @@ def verify_command(ckpt: Location, common: Common = DEFAULTS, *, tag: Tag = None
                     progress.say(f"no faults: every chunk of {len(reader.arrays)} arrays matches its checksum")
             document = asdict(done) | progress.summary()
     except CorruptionError as error:
-        faults.append(Fault(file=os.fspath(ckpt), problem=str(error)))
+        faults.append(VerifyFault(file=os.fspath(ckpt), problem=str(error)))
     if common.json:
         print_json({"path": os.fspath(ckpt), "faults": [asdict(fault) for fault in faults], **document})
     else:

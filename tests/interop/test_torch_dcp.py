@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from zstore.errors import CorruptionError
 from zstore.interop import dcp_entries
-from zstore.interop.dcp_entries import Entries, FileRange, Opaque
+from zstore.interop.dcp_entries import FileRange, Opaque, PickledEntries
 from zstore.interop.torch_archive import write_archive
 from zstore.io.files import Files
 from zstore.io.shards import open_resources
@@ -80,7 +80,7 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 def look(path: Path) -> tuple[str, Any]:
-    return Entries(FILES).look(FileRange(path=path, offset=0, nbytes=path.stat().st_size))
+    return PickledEntries(FILES).look(FileRange(path=path, offset=0, nbytes=path.stat().st_size))
 
 
 def read(entry: Opaque, first: int, stop: int) -> bytes:

@@ -22,14 +22,14 @@ import urllib3
 from tests.checkpoint.checkpoints import save_arrays
 from tests.serve.raw import Answer, ask, connect, read_all
 from zstore.errors import UsageError
-from zstore.serve.guard.connections import Limits
+from zstore.serve.guard.connections import ConnectionLimits
 from zstore.serve.guard.guard import HEADERS
 from zstore.serve.guard.tls import make_context
 from zstore.serve.server import listen, serving
 from zstore.serve.settings import Root, Settings
 
 HEAD = b"GET /api HTTP/1.1\r\nHost: localhost\r\n"
-LIMITS = Limits(
+LIMITS = ConnectionLimits(
     most_connections=20,
     head_s=0.3,
     body_s=0.3,

@@ -27,7 +27,7 @@ from tests.serve.raw import Answer, ask, connect, read_all
 from zstore.errors import UsageError
 from zstore.serve import auth
 from zstore.serve.app import make_app
-from zstore.serve.auth import Access, require_action
+from zstore.serve.auth import Permissions, require_action
 from zstore.serve.guard.guard import HEADERS, MOST_BODY_BYTES
 from zstore.serve.server import make_server, serving
 from zstore.serve.settings import Root, Settings
@@ -166,7 +166,7 @@ def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
     compared: list[tuple[bytes, bytes]] = []
     plain = hmac.compare_digest
     monkeypatch.setattr(auth.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or plain(a, b))
-    access = Access(Settings(roots=(Root.parse("x"),), token=TOKEN))
+    access = Permissions(Settings(roots=(Root.parse("x"),), token=TOKEN))
     assert access.is_token(TOKEN.encode(), "10.0.0.1")
     assert not access.is_token(b"", "10.0.0.1")
     assert not access.is_token(TOKEN.encode() + b"x", "10.0.0.1")
@@ -174,7 +174,7 @@ def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_wrong_tokens_are_limited_by_address_and_old_ones_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    access = Access(Settings(roots=(Root.parse("x"),), token=TOKEN))
+    access = Permissions(Settings(roots=(Root.parse("x"),), token=TOKEN))
     now = [1000.0]
     monkeypatch.setattr(auth.time, "monotonic", lambda: now[0])
     for _ in range(100):
@@ -194,7 +194,7 @@ def test_wrong_tokens_are_limited_by_address_and_old_ones_are_not_counted(monkey
 
 
 def test_a_session_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    access = Access(Settings(roots=(Root.parse("x"),), token=TOKEN))
+    access = Permissions(Settings(roots=(Root.parse("x"),), token=TOKEN))
     now = [1000.0]
     monkeypatch.setattr(auth.time, "monotonic", lambda: now[0])
     value = access.begin_session()

@@ -17,7 +17,7 @@ from tests.serve.conftest import Serve
 from zstore.checkpoint.folder import LocalFolder
 from zstore.errors import CheckpointNotFoundError, UsageError
 from zstore.serve.files.opened import open_local
-from zstore.serve.files.visible import Checkpoints
+from zstore.serve.files.visible import VisibleCheckpoints
 from zstore.tools.serve import Listening, serve_command
 
 ARRAYS = {"model/a": np.arange(8.0)}
@@ -53,7 +53,7 @@ def test_links_that_lead_out_and_names_that_no_url_has_are_no_runs(
 def test_a_checkpoint_that_a_link_replaces_is_not_followed(runs: Path) -> None:
     folder = LocalFolder(runs / "one")
     (runs / "one/alias").symlink_to("step-00000001")
-    places = [Checkpoints().place(folder, (name, "zarr.json")) for name in ("alias", "step-00000001")]
+    places = [VisibleCheckpoints().place(folder, (name, "zarr.json")) for name in ("alias", "step-00000001")]
     for place in places:
         open_local(place).close()
     shutil.rmtree(runs / "one/step-00000001")  # between finding and opening it

@@ -26,8 +26,15 @@ from zstore.tools.drive import BLOCK_BYTES
 from zstore.tools.plan.choices import Outcome, all_choices, ladder, plan_of
 from zstore.tools.plan.command import plan_command
 from zstore.tools.plan.estimate import activations_of, step_seconds
-from zstore.tools.plan.job import Choice, Job, make_job
-from zstore.tools.plan.machine import Machine, Rates, device_flops, find_precision, host_memory_bytes, measured_rates
+from zstore.tools.plan.job import Choice, PlannedJob, make_job
+from zstore.tools.plan.machine import (
+    PlannedMachine,
+    Rates,
+    device_flops,
+    find_precision,
+    host_memory_bytes,
+    measured_rates,
+)
 from zstore.tools.plan.model import shape_of_model, shape_of_numbers
 from zstore.tools.plan.options import PlanOptions
 from zstore.tools.plan.slots import slots_of
@@ -40,11 +47,11 @@ SEQ = 16
 def make(
     *, gpus: int = 0, gpu: int = 80 * GB, memory: int = 64 * GB, disk: int | None = None, model: str = "gpt-tiny",
     micro: int = 4, nvme: str = "/nvme",
-) -> Job:  # fmt: skip
+) -> PlannedJob:  # fmt: skip
     rates = Rates(disk_read=2e9, disk_write=1e9, flops=1e12)
-    return Job(
+    return PlannedJob(
         model=shape_of_model(model, "bf16", SEQ),
-        machine=Machine(gpus=gpus, gpu_bytes=gpu, memory_bytes=memory, disk_bytes=disk, rates=rates),
+        machine=PlannedMachine(gpus=gpus, gpu_bytes=gpu, memory_bytes=memory, disk_bytes=disk, rates=rates),
         micro_batch=micro,
         seq_length=SEQ,
         precision="bf16",
@@ -52,7 +59,7 @@ def make(
     )
 
 
-def first_that_fits(job: Job) -> Outcome | None:
+def first_that_fits(job: PlannedJob) -> Outcome | None:
     return next((rung for rung in ladder(job) if rung.fits), None)
 
 

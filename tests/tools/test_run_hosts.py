@@ -22,7 +22,7 @@ from zstore.tools import cli
 from zstore.tools.run import plan as planning
 from zstore.tools.run.command import EPILOG
 from zstore.tools.run.hosts import Host, limit, parse_filter, parse_hostfile, parse_nodelist, select
-from zstore.tools.run.job import Job
+from zstore.tools.run.job import RunJob
 from zstore.tools.run.options import RunOptions
 from zstore.tools.run.plan import Plan, make_plan
 
@@ -205,7 +205,7 @@ def test_hosts_are_reached_by_ssh(hostfile: Path) -> None:
     assert one.job.environment == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/a b", "MINE": "m", "X": "1=2"}
     assert (one.job.node_rank, one.job.num_nodes, one.job.master_addr, one.job.master_port) == (1, 2, "a", 29500)
     assert [start.job.hosts[0].slots for start in plan.starts] == [(0, 1), (0, 1, 2, 3)]
-    assert Job.from_json(one.job.to_json()) == one.job
+    assert RunJob.from_json(one.job.to_json()) == one.job
     assert [start.name for start in planned(hostfile=hostfile, include="b:2").starts] == ["b"]
     assert [start.name for start in planned(hostfile=hostfile, nnodes=1).starts] == ["a"]
 

@@ -12,7 +12,7 @@ from tests.tools.commands import run
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
 from zstore.errors import ConfigError, UsageError
-from zstore.tools.run.job import Job
+from zstore.tools.run.job import RunJob
 from zstore.tools.tune import (
     Measured,
     Search,
@@ -39,7 +39,7 @@ def options(
     return TuneOptions(config=path, script=["train.py", str(path)], **(more or {}))
 
 
-def quick(job: Job, folder: Path, steps: range, timeout_s: float) -> Measured:
+def quick(job: RunJob, folder: Path, steps: range, timeout_s: float) -> Measured:
     """Larger micro-batches are slower, those over 4 have no memory, and the config as it is is the slowest."""
     config = json.loads((folder / "ds_config.json").read_text())
     size, stage = config["train_micro_batch_size_per_gpu"], config["zero_optimization"]["stage"]

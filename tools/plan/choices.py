@@ -18,8 +18,8 @@ from zstore.errors import BudgetError
 from zstore.sizes import format_bytes
 
 from .estimate import BUCKET_NUMEL, Seconds, activations_of, step_seconds, transit_bytes
-from .job import Choice, GroupKey, Job
-from .machine import Machine
+from .job import Choice, GroupKey, PlannedJob
+from .machine import PlannedMachine
 from .slots import slots_of
 
 HEADROOM_PERCENT = 10
@@ -55,7 +55,7 @@ class Outcome:
         return not self.lacking
 
 
-def all_choices(job: Job) -> list[Outcome]:
+def all_choices(job: PlannedJob) -> list[Outcome]:
     """Return stages 0 to 3 with every tier of optimizer state and parameters that the engine offers."""
     choices = [Choice(stage=stage, micro_batch=job.micro_batch) for stage in (0, 1, 2, 3)]
     tiers: tuple[OffloadTier, ...] = ("cpu", "nvme")
@@ -67,12 +67,12 @@ def all_choices(job: Job) -> list[Outcome]:
     return [weigh(job, choice) for choice in choices]
 
 
-def ladder(job: Job) -> list[Outcome]:
+def ladder(job: PlannedJob) -> list[Outcome]:
     """Return the choices to try when memory runs out; each rung adds to the ones before."""
     return [weigh(job, choice, title) for title, choice in _rungs(job)]
 
 
-def _rungs(job: Job) -> Iterator[tuple[str, Choice]]:
+def _rungs(job: PlannedJob) -> Iterator[tuple[str, Choice]]:
     checkpointing = bool(((job.base or {}).get("zstore") or {}).get("gradient_checkpointing"))
     choice = Choice(stage=0, micro_batch=job.base_micro_batch or job.micro_batch, checkpointing=checkpointing)
     yield "as asked, stage 0", choice
@@ -93,7 +93,7 @@ def _rungs(job: Job) -> Iterator[tuple[str, Choice]]:
     yield "both to NVMe", replace(choice, optimizer="nvme", parameters="nvme")
 
 
-def weigh(job: Job, choice: Choice, title: str = "") -> Outcome:
+def weigh(job: PlannedJob, choice: Choice, title: str = "") -> Outcome:
     """Return the needs of `choice`, and which of them this machine lacks."""
     activations = activations_of(job, choice).total_bytes
     config = make_config(job, choice)
@@ -110,7 +110,7 @@ def weigh(job: Job, choice: Choice, title: str = "") -> Outcome:
     return _outcome(job, choice, title, config, plan)
 
 
-def _drive_rates(job: Job) -> dict[str, int]:
+def _drive_rates(job: PlannedJob) -> dict[str, int]:
     """Return the drive's rates as keys of a config; empty if they are not known."""
     rates = job.machine.rates
     if rates.disk_read is None or rates.disk_write is None:
@@ -118,7 +118,7 @@ def _drive_rates(job: Job) -> dict[str, int]:
     return {"disk_read_rate": max(1, round(rates.disk_read)), "disk_write_rate": max(1, round(rates.disk_write))}
 
 
-def weigh_given(job: Job) -> Outcome:
+def weigh_given(job: PlannedJob) -> Outcome:
     """Return the needs of the job's own config, as it is written, and which of them this machine lacks."""
     raw = dict(job.base or {})
     resolved = _resolved(job, raw)
@@ -136,7 +136,7 @@ def weigh_given(job: Job) -> Outcome:
     return replace(outcome, lacking=(f"host budget: {too_small}", *outcome.lacking))
 
 
-def _planned(job: Job, config: dict[str, Any]) -> tuple[Plan, BudgetError | None]:
+def _planned(job: PlannedJob, config: dict[str, Any]) -> tuple[Plan, BudgetError | None]:
     """Return the plan of a config; if its host budget is too small, of the config without one, and the error."""
     try:
         return plan_of(job, config), None
@@ -149,7 +149,7 @@ def _without_budget(config: dict[str, Any]) -> dict[str, Any]:
     return config | {"zstore": own}
 
 
-def _outcome(job: Job, choice: Choice, title: str, config: dict[str, Any], plan: Plan) -> Outcome:
+def _outcome(job: PlannedJob, choice: Choice, title: str, config: dict[str, Any], plan: Plan) -> Outcome:
     machine, held, rest = job.machine, plan.held_total, _resolved(job, config).activations
     kept, transit = activations_of(job, choice), transit_bytes(job, choice, plan)
     activations = kept.total_bytes
@@ -173,13 +173,13 @@ def _outcome(job: Job, choice: Choice, title: str, config: dict[str, Any], plan:
     return replace(outcome, lacking=tuple(_lacking(outcome, machine)))
 
 
-def make_config(job: Job, choice: Choice, budget_bytes: int | None = None) -> dict[str, Any]:
+def make_config(job: PlannedJob, choice: Choice, budget_bytes: int | None = None) -> dict[str, Any]:
     """Return the config of a choice; `budget_bytes` is the machine's host budget."""
     base = _default_config(job, choice) if job.base is None else job.base
     return changed_config(base, choice, job.micro_batch, str(job.nvme_path), budget_bytes)
 
 
-def _default_config(job: Job, choice: Choice) -> dict[str, Any]:
+def _default_config(job: PlannedJob, choice: Choice) -> dict[str, Any]:
     """Return the config to propose if none is given, before the changes of `choice`."""
     precision: dict[str, Any] = {} if job.precision == "fp32" else {job.precision: {"enabled": True}}
     if job.precision_is_auto:
@@ -233,7 +233,7 @@ def changed_config(
     return config | ({"zstore": {**(config.get("zstore") or {}), **own}} if own else {})
 
 
-def plan_of(job: Job, config: dict[str, Any]) -> Plan:
+def plan_of(job: PlannedJob, config: dict[str, Any]) -> Plan:
     """Return rank 0's plan of a config, as the engine makes it. Raises ConfigError and BudgetError as the engine does."""
     machine = job.machine
     resolved = _resolved(job, config)
@@ -257,7 +257,7 @@ def plan_of(job: Job, config: dict[str, Any]) -> Plan:
     return with_sent(plan, needs, resolved, ranks, native=native, local_world_size=machine.num_ranks)
 
 
-def _resolved(job: Job, config: dict[str, Any]) -> Config:
+def _resolved(job: PlannedJob, config: dict[str, Any]) -> Config:
     return load_config(config).resolve(
         ResolveContext(
             world_size=job.machine.world_size,
@@ -269,7 +269,7 @@ def _resolved(job: Job, config: dict[str, Any]) -> Config:
     )
 
 
-def _budget_bytes(job: Job, choice: Choice, plan: Plan, activations: int) -> int:
+def _budget_bytes(job: PlannedJob, choice: Choice, plan: Plan, activations: int) -> int:
     """Return a host budget for the machine: as much as "auto" takes, but on a CPU no more than the model leaves."""
     memory = job.machine.memory_bytes
     budget = memory * _BUDGET_PERCENT // 100
@@ -282,7 +282,7 @@ def _usable(nbytes: int) -> int:
     return nbytes * (100 - HEADROOM_PERCENT) // 100
 
 
-def memories(outcome: Outcome, machine: Machine) -> list[tuple[str, int, int | None]]:
+def memories(outcome: Outcome, machine: PlannedMachine) -> list[tuple[str, int, int | None]]:
     """Return (name, bytes needed, bytes that may be used or None if that is not known) of each memory."""
     return [
         ("device", outcome.device_bytes, _usable(machine.gpu_bytes)),
@@ -291,7 +291,7 @@ def memories(outcome: Outcome, machine: Machine) -> list[tuple[str, int, int | N
     ]
 
 
-def _lacking(outcome: Outcome, machine: Machine) -> Iterator[str]:
+def _lacking(outcome: Outcome, machine: PlannedMachine) -> Iterator[str]:
     for name, needed, usable in memories(outcome, machine):
         if usable is not None and needed > usable:
             yield f"{name}: {format_bytes(needed)} needed, {format_bytes(usable)} usable"

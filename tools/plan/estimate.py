@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from zstore.engine.plan.activations import Activations
 from zstore.engine.plan.plan import Plan
 
-from .job import Choice, Job
+from .job import Choice, PlannedJob
 
 BUCKET_NUMEL = 50_000_000
 """Elements of one collective in the configs that are proposed: 100 MB in 16 bits."""
@@ -38,13 +38,13 @@ class Seconds:
         return self.compute + self.disk
 
 
-def activations_of(job: Job, choice: Choice) -> Activations:
+def activations_of(job: PlannedJob, choice: Choice) -> Activations:
     """Return the estimated activations that a forward keeps for its backward on one rank."""
     tokens = choice.micro_batch * job.seq_length
     return Activations(width=job.model.width, tokens=tokens, itemsize=job.itemsize, checkpointing=choice.checkpointing)
 
 
-def transit_bytes(job: Job, choice: Choice, plan: Plan) -> int:
+def transit_bytes(job: PlannedJob, choice: Choice, plan: Plan) -> int:
     """Return the estimated bytes that pass through a device's memory beside the state that it holds: gathered parameters of a
     unit and the next, gradients of a unit if they do not stay as autograd made them, and the buckets of collectives."""
     model, num_ranks = job.model, job.machine.world_size
@@ -56,7 +56,7 @@ def transit_bytes(job: Job, choice: Choice, plan: Plan) -> int:
     return plan.gathered_bytes + in_backward + (2 * bucket if num_ranks > 1 else 0)
 
 
-def step_seconds(job: Job, choice: Choice, plan: Plan) -> Seconds:
+def step_seconds(job: PlannedJob, choice: Choice, plan: Plan) -> Seconds:
     """Return the time of a step from the machine's rates, or those assumed.
 
     Six operations per parameter and token, eight if the forward runs twice; reads and writes share the drive's time.
@@ -68,6 +68,6 @@ def step_seconds(job: Job, choice: Choice, plan: Plan) -> Seconds:
     return Seconds(compute=operations / rates["flops"], disk=disk)
 
 
-def known_or_assumed(job: Job) -> dict[str, float]:
+def known_or_assumed(job: PlannedJob) -> dict[str, float]:
     """Return the machine's rates by their name in `Rates`, with those of `ASSUMED` for rates that are not known."""
     return {name: rate or ASSUMED[name] for name, rate in asdict(job.machine.rates).items()}

@@ -17,7 +17,7 @@ from zstore.engine.plan.rates import MatmulRates, warn_of_slow
 from zstore.errors import UsageError
 
 from .machine import (
-    Machine,
+    PlannedMachine,
     PrecisionChoice,
     Rates,
     device_flops,
@@ -38,11 +38,11 @@ _DEFAULT_NVME = PurePosixPath("/local_nvme")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class PlannedJob:
     """A model to train, and the machine to train it on."""
 
     model: ModelShape
-    machine: Machine
+    machine: PlannedMachine
     micro_batch: int
     """Samples per rank and step; a choice may take fewer in one forward, and more forwards."""
     seq_length: int
@@ -83,7 +83,7 @@ class Choice:
     """Key that makes the ranks of a machine a group; None: there are no groups."""
 
 
-def make_job(options: PlanOptions) -> Job:
+def make_job(options: PlanOptions) -> PlannedJob:
     """Return the job to plan. Raises ConfigError for a model that cannot be, UsageError for a device of unknown
     size."""
     found, found_bytes = own_gpus()
@@ -109,7 +109,7 @@ def make_job(options: PlanOptions) -> Job:
         disk = disk or free_bytes
     if rates.flops is None and own is not None:
         rates = replace(rates, flops=device_flops(own, precision.name))
-    machine = Machine(
+    machine = PlannedMachine(
         gpus=gpus,
         gpu_bytes=gpu_bytes if gpus and gpu_bytes else memory,
         memory_bytes=memory,
@@ -120,7 +120,7 @@ def make_job(options: PlanOptions) -> Job:
     nvme = _DEFAULT_NVME if given is None else given.nvme_path
     if options.measure is not None:
         nvme = PurePosixPath(options.measure.resolve())
-    return Job(
+    return PlannedJob(
         model=model,
         machine=machine,
         micro_batch=options.micro_batch or 1 if given is None else given.samples_per_rank,

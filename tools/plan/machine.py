@@ -29,7 +29,7 @@ class Rates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class PlannedMachine:
     """One machine. Bytes are the total of each kind of memory."""
 
     gpus: int

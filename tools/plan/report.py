@@ -15,10 +15,10 @@ from zstore.sizes import format_bytes
 from ..printing import make_console, make_table
 from .choices import HEADROOM_PERCENT, Outcome
 from .estimate import ASSUMED, activations_of
-from .job import Choice, Job
+from .job import Choice, PlannedJob
 
 
-def notes_of(job: Job, first: Outcome | None) -> list[str]:
+def notes_of(job: PlannedJob, first: Outcome | None) -> list[str]:
     """Return notes about the numbers."""
     counted = "sizes of state are computed as the engine does; activations and buffers in transit are estimates"
     notes = [f"{counted}; {HEADROOM_PERCENT} % of each memory is left free"]
@@ -49,7 +49,7 @@ def notes_of(job: Job, first: Outcome | None) -> list[str]:
     return notes
 
 
-def _activations(job: Job, micro_batch: int) -> str:
+def _activations(job: PlannedJob, micro_batch: int) -> str:
     """Return how much of one rank's activations is saved by checkpointing and by offloading them."""
     plain = activations_of(job, Choice(stage=0, micro_batch=micro_batch))
     kept = replace(plain, checkpointing=True)
@@ -60,7 +60,7 @@ def _activations(job: Job, micro_batch: int) -> str:
     )
 
 
-def print_plan(job: Job, choices: Sequence[Outcome], rungs: Sequence[Outcome], first: Outcome | None) -> None:
+def print_plan(job: PlannedJob, choices: Sequence[Outcome], rungs: Sequence[Outcome], first: Outcome | None) -> None:
     """Print the tables, and the plan and the config of the first rung that fits."""
     console = make_console()
     console.print(headline(job), soft_wrap=True)
@@ -82,7 +82,7 @@ def print_plan(job: Job, choices: Sequence[Outcome], rungs: Sequence[Outcome], f
     console.print(json_module.dumps(first.config, indent=2), soft_wrap=True)
 
 
-def headline(job: Job) -> str:
+def headline(job: PlannedJob) -> str:
     """Return the line that describes the job."""
     machine, model = job.machine, job.model
     devices = f"{machine.gpus} GPU(s) of {format_bytes(machine.gpu_bytes)}" if machine.gpus else "the CPU"
@@ -95,7 +95,7 @@ def headline(job: Job) -> str:
     )
 
 
-def make_outcome_table(job: Job, title: str, names: Sequence[str]) -> Table:
+def make_outcome_table(job: PlannedJob, title: str, names: Sequence[str]) -> Table:
     """Return a table whose rows end with the needs of choices."""
     columns = ["host", "disk", "written per step", "s per step"]
     if not job.machine.device_is_host:
@@ -107,7 +107,7 @@ def make_outcome_table(job: Job, title: str, names: Sequence[str]) -> Table:
     return table
 
 
-def cells(job: Job, one: Outcome) -> list[str]:
+def cells(job: PlannedJob, one: Outcome) -> list[str]:
     """Return the row of a choice in such a table, after its names."""
     written = one.plan.traffic_total.written * job.machine.num_ranks
     cells = [_size(one.host_bytes), _size(one.disk_bytes), _size(written), _seconds(one)]
@@ -129,7 +129,7 @@ def _seconds(one: Outcome) -> str:
 
 
 def document(
-    job: Job, choices: Sequence[Outcome], rungs: Sequence[Outcome], first: Outcome | None, notes: list[str]
+    job: PlannedJob, choices: Sequence[Outcome], rungs: Sequence[Outcome], first: Outcome | None, notes: list[str]
 ) -> dict[str, Any]:
     """Return the document of `--json`."""
     return {
@@ -142,7 +142,7 @@ def document(
     }
 
 
-def shape_document(job: Job) -> dict[str, Any]:
+def shape_document(job: PlannedJob) -> dict[str, Any]:
     """Return the part of `--json` about the model, the machine and the training."""
     names = ("name", "num_parameters", "hidden", "num_layers", "vocab_size")
     return {

@@ -24,8 +24,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from .ending import STOPPED_EXIT_CODE, Ended
-from .guard import Guard
+from .ending import STOPPED_EXIT_CODE, RunEnd
+from .guard import LauncherGuard
 
 INTERVAL_S = 0.05
 """Time between checks of the ranks."""
@@ -41,7 +41,7 @@ class Agent(LocalElasticAgent):
     See [Note: an agent that lets ranks end by themselves].
     """
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, guard: Guard, patience_s: float) -> None:
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, guard: LauncherGuard, patience_s: float) -> None:
         super().__init__(spec, logs)
         self._guard = guard
         self._patience_s = patience_s
@@ -84,11 +84,11 @@ class Agent(LocalElasticAgent):
             late = self._end_at is not None and time.monotonic() > self._end_at
             return self._pcontext is None or self._others_failed or late
 
-    def ended(self) -> Ended:
+    def ended(self) -> RunEnd:
         """Return how the ranks ended, by their names."""
         ranks = [worker.global_rank for worker in self._worker_group.workers]
         codes = [process.poll() for process in self._processes()]
-        return Ended(
+        return RunEnd(
             codes={f"rank {rank}": code for rank, code in zip(ranks, codes, strict=False) if code is not None},
             first=None if self._first is None else f"rank {ranks[self._first]}",
             came=tuple(self.came),
@@ -145,7 +145,7 @@ def agent(spec: WorkerSpec, patience_s: float) -> Iterator[Agent]:
     if "LOGLEVEL" not in os.environ:
         # It would log that it sets no handlers, and how ranks ended: we say that ourselves.
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    guard = Guard(patience_s)
+    guard = LauncherGuard(patience_s)
     with tempfile.TemporaryDirectory(prefix="zstore-run-", ignore_cleanup_errors=True) as logs:
         one = Agent(spec, DefaultLogsSpecs(log_dir=logs), guard, patience_s)
         try:

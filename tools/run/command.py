@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from zstore.errors import UsageError
 
-from .ending import Ended, leave
+from .ending import RunEnd, leave
 from .options import RunOptions
 from .plan import Plan, make_plan
 
@@ -60,7 +60,7 @@ def _become(command: tuple[str, ...], environment: Mapping[str, str]) -> None:
         raise UsageError(f"no program {command[0]!r} on PATH; install MPI, or take --launcher ssh") from None
 
 
-def _run(plan: Plan) -> Ended:
+def _run(plan: Plan) -> RunEnd:
     if plan.starts:
         from .machines import run_machines
 

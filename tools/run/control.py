@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 
-from .job import Job
+from .job import RunJob
 
 ALIVE_EVERY_S = 10.0
 """Time between a launcher's signs of life."""
@@ -31,14 +31,14 @@ class Control:
         """Return the descriptor, to wait for."""
         return self._descriptor
 
-    def job(self) -> Job:
+    def job(self) -> RunJob:
         """Return the job of the first line; wait for it. Raises EOFError if there is none."""
         while b"\n" not in self._rest:
             self._take()
             if self._ended:
                 raise EOFError("no job came")
         line, _, self._rest = self._rest.partition(b"\n")
-        return Job.from_json(line.decode())
+        return RunJob.from_json(line.decode())
 
     def words(self) -> list[tuple[str, int]]:
         """Return the words that came, each with the number of a signal or 0; call it when the descriptor can be read."""

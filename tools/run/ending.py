@@ -13,7 +13,7 @@ STOPPED_EXIT_CODE = 75
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class RunEnd:
     """The end of a group of processes."""
 
     codes: Mapping[str, int]

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 _LOOK_S = 0.05
 
 
-class Guard:
+class LauncherGuard:
     """The launcher's side."""
 
     def __init__(self, patience_s: float) -> None:

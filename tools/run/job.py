@@ -16,7 +16,7 @@ from .hosts import Host
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RunJob:
     """The ranks of a machine, and how they meet the others."""
 
     command: tuple[str, ...]
@@ -48,7 +48,7 @@ class Job:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, line: str) -> Job:
+    def from_json(cls, line: str) -> RunJob:
         """Return the job of such a line."""
         found: dict[str, Any] = json.loads(line)
         hosts = tuple(

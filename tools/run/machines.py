@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from zstore.errors import UsageError
 
 from .control import ALIVE_EVERY_S
-from .ending import STOPPED_EXIT_CODE, Ended
+from .ending import STOPPED_EXIT_CODE, RunEnd
 from .plan import Start
 from .signals import Wakeups
 
@@ -22,7 +22,7 @@ _SLACK_S = 10.0
 """Time for the way to a machine and back, beyond the time that its ranks have."""
 
 
-def run_machines(starts: Sequence[Start]) -> Ended:
+def run_machines(starts: Sequence[Start]) -> RunEnd:
     """Run what `starts` say and return how their programs ended, by machine; call it in the main thread.
 
     When this process dies or loses a machine, the agents there end their ranks: their stdin ends. Raises UsageError if
@@ -107,12 +107,12 @@ class Machines:
         for process in self._processes.values():
             _tell(process, word)
 
-    def ended(self) -> Ended:
+    def ended(self) -> RunEnd:
         """Return how they ended."""
         codes = {name: process.wait() for name, process in self._processes.items()}
         lost = self._first is not None and codes[self._first] == _SSH_FAILED
         hint = "above: ssh could not connect, or lost the connection" if lost else "its output above"
-        return Ended(codes=codes, first=self._first, came=tuple(self._came), hint=hint)
+        return RunEnd(codes=codes, first=self._first, came=tuple(self._came), hint=hint)
 
 
 def _tell(process: subprocess.Popen[bytes], line: str) -> None:

@@ -15,7 +15,7 @@ from zstore.errors import UsageError
 
 from .environment import deepspeed_file, exported, passed_on
 from .hosts import Host, limit, parse_filter, parse_hostfile, parse_nodelist, select
-from .job import Job
+from .job import RunJob
 from .mpi import MPI, mpi_command
 from .options import RunOptions
 
@@ -31,14 +31,14 @@ class Start:
     name: str
     """Of the machine, or of the program."""
     command: tuple[str, ...]
-    job: Job
+    job: RunJob
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What `zstore run` does: the ranks of this machine, or programs that start those of several."""
 
-    job: Job
+    job: RunJob
     starts: tuple[Start, ...] = ()
     """Empty: `job` runs here."""
     instead: tuple[str, ...] = ()
@@ -133,7 +133,7 @@ def _this_machine(options: RunOptions, count_gpus: Callable[[], int]) -> Host:
 # -- the jobs -------------------------------------------------------------------------------------------------------------
 
 
-def _alone(options: RunOptions, environment: Mapping[str, str]) -> Job:
+def _alone(options: RunOptions, environment: Mapping[str, str]) -> RunJob:
     words = [options.script, *(options.args or ())]
     if options.no_python:
         command = words
@@ -143,7 +143,7 @@ def _alone(options: RunOptions, environment: Mapping[str, str]) -> Job:
     else:
         command = [sys.executable, "-u", *(["-m"] * options.module), *words]
     own = exported(options.export or (), environment)
-    return Job(
+    return RunJob(
         command=tuple(command),
         script="" if options.module else options.script,
         is_program=options.no_python,
@@ -156,7 +156,7 @@ def _alone(options: RunOptions, environment: Mapping[str, str]) -> Job:
     )
 
 
-def _one_of_several(options: RunOptions, environment: Mapping[str, str]) -> Job:
+def _one_of_several(options: RunOptions, environment: Mapping[str, str]) -> RunJob:
     """The job of this machine, if the others are started by somebody else."""
     job = _alone(options, environment)
     if options.rdzv_endpoint:
@@ -213,7 +213,7 @@ def _slurm_port(environment: Mapping[str, str]) -> int:
 # -- other machines -------------------------------------------------------------------------------------------------------
 
 
-def _travelling(options: RunOptions, environment: Mapping[str, str]) -> Job:
+def _travelling(options: RunOptions, environment: Mapping[str, str]) -> RunJob:
     """The job for other machines, with the variables that it needs there."""
     if options.max_restarts:
         raise UsageError(

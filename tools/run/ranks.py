@@ -15,8 +15,8 @@ from zstore.io import num_cores
 
 from .agent import INTERVAL_S, Agent, NeverStarted, agent
 from .control import Control
-from .ending import Ended
-from .job import Job
+from .ending import RunEnd
+from .job import RunJob
 from .memory import MemoryWatch
 from .signals import Wakeups
 
@@ -25,7 +25,7 @@ _MEET_S = 900
 """How long the machines wait for each other."""
 
 
-def run_ranks(job: Job, control: Control | None = None) -> Ended:
+def run_ranks(job: RunJob, control: Control | None = None) -> RunEnd:
     """Run the ranks of this machine and return how they ended; call it in the main thread.
 
     SIGTERM, SIGUSR1, SIGHUP and SIGINT go to every rank, here or as words of `control`; if its other side is gone, SIGTERM.
@@ -125,7 +125,7 @@ def _environment(own: dict[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _spec(job: Job, num_ranks: int) -> Iterator[Any]:
+def _spec(job: RunJob, num_ranks: int) -> Iterator[Any]:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous import RendezvousParameters

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from zstore.errors import ZstoreError
 
-from ..run.job import Job
+from ..run.job import RunJob
 
 _END_WELL_S = 20.0
 """How long ranks may take to exit by themselves once one failed: they exchange their errors meanwhile."""
@@ -23,7 +23,7 @@ def launch(command: Sequence[str], num_ranks: int) -> None:
     """
     from ..run.ranks import run_ranks
 
-    ended = run_ranks(Job(command=tuple(command), num_ranks=num_ranks, shutdown_timeout_s=_END_WELL_S))
+    ended = run_ranks(RunJob(command=tuple(command), num_ranks=num_ranks, shutdown_timeout_s=_END_WELL_S))
     if not ended.exit_code:
         return
     if ended.stopped:

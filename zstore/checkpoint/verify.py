@@ -31,7 +31,7 @@ _Crcs = dict[tuple[str, int], Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class VerifyFault:
     """A difference from the committed state."""
 
     file: str
@@ -48,7 +48,7 @@ class Fault:
 
 def verify_checkpoint(
     reader: CheckpointReader, advance: Advance | None = None, *, num_threads: int | None = None, team: Team = ALONE
-) -> list[Fault]:
+) -> list[VerifyFault]:
     """Check everything in parallel and return the faults, sorted by file; an empty list means a whole checkpoint.
 
     The ranks of `team` check a part each, about the same bytes, and all return all faults (all ranks). Memory stays within
@@ -58,7 +58,7 @@ def verify_checkpoint(
         faults = _Check(reader, team).run(advance, num_threads or max(_LEAST_THREADS, reader.num_readers))
     told = team.all_gather_object([asdict(fault) for fault in faults])
     # Faults of a whole file are seen by each rank that has a part of it.
-    found = dict.fromkeys(Fault(**fault) for part in told for fault in part)
+    found = dict.fromkeys(VerifyFault(**fault) for part in told for fault in part)
     return sorted(found, key=lambda fault: (fault.file, fault.offset or 0))
 
 
@@ -77,21 +77,25 @@ class _Check:
         manifests = items_of([1] * reader.record.world_size, team.rank, team.world_size)
         self._manifests = [rank for rank in manifests if rank not in elsewhere]
 
-    def run(self, advance: Advance | None, num_threads: int) -> list[Fault]:
+    def run(self, advance: Advance | None, num_threads: int) -> list[VerifyFault]:
         """Return the faults of this rank's part."""
-        reader, faults = self._reader, list[Fault]()
+        reader, faults = self._reader, list[VerifyFault]()
         if self._team.rank == 0:
             missing = reader.missing_machines()
-            faults += [Fault(file=MANIFEST_FOLDER, problem=missing_text(reader.location, [one])) for one in missing]
+            faults += [
+                VerifyFault(file=MANIFEST_FOLDER, problem=missing_text(reader.location, [one])) for one in missing
+            ]
         ranks = {shard for _, shard, _, _ in self._shares if shard < reader.record.world_size}
         crcs = _read_manifests(reader, {*self._manifests, *ranks}, faults)
         sizes = self._sizes()
-        tasks: list[Callable[[], list[Fault]]] = []
+        tasks: list[Callable[[], list[VerifyFault]]] = []
         for name, shard, first, stop in self._shares:
             check = _ShardCheck(reader, reader.arrays[name], shard, sizes)
             tasks.append(partial(check.run, (first, stop), crcs.get((name, shard)), advance))
         faults += [
-            Fault(file=manifest_file(shard), problem=f"names shard {shard}, which the array does not have", array=name)
+            VerifyFault(
+                file=manifest_file(shard), problem=f"names shard {shard}, which the array does not have", array=name
+            )
             for name, shard in crcs
             if name not in reader.arrays or shard >= reader.arrays[name].grid.num_shards
         ]
@@ -102,7 +106,7 @@ class _Check:
             faults += _find_extra_files(reader, sizes)
         return faults
 
-    def _metadata_tasks(self) -> list[Callable[[], list[Fault]]]:
+    def _metadata_tasks(self) -> list[Callable[[], list[VerifyFault]]]:
         """Return tasks that check the metadata of all levels (rank 0): in between, while the drive reads shards."""
         reader = self._reader
         folders = [*reader.documents["consolidated_metadata"]["metadata"]] if self._team.rank == 0 else []
@@ -139,9 +143,9 @@ def _chunks(array: StoredArray, shard: int) -> tuple[int, int]:
     return num_chunks, -(-array.shard_file_bytes(shard) // num_chunks)
 
 
-def _check_metadata(reader: CheckpointReader, folders: Sequence[str]) -> list[Fault]:
+def _check_metadata(reader: CheckpointReader, folders: Sequence[str]) -> list[VerifyFault]:
     """Compare the `zarr.json` in `folders` with the copies at the root, whose digest was checked when it was opened."""
-    faults: list[Fault] = []
+    faults: list[VerifyFault] = []
     documents = reader.documents["consolidated_metadata"]["metadata"]
     files = [f"{folder}/{METADATA_FILE}" for folder in folders]
     for folder, file, data in zip(folders, files, reader.folder.read_all(files), strict=True):
@@ -150,11 +154,11 @@ def _check_metadata(reader: CheckpointReader, folders: Sequence[str]) -> list[Fa
             if isinstance(data, Exception):
                 raise data
             if parse_json(data, file) != expected:
-                faults.append(Fault(file=file, problem=f"differs from its copy in the root's {METADATA_FILE}"))
+                faults.append(VerifyFault(file=file, problem=f"differs from its copy in the root's {METADATA_FILE}"))
         except FileNotFoundError:
-            faults.append(Fault(file=file, problem="is missing"))
+            faults.append(VerifyFault(file=file, problem="is missing"))
         except (OSError, ZstoreError) as error:
-            faults.append(Fault(file=file, problem=str(error)))
+            faults.append(VerifyFault(file=file, problem=str(error)))
     return faults
 
 
@@ -167,13 +171,13 @@ def _sizes(reader: CheckpointReader) -> dict[str, int | None]:
     return sizes
 
 
-def _read_manifests(reader: CheckpointReader, ranks: Collection[int], faults: list[Fault]) -> _Crcs:
+def _read_manifests(reader: CheckpointReader, ranks: Collection[int], faults: list[VerifyFault]) -> _Crcs:
     crcs: _Crcs = {}
     for rank in sorted(ranks):
         try:
             crcs.update({(entry.array, entry.shard): entry.crcs for entry in reader.manifest(rank).shards})
         except (OSError, ZstoreError) as error:
-            faults.append(Fault(file=manifest_file(rank), problem=str(error)))
+            faults.append(VerifyFault(file=manifest_file(rank), problem=str(error)))
     return crcs
 
 
@@ -190,7 +194,9 @@ class _ShardCheck:
         self._path = reader.folder.location_of(self._file)
         self._sizes = sizes
 
-    def run(self, chunks: tuple[int, int], expected: Sequence[int] | None, advance: Advance | None) -> list[Fault]:
+    def run(
+        self, chunks: tuple[int, int], expected: Sequence[int] | None, advance: Advance | None
+    ) -> list[VerifyFault]:
         """Return the faults of the file and of chunks `[first, stop)` of it; `expected` are the manifest's checksums, None
         if it names no such shard."""
         file_bytes = self._array.shard_file_bytes(self._shard)
@@ -203,10 +209,10 @@ class _ShardCheck:
             advance(file_bytes * stop // num_chunks - file_bytes * first // num_chunks)
         return faults
 
-    def _fault(self, problem: str, offset: int | None = None) -> Fault:
-        return Fault(file=self._file, problem=problem, array=self._array.spec.name, offset=offset)
+    def _fault(self, problem: str, offset: int | None = None) -> VerifyFault:
+        return VerifyFault(file=self._file, problem=problem, array=self._array.spec.name, offset=offset)
 
-    def _check_size(self, file_bytes: int) -> list[Fault]:
+    def _check_size(self, file_bytes: int) -> list[VerifyFault]:
         if self._file not in self._sizes:
             return [self._fault("is missing")]
         found = self._sizes[self._file]
@@ -217,7 +223,7 @@ class _ShardCheck:
         problem = f"has {found} bytes, expected {file_bytes}"
         return [self._fault(problem, min(found, file_bytes))]
 
-    def _check_chunks(self, chunks: tuple[int, int], expected: Sequence[int] | None) -> list[Fault]:
+    def _check_chunks(self, chunks: tuple[int, int], expected: Sequence[int] | None) -> list[VerifyFault]:
         shard = open_shard_file(self._resources, self._path, self._array.cut, self._shard, check=False)
         first, stop = chunks[0], min(chunks[1], shard.layout.num_present)
         try:
@@ -236,7 +242,7 @@ class _ShardCheck:
             if found != wanted
         ]
 
-    def _find_damage(self, shard: ShardReader, chunks: range) -> list[Fault]:
+    def _find_damage(self, shard: ShardReader, chunks: range) -> list[VerifyFault]:
         """Read a file that is known to be bad again, to say where."""
         try:
             shard.check_index()
@@ -246,9 +252,9 @@ class _ShardCheck:
             return [self._fault(str(error), error.offset)]
         return self._find_bad_chunks(shard, chunks)
 
-    def _find_bad_chunks(self, shard: ShardReader, chunks: range) -> list[Fault]:
+    def _find_bad_chunks(self, shard: ShardReader, chunks: range) -> list[VerifyFault]:
         """Read a file that is known to be bad chunk by chunk, to name each."""
-        faults: list[Fault] = []
+        faults: list[VerifyFault] = []
         grid = self._array.grid
         base = self._shard * grid.shard_numel
         for chunk in chunks:
@@ -267,10 +273,10 @@ class _ShardCheck:
         return faults
 
 
-def _find_extra_files(reader: CheckpointReader, sizes: Mapping[str, int | None]) -> list[Fault]:
+def _find_extra_files(reader: CheckpointReader, sizes: Mapping[str, int | None]) -> list[VerifyFault]:
     known = {f"{folder}/{METADATA_FILE}" for folder in reader.documents["consolidated_metadata"]["metadata"]}
     known |= {manifest_file(rank) for rank in range(reader.record.world_size)}
     known |= {machine_file(number) for number in range(len(machines_of(reader.record)))}
     for array in reader.arrays.values():
         known |= {array.shard_file(shard) for shard in range(array.grid.num_shards)}
-    return [Fault(file=file, problem="is not part of the checkpoint") for file in sizes if file not in known]
+    return [VerifyFault(file=file, problem="is not part of the checkpoint") for file in sizes if file not in known]

@@ -128,7 +128,7 @@ Opaque = FileRange | TextBytes | LoadedBytes
 """The bytes of an entry, read from their file."""
 
 
-class Entries:
+class PickledEntries:
     """Looks into the entries of one checkpoint. They may not overlap: otherwise many could be made of few bytes."""
 
     def __init__(self, files: Files) -> None:

@@ -19,7 +19,7 @@ from ..format.arrays import ArraySpec, Bytes, client_array
 from ..format.boxes import Box, gather, tiles
 from ..io.files import Files
 from ..io.shards import IoResources
-from .dcp_entries import Entries, FileRange, Opaque
+from .dcp_entries import FileRange, Opaque, PickledEntries
 from .dcp_names import STATE, Names, key_of, name_arrays, step_of
 from .dcp_names import Path as KeyPath
 from .dcp_values import make_document
@@ -67,7 +67,7 @@ class TorchDcpSource(ForeignSource):
 
     def __init__(self, folder: Path, resources: IoResources | None = None) -> None:
         files = Files(direct=False)
-        tensors, self._opaque, document = _Metadata(folder).described(Entries(files))
+        tensors, self._opaque, document = _Metadata(folder).described(PickledEntries(files))
         self._blocks = {name: blocks for name, (_, blocks) in tensors.items()}
         self._found: dict[FileRange, TorchTensor] = {}
         specs = [spec for spec, _ in tensors.values()]
@@ -126,7 +126,7 @@ class _Metadata:
         self._paths = {key: self._key_path(key, kept.get(key)) for key in self._entries}
 
     def described(
-        self, looked_into: Entries
+        self, looked_into: PickledEntries
     ) -> tuple[dict[str, tuple[ArraySpec, _Blocks]], dict[str, Opaque], dict[str, Any]]:
         """Return tensors by array name, opaque arrays, and the record's `state["dcp"]`."""
         tensors = {key: entry for key, entry in self._entries.items() if self._kind(entry) == "TensorStorageMetadata"}

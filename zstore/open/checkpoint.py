@@ -18,7 +18,7 @@ from ..checkpoint.folder import LocalFolder
 from ..checkpoint.machines import missing_machines, missing_text
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import ArraySource, StoredArray
-from ..checkpoint.verify import Fault, verify_checkpoint
+from ..checkpoint.verify import VerifyFault, verify_checkpoint
 from ..closing import Closing
 from ..errors import CheckpointError, CheckpointMismatchError, UsageError
 from ..format.arrays import Array
@@ -157,7 +157,7 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
         """
         return Weights(self, _zarr_name(dtype), overflow, ema=ema)
 
-    def verify(self) -> list[Fault]:
+    def verify(self) -> list[VerifyFault]:
         """Check every byte, and return what is not as it was committed; an empty list means a whole checkpoint."""
         self.check_open()
         if not isinstance(self.source, CheckpointReader):

@@ -60,7 +60,7 @@ class WrongTokens:
         return min(float(_TRIES), left + (time.monotonic() - at) * _TRIES_PER_S)
 
 
-class Access:
+class Permissions:
     """Knows the token and the sessions of browsers. Usable from any thread."""
 
     def __init__(self, settings: Settings) -> None:

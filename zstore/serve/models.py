@@ -328,7 +328,7 @@ class PruneRules(_Model):
     """Of the answer to a dry run: the checkpoints in it are removed. None: a dry run."""
 
 
-class Fate(_Model):
+class CheckpointFate(_Model):
     """The fate of a checkpoint."""
 
     checkpoint: str
@@ -342,7 +342,7 @@ class Fate(_Model):
 class PruneResult(_Model):
     """The effects of pruning; with `job` it has begun."""
 
-    fates: list[Fate]
+    fates: list[CheckpointFate]
     freed_bytes: int
     plan: str
     """Digest of the checkpoints that go; only they are removed."""

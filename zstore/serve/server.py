@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 
 from ..errors import UsageError
 from .app import make_app
-from .guard.connections import Limits
+from .guard.connections import ConnectionLimits
 from .guard.tls import make_context
 from .service import Service
 from .settings import Settings
@@ -23,7 +23,7 @@ from .settings import Settings
 _GRACE_S = 3
 """How long requests may take to end once the service is to."""
 _BACKLOG = 2048
-_LIMITS = Limits()
+_LIMITS = ConnectionLimits()
 
 
 def run(settings: Settings, announce: Callable[[str], None] = lambda _: None) -> None:
@@ -60,7 +60,7 @@ class Server(uvicorn.Server):
             log.setLevel(level)
 
 
-def make_server(settings: Settings, limits: Limits = _LIMITS) -> Server:
+def make_server(settings: Settings, limits: ConnectionLimits = _LIMITS) -> Server:
     """Return the server, which serves once it runs."""
     app: Starlette = make_app(settings)
     config = uvicorn.Config(
@@ -111,7 +111,7 @@ def _allow_many_files() -> None:
 
 
 @contextlib.contextmanager
-def serving(settings: Settings, limits: Limits = _LIMITS) -> Iterator[str]:
+def serving(settings: Settings, limits: ConnectionLimits = _LIMITS) -> Iterator[str]:
     """Serve from a thread for the length of a `with` block; yields the base URL, without a `/` at its end."""
     server = make_server(settings, limits)
     with listen(settings) as listening:

@@ -7,12 +7,12 @@ import functools
 import anyio
 from starlette.requests import Request
 
-from .auth import Access
+from .auth import Permissions
 from .files.downloads import Downloads
 from .files.opened import RemoteSizes
 from .files.plans import Plans
 from .files.transfers import Transfers
-from .files.visible import Checkpoints
+from .files.visible import VisibleCheckpoints
 from .inbox.inbox import Inbox
 from .inbox.limits import UploadLimits
 from .jobs import Jobs
@@ -28,9 +28,9 @@ class Service(Library):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.access = Access(settings)
+        self.access = Permissions(settings)
         self.streams = Streams()
-        self.checkpoints = Checkpoints()
+        self.checkpoints = VisibleCheckpoints()
         self.remote_sizes = RemoteSizes()
         self.transfers = Transfers(self.memory.files_bytes)
         self.downloads = Downloads(self.memory.weights_bytes)

@@ -38,7 +38,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class TensorBlock:
     """Bytes that follow each other in a file: of the header, or of weights. See [Note: blocks]."""
 
     header: bytes = b""
@@ -49,14 +49,16 @@ class Block:
     """Wanted bytes."""
 
 
-def cut_blocks(source: ArraySource, layout: FileLayout, start: int, stop: int, block_bytes: int) -> Iterator[Block]:
+def cut_blocks(
+    source: ArraySource, layout: FileLayout, start: int, stop: int, block_bytes: int
+) -> Iterator[TensorBlock]:
     """Yield bytes `[start, stop)` of a file in blocks that take at most `block_bytes` each, or one element."""
     if stop <= start:
         return
     header = layout.header[start : min(stop, len(layout.header))]
     for at in range(0, len(header), block_bytes):
         part = header[at : at + block_bytes]
-        yield Block(header=part, nbytes=len(part))
+        yield TensorBlock(header=part, nbytes=len(part))
     low = max(start, len(layout.header))
     pieces: list[Piece] = []
     held, origin = 0, low
@@ -72,9 +74,9 @@ def cut_blocks(source: ArraySource, layout: FileLayout, start: int, stop: int, b
         yield _block(pieces, origin, held, low, stop)
 
 
-def _block(pieces: list[Piece], origin: int, held: int, low: int, stop: int) -> Block:
+def _block(pieces: list[Piece], origin: int, held: int, low: int, stop: int) -> TensorBlock:
     skip = max(0, low - origin)
-    return Block(pieces=tuple(pieces), skip=skip, nbytes=min(held, stop - origin) - skip)
+    return TensorBlock(pieces=tuple(pieces), skip=skip, nbytes=min(held, stop - origin) - skip)
 
 
 def _pieces(
@@ -95,7 +97,7 @@ def _pieces(
                 yield offset + at * size, Piece(weight=weight, first=at, stop=min(at + step, span.stop))
 
 
-def read_block(source: ArraySource, block: Block, overflow: Overflow) -> memoryview:
+def read_block(source: ArraySource, block: TensorBlock, overflow: Overflow) -> memoryview:
     """Return the bytes of a block: every chunk that it takes is verified.
 
     Raises CheckpointMismatchError if a value does not fit its type and `overflow` is "error", and the errors of reading.

@@ -76,7 +76,7 @@ _CPU: dict[str, Callable[..., Any]] = {
 """Names that torch.cuda has and torch.cpu lacks: ranks count as devices, memory is not counted."""
 
 
-class Accelerator:
+class TorchAccelerator:
     """CUDA if there is a device, else the CPU.
 
     It has the functions of `torch.cuda`, or of `torch.cpu` and the missing ones, those of `_BOTH`, and types of tensors.
@@ -101,6 +101,6 @@ def is_current_accelerator_supported() -> bool:
 
 
 @functools.cache
-def get_accelerator() -> Accelerator:
+def get_accelerator() -> TorchAccelerator:
     """Return the device of this process."""
-    return Accelerator()
+    return TorchAccelerator()

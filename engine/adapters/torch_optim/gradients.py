@@ -18,7 +18,7 @@ Final = Callable[[LocalRecord, torch.Tensor], None]
 """Called with each gradient of a backward, 1-D in the order of the parameter's memory, once it is final."""
 
 
-class Gradients:
+class LocalGradients:
     """Gradients of the parameters of `watch`. With `frees` they go to host memory as the backward makes them, and are summed
     there over micro-batches; `on_final` takes them instead, if it is set."""
 

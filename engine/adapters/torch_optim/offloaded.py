@@ -27,7 +27,7 @@ from zstore.store import StoreOptions, StoreStatistics, TensorStore
 from .arguments import check_budget, check_ema, check_kind, check_settings, groups_of, steps_folder_of
 from .block_kernel import BlockKernel
 from .forward_hooks import ForwardHooks
-from .gradients import Gradients, laid_out
+from .gradients import LocalGradients, laid_out
 from .journal import OptimizerJournal
 from .local_state import LocalState, OffloadedKernel, StateView
 from .norm import clip_factor, global_norm
@@ -45,7 +45,7 @@ class _Parts:
 
     stepping: Stepping
     state: LocalState
-    gradients: Gradients
+    gradients: LocalGradients
     in_backward: InBackward | None
     hooks: ForwardHooks | None
     snapshots: Snapshots | None = None
@@ -149,7 +149,7 @@ class Offloaded(torch.optim.Optimizer):
             stepping.connect(state)
             in_backward = InBackward(stepping, state) if overlap == "backward" else None
             on_final = None if in_backward is None else in_backward.put
-            gradients = Gradients(transfers, frees=free_grads, on_final=on_final)
+            gradients = LocalGradients(transfers, frees=free_grads, on_final=on_final)
             hooks = ForwardHooks(stepping, state.records) if overlap == "forward" else None
             self._parts = _Parts(
                 stepping=stepping, state=state, gradients=gradients, in_backward=in_backward, hooks=hooks

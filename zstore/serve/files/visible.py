@@ -52,7 +52,7 @@ class Place:
     """Whether it is a folder of checkpoints. The kind of a path inside a checkpoint is found out on reading."""
 
 
-class Checkpoints:
+class VisibleCheckpoints:
     """Finds committed checkpoints by their folders, and remembers them. Usable from any thread; calls block on the file
     systems."""
 

@@ -17,7 +17,7 @@ from .guard import HEADERS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ConnectionLimits:
     """Limits of a connection. An instance serves one server."""
 
     most_connections: int = 2048
@@ -39,7 +39,7 @@ class Limits:
         """Return the protocol class with these limits."""
         return type("LimitedProtocol", (_Protocol,), {"limits": self})
 
-    def replace(self, **changes: Any) -> Limits:
+    def replace(self, **changes: Any) -> ConnectionLimits:
         """Return these limits, changed."""
         return dataclasses.replace(self, **changes)
 
@@ -47,7 +47,7 @@ class Limits:
 class _Protocol(HttpToolsProtocol):
     """Adds limits to uvicorn's protocol. One timer runs for bytes to be received, one for bytes to be sent."""
 
-    limits = Limits()
+    limits = ConnectionLimits()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -10,7 +10,7 @@ from ...checkpoint.folder import Folder
 from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.retention import Fate, Keep, plan_lines, remove_each, weigh
 from ...checkpoint.usage import bytes_freed
-from ...checkpoint.verify import Fault, verify_checkpoint
+from ...checkpoint.verify import VerifyFault, verify_checkpoint
 from ...errors import CorruptionError, StorageError, UsageError
 from ...io.shards import open_resources
 from ...remote.removal import remover
@@ -36,7 +36,7 @@ def start_verify(service: Service, run: Run, checkpoint: str) -> Job:
                     faults = verify_checkpoint(reader, job.advance)
                     num_arrays = len(reader.arrays)
             except CorruptionError as error:
-                faults, num_arrays = [Fault(file=location, problem=str(error))], 0
+                faults, num_arrays = [VerifyFault(file=location, problem=str(error))], 0
         for fault in faults:
             job.say(str(fault))
         if not faults:
@@ -66,7 +66,7 @@ def prune(service: Service, run: Run, rules: PruneRules) -> PruneResult:
         job = _start(service, run, fates, freed_bytes).id if doomed else None
     return PruneResult(
         fates=[
-            models.Fate(
+            models.CheckpointFate(
                 checkpoint=checkpoint_of(fate.info, run.folder),
                 tag=fate.info.tag,
                 step=fate.info.record.step,
