@@ -28,7 +28,7 @@ class StoreOptions:
     buffer_size: int | None = None
     """Bytes of each, and of a request at most; None: `block_bytes`."""
     most_pool_bytes: int = DEFAULT_POOL_BYTES
-    """Transfer buffers where `buffer_count` is None; half of a smaller budget."""
+    """Transfer buffers if `buffer_count` is None; half of a smaller budget."""
     num_threads: int = 8
     """I/O threads."""
     queue_depth: int = 64
@@ -40,7 +40,7 @@ class StoreOptions:
     device: str = "cpu"
     """Torch device of the device tier."""
     pin_buffers: bool = False
-    """Register transfer buffers with CUDA; where that fails, the store's `fallbacks` say so."""
+    """Register transfer buffers with CUDA; if that fails, the store's `fallbacks` say so."""
     pin_state: bool = False
     """Register state in host memory with CUDA, likewise."""
 

@@ -20,15 +20,15 @@ class ArrayOrder:
     def __init__(self, num_threads: int = 2) -> None:
         self._workers = Workers(num_threads, "zstore-store")
         self._pending: dict[str, tuple[int, Ticket[Any]]] = {}
-        """The last operation on each array that has not ended, and its number: a ticket keeps what was read."""
+        """The last operation on each array that has not ended, and its number: a ticket keeps its result."""
         self._numbers = itertools.count()
         self._failed: dict[str, BaseException] = {}
         """The error of the last change of an array: the ticket that has it may have been dropped."""
         self._lock = threading.Lock()
 
     def submit(self, name: str, operation: Callable[[], T], *, changes: bool) -> Ticket[T]:
-        """Queue an operation on array `name`; return its ticket. Where that tells somebody of the error of a change,
-        `raise_failed` does not tell it again."""
+        """Queue an operation on array `name`; return its ticket. If it reports the error of a change to anybody,
+        `raise_failed` does not raise it again."""
 
         def run() -> T:
             try:
@@ -80,7 +80,7 @@ class ArrayOrder:
             ticket.error()
 
     def raise_failed(self, names: Iterable[str]) -> None:
-        """Raise the error of a change of `names` that failed, where no later one went well; once."""
+        """Raise the error of a change of `names` that failed, unless a later one succeeded; once."""
         for error in [self._failed.pop(name) for name in names if name in self._failed]:
             raise error
 

@@ -1,11 +1,11 @@
 """The run folder: where one rank keeps the files of its disk tier, owned by one process at a time.
 
-    <nvme_path>/zstore-run/rank-00000/owner     locked for as long as the owner lives; its text says who that is
+    <nvme_path>/zstore-run/rank-00000/owner     locked while its owner lives; its text names that process
     <nvme_path>/zstore-run/rank-00000/*.shard   files of the disk tier
-    <nvme_path>/zstore-run/rank-00000-2/        the same of a second store of that process, where stores may share
+    <nvme_path>/zstore-run/rank-00000-2/        the same for a second store of that process, if stores may share
 
-The lock goes with the process, so a killed run leaves none. Its files hold nothing that is needed (they may stop in the
-middle of an update), and the next owner sweeps them: checkpoints, and the snapshots that the engine takes of steps in
+The lock goes with the process, so a killed run leaves none. Nobody needs its files (an update may have been interrupted),
+and the next owner removes them: checkpoints, and the snapshots that the engine takes of steps in
 `<nvme_path>/zstore-run/steps`, have links of their own.
 """
 
@@ -29,7 +29,7 @@ except ImportError:  # Windows: training does not run there
     fcntl = None  # type: ignore[assignment]
 
 RUN_FOLDER = "zstore-run"
-"""In the folder that a run was given, where all of its files are."""
+"""The folder of all files of a run, in the folder that it was given."""
 _OWNER = "owner"
 _PROCESS = uuid.uuid4().hex
 """With the process id it tells this process from any other, on whichever machine."""
@@ -93,7 +93,7 @@ class RunFolder:
         return self._owner()[1:] == [f"{_PROCESS} {os.getpid()}"]
 
     def _lock(self, *, may_fail: bool) -> bool:
-        """Take the lock; false where somebody has it and that `may_fail`."""
+        """Take the lock; false if somebody has it and that `may_fail`."""
         if fcntl is not None:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,7 +123,7 @@ class RunFolder:
             self._files.unlink(left)
 
     def _sweep_left_beside(self) -> None:
-        """Remove what further stores of a killed process left in folders of their own."""
+        """Remove the folders that further stores of a killed process left."""
         for path in self.path.parent.glob(f"{self.path.name}-*"):
             with suppress(OSError):  # as of one that lives and holds it
                 fd = os.open(path / _OWNER, os.O_RDWR)
@@ -177,7 +177,7 @@ class RunFolders:
     def require_room(self, nbytes: Mapping[Path, int], num_ranks: int) -> int:
         """Return the bytes that `num_ranks` ranks need on the first drive, each as many as `nbytes` says by folder.
 
-        Raises DiskFullError where a drive has no room for them.
+        Raises DiskFullError if a drive has no room for them.
         """
         needed: Counter[int] = Counter()
         for folder, wanted in nbytes.items():

@@ -10,7 +10,7 @@ from .tiers.memory import MemoryPin
 
 
 class Snapshot(Closing):
-    """A pinned version: what the shards held when it was taken, whatever happens to them since."""
+    """A pinned version: the shards' contents when it was taken, whatever happens to them since."""
 
     def __init__(self, version: int, pins: dict[str, PinnedShard]) -> None:
         self.version = version

@@ -1,4 +1,4 @@
-"""What of a pass travels together: spans of a group, or small groups that share files. Pure arithmetic over layouts."""
+"""The batches of a pass: spans of a group, or small groups that share files. Pure arithmetic over layouts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plan_batches(
     pool_bytes: int,
     chunks: tuple[int, int] | None = None,
 ) -> list[Batch]:
-    """Return what travels together in a pass over `groups`, in order, through a pool of `pool_bytes`; of chunks `[first, stop)`
+    """Return the batches of a pass over `groups`, in order, through a pool of `pool_bytes`; of chunks `[first, stop)`
     of each shard where `chunks` are given. Raises UsageError for groups that no pass goes over."""
     _check_groups(groups, shards)
     planner = _Planner(groups, tiers, shards, pool_bytes)

@@ -1,4 +1,4 @@
-"""What a store tells of itself."""
+"""The statistics of a store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..io.queue import QueueStatistics
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStatistics:
-    """What the store holds and did since it was opened."""
+    """The store's contents, and its work since it was opened."""
 
     disk_read_bytes: int
     disk_write_bytes: int

@@ -39,7 +39,7 @@ __all__ = ["SMALL_SHARD_BYTES", "ModeName", "Snapshot", "StoreOptions", "StoreSt
 TierName = Literal["device", "host", "disk"]
 ModeName = Literal["read", "update", "fill"]
 SMALL_SHARD_BYTES = 64 * 1024
-"""Shards below this rest in host memory even where the disk was asked for: a request to the disk would cost more."""
+"""Smaller shards are kept in host memory even if the disk was asked for: a request to the disk would cost more."""
 
 
 class TensorStore(Closing):
@@ -57,7 +57,7 @@ class TensorStore(Closing):
         self._slabs = PinnedSlabs(cuda) if options.pin_buffers or options.pin_state else None
         self._make_buffers = self._slabs.make if self._slabs is not None and options.pin_buffers else make_slab
         self.budget = Budget(options.host_budget_bytes)
-        """What buffers and host-tier state take of this rank's host memory."""
+        """This rank's host memory for buffers and host-tier state."""
         pool = Pool(options.pool_bytes, budget=self.budget, make=self._make_buffers)
         queue = IoQueue(options.num_threads, options.queue_depth)
         try:
@@ -80,7 +80,7 @@ class TensorStore(Closing):
         self._pools = [pool]
         self._counters = StreamCounters()
         self.links = LinkCounters()
-        """For whoever moves what the store holds over a link of its own, as to a device."""
+        """For callers that move the store's contents over a link of their own, as to a device."""
         self._version, self._closed = 0, False
 
     def _drives(self) -> Drives:
@@ -96,8 +96,8 @@ class TensorStore(Closing):
     ) -> None:
         """Register this rank's shard number `shard` of `grid`, all zeros.
 
-        `memory` (device tier only) becomes the resting place instead: 1-D, contiguous, the unpadded elements; it stays
-        the caller's, who sees every change. A shard under 64 KiB asked for on disk rests in host memory.
+        `memory` (device tier only) holds the shard instead: 1-D, contiguous, the unpadded elements; it stays the caller's,
+        who sees every change. A shard under 64 KiB asked for on disk is kept in host memory.
         """
         self._check_new(spec)
         local = LocalShard(spec, grid, shard)
@@ -107,8 +107,8 @@ class TensorStore(Closing):
         self._shards[spec.name] = local
 
     def rename(self, name: str, spec: ArraySpec, *, tier: TierName) -> bool:
-        """Let an array be that of `spec` with the values that it has; false where its shape or data type is another, or
-        `create` would put it elsewhere. Raises UsageError while it is pinned, or a pass changes it."""
+        """Let an array become that of `spec` and keep its values; false if its shape or data type differs, or `create`
+        would put it elsewhere. Raises UsageError while it is pinned, or a pass changes it."""
         self._check_new(spec)
         former = self.local(name)
         local = LocalShard(spec, former.grid, former.shard)
@@ -121,10 +121,10 @@ class TensorStore(Closing):
         return True
 
     def move(self, name: str, tier: TierName, copy: Callable[[View, View], None]) -> None:
-        """Let an array rest on another tier with the values that it has, as `create` would choose it; its version changes.
+        """Move an array with its values to another tier, as `create` would choose it; its version changes.
 
         `copy(target, source)` copies between views of the two tiers; see `Tile`. Raises UsageError as `rename` does, and
-        BudgetError or DiskFullError where there is no room: then the array is where it was.
+        BudgetError or DiskFullError if there is no room: then the array is where it was.
         """
         former, local = self._at_rest(name), self.local(name)
         chosen = self._choose(local, tier)
@@ -146,21 +146,21 @@ class TensorStore(Closing):
         del self._shards[moving.name], self._tiers[moving.name]
 
     def change_memory(self, name: str, memory: torch.Tensor | None) -> None:
-        """Let an array on the device tier rest in other memory of the caller's, as `create` takes it, which holds its values;
-        None: in none, and nobody may reach for it until there is some again. Raises UsageError as `rename` does."""
+        """Keep an array on the device tier in other memory of the caller's, as `create` takes it, which holds its values;
+        None: in none, and nobody may use it until it has memory again. Raises UsageError as `rename` does."""
         tier = self._at_rest(name)
         if not isinstance(tier, DeviceTier):
             raise UsageError(f"array {name!r} rests on tier {tier.name!r}, which makes its own memory")
         tier.change_memory(name, memory)
 
     def remove(self, name: str) -> None:
-        """Forget an array and free its space; nothing where the store is closed. Raises UsageError as `rename` does."""
+        """Forget an array and free its space; nothing if the store is closed. Raises UsageError as `rename` does."""
         if not self._closed:
             self._at_rest(name).remove(name)
             del self._shards[name], self._tiers[name]
 
     def _at_rest(self, name: str) -> Tier:
-        """Return the tier of an array once nothing is under way for it, for a call that changes where or what it is."""
+        """Return the tier of an array once nothing is under way for it, for a call that moves or changes it."""
         self.local(name)
         self._planned.clear()
         self._order.wait([name])
@@ -204,7 +204,7 @@ class TensorStore(Closing):
         return self.local(name).valid_numel
 
     def tier_of(self, name: str) -> str:
-        """Return where the shard rests: device, host or disk."""
+        """Return the shard's tier: device, host or disk."""
         self.local(name)
         return self._tiers[name].name
 
@@ -215,19 +215,19 @@ class TensorStore(Closing):
             self._disk.packs_small = True
 
     def shares_file(self, name: str) -> bool:
-        """Return whether the shard rests on disk and is small, so that it shares a file with others."""
+        """Return whether the shard is on disk and small, so that it shares a file with others."""
         tier = self._tiers[name]
         return isinstance(tier, DiskTier) and tier.is_packed(name)
 
     def version(self, name: str) -> int:
-        """Return a number of what the shard holds: while it is the same, no pass changed the shard."""
+        """Return the number of the shard's version: while it is the same, no pass changed the shard."""
         self.local(name)
         return self._tiers[name].version(name)
 
     def adopt(self, name: str, path: Path, crcs: Sequence[int]) -> bool:
-        """Let a shard file of a checkpoint, laid out as this array's, be what the array holds, without reading it.
+        """Take a shard file of a checkpoint, laid out as this array's, as the array's contents, without reading it.
 
-        False, and nothing changed, where the array does not rest on disk, or `path` cannot be linked to there. `crcs` are
+        False, and nothing changed, if the array is not on disk, or `path` cannot be linked there. `crcs` are
         its chunks' checksums: each chunk is verified when it is read. Nobody may ever write the file again.
         """
         tier = self._at_rest(name)
@@ -239,7 +239,7 @@ class TensorStore(Closing):
         return self._folders.are_first
 
     def disk_folders(self) -> dict[str, Path]:
-        """Return by array which folder its files are in, for those that rest on disk."""
+        """Return by array the folder of its files, for those on disk."""
         return {} if self._disk is None else self._disk.folders()
 
     # -- transfers --------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class TensorStore(Closing):
         return self._order.submit(name, self.writing(name, data, first), changes=True)
 
     def writing(self, name: str, data: Array | torch.Tensor, first: int) -> Callable[[], None]:
-        """Return what `write` queues, for a caller that sees to the order of what is done with an array itself."""
+        """Return the operation that `write` queues, for a caller that orders an array's operations itself."""
         self._check_open()
         source = as_numpy(data, self.spec(name))
         stop = first + source.size
@@ -268,7 +268,7 @@ class TensorStore(Closing):
         return self._order.submit(name, self.reading(name, first, stop, out), changes=False)
 
     def reading(self, name: str, first: int, stop: int | None, out: Array | None) -> Callable[[], Array]:
-        """Return what `read` queues; see `writing`."""
+        """Return the operation that `read` queues; see `writing`."""
         self._check_open()
         last = self.valid_numel(name) if stop is None else stop
         local = self._require_in_shard(name, first, last)
@@ -296,7 +296,7 @@ class TensorStore(Closing):
         return local
 
     def _views(self, what: Pass, first: int, stop: int) -> Iterator[tuple[View, slice]]:
-        """Yield views of an array's elements `[first, stop)`, and where in these each view lies."""
+        """Yield views of an array's elements `[first, stop)`, and the place of each among them."""
         for tile in self._stream(what).tiles():
             low, high = max(tile.first, first), min(tile.stop, stop)
             if low < high:
@@ -318,10 +318,10 @@ class TensorStore(Closing):
         The arrays of a group share one layout, or have a bit for each element of the first, or a
         value for each block of them (`Grid.packed`). "update":
         change the views in place, they go back when the next tile is asked for. "fill": set every element; nothing is
-        read. "read": changes are lost. `modes` has other modes for single arrays. `pool` (of `make_pool`) is where
-        buffers come from, for a pass that must not wait for others'; `ahead` marks reads that nothing waits for yet.
-        `admit(group, wait)` is asked before a group is begun; where it says no after waiting, the group is left out.
-        New versions are the present ones when the pass is done, or, with `on_end`, each group's before its number is
+        read. "read": changes are lost. `modes` has other modes for single arrays. Buffers come from `pool` (of
+        `make_pool`), for a pass that must not wait for others'; `ahead` marks reads that nothing waits for yet.
+        `admit(group, wait)` is asked before a group is begun; if it says no after waiting, the group is left out.
+        New versions become the present ones when the pass is done, or, with `on_end`, each group's before its number is
         handed to that. Exhaust the pass or close it.
         """
         what = self._pass(groups, mode, modes)
@@ -331,7 +331,7 @@ class TensorStore(Closing):
     def read_ahead(
         self, groups: Sequence[Sequence[str]], mode: ModeName = "update", *, modes: Mapping[str, ModeName] | None = None
     ) -> Stream:
-        """Return a pass as `stream` has, and begin to read what it comes to first: then call `Stream.go_on`, or `Stream.drop`.
+        """Return a pass as `stream` has, and begin to read its first spans: then call `Stream.go_on`, or `Stream.drop`.
 
         Until then nothing is changed, and buffers are held, up to three quarters of the pool.
         """
@@ -347,22 +347,22 @@ class TensorStore(Closing):
         return what
 
     def memory(self, name: str) -> Any:
-        """Return the memory where a shard on the host or the device tier rests, 1-D, without padding, until it is moved or
-        removed. Whoever writes to it sees to it that nobody else does."""
+        """Return the memory of a shard on the host or the device tier, 1-D, without padding, until it is moved or removed.
+        A caller that writes to it ensures that nobody else does."""
         tier = self._tiers[self.local(name).spec.name]
         if not isinstance(tier, MemoryTier):
             raise UsageError(f"array {name!r} rests on tier {tier.name!r}, not in memory")
         return tier.view(name, 0, self.valid_numel(name))
 
     def may_fill(self, name: str) -> bool:
-        """Tell whether `filling` has the array: it rests in the host's memory."""
+        """Tell whether `filling` takes the array: it is in host memory."""
         tier = self.tier_of(name)
         return tier == "host" or (tier == "device" and self.options.device == "cpu")
 
     @contextlib.contextmanager
     def filling(self, names: Sequence[str]) -> Iterator[list[Any]]:
-        """Give the memory where shards rest, 1-D, without padding, for the length of a `with` block: every element is set
-        there, by as many threads as the caller likes. A failure leaves what was done."""
+        """Give the memory of shards, 1-D, without padding, for the length of a `with` block, which sets every element, in
+        as many threads as the caller likes. After a failure, elements that were set stay so."""
         self._check_open()
         self._order.wait(names)
         for name in names:
@@ -391,9 +391,9 @@ class TensorStore(Closing):
         return stream
 
     def make_pool(self, nbytes: int) -> Pool:
-        """Return buffers of their own for passes that must not wait for others; counted against the host budget.
+        """Return separate buffers for passes that must not wait for others; counted against the host budget.
 
-        Raises BudgetError where the budget has no room for them.
+        Raises BudgetError if the budget has no room for them.
         """
         self.budget.require(nbytes, "a pool of buffers")
         pool = Pool(nbytes, budget=self.budget, make=self._make_buffers)
@@ -425,8 +425,8 @@ class TensorStore(Closing):
     def require_room(self, names: Sequence[str], *, num_stores: int = 1) -> int:
         """Return the bytes that the next change of `names` needs on the first drive after a snapshot of them.
 
-        What is pinned stays as it is, and a change makes new files beside it. `num_stores` share the drive, each of
-        about this size. Raises DiskFullError where the room is not there.
+        Pinned files stay as they are, and a change makes new ones beside them. `num_stores` share the drive, each of
+        about this size. Raises DiskFullError if there is less.
         """
         if self._disk is None:
             return 0
@@ -451,7 +451,7 @@ class TensorStore(Closing):
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """What was asked for and was not available, so that something slower stands in."""
+        """Requested features that were not available, so that something slower is used."""
         return (*self.resources.files.fallbacks, *([] if self._slabs is None else self._slabs.messages))
 
     def statistics(self) -> StoreStatistics:
@@ -478,7 +478,7 @@ class TensorStore(Closing):
         )
 
     def close(self) -> None:
-        """Finish what is under way, then give memory, files and the run folder back; a second call does nothing.
+        """Finish the work under way, then give memory, files and the run folder back; a second call does nothing.
 
         A write that waits for a snapshot to be released fails instead.
         """

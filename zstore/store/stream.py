@@ -10,11 +10,11 @@ A stream waits for the pool only while it holds no loaded span, so it cannot wai
 last quarter of the pool ahead of use. New versions become the present ones at the end, when every save is done; a pass
 with `on_end` makes each group's the present one as soon as that group's own saves are done.
 
-The first spans may be loaded before it is known whether the pass will be (`Stream.read_ahead`): nothing is begun by
-that. They serve where the pass comes and no shard has another version by then; else their memory goes back.
+The first spans may be loaded before it is known whether the pass takes place (`Stream.read_ahead`): this begins no
+pass. They are used if it does and no shard has another version by then; else their memory is freed.
 
-Where all arrays of a group rest in memory there is nothing to load, and a tile spans many chunks: fewer steps in
-Python. Beside a disk a tile is one chunk, for on disk a checksum stands between two. A pass over memory alone does
+If all arrays of a group are in memory there is nothing to load, and a tile spans many chunks: fewer steps in
+Python. With a disk a tile is one chunk, for on disk there is a checksum between two. A pass over memory alone does
 without the pipeline, whose bookkeeping costs more than the work on a small array.
 """
 
@@ -40,21 +40,21 @@ __all__ = ["Pass", "Stream", "StreamCounters", "Tile"]
 
 _MOST_LOADED_SPANS = 64
 _MOST_LOADS_AHEAD = 32
-"""Before a pass: they find room in the queue, where nobody must wait for it."""
+"""Before a pass: the queue has room for them, so nobody waits."""
 
 Admit = Callable[[int, bool], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """What a stream goes over, and how."""
+    """The arrays of a stream, and their modes."""
 
     groups: Sequence[Sequence[str]]
     """Arrays that are brought together; those of a group share one layout, or have a bit for each element of it
     or a value for each block (`Grid.packed`). The first has one value an element: tiles count in its elements."""
     mode: Mode
     pool: Pool
-    """Where buffers come from."""
+    """Source of the buffers."""
     modes: Mapping[str, Mode] = field(default_factory=dict)
     """Other modes for single arrays: a group may update some, only read others, and fill yet others."""
     chunks: tuple[int, int] | None = None
@@ -67,7 +67,7 @@ class Pass:
     """Told the number of each group whose new version is the present one, in the consumer's thread."""
 
     def mode_of(self, name: str) -> Mode:
-        """Return what is done with an array."""
+        """Return the mode of an array."""
         return self.modes.get(name, self.mode)
 
     @property
@@ -95,11 +95,11 @@ class _Loaded:
     """Of all arrays, group by group."""
     tickets: list[Ticket[None]]
     on_disk: dict[str, Iterator[View]] = field(default_factory=dict)
-    """Views of what comes from a disk, by array: of the version that was read, whichever is the present one by then."""
+    """Views of data from a disk, by array: of the version that was read, whichever is the present one by then."""
 
     @property
     def memory(self) -> Bytes:
-        """Where the pieces lie."""
+        """The pieces' memory."""
         return NO_BYTES if self.buffer is None else self.buffer.bytes
 
 
@@ -117,7 +117,7 @@ NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
 
 
 class Stream:
-    """Drives one pass over `batches`, by default those of `plan_batches`; `tiers` and `shards` say where each array rests."""
+    """Drives one pass over `batches`, by default those of `plan_batches`; `tiers` and `shards` say where each array is."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Stream:
         """Versions of the arrays that were read ahead."""
 
     def _memory_tiers(self) -> dict[str, MemoryTier]:
-        """Return the tier of each array where all rest in memory; nothing where one does not."""
+        """Return the tier of each array if all are in memory; else nothing."""
         tiers: dict[str, MemoryTier] = {}
         for group in self._groups:
             for name in group:
@@ -185,7 +185,7 @@ class Stream:
             raise
 
     def go_on(self, admit: Admit | None = None, on_end: Callable[[int], None] | None = None) -> bool:
-        """Tell whether what was read ahead is still what the shards hold, and may go on with `tiles`; else it is dropped.
+        """Tell whether the spans read ahead are still current, and `tiles` may go on with them; else they are dropped.
 
         `admit` and `on_end` as in `Pass`.
         """
@@ -200,14 +200,14 @@ class Stream:
         return [name for plan in batch for name in self._groups[plan.group]]
 
     def drop(self) -> None:
-        """Give the memory of what was read ahead back, once nothing is read into it any more."""
+        """Free the memory of the spans read ahead, once nothing is read into it any more."""
         while self._loaded:
             loaded = self._loaded.pop()
             if loaded.buffer is not None:
                 _release_after(loaded.buffer, loaded.tickets)
 
     def _begin_ahead(self) -> None:
-        """Begin the groups that were read ahead; where one cannot be begun without waiting, start over."""
+        """Begin the groups that were read ahead; if one cannot be begun without waiting, start over."""
         for group in dict.fromkeys(plan.group for loaded in self._loaded for plan in loaded.batch):
             if not (self._admit(group) and self._begin(self._groups[group])):
                 self.drop()
@@ -215,7 +215,7 @@ class Stream:
                 return
 
     def tiles(self) -> Generator[Tile, None, None]:
-        """Yield the tiles; see [Note: the pipeline]. A failed or abandoned pass keeps former versions where it can."""
+        """Yield the tiles; see [Note: the pipeline]. A failed or abandoned pass keeps former versions if possible."""
         return self._tiles_in_memory() if self._in_memory else self._tiles_of_all()
 
     def _tiles_in_memory(self) -> Generator[Tile, None, None]:
@@ -282,7 +282,7 @@ class Stream:
                 return
 
     def _load_next(self, *, wait: bool) -> bool:
-        """Queue the loads of the next batch; false where there is no memory for it."""
+        """Queue the loads of the next batch; false if there is no memory for it."""
         batch = self._plans[0]
         pieces, total = self._lay_out(batch)
         buffer = self._take(total, wait=wait)
@@ -298,8 +298,8 @@ class Stream:
         return True
 
     def _lay_out(self, batch: Batch) -> tuple[list[Piece], int]:
-        """Return where the arrays of a batch lie in a buffer, group by group, and its bytes: shards that share a file lie in it
-        as they do there."""
+        """Return the places of a batch's arrays in a buffer, group by group, and its bytes: shards that share a file are laid
+        out as they are there."""
         spans = [(name, plan.span) for plan in batch for name in self._groups[plan.group]]
         first, total = [0] * len(spans), 0
         sizes = [self._tiers[name].span_bytes(name, span.num_chunks) for name, span in spans]
@@ -317,13 +317,13 @@ class Stream:
             return True
         if self._loaded:
             return False
-        self._end_groups(wait=True)  # what is done must not wait for what is to come
+        self._end_groups(wait=True)  # finished groups must not wait for later ones
         return True if self._pass.admit(group, True) else None
 
     def _begin(self, names: Sequence[str]) -> bool:
-        """Begin the pass over a group, before any memory is taken for it: whoever must release a pin may need that.
+        """Begin the pass over a group, before any memory is taken for it: the holder of a pin may need that memory.
 
-        False where a pin would have to be waited for while spans are loaded.
+        False if a pin would have to be waited for while spans are loaded.
         """
         names = [name for name in names if name not in self._begun]
         if self._loaded and any(self._tiers[name].is_pinned_in_place(name) for name in self._pass.changed(names)):
@@ -432,7 +432,7 @@ class Stream:
     def _end_groups(self, *, wait: bool) -> None:
         """Leave the groups behind whose saves are done, in order; with `wait` all of them."""
         while self._ending and (wait or all(ticket.done() for ticket in self._ending[0][1])):
-            # Waited for also where they are done: this is where an error is raised. The rest is settled by `_finish`.
+            # Waited for even when they are done: errors are raised here. `_finish` settles the others.
             group, saves = self._ending[0]
             self._counters.write_wait_s += _wait_all(saves)
             self._ending.popleft()

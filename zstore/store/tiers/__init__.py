@@ -1,4 +1,4 @@
-"""Where a shard rests: device, host, disk, behind one contract."""
+"""The tiers of a shard: device, host, disk, behind one contract."""
 
 from .base import ChunkSpan, LocalShard, Mode, PinnedShard, Tier, Tile
 from .device import DeviceTier

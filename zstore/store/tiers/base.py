@@ -1,4 +1,4 @@
-"""The contract that every tier keeps: where a rank's shard rests, and how passes and pins reach it.
+"""The contract of every tier: how a rank's shard is kept, and how passes and pins reach it.
 
 [Note: a pass]
 All bulk access is a pass over whole chunks, driven by `zstore.store.stream` from one thread per shard:
@@ -11,8 +11,8 @@ All bulk access is a pass over whole chunks, driven by `zstore.store.stream` fro
     end(name, ok)                          once (not in mode READ), when every ticket is done; only now a new version
                                            is the present one
 
-One pass at a time changes a shard. While it does so in place, the shard can be neither read nor pinned: what would be
-seen is neither the old version nor the new one.
+One pass at a time changes a shard. While it does so in place, the shard can be neither read nor pinned: its contents
+are neither the old version nor the new one.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Piece:
     name: str
     span: ChunkSpan
     first: int
-    """Where it begins there."""
+    """First element there."""
     nbytes: int
 
     @property
@@ -149,7 +149,7 @@ class PinnedShard(Protocol):
 
     @property
     def tier(self) -> str:
-        """Where the pinned bytes rest: device, host or disk."""
+        """The tier of the pinned bytes: device, host or disk."""
 
     @property
     def has_file(self) -> bool:
@@ -157,35 +157,35 @@ class PinnedShard(Protocol):
 
     @property
     def version(self) -> int | None:
-        """See `Tier.version`; None where it is not known yet, because an update is to make it."""
+        """See `Tier.version`; None if it is not known yet, because an update is to make it."""
 
     def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
-        """Copy the elements of shard number `shard` on `grid`, without padding, into `out`. Raises UsageError where the pinned
+        """Copy the elements of shard number `shard` on `grid`, without padding, into `out`. Raises UsageError if the pinned
         shard is on disk."""
 
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
         """Return the crc32c of each chunk that a shard file of shard number `shard` on `grid` has."""
 
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
-        """Make the shard file `path` of shard number `shard` on `grid`: a hard link where the disk tier has that very
-        file on the same file system, else a copy; durable when this returns, if `res.sync`."""
+        """Make the shard file `path` of shard number `shard` on `grid`: a hard link if the disk tier has that very file
+        on the same file system, else a copy; durable when this returns, if `res.sync`."""
 
     def release(self) -> None:
         """Allow changes again; a second call does nothing."""
 
 
 class Tier(ABC):
-    """A resting place for shards. See [Note: a pass] for the order of calls."""
+    """A place for shards. See [Note: a pass] for the order of calls."""
 
     name: str
 
     @abstractmethod
     def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
-        """Register the shard, all zeros, or resting in `memory` where the tier can adopt it."""
+        """Register the shard, all zeros, or kept in `memory` if the tier can adopt it."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Forget a shard that no pass is over, and free its space. Raises UsageError where it is pinned or changed."""
+        """Forget a shard that no pass is over, and free its space. Raises UsageError if it is pinned or changed."""
 
     @abstractmethod
     def rename(self, name: str, local: LocalShard) -> None:
@@ -200,7 +200,7 @@ class Tier(ABC):
         """Return a number that no other content of any shard had: while it is the same, no pass changed the shard."""
 
     def place(self, name: str) -> tuple[str, int]:
-        """Return what sorts shards that share a file as they lie there; all others are alike."""
+        """Return a key that sorts shards that share a file by their place in it; all others are alike."""
         return "", 0
 
     @abstractmethod
@@ -208,27 +208,27 @@ class Tier(ABC):
         """Start a pass. Raises UsageError while another pass changes the shard in place."""
 
     def span_bytes(self, name: str, num_chunks: int) -> int:
-        """Return the buffer bytes that a span of so many chunks needs; 0 where views lie in the tier's own memory."""
+        """Return the buffer bytes that a span of so many chunks needs; 0 if views lie in the tier's own memory."""
         return 0
 
     def load(
         self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
     ) -> Ticket[None] | None:
-        """Start bringing the span into `buffer`; None where nothing has to move."""
+        """Start bringing the span into `buffer`; None if nothing has to move."""
         return None
 
     @abstractmethod
     def views(self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode) -> Iterator[View]:
-        """Yield a view of each chunk's elements, without padding, that is right when it is yielded; what was changed in it is
-        taken note of when the next one is asked for. Raises CorruptionError."""
+        """Yield a view of each chunk's elements, without padding, that is right when it is yielded; changes to it are recorded
+        when the next one is asked for. Raises CorruptionError."""
 
     def save(self, name: str, span: ChunkSpan, buffer: Bytes) -> Ticket[None] | None:
-        """Start taking the span back; None where nothing has to move."""
+        """Start taking the span back; None if nothing has to move."""
         return None
 
     @abstractmethod
     def end(self, name: str, ok: bool) -> None:
-        """End a pass that changes; with `ok` false the shard keeps its former version where the tier still has it."""
+        """End a pass that changes; with `ok` false the shard keeps its former version if the tier still has it."""
 
     @abstractmethod
     def pin(self, name: str) -> PinnedShard:

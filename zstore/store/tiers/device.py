@@ -33,7 +33,7 @@ class DeviceTier(MemoryTier):
         return torch.zeros(local.valid_numel, dtype=getattr(torch, local.spec.dtype), device=self._device)
 
     def change_memory(self, name: str, memory: torch.Tensor | None) -> None:
-        """Let a shard rest in other memory, in which its values are, or in none."""
+        """Keep a shard in other memory, which has its values, or in none."""
         with self._unpinned:
             self._require_rest(name)
             self._memory[name] = None if memory is None else self._adopt(self._shards[name], memory)

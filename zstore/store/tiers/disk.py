@@ -1,9 +1,9 @@
 """The disk tier: shard files in a run folder, replaced by new versions once they were published.
 
 [Note: versions]
-A shard's bytes rest in one file of the run folder, its number in the name. While nobody pinned or published that file,
-a pass changes it in place. Once it is pinned, a pass writes another file and makes it the present one at its end: what
-was published is never written again. A table in memory decides, never link counts. A superseded file that was
+A shard's bytes are in one file of the run folder, its number in the name. While nobody pinned or published that file,
+a pass changes it in place. Once it is pinned, a pass writes another file and makes it the present one at its end: a
+published file is never written again. A table in memory decides, never link counts. A superseded file that was
 published loses its name here (the checkpoint's link keeps the bytes); one that was not is kept for the next version.
 
 A chunk that was never written has no checksum in the table and reads as zeros without touching the disk.
@@ -11,7 +11,7 @@ A chunk that was never written has no checksum in the table and reads as zeros w
 A checkpoint's shard file that is laid out alike can be adopted: linked here, it is the present version, and was published.
 Its chunks are verified like all others, when they are read.
 
-Small shards share files, and have parts of them where others have files: see [Note: packs].
+Small shards share files, and have parts of them in place of files: see [Note: packs].
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class DiskFile:
-    """One file of the run folder, or a part of one. `crcs[i]` is the checksum of chunk i, None where it was never written."""
+    """One file of the run folder, or a part of one. `crcs[i]` is the checksum of chunk i, None if it was never written."""
 
     path: Path
     crcs: list[int | None]
@@ -55,7 +55,7 @@ class DiskFile:
     published: bool = False
     version: int = field(default_factory=new_version)
     origin: Path | None = None
-    """The checkpoint's file that it is a link of, where it was adopted."""
+    """The checkpoint's file that it is a link of, if it was adopted."""
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class DiskShard:
     folder: Path
     current: DiskFile
     pack: Pack | None = None
-    """Where its versions have parts; None: each has a file of its own."""
+    """The file of its versions' parts; None: each has a file of its own."""
     in_use: set[int] = field(default_factory=lambda: {0})
     """Generations of a pack in which it has a version."""
     target: DiskFile | None = None
@@ -161,7 +161,7 @@ class DiskTier(Tier):
 
     def adopt(self, name: str, path: Path, crcs: Sequence[int]) -> bool:
         """Let the shard file `path`, which nobody will write again, be the present version of a shard that no pass is
-        over; false where it cannot be linked. `crcs` are the checksums of its chunks."""
+        over; false if it cannot be linked. `crcs` are the checksums of its chunks."""
         shard = self._shards[name]
         if len(crcs) != shard.layout.num_present:
             raise UsageError(f"array {name!r}: expected {shard.layout.num_present} checksums, got {len(crcs)}")
@@ -319,8 +319,8 @@ class DiskTier(Tier):
             return DiskPin(self, shard, shard.current)
 
     def next_bytes(self, names: Iterable[str]) -> Counter[Path]:
-        """Return by folder the bytes of the files that changes of these shards will make once what they hold now is
-        pinned."""
+        """Return by folder the bytes of the files that changes of these shards will make once their present versions
+        are pinned."""
         needed: Counter[Path] = Counter()
         packs: dict[Pack, Path] = {}
         for shard in [self._shards[name] for name in names]:
@@ -381,7 +381,7 @@ def _checked_views(
 
 
 def _damage(shard: DiskShard, file: DiskFile, chunk: int, slot: Bytes) -> CorruptionError:
-    """Return the error of a chunk that is not what was written last."""
+    """Return the error of a chunk that differs from the last write."""
     name, where = shard.local.spec.name, str(file.origin or file.path)
     try:
         verify_slots(slot, shard.layout, chunk, path=where, array=name, base=file.base)
@@ -436,7 +436,7 @@ class DiskPin:
         return tuple([] if None in self._file.crcs else [crc for crc in self._file.crcs if crc is not None])
 
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
-        """Link the file to `path`, or copy it where links are not supported; see `PinnedShard.publish`."""
+        """Link the file to `path`, or copy it if links are not supported; see `PinnedShard.publish`."""
         local, file = self.local, self._file
         self._require_layout(grid, shard)
         crcs = [crc for crc in file.crcs if crc is not None]
@@ -455,7 +455,7 @@ class DiskPin:
             )
 
     def _link(self, res: IoResources, path: str | Path) -> bool:
-        """Link the file to `path`; false where links are not supported."""
+        """Link the file to `path`; false if links are not supported."""
         with self._shard.lock:
             before = self._file.published
             # Marked first: once the link exists, nobody may write the file any more.
@@ -480,7 +480,7 @@ class DiskPin:
             def copy(span: ChunkSpan = span, data: Bytes = buffer.bytes) -> list[int]:
                 _read_span(res, shard, file, span, data)
                 for _ in _checked_views(res, shard, file, span, data, Mode.UPDATE):
-                    """What was read is verified and sealed."""
+                    """Data that was read is verified and sealed."""
                 crcs = finish_slots(data, layout)
                 write_slots(res, path, layout.slot_offset(span.first_chunk), data)
                 return crcs

@@ -44,7 +44,7 @@ class HostTier(MemoryTier):
         self._budget.take(nbytes)
         start = round_up(self._slab_used, _DIRECT_BYTES)
         if nbytes > self._slab.size - start:
-            # Small shards share slabs; a large one has its own, and leaves the shared slab's rest in use.
+            # Small shards share slabs; a large one has its own, and leaves the shared slab in use.
             if nbytes >= _SLAB_BYTES // 4:
                 return self._make(nbytes)
             self._slab, start = self._make(_SLAB_BYTES), 0

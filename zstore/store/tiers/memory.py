@@ -1,4 +1,4 @@
-"""What the host and the device tier share: shards that rest in memory, changed in place, pinned in place."""
+"""The common part of the host and the device tier: shards in memory, changed in place, pinned in place."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 MEMORY_TILE_NUMEL = 512 * 1024
-"""Elements of a tile of arrays that all rest in memory, about: few enough that what an update touches stays in cache."""
+"""Elements of a tile if all arrays are in memory, about: few enough that an update's data stays in cache."""
 
 _NO_LOCK = contextlib.nullcontext()
 """Of all pins that nobody moves out: an object less each, see [Note: objects of a save]."""
 
 
 class MemoryTier(Tier):
-    """Shards as 1-D memory of their unpadded elements. An updater waits until a pin is released, or copies what it holds."""
+    """Shards as 1-D memory of their unpadded elements. An updater waits until a pin is released, or copies its contents."""
 
     tile_numel = MEMORY_TILE_NUMEL
     """Elements of a tile, about."""
@@ -132,7 +132,7 @@ class MemoryTier(Tier):
         return memory if first == 0 and stop == self._shards[name].valid_numel else memory[first:stop]
 
     def end(self, name: str, ok: bool) -> None:
-        """See `Tier.end`; memory is changed in place, so a failed pass leaves what it did."""
+        """See `Tier.end`; memory is changed in place, so a failed pass leaves its changes."""
         with self._unpinned:
             self._changing.discard(name)
 
@@ -208,20 +208,20 @@ class MemoryPin:
         copy_out(self._memory[low : low + stop - first], out)
 
     def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
-        """See `PinnedShard.copy_into`; as `publish`, on any grid whose shard lies within this one."""
+        """See `PinnedShard.copy_into`; as `publish`, on any grid whose shard is within this one."""
         self._require_within(grid, shard)
         first = shard * grid.shard_numel
         with self._using:
             self.fill(first, first + grid.shard_valid_numel(shard), out)
 
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
-        """Write the shard file from memory, on any grid whose shard lies within this one; see `PinnedShard.publish`."""
+        """Write the shard file from memory, on any grid whose shard is within this one; see `PinnedShard.publish`."""
         self._require_within(grid, shard)
         with self._using:
             return write_shard(res, path, self.local.spec, grid, shard, self._runs(), priority)
 
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
-        """See `PinnedShard.checksums`; reads the memory, so that it tells what a writer other than a pass did."""
+        """See `PinnedShard.checksums`; reads the memory, so that it shows the changes of writers other than passes."""
         self._require_within(grid, shard)
         with self._using:
             return checksum_shard(res, self.local.spec, grid, shard, self._runs())

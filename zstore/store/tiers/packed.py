@@ -1,4 +1,4 @@
-"""Transfers of shards that share files: what lies side by side there goes in one request. See [Note: packs]."""
+"""Transfers of shards that share files: neighbours in a file go in one request. See [Note: packs]."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Move = Callable[[IoResources, Sequence[_Part], Bytes], None]
 
 
 def load_packed(tier: DiskTier, pieces: Sequence[Piece], memory: Bytes, priority: Priority) -> list[Ticket[None]]:
-    """Start bringing pieces of small shards, which lie in `memory`: those of a kind in one operation."""
+    """Start to read pieces of small shards into `memory`: those of a kind in one operation."""
     kinds: dict[str, list[_Part]] = {}
     for piece in pieces:
         shard, file = tier.part(piece.name, write=False)

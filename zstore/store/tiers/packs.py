@@ -2,13 +2,13 @@
 
 [Note: packs]
 A shard of 64 to 256 KiB would be a request of its own. Those whose arrays are of one kind (the first part of the name)
-lie side by side in one file, a pack, in the order in which they were made, which is the order of passes: each has a
+are neighbours in one file, a pack, in the order in which they were made, which is the order of passes: each has a
 region, whole slots without an index. A pass brings several groups of them in one buffer, laid out as in the file, so
-that what is adjacent there is one request.
+that adjacent regions are one request.
 
 A version is a region. A pack has generations: files of the same regions, made as pins ask for them. While a shard's
 version is pinned a pass writes its region of another generation. A snapshot pins all, so all of them change to the same
-generation, and stay adjacent. What is not adjacent, since some were pinned alone, is more requests and nothing else.
+generation, and stay adjacent. Regions that are not adjacent, since some were pinned alone, only take more requests.
 
 A checkpoint's file cannot be a link of a region: it is written from it.
 """
@@ -28,7 +28,7 @@ from ...io.files import Files
 PACKED_BYTES = 256 * 1024
 """Shards whose values are fewer bytes share a file."""
 MANY_SMALL = 64
-"""From so many small shards on they do: a few requests cost less than what links of their files save a checkpoint."""
+"""From so many small shards on: a few requests cost less than a checkpoint saves by links to their files."""
 
 
 def is_packed(nbytes: int) -> bool:
@@ -37,12 +37,12 @@ def is_packed(nbytes: int) -> bool:
 
 
 def run_file_bytes(layout: ShardLayout, *, packed: bool) -> int:
-    """Return what a shard takes in the run folder: its file, or its part of one."""
+    """Return a shard's bytes in the run folder: of its file, or of its part of one."""
     return layout.file_bytes - (layout.data_offset if packed else 0)
 
 
 class Pack:
-    """The generations of one file of regions; `path(n)` is where number n is. Usable from any thread."""
+    """The generations of one file of regions; `path(n)` is the path of number n. Usable from any thread."""
 
     def __init__(self, files: Files, folder: Path, kind: str) -> None:
         self._files = files
@@ -60,7 +60,7 @@ class Pack:
         return self._stem.with_name(f"{self._stem.name}.{generation}.shard")
 
     def add(self, nbytes: int) -> int:
-        """Return where a new region of `nbytes` begins; its space in the first generation is reserved."""
+        """Return the offset of a new region of `nbytes`; its space in the first generation is reserved."""
         with self._lock:
             if self._free.get(nbytes):
                 return self._free[nbytes].pop()
@@ -110,12 +110,12 @@ class Pack:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Bytes of one file, from `offset` on, that lie in memory as they do there."""
+    """Bytes of one file, from `offset` on, in the same order in memory."""
 
     path: Path
     offset: int
     first: int
-    """Where they begin in memory."""
+    """Their offset in memory."""
     nbytes: int
 
     def of(self, memory: Bytes) -> Bytes:

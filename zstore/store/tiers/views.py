@@ -1,4 +1,4 @@
-"""Views of any tier, and what callers hand in, as numpy arrays."""
+"""Views of any tier, and callers' values, as numpy arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def as_numpy(data: Array | torch.Tensor, spec: ArraySpec) -> Array:
     """Return `data` as a 1-D numpy array of the spec's data type, without copying.
 
-    Raises UsageError where that cannot be.
+    Raises UsageError if that cannot be.
     """
     dtype = numpy_dtype(spec.dtype)
     if not isinstance(data, np.ndarray):
@@ -49,8 +49,8 @@ def copy_into(view: View, source: Array) -> None:
 
 
 def copy_out(view: View, out: Array) -> None:
-    """Copy a view of any tier into host memory of as many bytes, of any shape; where `out` is contiguous, no memory is
-    taken beside it."""
+    """Copy a view of any tier into host memory of as many bytes, of any shape; if `out` is contiguous, no other memory
+    is taken."""
     target = out.view(np.uint8)
     if isinstance(view, np.ndarray):
         target[...] = view.view(np.uint8).reshape(target.shape)
