@@ -63,7 +63,7 @@ def write_packed(
 
 
 class PackedReader(ShardReader):
-    """Reads one compressed shard file. As `ShardReader`; what chunks decode to is checked too."""
+    """Reads one compressed shard file. As `ShardReader`; decoded chunks are checked too."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class PackedReader(ShardReader):
         self._offsets = decode_packed_index(self.layout, self._read_index(), path=self.path, array=self.spec.name)
 
     def _places(self) -> npt.NDArray[np.int64]:
-        """Return where each chunk begins, and behind them where the last one ends."""
+        """Return the offset of each chunk, and behind them the end of the last one."""
         if self._offsets is None:
             self.check_index()
         return np.zeros(1, np.int64) if self._offsets is None else self._offsets

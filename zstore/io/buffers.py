@@ -23,7 +23,7 @@ HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 
 def make_slab(nbytes: int) -> Bytes:
-    """Return `nbytes` of zeroed private memory, 2 MiB aligned, in huge pages where the system has them.
+    """Return `nbytes` of zeroed private memory, 2 MiB aligned, in huge pages if the system has them.
 
     Direct I/O into huge pages moves about twice the bytes per second of ordinary pages. The memory lives as long as the
     array or a view of it.
@@ -56,7 +56,7 @@ class Budget:
         return None if self.limit_bytes is None else self.limit_bytes - self.used_bytes
 
     def require(self, nbytes: int, what: str, advice: str = "") -> None:
-        """Raise BudgetError where `nbytes`, which `what` needs, are not free."""
+        """Raise BudgetError if `nbytes`, which `what` needs, are not free."""
         if self.limit_bytes is not None and self.used_bytes + nbytes > self.limit_bytes:
             raise BudgetError(
                 f"{what} needs {nbytes} bytes of host memory, but {self.used_bytes} of the {self.limit_bytes} bytes of "
@@ -85,7 +85,7 @@ class Slabs:
         """Bytes of all slabs."""
 
     def acquire(self) -> Bytes:
-        """Return a slab; what is in it is left from its last use."""
+        """Return a slab; its contents are left from its last use."""
         with self._lock:
             if self._free:
                 return self._free.pop()
@@ -122,9 +122,9 @@ class Buffer:
 class Pool:
     """Lends page-aligned parts of one slab of `nbytes`; requests are served in the order they came.
 
-    What an update needs is one request, so it is taken together or not at all, and a caller that holds nothing never
-    waits for itself. A request larger than the slab gets memory of its own, one such request at a time, where `budget`,
-    of which the slab is taken, has that much left. `make` makes the slab; by default `make_slab`.
+    An update makes one request for all buffers, so it gets all or none, and a caller that holds nothing never waits
+    for itself. A request larger than the slab gets memory of its own, one such request at a time, if `budget`,
+    which the slab is counted in, has that much left. `make` makes the slab; by default `make_slab`.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Pool:
     def acquire(self, nbytes: int) -> Buffer:
         """Return a buffer of `nbytes`; waits until there is room.
 
-        Raises BudgetError where it can never fit.
+        Raises BudgetError if it can never fit.
         """
         self._check(nbytes)
         me = threading.Condition(self._lock)
@@ -164,7 +164,7 @@ class Pool:
             self._waiting[0].notify()
 
     def try_acquire(self, nbytes: int) -> Buffer | None:
-        """Return a buffer of `nbytes`, or None where it would have to wait."""
+        """Return a buffer of `nbytes`, or None if it would have to wait."""
         self._check(nbytes)
         with self._lock:
             return None if self._waiting else self._take(nbytes)
@@ -184,7 +184,7 @@ class Pool:
         if wanted > self.nbytes:
             if self._oversized_bytes:
                 return None
-            slab = make_slab(wanted)  # first: where this fails, nothing was taken
+            slab = make_slab(wanted)  # first: if this fails, nothing was taken
             self._oversized_bytes = wanted
             self._count(wanted)
             return Buffer(self, slab[:nbytes], -1)
@@ -238,8 +238,8 @@ _LARGE_BLOCK_BYTES = 1024 * 1024
 def map_large_blocks() -> None:
     """Let the C library give each block of a MiB or more back to the system when it is freed, once for the process.
 
-    By itself glibc keeps blocks up to 32 MiB for later as soon as one was freed, for each thread. What one thread makes and
-    another frees, as gradients are, then takes half as much memory again as is ever in use.
+    By itself glibc keeps blocks up to 32 MiB for later as soon as one was freed, for each thread. Blocks that one thread
+    makes and another frees, such as gradients, then take half as much memory again as is ever in use.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -49,7 +49,7 @@ _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 LARGE_BYTES = 1024 * 1024
 """Files from here on go past the page cache though nobody waits until they are durable."""
 _MOST_DIRTY_BYTES = 32 * 1024 * 1024
-# What a file system answers where it cannot do direct I/O, links or preallocation at all.
+# Answers of file systems without direct I/O, links or preallocation.
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY)
 
 
@@ -71,11 +71,11 @@ class Files:
 
     def __init__(self, *, direct: bool = True) -> None:
         self.direct = direct and _O_DIRECT != 0
-        """Whether transfers go past the page cache where the file system allows it."""
+        """Whether transfers go past the page cache if the file system allows it."""
         self.takes_parts = True
         """Whether `Parts` go without a copy; false once a drive wanted memory in larger units than they have."""
         self.most_dirty_bytes = _MOST_DIRTY_BYTES
-        """How much of others' may be in the page cache where a whole file system is flushed."""
+        """Other programs' most bytes in the page cache if a whole file system is to be flushed."""
         self._refusing: set[int] = set()
         self.fallbacks: list[str] = []
         self._lock = threading.Lock()
@@ -86,10 +86,10 @@ class Files:
     def opened(
         self, path: str | Path, *, write: bool = False, create: bool = False, direct: bool = True
     ) -> Iterator[OpenFile]:
-        """Open `path`, past the page cache where the file system allows it (unless `direct` is false), and close it at the
+        """Open `path`, past the page cache if the file system allows it (unless `direct` is false), and close it at the
         end.
 
-        `create` makes a new file and fails where one exists.
+        `create` makes a new file and fails if one exists.
         """
         flags = (os.O_RDWR if write else os.O_RDONLY) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         if create:
@@ -131,7 +131,7 @@ class Files:
         return True
 
     def _goes_direct(self, fd: int, flags: int) -> bool:
-        """Return whether the transfers of a file opened like this go past the page cache, where they may."""
+        """Return whether the transfers of a file opened like this go past the page cache, if they may."""
         return True
 
     def read_into(self, file: OpenFile, out: Bytes | Parts, offset: int) -> None:
@@ -216,7 +216,7 @@ class Files:
     # -- names ------------------------------------------------------------------------------------------------------
 
     def size(self, path: str | Path) -> int:
-        """Return the file's bytes; FileNotFoundError where it is missing."""
+        """Return the file's bytes; FileNotFoundError if it is missing."""
         return os.stat(path).st_size
 
     def link(self, source: str | Path, target: str | Path) -> None:
@@ -240,7 +240,7 @@ class Files:
         self._reported("remove_tree", "cannot remove the folder", path, partial(shutil.rmtree, path), missing_ok=True)
 
     def sync_folder(self, path: str | Path) -> None:
-        """Make the names in the folder durable (a no-op where folders cannot be opened)."""
+        """Make the names in the folder durable (a no-op if folders cannot be opened)."""
         if hasattr(os, "O_DIRECTORY"):
             self._reported("sync_folder", "cannot make the folder durable", path, partial(_sync_folder, path))
 
@@ -251,7 +251,7 @@ class Files:
     def _reported(
         self, kind: Kind, problem: str, path: str | Path, operation: Callable[[], object], *, missing_ok: bool = False
     ) -> None:
-        """Carry out an operation on `path`; where it fails, raise a StorageError that says so."""
+        """Carry out an operation on `path`; if it fails, raise a StorageError that says so."""
         try:
             self._do(kind, os.fspath(path), operation)
         except OSError as error:
@@ -280,7 +280,7 @@ class Files:
     def require_room(
         self, path: str | Path, nbytes: int, need: str, advice: str = "make room, or write elsewhere"
     ) -> None:
-        """Raise DiskFullError unless `nbytes` are free on the path's file system; `need` says what needs how many."""
+        """Raise DiskFullError unless `nbytes` are free on the path's file system; `need` names the purpose and its bytes."""
         free = self.free_bytes(path)
         if nbytes > free:
             raise DiskFullError(f"{need}, but only {free} are free: {advice}", path=os.fspath(path), nbytes=nbytes)
@@ -328,12 +328,12 @@ def _sync_folder(path: str | Path) -> None:
 
 
 class UnsyncedFiles(Files):
-    """The files of `inner` without making anything durable: what is written survives the end of the process, which is
-    all that is asked, and a power cut only by chance.
+    """The files of `inner` without making anything durable: written data survives the end of the process, which is all
+    that is asked, and a power cut only by chance.
 
     Small files stay in the page cache, where they cost no request to the drive, and may be gone before it sees them. A
     new file may be there already, in a folder that is used again (`zstore.checkpoint.reuse`): it is written anew in
-    place where it has no other name, and else replaced.
+    place if it has no other name, and else replaced.
     """
 
     def __init__(self, inner: Files) -> None:
@@ -342,11 +342,11 @@ class UnsyncedFiles(Files):
         self._inner = inner
 
     def _goes_direct(self, fd: int, flags: int) -> bool:
-        # A new file has no size yet; what is written as it is made is its index.
+        # A new file has no size yet; its index is written first.
         return not flags & os.O_CREAT and os.fstat(fd).st_size >= LARGE_BYTES
 
     def write_small(self, path: str | Path, data: bytes, *, sync: bool = True) -> None:
-        """See `Files.write_small`; nothing is written where it is there already."""
+        """See `Files.write_small`; nothing is written if it is there already."""
         with contextlib.suppress(FileNotFoundError):
             with open(path, "rb") as file:
                 if file.read(len(data) + 1) == data:
@@ -409,7 +409,7 @@ class UnsyncedFiles(Files):
 
 
 def _resume_at(done: int, count: int, size: int, direct: bool) -> int:
-    """Return where to go on. A direct transfer must resume at an aligned place, so a few bytes are moved again."""
+    """Return the offset to go on from. A direct transfer must resume at an aligned place, so a few bytes are moved again."""
     after = done + count
     if direct and after < size:
         aligned = after // 512 * 512

@@ -2,8 +2,8 @@
 
 [Note: one flush for many files]
 `syncfs` makes durable all that was written to a file system before it, whichever process of the machine wrote it: files,
-their names and the folders. It also writes what other programs left in the page cache, so it is asked for only where
-that is little. It reports an error of any earlier write since its descriptor was opened (Linux 5.8 and later), so
+their names and the folders. It also writes what other programs left in the page cache, so it is used only if that is
+little. It reports an error of any earlier write since its descriptor was opened (Linux 5.8 and later), so
 that is opened before the first file is written. Local file systems of one machine alone are known to do all this.
 """
 
@@ -27,7 +27,7 @@ _SYNC_CALL = "syncfs"
 
 class Flush:
     """Makes durable all that is written to the file system of `folder` from now on, once `sync` returns. Close it at the
-    end; `Flush.of` says where there is one."""
+    end; `Flush.of` tells whether there is one."""
 
     def __init__(self, files: Files, folder: str | Path) -> None:
         self._files = files
@@ -36,7 +36,7 @@ class Flush:
 
     @classmethod
     def of(cls, files: Files, folder: str | Path) -> Flush | None:
-        """Return a flush for `folder`; None where its files are better made durable one by one."""
+        """Return a flush for `folder`; None if its files are better made durable one by one."""
         try:
             if _sync_call() and _is_local(os.stat(folder).st_dev) and _num_dirty_bytes() <= files.most_dirty_bytes:
                 return cls(files, folder)

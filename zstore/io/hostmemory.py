@@ -1,8 +1,8 @@
-"""What memory there is on this machine for this process: all of it, or as much as its control groups allow.
+"""The memory on this machine for this process: all of it, or as much as its control groups allow.
 
 [Note: control groups]
-`/proc/self/cgroup` names the group that the process is in, `/proc/self/mountinfo` where groups are to be seen and which
-group that place shows: in a container often the process's own, whatever its name outside. The limits of a group hold for
+`/proc/self/cgroup` names the group that the process is in, `/proc/self/mountinfo` the mounts that show groups and the
+group that each shows: in a container often the process's own, whatever its name outside. The limits of a group hold for
 all groups below it. Groups of version 1 tell limit and use in `memory.limit_in_bytes` and `memory.usage_in_bytes`, those of
 version 2 in `memory.max` and `memory.current`; both count the page cache, which the kernel takes back when memory is asked
 for.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 _UNLIMITED_BYTES = 2**60
-"""Version 1 writes the largest number that it knows where there is no limit."""
+"""Version 1 writes the largest number that it knows if there is no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class GroupMemory:
     """Names the group among those of its machine, wherever it is seen."""
     limit_bytes: int
     used_bytes: int
-    """What cannot be taken back of the memory that is charged to the group."""
+    """Memory charged to the group that the kernel cannot take back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +40,13 @@ class HostMemory:
     """Names the machine, as long as it runs."""
     total_bytes: int | None
     machine_available_bytes: int | None
-    """Of the machine: what is available without swapping."""
+    """The machine's memory that is available without swapping."""
     swap_bytes: int = 0
     groups: tuple[GroupMemory, ...] = ()
 
     @property
     def limit_bytes(self) -> int | None:
-        """The least limit of the groups; None where there is none."""
+        """The least limit of the groups; None if there is none."""
         return min((group.limit_bytes for group in self.groups), default=None)
 
     @property
@@ -56,7 +56,7 @@ class HostMemory:
 
     @property
     def available_bytes(self) -> int | None:
-        """What is available now, of the machine and within every group."""
+        """Memory available now, on the machine and within every group."""
         if self.machine_available_bytes is None:
             return None
         left = [max(0, group.limit_bytes - group.used_bytes) for group in self.groups]
@@ -64,7 +64,7 @@ class HostMemory:
 
 
 def read_host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return what this system says of its memory. `root`: the folder in which `/proc` and the mounts are."""
+    """Return this system's figures of its memory. `root`: the folder in which `/proc` and the mounts are."""
     fields = {
         key: int(value.split()[0]) * 1024
         for key, _, value in (line.partition(":") for line in _read(root / "proc/meminfo").splitlines())
@@ -79,8 +79,8 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def count_memory_kills(root: Path = Path("/")) -> int | None:
-    """Return how many processes the kernel has killed for lack of memory since it started, in control groups too; None where
-    it does not say."""
+    """Return how many processes the kernel has killed for lack of memory since it started, in control groups too; None if it
+    does not say."""
     for line in _read(root / "proc/vmstat").splitlines():
         name, _, value = line.partition(" ")
         if name == "oom_kill":
@@ -93,7 +93,7 @@ class _Mount:
     """A mounted hierarchy of control groups."""
 
     shown: PurePosixPath
-    """The group that the folder itself stands for."""
+    """The group of the folder itself."""
     folder: Path
     kind: str
     """File system: "cgroup" (version 1) or "cgroup2"."""
@@ -162,7 +162,7 @@ def _number(path: Path) -> int | None:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a system file, or nothing where there is no such file."""
+    """Return the text of a system file, or nothing if there is no such file."""
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace")
     return ""

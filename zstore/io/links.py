@@ -1,4 +1,4 @@
-"""Counters of what moves over each link, and of the time that somebody waits for it.
+"""Counters of the bytes that move over each link, and of the time that somebody waits for it.
 
 A link is a name: a collective, a direction between two tiers, reading ahead. Whoever moves bytes counts them where they
 move, in any thread:
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(kw_only=True)
 class LinkStatistics:
-    """What one link of this rank did since the start."""
+    """The work of one link of this rank since the start."""
 
     operations: int = 0
     bytes: int = 0
@@ -30,10 +30,10 @@ class LinkStatistics:
     busy_s: float = 0.0
     """From the beginning of each operation until it was seen to be done, summed: operations at once count each."""
     stall_s: dict[str, float] = field(default_factory=dict)
-    """Seconds for which a caller stood still, by cause."""
+    """Seconds for which a caller waited, by cause."""
 
     def since(self, before: LinkStatistics) -> LinkStatistics:
-        """Return what was counted after `before`."""
+        """Return the counts since `before`."""
         return LinkStatistics(
             operations=self.operations - before.operations,
             bytes=self.bytes - before.bytes,
@@ -74,14 +74,14 @@ class LinkCounters:
             self._counts.setdefault(link, LinkStatistics()).busy_s += seconds
 
     def stalled(self, link: str, cause: str, seconds: float) -> None:
-        """Count time for which a caller stood still."""
+        """Count time for which a caller waited."""
         with self._lock:
             stall_s = self._counts.setdefault(link, LinkStatistics()).stall_s
             stall_s[cause] = stall_s.get(cause, 0.0) + seconds
 
     @contextmanager
     def waiting(self, link: str, cause: str) -> Iterator[None]:
-        """Count a `with` block as standing still."""
+        """Count a `with` block as waiting."""
         started = time.perf_counter()
         try:
             yield

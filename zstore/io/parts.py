@@ -36,7 +36,7 @@ class Parts:
             at += view.nbytes
 
     def copy_into(self, out: Bytes) -> None:
-        """Copy what is in the places into `out`, of as many bytes."""
+        """Copy the places' bytes into `out`, of as many bytes."""
         target, at = out.data, 0
         for view in self.views:
             target[at : at + view.nbytes] = view

@@ -14,8 +14,8 @@ from .buffers import make_slab
 
 
 class PinnedSlabs:
-    """Makes slabs and registers them until they are freed, or `close()`. Where that cannot be, slabs are ordinary, and
-    `messages` has why, once."""
+    """Makes slabs and registers them until they are freed, or `close()`. If that is impossible, slabs are ordinary, and
+    `messages` has the reason, once."""
 
     def __init__(self, runtime: Any = None) -> None:
         self._runtime = _cuda_runtime() if runtime is None else runtime
@@ -30,14 +30,14 @@ class PinnedSlabs:
             self._give_up("there is no CUDA device")
 
     def make(self, nbytes: int) -> Bytes:
-        """Return a slab as `make_slab` does, registered where that can be."""
+        """Return a slab as `make_slab` does, registered if possible."""
         slab = make_slab(nbytes)
         with self._lock:
             if self._failed or nbytes == 0:
                 return slab
             try:
                 code = int(self._runtime.cudaHostRegister(slab.ctypes.data, slab.nbytes, 0))
-            except RuntimeError as error:  # torch's binding raises where CUDA cannot be started
+            except RuntimeError as error:  # torch's binding raises if CUDA cannot be started
                 self._give_up(str(error))
                 return slab
             if code:
@@ -46,7 +46,7 @@ class PinnedSlabs:
                 return slab
             self._registered[slab.ctypes.data] = slab.nbytes
             self.pinned_bytes += slab.nbytes
-            # Before its memory is: whatever lies at this address next would be taken for what was registered.
+            # Before its memory: else the next memory at this address would pass for registered.
             weakref.finalize(_owner(slab), self._release, slab.ctypes.data).atexit = False
         return slab
 

@@ -36,7 +36,7 @@ def helpful_threads(nbytes: int, num_files: int) -> int:
 
 class Workers(Closing):
     """`num_threads` threads, started at once; with none, as at the end of the interpreter, when none can be started, callers
-    carry out what they hand over. See [Note: endings].
+    carry out their tasks themselves. See [Note: endings].
 
     Unlike the I/O threads, these may wait for tickets and buffers. Close it, or use it in a `with` block.
     """
@@ -117,7 +117,7 @@ class Workers(Closing):
                     return
                 task = self._tasks.popleft()
             task()
-            del task  # what it holds is not this thread's to keep
+            del task  # its objects are not this thread's to keep
 
     def _carry_out_queued(self) -> None:
         while self._tasks:
@@ -140,7 +140,7 @@ def run_in_thread(task: Callable[[], T], name: str) -> Ticket[T]:
 
 
 class LastingExecutor(ThreadPoolExecutor):
-    """Does for an event loop what its own executor does, at the end of the interpreter too, which shuts that one down."""
+    """An event loop's executor that also works at the end of the interpreter, which shuts the loop's own down."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         super().__init__(num_threads)  # starts no thread of its own: nothing is submitted to it

@@ -104,12 +104,12 @@ class Ticket(Generic[T]):
         self._future.add_done_callback(lambda _: callback())
 
     def error(self) -> BaseException | None:
-        """Wait for the end and return the operation's error, None where it went well."""
+        """Wait for the end and return the operation's error, None if it went well."""
         return self._future.exception()
 
     def __await__(self) -> Generator[object, None, T]:
         if not self._future.done():
-            import asyncio  # loaded by who awaits; what only waits starts sooner without
+            import asyncio  # loaded only to await; a caller that just waits starts sooner without
 
             loop = asyncio.get_running_loop()
             ended = asyncio.Event()
@@ -124,7 +124,7 @@ class Ticket(Generic[T]):
 
 
 def promise(operation: Callable[[], T]) -> tuple[Ticket[T], Callable[[], None]]:
-    """Return a ticket for `operation`, and what carries it out, once, in whatever thread calls it."""
+    """Return a ticket for `operation`, and a function that carries it out, once, in the thread that calls it."""
     future: Future[T] = Future()
 
     def carry_out() -> None:
@@ -163,7 +163,7 @@ def in_order(tickets: Iterator[Ticket[T]], depth: int) -> Generator[T, None, Non
 
 @dataclass(frozen=True, kw_only=True)
 class QueueStatistics:
-    """What the I/O threads did since they started, by priority name."""
+    """The work of the I/O threads since they started, by priority name."""
 
     operations: dict[str, int]
     bytes: dict[str, int]
@@ -173,7 +173,7 @@ class QueueStatistics:
     waiting: int
     """Operations in the queue now."""
     subjects: Mapping[str, LinkStatistics]
-    """The same by priority name and subject, as "read optimizer"; only what occurred."""
+    """The same by priority name and subject, as "read optimizer"; only those that occurred."""
 
 
 class IoQueue:
@@ -201,7 +201,7 @@ class IoQueue:
     def submit(
         self, operation: Callable[[], T], priority: Priority, nbytes: int = 0, *, subject: str = ""
     ) -> Ticket[T]:
-        """Queue `operation`, which moves `nbytes` of what `subject` names; returns its ticket. Blocks while the queue
+        """Queue `operation`, which moves `nbytes` of `subject`; returns its ticket. Blocks while the queue
         is full."""
         ticket, run = self._ticket(operation, priority, nbytes, subject)
         if not self._threads:  # see [Note: endings]
@@ -228,7 +228,7 @@ class IoQueue:
     def _ticket(
         self, operation: Callable[[], T], priority: Priority, nbytes: int, subject: str
     ) -> tuple[Ticket[T], Callable[[], None]]:
-        """Return a ticket for `operation`, and what carries it out."""
+        """Return a ticket for `operation`, and a function that carries it out."""
         link = f"{priority.name.lower()} {subject}"
 
         def counted() -> T:
@@ -251,7 +251,7 @@ class IoQueue:
                 run = heapq.heappop(self._heap)[2]
                 self._emptied.notify()
             run()
-            del run  # what it holds, an error with its frames too, is not this thread's to keep
+            del run  # its objects, an error with its frames too, are not this thread's to keep
 
     def statistics(self) -> QueueStatistics:
         """Return counters of the time since the start."""
@@ -271,7 +271,7 @@ class IoQueue:
             )
 
     def close(self) -> None:
-        """Carry out what is queued, then end the threads."""
+        """Carry out queued operations, then end the threads."""
         with self._lock:
             self._closed = True
             self._filled.notify_all()

@@ -2,7 +2,7 @@
 
 [Note: who takes buffers]
 A buffer is taken by the thread that submits an operation, and given back by the operation. An I/O thread never waits
-for the pool: all of them could wait for buffers whose operations stand behind them in the queue.
+for the pool: all of them could wait for buffers whose operations are behind them in the queue.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class FillRuns:
 
     fill: Fill
     memory: Bytes | None = None
-    """The elements from `first` on as they rest in the host's memory, where nobody changes them while they are written: files
-    may be written from there. None: they must be copied first."""
+    """The elements from `first` on in host memory, which nobody changes while they are written: files may be written from
+    it. None: they must be copied first."""
     first: int = 0
     """Global flat element."""
 
     def at_rest(self, first: int, stop: int, itemsize: int) -> Bytes | None:
-        """Return the bytes of elements `[first, stop)` where they rest, all of them; None where they do not."""
+        """Return the memory of elements `[first, stop)`; None unless all of them are in it."""
         if self.memory is None or first < self.first:
             return None
         found = self.memory[(first - self.first) * itemsize : (stop - self.first) * itemsize]
@@ -59,7 +59,7 @@ class FillRuns:
 
 @dataclass(frozen=True, kw_only=True)
 class IoResources:
-    """What transfers share: files, threads, buffers and how they are cut."""
+    """Shared by all transfers: files, threads, buffers and their division."""
 
     files: Files
     queue: IoQueue
@@ -91,7 +91,7 @@ def open_resources(
     verify: bool = True,
     files: Files | None = None,
 ) -> Iterator[IoResources]:
-    """Make resources for the length of a `with` block; what is queued at its end is carried out first."""
+    """Make resources for the length of a `with` block; queued operations are carried out before it ends."""
     queue = IoQueue(num_threads)
     try:
         yield IoResources(
@@ -103,7 +103,7 @@ def open_resources(
 
 @dataclass(frozen=True)
 class ShardSummary:
-    """What one shard file holds."""
+    """The contents of one shard file."""
 
     array: str
     shard: int
@@ -111,7 +111,7 @@ class ShardSummary:
     crcs: tuple[int, ...]
     """crc32c of each present chunk's payload, in chunk order."""
     linked: bool = False
-    """True where the file is a hard link to one that was there: no bytes were written."""
+    """True if the file is a hard link to one that was there: no bytes were written."""
 
 
 def make_shard_file(res: IoResources, path: str | Path, layout: ShardLayout, *, index: bool = True) -> None:
@@ -154,7 +154,7 @@ def write_shard(
     leaves a partial file behind, for the caller's folder to be swept. Must not be called from an I/O thread.
     """
     layout = layout_of(grid, shard, spec.dtype)
-    # The index goes with the first chunks, in one request, where the pool has room for both; a small file is one request.
+    # The index goes with the first chunks, in one request, if the pool has room for both; a small file is one request.
     step = res.span_chunks(layout)
     first_bytes = layout.data_offset + min(step, layout.num_present) * layout.slot_bytes
     together = layout.num_present > 0 and first_bytes <= res.pool.nbytes // 2
@@ -242,7 +242,7 @@ class ShardWriter:
             return crcs
 
     def _fill_slots(self, slots: Slots, data: Bytes, fill: Fill | FillRuns) -> None:
-        """Copy the payloads that do not rest where they are written from into `data`."""
+        """Copy the payloads that are not written from their own memory into `data`."""
         grid, shard, num_done = self._grid, self._shard, 0
         if isinstance(fill, FillRuns):
             fill = fill.fill
@@ -262,7 +262,7 @@ class ShardWriter:
 
 
 def fill_chunk(payload: Bytes, fill: Fill, spec: ArraySpec, grid: Grid, shard: int, chunk: int) -> None:
-    """Fill `payload`, the bytes of chunk number `chunk` of a shard, with zeros where it reaches behind the array's end."""
+    """Fill `payload`, the bytes of chunk number `chunk` of a shard, with zeros behind the array's end."""
     first = shard * grid.shard_numel + chunk * grid.chunk_numel
     stop = min(first + grid.chunk_numel, shard * grid.shard_numel + grid.shard_valid_numel(shard))
     valid_bytes = (stop - first) * spec.itemsize
@@ -366,7 +366,7 @@ class ShardReader:
             crcs = self._scan_chunks(first_chunk, stop_chunk, target, priority)
         except StorageError:
             if not self._checked:
-                self.check_file()  # says what is wrong with the file, where that is the reason
+                self.check_file()  # reports a damaged file, if that is the reason
             raise
         expected = () if self._expected is None else self._expected[first_chunk:stop_chunk]
         for chunk, (found, wanted) in enumerate(zip(crcs, expected, strict=False), start=first_chunk):
@@ -378,7 +378,7 @@ class ShardReader:
         return crcs
 
     def _scan_chunks(self, first_chunk: int, stop_chunk: int, target: Target | None, priority: Priority) -> list[int]:
-        """Read chunks, into `target` where there is one; return their crc32c, none where they are not checked."""
+        """Read chunks, into `target` if there is one; return their crc32c, none if they are not checked."""
         layout, res = self.layout, self._res
 
         def read_slots(slots: Slots, buffer: Buffer) -> list[int]:
@@ -422,7 +422,7 @@ class Target:
         """Numbers of the chunks."""
 
     def memory_of(self, chunk: int) -> Bytes | None:
-        """Return the memory of all of a chunk's elements; None where some are not wanted."""
+        """Return the memory of all of a chunk's elements; None if some are not wanted."""
         low, high = chunk * self._numel, (chunk + 1) * self._numel
         return self._part(low, high) if self._low <= low and high <= self._high else None
 
@@ -430,7 +430,7 @@ class Target:
         return self._out[(low - self._low) * self._itemsize : (high - self._low) * self._itemsize]
 
     def take(self, chunk: int, payloads: Bytes) -> None:
-        """Copy what is wanted of chunks from number `chunk` on: [chunks, bytes of a payload, or more]."""
+        """Copy the wanted parts of chunks from number `chunk` on: [chunks, bytes of a payload, or more]."""
         # Those that are wanted whole in one go: a step in Python for each costs more than its bytes.
         low = max(chunk, -(-self._low // self._numel))
         high = min(chunk + len(payloads), self._high // self._numel)

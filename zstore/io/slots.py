@@ -1,8 +1,8 @@
-"""A run of a shard file's slots as one transfer: payloads where they rest, and what lies between them in a buffer.
+"""A run of a shard file's slots as one transfer: payloads in their own memory, and the bytes between them in a buffer.
 
-[Note: payloads at rest]
+[Note: payloads in place]
 Direct I/O takes memory in several places, as long as each begins and ends at a multiple of 512 bytes. A chunk's payload most
-often does in the memory of its array, and so does what follows it in the file, its crc32c and zeros. Then the drive reads from
+often does in the memory of its array, and so do the bytes behind it, its crc32c and zeros. Then the drive reads from
 and writes to that memory itself: a byte passes the processor once, for its checksum. Any other chunk travels through the
 buffer.
 """
@@ -23,15 +23,15 @@ _ALIGN_BYTES = 512
 _LEAST_PAYLOAD_BYTES = 16 * 1024
 """Smaller ones cost less to copy than to name."""
 MOST_SLOTS = 500
-"""Of a run with payloads at rest: systems take 1,024 places in a transfer."""
+"""Of a run with payloads in place: systems take 1,024 places in a transfer."""
 
 Rest = Callable[[int], Bytes | None]
-"""Gives the memory of a chunk's payload, all of it, by the chunk's number; None where it has none."""
+"""Gives the memory of a chunk's payload, all of it, by the chunk's number; None if it has none."""
 
 
 class Slots:
-    """Slots of chunks `[first, stop)` of a shard file, with `head` bytes of the index before them. See [Note: payloads at
-    rest]."""
+    """Slots of chunks `[first, stop)` of a shard file, with `head` bytes of the index before them. See [Note: payloads in
+    place]."""
 
     def __init__(self, layout: ShardLayout, first: int, stop: int, head: int = 0, rest: Rest | None = None) -> None:
         self.layout = layout
@@ -50,7 +50,7 @@ class Slots:
 
     @property
     def offset(self) -> int:
-        """Where in the file the transfer begins."""
+        """The transfer's offset in the file."""
         return self.layout.slot_offset(self.first) - self.head
 
     @property
@@ -75,18 +75,18 @@ class Slots:
                 yield self.first + place, np.frombuffer(self.payloads[place], np.uint8)
 
     def through_buffer(self) -> Slots:
-        """Return the same run with no payload at rest."""
+        """Return the same run with no payload in place."""
         return Slots(self.layout, self.first, self.stop, self.head)
 
     def lay_out(self, buffer: Bytes) -> None:
-        """Let what does not rest elsewhere lie in `buffer`, whose address is a multiple of the alignment."""
+        """Place the parts without memory of their own in `buffer`, whose address is a multiple of the alignment."""
         at, begun = self.head, 0
         payload_bytes, end_bytes = self.layout.payload_bytes, self.layout.slot_bytes - self.layout.payload_bytes
         whole = buffer.data
         self.payloads: list[memoryview] = []
         """By chunk."""
         self.ends: list[memoryview] = []
-        """What follows each payload: its crc32c, and zeros."""
+        """The bytes behind each payload: its crc32c, and zeros."""
         parts: list[memoryview] = []
         for memory in self.at_rest:
             if memory is None:
@@ -100,7 +100,7 @@ class Slots:
             at += end_bytes
         self.index = buffer[: self.head]
         self.data: Bytes | Parts = buffer[:at] if not parts else Parts([*parts, whole[begun:at]])
-        """What travels, in the order of the file."""
+        """The transferred bytes, in the order of the file."""
 
     @cached_property
     def _zeros(self) -> bytes:
