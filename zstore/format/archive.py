@@ -1,9 +1,9 @@
 """Byte layout of a compressed shard file: chunks of any size, one directly behind the other. Pure.
 
 [Note: the layout of a packed shard]
-As a plain shard (`zstore.format.shardfile`), but that sizes vary: the index stands at the start, with zeros up to a multiple of
+As a plain shard (`zstore.format.shardfile`), except that sizes vary: the index is at the start, with zeros up to a multiple of
 4096; behind it every present chunk, its bytes and their crc32c, without a gap and in order; at the end zeros up to a multiple
-of 4096. So the index can lead nowhere else, and the file's size follows from it.
+of 4096. So the index determines all offsets, and the file's size.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def encode_packed_index(layout: ShardLayout, sizes: Sequence[int]) -> bytes:
 
 
 def decode_packed_index(layout: ShardLayout, data: Bytes, *, path: str, array: str) -> npt.NDArray[np.int64]:
-    """Return where the present chunks lie in the file, `[num_present + 1]` offsets: chunk i from offset i to offset i + 1.
+    """Return the places of the present chunks in the file, `[num_present + 1]` offsets: chunk i from offset i to offset i + 1.
 
-    `data` are the first bytes of the file. Raises CorruptionError where the checksum is wrong, or where chunks do not lie one
-    behind the other or are of sizes that no chunk has.
+    `data` are the first bytes of the file. Raises CorruptionError if the checksum is wrong, or if chunks are not one behind
+    the other or are of sizes that no chunk has.
     """
     body = bytes(data[: layout.index_bytes - CRC_BYTES])
     if crc32c(body) != struct.unpack_from("<I", data.data, layout.index_bytes - CRC_BYTES)[0]:

@@ -1,4 +1,4 @@
-"""Named global tensors: what an array is called, its shape and its data type. Pure; knows no ranks and no torch."""
+"""Named global tensors: an array's name, its shape and its data type. Pure; knows no ranks and no torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
 
 
 class Shaped:
-    """What has a shape and a data type, by its Zarr name."""
+    """Anything with a shape and a data type, by its Zarr name."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -83,7 +83,7 @@ class ArraySpec(Shaped):
     aliases: tuple[str, ...] = ()
     """Other fully qualified names of the same tensor (tied parameters), without the group."""
     keeps_shape: bool = False
-    """Whether it is stored in its own shape, also where that has no extents or more than two."""
+    """Whether it is stored in its own shape, even if that has no extents or more than two."""
     dims: tuple[str, ...] = ()
     """Names of the extents; empty: they have none."""
 
@@ -123,12 +123,12 @@ class ArraySpec(Shaped):
 
     @property
     def row_numel(self) -> int:
-        """Elements in a row: 1 for 1-D arrays; 0 where another extent is 0."""
+        """Elements in a row: 1 for 1-D arrays; 0 if another extent is 0."""
         return math.prod(self.row_extents)
 
 
 def empty_array(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return memory for values of the array `name`; raises BudgetError where there is not so much."""
+    """Return memory for values of the array `name`; raises BudgetError if there is not so much."""
     try:
         return np.empty(shape, dtype)
     except (MemoryError, ValueError) as error:
@@ -144,11 +144,11 @@ def model_array(name: str) -> str:
 
 
 AVERAGES = "optimizer/ema"
-"""Where the averages of parameters over the steps are."""
+"""The array group of the averages of parameters over the steps."""
 
 
 def optimizer_array(slot: str, name: str) -> str:
-    """Return the array of what the optimizer keeps of a parameter, such as slot "exp_avg"."""
+    """Return the array of the optimizer's state of a parameter, such as slot "exp_avg"."""
     return f"optimizer/{slot}/{name}"
 
 

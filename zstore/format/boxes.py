@@ -1,14 +1,14 @@
-"""Blocks of a tensor, and the runs of consecutive elements that they are of the whole. Pure.
+"""Blocks of a tensor, and their runs of consecutive elements of the whole. Pure.
 
 [Note: runs]
-A box is what one rank holds of a tensor that is cut along one or more dims, or one piece of it in a file. In the whole
-tensor, in C order, it is a row of runs of equal length: the dims behind the last one that is cut belong to a run wholly.
-Cut along dim 0 it is one run. What an index selects is the same, but for its steps: a dim of which only every n-th
-index is taken belongs to no run.
+A box is one rank's part of a tensor that is cut along one or more dims, or one piece of it in a file. In the whole
+tensor, in C order, it is a series of runs of equal length: a run has all of the dims behind the last one that is cut.
+Cut along dim 0 it is one run. An index selects the same, except for its steps: a dim of which only every n-th index
+is taken belongs to no run.
 
 [Note: tiling]
-Boxes tile a tensor where each element lies in exactly one of them. Their sizes do not tell: what overlaps may make up for
-what is left out. So each interval between two cuts of a dim is given a random weight, a box the product of the weights of
+Boxes tile a tensor if each element is in exactly one of them. Their sizes do not tell: overlaps may make up for
+gaps. So each interval between two cuts of a dim is given a random weight, a box the product of the weights of
 its sides, modulo a prime, and the boxes are to weigh as much as the whole. How often each element is held is then a
 polynomial in the weights, and another one than "once" is taken for it with a probability of dims / 2**61. One pass over
 the boxes, however many they are.
@@ -38,9 +38,9 @@ class Run(NamedTuple):
     """Consecutive elements that a box shares with a range of the whole tensor."""
 
     at: int
-    """Flat element of the whole tensor where they begin."""
+    """The first flat element, of the whole tensor."""
     in_box: int
-    """Flat element of the box where they begin."""
+    """The first flat element, of the box."""
     numel: int
 
 
@@ -85,11 +85,11 @@ class Runs:
 
     @property
     def count(self) -> int:
-        """How many runs there are; 0 where they have no elements."""
+        """How many runs there are; 0 if they have no elements."""
         return math.prod(axis.count for axis in self.axes[: self.depth]) if self.numel else 0
 
     def starts(self, low_run: int, high_run: int) -> npt.NDArray[np.int64]:
-        """Return the flat elements where the runs `[low_run, high_run)` begin, ascending."""
+        """Return the first flat elements of the runs `[low_run, high_run)`, ascending."""
         axes = list(zip(self.axes, self.strides, strict=True))
         # Axes inside a run shift all runs alike.
         starts = np.full(high_run - low_run, sum(axis.first * stride for axis, stride in axes), np.int64)
@@ -136,11 +136,11 @@ class Box:
 
     @property
     def num_runs(self) -> int:
-        """How many runs it is; 0 where it is empty."""
+        """How many runs it is; 0 if it is empty."""
         return self._runs.count
 
     def starts(self, low_run: int, high_run: int) -> npt.NDArray[np.int64]:
-        """Flat elements of the whole tensor where the runs `[low_run, high_run)` begin, ascending."""
+        """First flat elements of the runs `[low_run, high_run)` in the whole tensor, ascending."""
         return self._runs.starts(low_run, high_run)
 
     def _num_runs_before(self, at: int) -> int:
@@ -160,14 +160,14 @@ class Box:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """Flat elements `[first, stop)` of the whole tensor between which it lies; both 0 where it is empty."""
+        """Flat elements `[first, stop)` of the whole tensor that enclose it; both 0 if it is empty."""
         if not self.numel:
             return 0, 0
         last = self.num_runs - 1
         return int(self.starts(0, 1)[0]), int(self.starts(last, last + 1)[0]) + self.run_numel
 
     def overlap(self, first: int, stop: int) -> Iterator[Run]:
-        """Yield what it has of the flat elements `[first, stop)` of the whole tensor, in order."""
+        """Yield its runs within the flat elements `[first, stop)` of the whole tensor, in order."""
         length = self.run_numel
         low_run, high_run = max(0, self._num_runs_before(first + 1) - 1), self._num_runs_before(stop)
         for batch in range(low_run, high_run, _BATCH_RUNS):
@@ -179,7 +179,7 @@ class Box:
 
     @property
     def cut_numel(self) -> int:
-        """The greatest number that divides the start of every run; 0 where the only one begins at 0."""
+        """The greatest number that divides the start of every run; 0 if the only one begins at 0."""
         if not self.numel:
             return 0
         outer = zip(self.sizes, self._runs.strides[: self._runs.depth], strict=False)
@@ -187,7 +187,7 @@ class Box:
 
 
 def gather(box: Box, first: int, stop: int, itemsize: int, read: Callable[[int, Bytes], None], out: Bytes) -> int:
-    """Fill of `out`, the bytes of flat elements `[first, stop)` of the whole tensor, what lies in `box`.
+    """Fill the part of `out`, the bytes of flat elements `[first, stop)` of the whole tensor, that is in `box`.
 
     `read(start, part)` fills `part` with the box's own bytes from element `start` on. Returns the elements that were
     filled.
@@ -199,7 +199,7 @@ def gather(box: Box, first: int, stop: int, itemsize: int, read: Callable[[int, 
     if len(runs) == 1:
         read(start, out[(runs[0].at - first) * itemsize : (runs[0].at - first + end - start) * itemsize])
         return end - start
-    # What follows in the whole follows in the box, without the gaps: one read for all.
+    # The box has the same order as the whole, without the gaps: one read for all.
     held = np.empty((end - start) * itemsize, np.uint8)
     read(start, held)
     for at, in_box, numel in runs:
@@ -209,7 +209,7 @@ def gather(box: Box, first: int, stop: int, itemsize: int, read: Callable[[int, 
 
 
 def tiles(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
-    """Return whether each element of a tensor of `shape` lies in exactly one of `boxes`. See [Note: tiling]."""
+    """Return whether each element of a tensor of `shape` is in exactly one of `boxes`. See [Note: tiling]."""
     marks: list[dict[int, int]] = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape]
 
     def weight(box: Box) -> int:
@@ -222,15 +222,15 @@ def tiles(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
 
 
 def cut_numel(boxes: Iterable[Box]) -> int:
-    """Return the greatest number of elements such that whole multiples of it lie between all cuts of a tiled tensor.
+    """Return the greatest number of elements such that all cuts of a tiled tensor are whole multiples of it apart.
 
-    0 where nothing is cut.
+    0 if nothing is cut.
     """
     return math.gcd(*(box.cut_numel for box in boxes))
 
 
 def flat_ranges(box: Box, most_numel: int, gap_numel: int) -> list[tuple[int, int]]:
-    """Return the flat ranges to read for a box: its runs, joined where they lie at most `gap_numel` apart.
+    """Return the flat ranges to read for a box: its runs, joined if they are at most `gap_numel` apart.
 
     A range that was joined has at most about `most_numel` elements.
     """

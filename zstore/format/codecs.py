@@ -1,7 +1,7 @@
 """How the chunks of an archive are compressed: Zarr v3's codecs `zstd` and `blosc`, decoded within bounds.
 
 [Note: compressed chunks]
-What a compressed chunk says of itself is not believed: its frame must name exactly the bytes that a chunk of the array
+The header of a compressed chunk is not trusted: its frame must name exactly the bytes that a chunk of the array
 has, before anything is decoded, and it is decoded into memory of that size. So a bomb is an error, not an allocation.
 Sources: https://zarr-specs.readthedocs.io/en/latest/v3/codecs/blosc/, RFC 8878 (the header of a zstd frame), and the README
 of c-blosc's format, https://github.com/Blosc/c-blosc/blob/main/README_CHUNK_FORMAT.rst
@@ -24,7 +24,7 @@ _COMPRESSORS = ("blosclz", "lz4", "lz4hc", "zlib", "zstd")
 
 
 class CodecError(ValueError):
-    """Bytes that do not decode to what they must."""
+    """Bytes that do not decode as they must."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Codec:
     """`zstd` or `blosc`."""
     level: int
     compressor: str = ""
-    """blosc only: what compresses its blocks."""
+    """blosc only: the compressor of its blocks."""
     shuffle: str = ""
-    """blosc only: what is done to bytes or bits before."""
+    """blosc only: the shuffle of bytes or bits before."""
 
     def document(self, itemsize: int) -> dict[str, Any]:
         """Return the codec's metadata for an array with elements of `itemsize` bytes."""
@@ -64,9 +64,9 @@ class Codec:
         return bytes(blosc.compress(elements, self.compressor.encode(), self.level, _SHUFFLES.index(self.shuffle)))
 
     def decode(self, data: Bytes, out: Bytes) -> None:
-        """Fill `out` with what `data` decodes to. See [Note: compressed chunks].
+        """Decode `data` into `out`. See [Note: compressed chunks].
 
-        Raises CodecError where that is not exactly as many bytes.
+        Raises CodecError unless that gives exactly as many bytes.
         """
         promised = _zstd_bytes(data) if self.name == "zstd" else _blosc_bytes(data)
         if promised != out.size:
@@ -90,7 +90,7 @@ CODECS: Mapping[str, Codec | None] = {
     # Of fp32 weights it leaves 88 %, zstd alone 92 %, at about the same speed.
     "blosc": Codec("blosc", 5, "zstd", "bitshuffle"),
 }
-"""What a writer offers, by name."""
+"""A writer's choices, by name."""
 
 
 def parse_codec(document: object, itemsize: int) -> Codec:
@@ -125,7 +125,7 @@ def most_stored_bytes(payload_bytes: int) -> int:
 
 
 def _zstd_bytes(data: Bytes) -> int | None:
-    """Return the bytes that the zstd frame at the start of `data` says to hold; None where it does not say."""
+    """Return the bytes that the zstd frame at the start of `data` says to hold; None if it does not say."""
     if data.size < 6 or struct.unpack_from("<I", data.data)[0] != _ZSTD_MAGIC:
         return None
     descriptor = int(data[4])
@@ -139,7 +139,7 @@ def _zstd_bytes(data: Bytes) -> int | None:
 
 
 def _blosc_bytes(data: Bytes) -> int | None:
-    """Return the bytes that a blosc chunk says to hold; None where `data` is not exactly one."""
+    """Return the bytes that a blosc chunk says to hold; None if `data` is not exactly one."""
     if data.size < 16:
         return None
     nbytes, _, stored = struct.unpack_from("<III", data.data, 4)

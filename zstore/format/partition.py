@@ -5,19 +5,19 @@ An array has `rows` rows of `row_numel` elements. It is cut into shards of `shar
 a shard is cut into `chunks_per_shard` inner chunks of `chunk_rows x chunk_cols`. Rules:
 
 - `shard_rows >= ceil(rows / N)`, and a chunk holds a multiple of 16 elements: the vectorised Adam kernel gives other
-  last bits for the tail of a call, so cuts may only fall where no tail arises. (An array whose rows are all in one
+  last bits for the tail of a call, so cuts may only be at places without a tail. (An array whose rows are all in one
   chunk still has its own tail at its true end, as the unpadded tensor has.)
 - A chunk is about 1/16 of the shard, at least 64 KiB and at most 1 MiB in fp32, never more than the shard. Rows over
-  1 MiB are cut into equal whole fractions. Where 16-element alignment cannot be had within 1 MiB (long rows of odd
+  1 MiB are cut into equal whole fractions. If 16-element alignment is impossible within 1 MiB (long rows of odd
   length), a chunk is the smallest aligned number of rows.
 - A chunk on the border between two ranks is read by both, so loading on N' ranks reads about (N'-1) chunks of an array
-  too many. Few ranks have large shards: there a chunk is 1/144 of the array instead, but not under 200 KiB, since
+  too many. Few ranks have large shards: then a chunk is 1/144 of the array instead, but not under 200 KiB, since
   smaller ones make every step slower (110 M parameters on 2 cores: 4 % at 200 KiB, 10 % at 96).
 - Among chunk sizes near that target, the one that pads the shard least, and then leaves least unused in 4-KiB blocks.
 - The grid depends on shape and world size alone, so all state of a parameter shares it, whatever its data type. An
   array of one bit an element is bytes in a row, of which a chunk has those of the elements' chunk (`Grid.packed`).
 - An array that keeps more than two extents has rows of several. A row that is cut is cut along one of them, into equal parts
-  of it with all of what is behind: the order of chunks is that of the elements then, as without.
+  of it with all extents behind it: so the order of chunks is still that of the elements.
 - In a checkpoint an array under 64 KiB is one shard, whatever the number of ranks (`grid_in_checkpoint`): a shard file takes
   8 KiB at least, so that cutting 512 bytes over 64 ranks would make half a megabyte in 32 files of it.
 - In a checkpoint of 512 ranks or more, shards under 64 KiB are stored together: those of 64 neighbouring ranks are the chunks
@@ -37,7 +37,7 @@ BITS = 8
 MIN_CHUNK_NUMEL = 64 * 1024 // 4
 MAX_CHUNK_NUMEL = 1024 * 1024 // 4
 MOST_CHUNK_NUMEL = 4 * MAX_CHUNK_NUMEL
-"""Of a chunk that ends where rows of somebody else's choice do."""
+"""Of a chunk that ends with rows that somebody else cut."""
 CHUNKS_PER_SHARD = 16
 CHUNKS_PER_ARRAY = 144
 MAX_CHUNKS_PER_SHARD = 2**20
@@ -77,7 +77,7 @@ class Grid:
 
     @property
     def chunks_per_row(self) -> int:
-        """Inner chunks side by side in a row; more than 1 only where rows are long."""
+        """Inner chunks side by side in a row; more than 1 only if rows are long."""
         return self.row_numel // self.chunk_cols if self.chunk_cols else 1
 
     @property
@@ -106,8 +106,8 @@ class Grid:
         return -(-(stop - first) // self.chunk_rows) * self.chunks_per_row
 
     def joined(self, count: int) -> Grid:
-        """Return the grid of the same chunks whose shards are `count` of this one's, but no more than hold the array: what
-        `count` ranks hold, one rank holds."""
+        """Return the grid of the same chunks whose shards are `count` of this one's, but no more than hold the array: one
+        rank holds the shards of `count` ranks."""
         return replace(self, shard_rows=min(count, max(1, self.num_shards)) * self.shard_rows)
 
     def packed(self, numel: int = BITS) -> Grid:
@@ -173,10 +173,10 @@ def make_grid(stored_shape: tuple[int, ...], world_size: int, align_numel: int =
 
 
 def grid_of_rows(stored_shape: tuple[int, ...], shard_rows: int) -> Grid | None:
-    """Return the grid of an array whose ranks have `shard_rows` rows each and the last one what is left, as FSDP2 cuts it.
+    """Return the grid of an array whose ranks have `shard_rows` rows each and the last one the remainder, as FSDP2 cuts it.
 
     A store that cuts the state of such a parameter alike has files that a checkpoint takes as they are. Chunks are of a
-    useful size and end where aligned memory does; None where none would.
+    useful size and end at aligned addresses; None if that is impossible.
     """
     rows, row_numel = stored_shape[0], math.prod(stored_shape[1:])
     root = math.isqrt(shard_rows)
@@ -198,7 +198,7 @@ def grid_in_checkpoint(stored_shape: tuple[int, ...], itemsize: int, grid: Grid,
     """Return how an array is cut in a checkpoint whose ranks, `world_size` of them, hold it on `grid`.
 
     Small arrays are one shard, rank 0's. Of huge worlds small shards are stored together, those of `RANKS_PER_FILE` ranks as
-    one: such shards rest in memory on every tier, so no file that could be linked is given up.
+    one: such shards are in memory on every tier, so no file that could be linked is given up.
     """
     if grid.num_shards <= 1:
         return grid
@@ -226,7 +226,7 @@ def _chunk_cols(row_numel: int) -> int:
 
 
 def _chunk_cols_within(extents: tuple[int, ...]) -> int:
-    """Return what `_chunk_cols` does of a row of several extents: whole parts of one of them, with all that is behind it."""
+    """Return `_chunk_cols` of a row of several extents: whole parts of one of them, with all extents behind it."""
     if math.prod(extents) <= MAX_CHUNK_NUMEL:
         return math.prod(extents)
     found = [math.prod(extents)]
@@ -240,7 +240,7 @@ def _chunk_cols_within(extents: tuple[int, ...]) -> int:
 
 
 def extents_of_cols(extents: tuple[int, ...], cols: int) -> tuple[int, ...]:
-    """Return the extents of `cols` elements of a row of `extents` that lie in a row in it."""
+    """Return the extents of `cols` consecutive elements of a row of `extents`."""
     found: list[int] = []
     for extent in reversed(extents):
         part = min(cols, max(extent, 1))

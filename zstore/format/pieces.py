@@ -1,10 +1,10 @@
 """How the pieces of a tensor that ranks hold become the shards and chunks of an array. Pure.
 
 [Note: pieces and chunks]
-A chunk has one checksum, so one rank writes it. Where all pieces of a tensor are whole chunks of some grid, each rank
+A chunk has one checksum, so one rank writes it. If all pieces of a tensor are whole chunks of some grid, each rank
 writes the chunks that it holds, into whichever shard file they belong to: rows that FSDP cuts, evenly or not, and
-experts. Where they are not (columns, and rows that are cut where chunks of a useful size cannot end), the ranks lay
-their pieces into files, and each shard is put together by one rank, its owner.
+experts. If they are not (columns, and rows whose cuts fit no chunks of a useful size), the ranks put their pieces
+into files, and each shard is put together by one rank, its owner.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ArrayLayout:
     spec: ArraySpec
     grid: Grid
     boxes: tuple[Box, ...] = ()
-    """Where pieces pass through files, all pieces; empty where every rank writes its own chunks."""
+    """All pieces, if pieces pass through files; empty if every rank writes its own chunks."""
 
     @property
     def passes_through_files(self) -> bool:
@@ -48,9 +48,9 @@ class ArrayLayout:
 
 
 def lay_out(spec: ArraySpec, boxes: Sequence[Box], world_size: int, *, whole_shards: bool = False) -> ArrayLayout:
-    """Return how an array that lies in `boxes`, which tile it, is written. See [Note: pieces and chunks].
+    """Return how an array in `boxes`, which tile it, is written. See [Note: pieces and chunks].
 
-    With `whole_shards` no shard file is written by two ranks, as where files are uploaded.
+    With `whole_shards` no shard file is written by two ranks, as for uploads.
     """
     pieces = [box for box in boxes if box.numel]
     if len(pieces) <= 1:
@@ -70,7 +70,7 @@ def _is_whole_shards(box: Box, grid: Grid) -> bool:
 
 
 def _grid_of_pieces(spec: ArraySpec, pieces: Sequence[Box]) -> Grid | None:
-    """Return the grid whose shards are the pieces; None where they are not rows, as many each but for the last."""
+    """Return the grid whose shards are the pieces; None if they are not rows, as many each but for the last."""
     shard_rows = max(box.numel for box in pieces) // spec.row_numel
     if cut_numel(pieces) != shard_rows * spec.row_numel:
         return None
@@ -78,7 +78,7 @@ def _grid_of_pieces(spec: ArraySpec, pieces: Sequence[Box]) -> Grid | None:
 
 
 def _fitting_grid(spec: ArraySpec, pieces: Sequence[Box], world_size: int) -> Grid | None:
-    """Return a grid of which all pieces are whole chunks, with chunks near the usual size; None where there is none."""
+    """Return a grid of which all pieces are whole chunks, with chunks near the usual size; None if there is none."""
     rows, row_numel = spec.rows, spec.row_numel
     cut = cut_numel(pieces)
     least_rows = -(-rows // world_size)

@@ -1,4 +1,4 @@
-"""Which elements `array[key]` means, and where they lie in the flat order. Pure arithmetic.
+"""The elements of `array[key]`, and their places in the flat order. Pure arithmetic.
 
 [Note: runs and groups]
 A selection's elements are runs of equal length in the array's flat (C) order (see [Note: runs]). Runs whose stored
@@ -29,7 +29,7 @@ Key = Index | tuple[Index, ...]
 
 @dataclass(frozen=True)
 class Group:
-    """Runs `[low_run, high_run)`, all within flat elements `[first, stop)`; `offsets` is where each begins in those."""
+    """Runs `[low_run, high_run)`, all within flat elements `[first, stop)`; `offsets` has the start of each among those."""
 
     low_run: int
     high_run: int
@@ -40,7 +40,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a key selects of an array. See [Note: runs and groups]."""
+    """The elements of an array that a key selects. See [Note: runs and groups]."""
 
     runs: Runs
     """Its elements in the flat order."""
@@ -57,7 +57,7 @@ class Selection:
         return tuple(axis.count for axis in self.runs.axes)
 
     def groups(self, chunk_numel: int) -> Iterator[Group]:
-        """Yield what is read in one go, where chunks have `chunk_numel` elements."""
+        """Yield the groups to read, for chunks of `chunk_numel` elements."""
         num_runs, numel = self.runs.count, self.runs.numel
         most_chunks = max(1, GROUP_NUMEL // chunk_numel)
         for batch in range(0, num_runs, _BATCH_RUNS):
@@ -75,7 +75,7 @@ class Selection:
 
 
 def select(key: Any, shape: tuple[int, ...]) -> Selection:
-    """Return what `key` selects of an array of `shape`, as numpy's basic indexing has it.
+    """Return the selection of `key` in an array of `shape`, as numpy's basic indexing has it.
 
     Whole numbers, slices with any step, `...` and None, or a tuple of them. Raises IndexError for an index out of range
     and for everything else, as lists and masks.

@@ -29,14 +29,14 @@ from .partition import Grid, round_up
 
 BLOCK_BYTES = 4096
 _KEEP_INTERPRETER = 0
-"""A chunk's checksum takes microseconds: a GIL hand-off takes longer where threads want it."""
+"""A chunk's checksum takes microseconds: a GIL hand-off takes longer if threads want it."""
 CRC_BYTES = 4
 MISSING = 2**64 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardLayout:
-    """Where everything of one shard file lies. See [Note: the layout of a shard file]."""
+    """The offsets of one shard file. See [Note: the layout of a shard file]."""
 
     num_chunks: int
     """Entries of the index."""
@@ -96,7 +96,7 @@ def encode_index(layout: ShardLayout) -> bytes:
 
 
 def encode_entries(layout: ShardLayout, offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> bytes:
-    """Return an index whose present chunks lie at `offsets` and have `sizes` bytes, crc32c included, with zeros behind it."""
+    """Return an index whose present chunks are at `offsets` and have `sizes` bytes, crc32c included, with zeros behind it."""
     # In place: the index of a million chunks takes 16 MiB.
     whole = bytearray(layout.data_offset)
     body = memoryview(whole)[: 16 * layout.num_chunks]
@@ -109,7 +109,7 @@ def encode_entries(layout: ShardLayout, offsets: npt.ArrayLike, sizes: npt.Array
 
 
 def checksum_error(array: str, what: str, path: str, offset: int, nbytes: int) -> CorruptionError:
-    """Return the error of stored bytes whose crc32c is not that of what they are."""
+    """Return the error of stored bytes whose crc32c is not theirs."""
     return CorruptionError(
         f"array {array!r}: {what} of {path} fails its crc32c (offset {offset}, {nbytes} bytes): the file is damaged; restore "
         "it from another copy"
@@ -119,7 +119,7 @@ def checksum_error(array: str, what: str, path: str, offset: int, nbytes: int) -
 def check_index(layout: ShardLayout, data: bytes | memoryview | Bytes, *, path: str, array: str) -> None:
     """Check that `data`, the first bytes of a shard file, is the index that `layout` says.
 
-    Raises CorruptionError where the checksum is wrong or the entries are those of another layout.
+    Raises CorruptionError if the checksum is wrong or the entries are those of another layout.
     """
     found = bytes(data[: layout.index_bytes])
     if encode_index(layout).startswith(found) and len(found) == layout.index_bytes:
@@ -139,7 +139,7 @@ def slot_views(slots: Bytes, layout: ShardLayout) -> Bytes:
 
 
 def stored_crcs(slots: Bytes, layout: ShardLayout) -> npt.NDArray[np.uint32]:
-    """Return the crc32c that stands behind the payload of each of `slots`, a run of whole slots, as a view of them."""
+    """Return the crc32c behind the payload of each of `slots`, a run of whole slots, as a view of them."""
     behind = slot_views(slots, layout)[:, layout.payload_bytes : layout.chunk_bytes]
     crcs: npt.NDArray[np.uint32] = behind.view("<u4")[:, 0]
     return crcs
@@ -151,7 +151,7 @@ def checksum(payload: Bytes | memoryview) -> int:
 
 
 def finish_slots(slots: Bytes, layout: ShardLayout) -> list[int]:
-    """Set what is behind the crc32c of every slot in `slots` to zero, in place; return the checksums."""
+    """Set the bytes behind the crc32c of every slot in `slots` to zero, in place; return the checksums."""
     slot_views(slots, layout)[:, layout.chunk_bytes :] = 0
     crcs: list[int] = stored_crcs(slots, layout).tolist()
     return crcs
