@@ -1,1 +1,1 @@
-"""The ranks of a run: collectives, and what ends one rank ending all."""
+"""The ranks of a run: collectives, and an end of all if one fails."""

@@ -1,7 +1,7 @@
 """Ranks that agree, step by step, by texts that they leave for each other: from any thread, and without collectives.
 
 [Note: agreeing]
-In each step a rank posts what went wrong with it, or that nothing did, in place of what it posted before. Rank 0 answers all
+In each step a rank posts its error, or that it has none, in place of its former post. Rank 0 answers all
 once they have, and they have its answer before they post anything else. A dead run may have left its texts: so a rank that
 does not know the run's id, which rank 0 makes up, first asks for it with a number of its own, which the answer repeats. Rank 0
 answers while it waits for the others in a step.
@@ -29,13 +29,13 @@ _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.05
 
 
 class Board(Protocol):
-    """Where ranks leave texts for each other."""
+    """A place for texts that ranks leave for each other."""
 
     def post(self, key: str, text: str) -> None:
         """Set a key."""
 
     def read(self, key: str) -> str | None:
-        """Return what it was set to; None if it was not."""
+        """Return its value; None if it has none."""
 
 
 class FolderBoard:
@@ -53,7 +53,7 @@ class FolderBoard:
         self._files.rename(part, self._folder / key)
 
     def read(self, key: str) -> str | None:
-        """Return what it was set to; None if it was not."""
+        """Return its value; None if it has none."""
         with contextlib.suppress(FileNotFoundError):
             return (self._folder / key).read_text()
         return None
@@ -101,7 +101,7 @@ class Agreement:
             raise RankError(f"rank {ranks} of {self._world_size} failed; rank {self._rank} stops with it", failures)
 
     def _collect(self, step: Mapping[str, Any], text: str | None) -> list[str | None]:
-        """Wait for what all ranks post in a step; answer those that ask for the run's id (rank 0)."""
+        """Wait for the posts of all ranks in a step; answer those that ask for the run's id (rank 0)."""
         missing, errors, answered = set(range(1, self._world_size)), {0: text}, set[str]()
 
         def look() -> bool | None:
@@ -126,7 +126,7 @@ class Agreement:
         self._board.post(key, json.dumps(text))
 
     def _read(self, key: str, expected: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return what was posted, if it is what is `expected`."""
+        """Return the post, if it is as `expected`."""
         found: dict[str, Any] = json.loads(self._board.read(key) or "{}")
         return found if found.items() >= expected.items() else None
 

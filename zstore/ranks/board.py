@@ -25,5 +25,5 @@ class StoreBoard:
         self._store.set(key, text)
 
     def read(self, key: str) -> str | None:
-        """Return what it was set to; None where it was not."""
+        """Return its value; None if it has none."""
         return self._store.get(key).decode() if self._store.check([key]) else None

@@ -1,12 +1,12 @@
 """Times of single collectives, by operation and size.
 
 [Note: bandwidth]
-The size of a collective is what one rank has of the larger side: what an all-gather fills, what a reduction or an exchange
-takes. The algorithm bandwidth is size / time; the bus bandwidth is that times (n - 1) / n for an all-gather, a
+The size of a collective is one rank's bytes of the larger side: the output of an all-gather, the input of a reduction or an
+exchange. The algorithm bandwidth is size / time; the bus bandwidth is that times (n - 1) / n for an all-gather, a
 reduce-scatter and an exchange among n ranks, for of that each link carries as much whatever n is, and times 1 for a
 broadcast and for a transfer between two ranks. These are nccl-tests' definitions
-(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Where gradients are summed on all ranks ("for
-all_reduce"), that is an exchange and a gather, and each stands for itself; between two ranks on gloo it may be one
+(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). If gradients are summed on all ranks ("for
+all_reduce"), that is an exchange and a gather, each with a row of its own; between two ranks on gloo it may be one
 all-reduce, whose factor is 2 (n - 1) / n = 1.
 
 The time of a collective that goes on beside the computation is that until somebody waited for it. On CUDA it is taken
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("zstore")
 
 OPERATIONS = ("all_gather", "all_to_all", "reduce_scatter", "broadcast", "send", "recv", "all_reduce", "control")
-"""What can be asked for: operations, and purposes that they serve."""
+"""Names to ask for: operations, and purposes that they serve."""
 
 _OTHER_NAMES = {
     "all_gather_into_tensor": "all_gather",
@@ -62,7 +62,7 @@ _PENDING = 4096
 
 
 def operation_named(name: str) -> str | None:
-    """Return our name of what `name` is to DeepSpeed or torch; None for what is not known."""
+    """Return our name of an operation that DeepSpeed or torch calls `name`; None if it is unknown."""
     found = _OTHER_NAMES.get(name, name)
     return found if found in OPERATIONS else None
 
@@ -74,7 +74,7 @@ def bus_factor(operation: str, world_size: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedCollective:
-    """What is timed."""
+    """A timed collective."""
 
     operation: str
     """As torch has it, in short: "all_gather", "all_to_all", "all_reduce", "reduce_scatter", "broadcast", "send", "recv"."""
@@ -83,7 +83,7 @@ class LoggedCollective:
     nbytes: int
     """Size; see [Note: bandwidth]."""
     caller: str = ""
-    """Function that called, where callers are named."""
+    """The calling function, if callers are named."""
 
 
 @dataclass(kw_only=True)
@@ -95,7 +95,7 @@ class CollectiveTimes:
     shortest_s: float = float("inf")
     longest_s: float = 0.0
     straggler_s: float | None = None
-    """Seconds beyond those of the rank that spent fewest on these calls; None where the ranks did not compare."""
+    """Seconds beyond those of the rank that spent fewest on these calls; None if the ranks did not compare."""
 
     def add(self, seconds: float) -> None:
         """Count a call."""
@@ -150,7 +150,7 @@ class CommsLog:
         return TimedWork(start(), end)
 
     def _begin(self, called: LoggedCollective) -> Callable[[], None]:
-        """Begin to time; what is returned ends it."""
+        """Begin to time; the returned function ends it."""
         if self.device.type != "cuda":
             started = time.perf_counter()
             return lambda: self._count(called, time.perf_counter() - started)

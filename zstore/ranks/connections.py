@@ -2,9 +2,9 @@
 
 [Note: cutting]
 Nothing in torch.distributed takes a gloo collective back: `abort` and `shutdown` leave it blocked, and destroying a
-group waits for it. A connection that is shut down ends it at once, here and on the rank at its other end. Which
-connections lie between two ranks shows when all ranks put theirs side by side: each stands in two lists, with its ends
-swapped. Where the system does not list a process's descriptors (other than Linux), there is nothing to cut.
+group waits for it. A connection that is shut down ends it at once, here and on the rank at its other end. To find the
+connections between two ranks, all ranks compare theirs: each is in two lists, with its ends swapped. If the system does
+not list a process's descriptors (other than Linux), there is nothing to cut.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Connections:
         return len(self._known)
 
     def there(self) -> set[Ends]:
-        """Return those of them that are open: where a process ends, its connections do."""
+        """Return those of them that are open: when a process ends, its connections do."""
         return {ends for _, ends in _open_connections() if ends in self._known}
 
     def cut(self) -> None:

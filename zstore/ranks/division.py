@@ -1,8 +1,8 @@
 """Dividing work among processes so that each has about the same bytes of it. Pure.
 
 [Note: the line of bytes]
-The items lie in one line, each with its bytes, and the line is cut into as many pieces of equal length as there are
-processes. A unit of an item, which is not divided, belongs to the process in whose piece its first byte lies. So every unit
+The items are in one line, each with its bytes, and the line is cut into as many pieces of equal length as there are
+processes. A unit of an item, which is not divided, belongs to the process whose piece has its first byte. So every unit
 belongs to one process, a process has neighbouring ones, and its bytes differ from the mean by less than one unit.
 """
 
@@ -21,7 +21,7 @@ class Share(NamedTuple):
 
 
 def shares_of(items: Sequence[tuple[int, int]], rank: int, world_size: int) -> list[Share]:
-    """Return what belongs to process `rank` of `world_size`, in the items' order; see [Note: the line of bytes].
+    """Return the shares of process `rank` of `world_size`, in the items' order; see [Note: the line of bytes].
 
     An item is (number of units, bytes of each); units of no bytes count as one byte.
     """

@@ -34,8 +34,8 @@ class Groups:
 def make_groups(world: World, size: int) -> Groups:
     """Return the groups of `size` ranks, which divides the world size (a collective).
 
-    From now on `world`, worlds made of it later, and the groups count what they send as `within_group` or
-    `between_groups`.
+    From now on `world`, worlds made of it later, and the groups count the bytes they send as `within_group`
+    or `between_groups`.
     """
     if size < 1 or world.world_size % size:
         raise ValueError(f"groups of {size} ranks cannot be made of {world.world_size}")

@@ -1,9 +1,9 @@
-"""What ranks tell each other when one of them failed, and what follows from it. Pure.
+"""Reports of ranks to each other when one of them failed, and their outcome. Pure.
 
 [Note: sound or broken]
 A call that raised on every rank after the same number of collectives leaves the ranks in step: each raises its own
-error and the run is sound. It is broken, for good, where a rank does not answer, where a collective failed, where a
-rank waits in a collective that a failed one will never enter, or where a rank has not failed within `SAME_S`.
+error and the run is sound. It is broken, for good, if a rank does not answer, if a collective failed, if a rank waits
+in a collective that a failed one will never enter, or if a rank has not failed within `SAME_S`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SAME_S = 10.0
 
 
 class Outcome(Enum):
-    """What an incident comes to. See [Note: sound or broken]."""
+    """The outcome of an incident. See [Note: sound or broken]."""
 
     SOUND = "sound"
     BROKEN = "broken"
@@ -30,12 +30,12 @@ class Outcome(Enum):
 
 @dataclass
 class Activity:
-    """Where a rank is in its work. Kept by the engine and the collectives, read by the watch."""
+    """The place of a rank in its work. Kept by the engine and the collectives, read by the watch."""
 
     phase: str = ""
-    """What the engine is asked to do, as "forward"; empty outside of its calls."""
+    """The engine's call, such as "forward"; empty outside of its calls."""
     unit: str = ""
-    """The unit that is at work in the phase, where known."""
+    """The unit that is at work in the phase, if known."""
     collective: str = ""
     """The collective that the rank is in."""
     entered: int = 0
@@ -53,13 +53,13 @@ class Report:
     """A rank's answer."""
 
     at: str
-    """What it was doing."""
+    """Its activity."""
     entered: int
     """Collectives that it entered."""
     cause: str | None = None
     """Its error on one line."""
     details: str = ""
-    """The error's traceback, or where the main thread is now."""
+    """The traceback of the error, or that of the main thread now."""
     lost: str | None = None
     """Why it can no longer talk to the others."""
     left: bool = False
@@ -73,7 +73,7 @@ class Report:
 
 
 def judge(reports: Mapping[int, Report], world_size: int, waited_s: float) -> Outcome | None:
-    """Return what the reports come to; None while an answer may still change it."""
+    """Return the outcome of the reports; None while an answer may still change it."""
     there = [report for report in reports.values() if not report.left]
     errors = [report for report in there if report.cause is not None]
     missing = len(reports) < world_size
@@ -90,7 +90,7 @@ def judge(reports: Mapping[int, Report], world_size: int, waited_s: float) -> Ou
 
 
 def explain(reports: Mapping[int, Report], world_size: int, rank: int, at: str, gone: str) -> RankError:
-    """Return what rank `rank` raises at `at`; `gone` says of ranks without a report what is known of them."""
+    """Return the error that rank `rank` raises at `at`; `gone` is the known state of ranks without a report."""
     failures: dict[int, str] = {}
     causes: dict[int, str] = {}
     for other, report in reports.items():

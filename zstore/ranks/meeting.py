@@ -1,11 +1,11 @@
-"""Calls that all ranks make together, and what a rank hears that is alone in one.
+"""Calls that all ranks make together, and the error of a rank that is alone in one.
 
 [Note: meeting]
 Collectives of two different calls that meet each other end in the backend's own words, and with gloo in an abort. Scripts
 written for replicated models save on the main process alone, so ranks meet in the store of the process group before the
 first collective of a save or a load. Who waits there looks at the next rank: one that closed its engine, or that has
 entered a collective which this rank has not, will never come. Of ranks that are alone in a call, however many, one has a
-next rank that is elsewhere, and what it raises ends all.
+next rank that is elsewhere, and its error ends all.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Meetings:
         self._count = 0
 
     def meet(self, call: str) -> None:
-        """Return once all ranks are in `call` (all ranks). Raises UsageError where another rank is somewhere else for good."""
+        """Return once all ranks are in `call` (all ranks). Raises UsageError if another rank is somewhere else for good."""
         self._count += 1
         key = f"meeting/{self._count}"
-        # Where the store fails, its process is gone: the call's own collectives tell more.
+        # If the store fails, its process is gone: the call's own collectives tell more.
         with suppress(torch_dist.DistError):
             if self._store.add(f"{key}/ranks", 1) == self._world_size:
                 self._store.set(f"{key}/call", call)
@@ -49,7 +49,7 @@ class Meetings:
                 self._refuse(call, f"another rank is in {found}")
 
     def _came(self, key: str, call: str) -> bool:
-        """Wait until the last rank has set `key`; return False where a connection to another rank ended, or it took as long
+        """Wait until the last rank has set `key`; return False if a connection to another rank ended, or it took as long
         as a collective may: the call's own will tell."""
         started = time.monotonic()
         pause_s, next_look = _LEAST_PAUSE_S, started + _LOOK_S
@@ -69,7 +69,7 @@ class Meetings:
         return True
 
     def _elsewhere(self) -> str | None:
-        """Return where the next rank is, if it will not come any more."""
+        """Return the place of the next rank, if it will not come any more."""
         other = (self._rank + 1) % self._world_size
         if self._store.check([f"left/{other}"]):
             return f"rank {other} closed its engine"
@@ -77,7 +77,7 @@ class Meetings:
             return None
         at, in_foreign, *theirs = json.loads(self._store.get(f"at/{other}"))
         mine = self._watch.entered()
-        # Others' count is no proof by itself: what two ranks send each other is in it.
+        # Others' count is no proof by itself: it includes transfers between two ranks.
         ahead = theirs[0] > mine[0] or (in_foreign and theirs[1] > mine[1])
         return f"rank {other} is in {at}" if ahead else None
 

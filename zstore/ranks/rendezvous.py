@@ -20,7 +20,7 @@ _LEAST_PAUSE_S = 0.001
 class Rendezvous:
     """The folder `folder`, which need not be there yet.
 
-    `check` is called while a rank waits, and raises where waiting has become pointless; `pause` sleeps for so many
+    `check` is called while a rank waits, and raises if waiting has become pointless; `pause` sleeps for so many
     seconds, or until something else ends it.
     """
 
@@ -46,7 +46,7 @@ class Rendezvous:
         self._files.rename(part, self.folder / name)
 
     def posted(self, name: str) -> dict[str, Any] | None:
-        """Return the message in the file `name`; None where there is none."""
+        """Return the message in the file `name`; None if there is none."""
         with contextlib.suppress(OSError, ValueError):
             message = json.loads((self.folder / name).read_bytes())
             return message if isinstance(message, dict) else None
@@ -55,7 +55,7 @@ class Rendezvous:
     def wait_until(self, ready: Callable[[], bool], timeout_s: float, failure: Callable[[], str]) -> None:
         """Return once `ready()` is true; look again after pauses that double, beginning with 1 ms.
 
-        Raises what `check` raises, and CheckpointError with the text of `failure()` after `timeout_s` seconds.
+        Raises the errors of `check`, and CheckpointError with the text of `failure()` after `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         pause_s = _LEAST_PAUSE_S

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class Team:
     """The ranks that share the work; without a `World` this process alone, for which no torch is imported.
 
-    What says (all ranks) is a collective: all ranks call it, in the same order.
+    A call marked (all ranks) is a collective: all ranks call it, in the same order.
     """
 
     def __init__(self, world: World | None = None) -> None:
@@ -47,7 +47,7 @@ class Team:
         self._world.raise_together(error)
 
     def check(self) -> None:
-        """Raise RankError where another rank is known to be lost, so that nobody works on for nothing."""
+        """Raise RankError if another rank is known to be lost, so that nobody works on for nothing."""
         if self._world is not None and self._world.watch is not None:
             self._world.watch.require_others()
 

@@ -1,12 +1,12 @@
-"""Watching over the ranks of a run, so that what ends one ends all, soon and with its cause.
+"""Watching over the ranks of a run, so that a failure of one ends all, soon and with its cause.
 
 [Note: the watch]
 Each rank has a thread that alone talks to the store of the process group: twice a second it looks whether somebody
 raised the alarm, and now and then it leaves a sign of life and looks for its neighbour's. The alarm is raised by a rank
 of which an error escapes, of which a collective fails (a process at the other end died), or whose neighbour gives no
 sign. Then every rank's thread reports where its rank is, whatever its main thread does, and each comes to the same
-outcome (`incident`). Where the run is broken, connections are cut: whoever waits in a collective, here or elsewhere,
-gets its error at once and raises RankError with what the reports say. Nothing hangs afterwards, not even the end of
+outcome (`incident`). If the run is broken, connections are cut: whoever waits in a collective, here or elsewhere,
+gets its error at once and raises RankError with the reports. Nothing hangs afterwards, not even the end of
 the process. Signs of life are counted in looks of one's own, so that a machine that was asleep accuses nobody.
 
 A slow rank is no failure: its thread lives. One that hangs for good while its thread lives is found by the process
@@ -88,7 +88,7 @@ class Watch:
     # -- called by the rank -------------------------------------------------------------------------------------------
 
     def begin_call(self) -> None:
-        """Begin what may fail on one rank; raises where the run is broken."""
+        """Begin a call that may fail on one rank; raises if the run is broken."""
         self.require_sound()
         self._agreed = False
 
@@ -97,7 +97,7 @@ class Watch:
         self._agreed = True
 
     def require_sound(self) -> None:
-        """Raise RankError, once, where the run is broken, and from then on UsageError."""
+        """Raise RankError, once, if the run is broken, and from then on UsageError."""
         if self._broken is None:
             return
         if not self._told:
@@ -110,12 +110,12 @@ class Watch:
         )
 
     def require_others(self) -> None:
-        """Raise RankError where the run is broken, any number of times."""
+        """Raise RankError if the run is broken, any number of times."""
         if self._broken is not None:
             raise RankError(str(self._broken), {})
 
     def escaped(self, error: BaseException, *, final: bool = False) -> None:
-        """Tell the others of an error that ends a call on this rank, and return once it is clear what follows.
+        """Tell the others of an error that ends a call on this rank, and return once the outcome is clear.
 
         Errors that all ranks agreed on since the call began are no news. `final` is one that nobody will handle.
         """
@@ -131,7 +131,7 @@ class Watch:
                 )
             )
         if self._broken is None and isinstance(error, RankError):
-            # It may name the rank alone, and not what that rank raised.
+            # It may name the rank alone, without its error.
             error.add_note(self._what_others_said)
         if self._broken is not None:
             if not self._told and set(self._broken.failures) - {self._rank}:
@@ -139,7 +139,7 @@ class Watch:
             self._told = True
 
     def lost(self, error: BaseException) -> RankError:
-        """Return what to raise for a collective that failed."""
+        """Return the error to raise for a collective that failed."""
         if self._broken is None:
             lost = f"{type(error).__name__}: {error}"
             self._raise_alarm(Report(at=str(self._activity), entered=self._activity.entered, lost=lost))
@@ -215,7 +215,7 @@ class Watch:
                 self._changed.notify_all()
 
     def _give_and_look_for_signs(self) -> None:
-        """Leave a sign of life when it is time, and note a report where the next rank that has not left gives none."""
+        """Leave a sign of life when it is time, and note a report if the next rank that has not left gives none."""
         now = time.monotonic()
         if self._sign_s is None or now < self._next_sign:
             return
@@ -236,7 +236,7 @@ class Watch:
                 self._mine = self._mine or found
 
     def _say_where(self) -> None:
-        """Leave word of where this rank is, once for each place that it stays at; see `meeting`."""
+        """Post the place of this rank, once for each place that it stays at; see `meeting`."""
         where, foreign = str(self._activity), None
         if not self._activity.collective and (foreign := collective_of(self._trainer)) is not None:
             where = f"{where}, collective {foreign}"
@@ -247,13 +247,13 @@ class Watch:
         self._last_at = at
 
     def _present(self, lost: str | None = None) -> Report:
-        """Return where this rank is now."""
+        """Return the present place of this rank."""
         frame = sys._current_frames().get(self._trainer)
         details = "" if frame is None else "it is at\n" + "".join(traceback.format_stack(frame))
         return Report(at=str(self._activity), entered=self._activity.entered, details=details, lost=lost)
 
     def _resolve(self) -> None:
-        """Report until it is clear what the incident comes to."""
+        """Report until the outcome of the incident is clear."""
         started, number = time.monotonic(), self._incident
         outcome: Outcome | None = None
         last: Report | None = None
@@ -292,7 +292,7 @@ class Watch:
                 self._reports[rank] = Report(at="the end", entered=entered, left=True)
 
     def _wait_for_readers(self, number: int) -> None:
-        """Keep the store, which may lie in this process, until all that reported have read."""
+        """Keep the store, which may be in this process, until all that reported have read."""
         self._store.add(f"read/{number}", 1)
         end = time.monotonic() + ABSENT_S
         readers = sum(not report.left for report in self._reports.values())
@@ -313,7 +313,7 @@ class Watch:
         return broken
 
     def _without_store(self) -> None:
-        """End the run when nobody can be asked what happened."""
+        """End the run when nobody can be asked for the cause."""
         unknown = Report(at="an unknown place", entered=0)
         self._reports = dict.fromkeys(range(self._world_size), unknown) | self._reports
         if _in_rank_0(self._store):
@@ -330,7 +330,7 @@ def store_port(store: Store) -> int | None:
 
 
 def collective_of(thread: int) -> str | None:
-    """Return the collective of torch.distributed that a thread is in; None where it is in none."""
+    """Return the collective of torch.distributed that a thread is in; None if it is in none."""
     frame, found = sys._current_frames().get(thread), None
     while frame is not None:
         if frame.f_globals.get("__name__") == torch_dist.distributed_c10d.__name__:
@@ -342,7 +342,7 @@ def collective_of(thread: int) -> str | None:
 
 
 def _entered_by_anybody() -> int:
-    """Return how many collectives the process group of all ranks has begun on this rank; 0 where it does not count them."""
+    """Return how many collectives the process group of all ranks has begun on this rank; 0 if it does not count them."""
     with suppress(RuntimeError, ValueError):
         group: Any = torch_dist.distributed_c10d._get_default_group()
         return int(group._get_sequence_number_for_group())

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 from ..io.links import LinkCounters
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "transfer", "control"]
-"""What bytes were sent for; "control" is agreement between ranks (counts, flags, errors), not tensors."""
+"""The purpose of the bytes sent; "control" is agreement between ranks (counts, flags, errors), not tensors."""
 
 
 class Work(Protocol):
@@ -26,7 +26,7 @@ class Work(Protocol):
 class CountedWork:
     """A collective under way that counts how long it took and how long somebody waited for it.
 
-    On CUDA a wait holds up the stream and not this thread, so what is counted there is the host's time alone.
+    On CUDA a wait holds up the stream and not this thread, so the time counted there is the host's alone.
     """
 
     def __init__(

@@ -2,12 +2,12 @@
 
 [Note: one error for all]
 `World.raise_together` is how a failure on one rank ends a call on every rank. Every rank calls it with its own error or
-None; where all are None it returns. Otherwise a rank that failed raises its own error, so that handlers see its type,
+None; if all are None it returns. Otherwise a rank that failed raises its own error, so that handlers see its type,
 and every other rank raises RankError with the failed ranks' tracebacks. It is a collective: all ranks call it, in the
 same order.
 
-An error that escapes elsewhere on one rank, or a rank that dies, is what `watch` is for: a world that is watched raises
-RankError where its collectives fail.
+An error that escapes elsewhere on one rank, or a rank that dies, is the business of `watch`: a world that is watched
+raises RankError if its collectives fail.
 
 Values travel between ranks as JSON and as tensors, never pickled. Without a process group the same code runs alone.
 """
@@ -56,34 +56,34 @@ class World:
     backend: str | None = None
     """Backend of the collectives on `device` ("gloo", "nccl"); None alone."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Where tensors must lie for the backend's collectives."""
+    """The device of tensors in the backend's collectives."""
     group: torch_dist.ProcessGroup | None = None
     """Process group of the collectives; None is the default one."""
     links: LinkCounters = field(default_factory=LinkCounters)
     """Bytes that this rank sent to others and the time waited, by `Kind`. A second world on another group shares them."""
     activity: Activity = field(default_factory=Activity)
-    """Where this rank is; a second world shares it."""
+    """The place of this rank in its work; a second world shares it."""
     watch: Watch | None = None
-    """Fails all ranks where one fails; None alone, and until `begin_watch`."""
+    """Fails all ranks if one fails; None alone, and until `begin_watch`."""
     meetings: Meetings | None = None
-    """Where ranks meet before a call that all of them make; None where they are not watched."""
+    """The ranks' meetings before calls that all of them make; None if they are not watched."""
     connections: Connections = field(default_factory=Connections)
     """To the other ranks, of all groups; a second world shares them."""
     requested: int = 0
-    """What this rank asks all ranks for, 0: nothing. It travels with `raise_together`, for a few bytes there."""
+    """This rank's request to all ranks, 0: none. It travels with `raise_together`, for a few bytes there."""
     granted: int = 0
     """The greatest request of any rank that has travelled: the same on all ranks after the same call."""
     asks: str = ""
-    """What rank 0 asks all ranks for; it travels with `raise_together` where it is not empty."""
+    """The request of rank 0 to all ranks; it travels with `raise_together` unless it is empty."""
     heard: str = ""
-    """What rank 0 asked when something last travelled: the same on all ranks after the same call."""
+    """The last request of rank 0 that travelled: the same on all ranks after the same call."""
     log: CommsLog | None = None
-    """Times each collective, where somebody wants to know; a second world shares it."""
+    """Times each collective, if somebody wants to know; a second world shares it."""
     when_broken: list[Callable[[], None]] = field(default_factory=list)
-    """What else is to be given up where the run is broken; called from the watch's thread."""
+    """Further things to give up if the run is broken; called from the watch's thread."""
     near_ranks: int | None = None
-    """Of the other ranks, those in this rank's group (see `groups`); None where ranks are in no groups. With groups, what is
-    sent, but for "control", is also counted as `within_group` and `between_groups`."""
+    """Of the other ranks, those in this rank's group (see `groups`); None if ranks are in no groups. With groups, bytes
+    sent, except for "control", are also counted as `within_group` and `between_groups`."""
 
     @property
     def sent_bytes(self) -> Counter[str]:
@@ -152,7 +152,7 @@ class World:
 
     @contextmanager
     def calling(self, phase: str, *, meeting: str | None = None) -> Iterator[None]:
-        """Say what is asked of this rank in the block; an error that escapes from it on one rank fails all.
+        """Name this rank's task in the block; an error that escapes from it on one rank fails all.
 
         `meeting` names a call that scripts may make on one rank alone, by mistake: it begins once all ranks are in it.
         """
@@ -177,7 +177,7 @@ class World:
             self.watch.tell_uncaught()
 
     def leave_together(self) -> None:
-        """Note that all ranks know of what is about to be raised, and that it is no failure."""
+        """Note that all ranks know of the error about to be raised, and that it is no failure."""
         if self.watch is not None:
             self.watch.agree()
 
@@ -187,7 +187,7 @@ class World:
             self.watch.escaped(error)
 
     def _count_reach(self, kind: Kind, sent_bytes: int, target: int | None = None) -> None:
-        """Count what is sent to all others alike, or to rank `target`, by whether it leaves this rank's group."""
+        """Count bytes sent to all others alike, or to rank `target`, by whether it leaves this rank's group."""
         if self.near_ranks is None or self.world_size == 1 or kind == "control":
             return
         size = self.near_ranks + 1
@@ -211,7 +211,7 @@ class World:
 
     @contextmanager
     def _within(self, collective: str, *, enters: bool = True) -> Iterator[None]:
-        """Enter a collective, or wait for one that was entered; where it fails, raise what the watch knows of it."""
+        """Enter a collective, or wait for one that was entered; if it fails, raise the watch's account of it."""
         if self.watch is not None and enters:
             self.watch.require_sound()
         self.activity.entered += enters
@@ -232,7 +232,7 @@ class World:
             yield
 
     def know_connections(self) -> None:
-        """Note the connections to the other ranks anew, where they are watched: a process group was made (all ranks)."""
+        """Note the connections to the other ranks anew, if they are watched: a process group was made (all ranks)."""
         if self.watch is not None:
             self._know_connections()
 
@@ -271,7 +271,7 @@ class World:
     def agreeing(self, note: str | None = None) -> Iterator[None]:
         """Raise on every rank if the block raised on any; `note` is added to this rank's error (all ranks).
 
-        What is not an Exception, such as KeyboardInterrupt, ends this rank's block at once.
+        Anything but an Exception, such as KeyboardInterrupt, ends this rank's block at once.
         """
         error: Exception | None = None
         try:
@@ -310,7 +310,7 @@ class World:
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Replace the values of `tensor` by rank `source`'s."""
         if self.world_size > 1 and tensor.numel():
-            # Where the backend's collectives want it; a model may be built on the host, and NCCL sends the device's alone.
+            # On the device of the backend's collectives; a model may be built on the host, and NCCL sends the device's alone.
             whole = tensor.to(self.device).contiguous()
             sent_bytes = (self.world_size - 1) * whole.nbytes if self.rank == source else 0
             with self._moving("broadcast", "broadcast", sent_bytes, whole.nbytes), self._within("broadcast"):
@@ -359,7 +359,7 @@ class World:
         self, kind: Kind, operation: str, sent_bytes: int, nbytes: int, target: int | None = None
     ) -> AbstractContextManager[None]:
         """Count a `with` block as a collective of `nbytes`, whose whole time the caller waits; one that sends to `target`
-        alone where it is given."""
+        alone if it is given."""
         self._count_reach(kind, sent_bytes, target)
         moving = self.links.moving(kind, sent_bytes)
         return moving if self.log is None else self.log.timing(moving, operation, kind, nbytes)
