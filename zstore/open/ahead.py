@@ -38,7 +38,7 @@ class Ahead:
         return [self._coming[name].ticket for name in wanted]
 
     def take(self, name: str) -> Ticket[Array] | None:
-        """Return what was read ahead of an array, which is the caller's from now on; None if nothing was."""
+        """Return the elements of an array that was read ahead, the caller's from now on; None if it was not."""
         found = self._coming.pop(name, None)
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""What a rank holds of arrays, in the shards of a store: what its threads do, one after the other for each array."""
+"""A rank's part of arrays, in the shards of a store: the work of its threads, one after the other for each array."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class HeldArrays:
             raise UsageError(f"array {held.spec.name!r} is not what was put last, for that failed: put it again")
 
     def read(self, held: HeldArray, first: int, stop: int, target: Array | None) -> Array:
-        """Read elements `[first, stop)` of what is held into `target`, or new memory."""
+        """Read elements `[first, stop)` of the held part into `target`, or new memory."""
         self._require(held)
         if first == stop:
             return np.empty(0, numpy_dtype(held.spec.dtype)) if target is None else target
@@ -98,7 +98,7 @@ class HeldArrays:
             _unpinned(partial(self._shards.remove, name), wait)
 
     def move(self, name: str, tier: TierName, wait: Callable[[], None]) -> None:
-        """Let an array rest on another tier."""
+        """Move an array to another tier."""
         _unpinned(partial(self._shards.move, name, tier, copy_view), wait)
 
 

@@ -1,6 +1,6 @@
 """A checkpoint as Python sees it: named arrays that are read when they are indexed, and weights in any precision.
 
-No engine, no process group, no pickle; torch is imported where a tensor is asked for, and nowhere else.
+No engine, no process group, no pickle; torch is imported only when a tensor is asked for.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def open_checkpoint(
     """Open the checkpoint `tag` at `location`: a folder or URL of checkpoints (the newest committed one by default), or a
     tag's own folder. Other software's checkpoints are opened as they are.
 
-    `storage_options` are for the file system of a URL. Raises CheckpointNotFoundError, CorruptionError where it is damaged,
-    CheckpointMismatchError where it is of a kind or version that is not read.
+    `storage_options` are for the file system of a URL. Raises CheckpointNotFoundError, CorruptionError if it is damaged,
+    CheckpointMismatchError if it is of a kind or version that is not read.
     """
     return Checkpoint(open_source(location, tag, storage_options=storage_options), storage_options or {})
 
@@ -65,10 +65,10 @@ def load_state_dict(
 ) -> dict[str, Tensor]:
     """Return a checkpoint's parameters and buffers as a state dict, for `model.load_state_dict`; see `open_checkpoint`.
 
-    `dtype` is what floating weights become (None: their best stored precision), `names` a name or a pattern with `*`,
+    `dtype` is that of the floating weights returned (None: their best stored precision), `names` a name or a pattern with `*`,
     `?`, `[...]`, or several. Tied parameters are there under each of their names, as one tensor. With `ema`
-    they are the averages over the steps. Raises CheckpointMismatchError for a pattern that matches nothing, and where there
-    are no averages, CheckpointError where a value does not fit the type (unless `overflow` is "inf" or "clamp").
+    they are the averages over the steps. Raises CheckpointMismatchError for a pattern that matches nothing, and if there are
+    no averages, CheckpointError if a value does not fit the type (unless `overflow` is "inf" or "clamp").
     """
     with open_checkpoint(location, tag, storage_options=storage_options) as checkpoint:
         return checkpoint.consolidated(dtype, overflow=overflow, ema=ema).load(names)
@@ -83,7 +83,7 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
 
     def __init__(self, source: ArraySource, storage_options: Mapping[str, Any]) -> None:
         self.source = source
-        """What the arrays are read from."""
+        """The source of the arrays."""
         self._storage_options = dict(storage_options)
         self._names = sorted(source.arrays, key=natural_key)
         self._ends = ExitStack()
@@ -97,7 +97,7 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
 
     @property
     def tag(self) -> str:
-        """What the checkpoint is called."""
+        """The checkpoint's name."""
         return self.source.tag
 
     @property
@@ -146,7 +146,7 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
         self.source.read(name, first, stop, out)
 
     def check_open(self) -> None:
-        """Raise UsageError where the checkpoint was closed."""
+        """Raise UsageError if the checkpoint was closed."""
         if self._closed:
             raise UsageError(f"the checkpoint {self.location} was closed: read its arrays before, or open it again")
 
@@ -158,7 +158,7 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
         return Weights(self, _zarr_name(dtype), overflow, ema=ema)
 
     def verify(self) -> list[VerifyFault]:
-        """Check every byte, and return what is not as it was committed; an empty list means a whole checkpoint."""
+        """Check every byte, and return each fault; an empty list means a whole checkpoint."""
         self.check_open()
         if not isinstance(self.source, CheckpointReader):
             raise CheckpointMismatchError(
@@ -180,7 +180,7 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
         if "://" in self.location:
             url, options = self._for_fsspec()
             return zarr.open_group(url, mode="r", storage_options=options)
-        # What is not there would read as NaN.
+        # Missing parts would read as NaN.
         if missing := missing_machines(LocalFolder(Path(self.location)), self.source.record):
             raise CheckpointError(missing_text(self.location, missing) + "; zarr-python needs them in one folder")
         return zarr.open_group(zarr.storage.LocalStore(self.location, read_only=True), mode="r")
@@ -278,7 +278,7 @@ def _lazy(source: ArraySource, stored: StoredArray, name: str, dtype: str, read:
 
 
 def _zarr_name(dtype: Dtype) -> str | None:
-    """Return the name of a floating data type; raises UsageError for what none is."""
+    """Return the name of a floating data type; raises UsageError for anything else."""
     if dtype is None:
         return None
     text = str(dtype).removeprefix("torch.")

@@ -25,7 +25,7 @@ Status = Literal["same", "values", "added", "removed", "shape", "dtype", "unknow
 
 _TILE_NUMEL = 64 * 1024
 _PIECE_BYTES = 8 * 1024 * 1024
-"""What is read by one rank of several, about."""
+"""Bytes that one rank of several reads at a time, about."""
 
 
 @dataclass
@@ -41,9 +41,9 @@ class Comparison:
     """Chunks whose checksums were compared."""
     chunks_changed: int | None = None
     numel: int | None = None
-    """Elements of the array, where values were compared."""
+    """Elements of the array, if values were compared."""
     changed: int | None = None
-    """Elements that differ: in their bits, or where the types differ, in their value."""
+    """Elements that differ: in their bits, or, if the types differ, in their value."""
     max_abs: float | None = None
     """Largest difference between finite elements."""
     rms: float | None = None
@@ -57,7 +57,7 @@ class Comparison:
         return self.status != "same"
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON, without what was not compared."""
+        """Return it as JSON, without fields that were not compared."""
         found = {key: value for key, value in vars(self).items() if value is not None}
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
 
@@ -83,7 +83,7 @@ class CheckpointDifference:
 
 @dataclass
 class ComparisonPlan:
-    """What checksums and metadata show, and which elements must be read to know the rest."""
+    """The result of checksums and metadata, and the elements that must be read to know the others."""
 
     comparisons: dict[str, Comparison]
     ranges: list[Range]
@@ -96,10 +96,10 @@ class ComparisonPlan:
 def plan_comparison(
     before: ArraySource, after: ArraySource, *, values: bool, names: Collection[str] | None = None
 ) -> ComparisonPlan:
-    """Compare names, shapes, types and checksums; plan to read where these cannot tell, and with `values` where
-    they differ.
+    """Compare names, shapes, types and checksums; plan to read if these cannot tell, and with `values` if they
+    differ.
 
-    Checksums tell only where both checkpoints have them and are cut alike. `names` are the arrays to compare, which one of
+    Checksums tell only if both checkpoints have them and are cut alike. `names` are the arrays to compare, which one of
     the two has; None: all.
     """
     plan = ComparisonPlan({}, [])
@@ -137,7 +137,7 @@ def _compare_chunks(
 ) -> tuple[int, int, list[tuple[int, int]]] | None:
     """Return how many chunks there are, how many have other checksums, and the elements of those, neighbours together.
 
-    None where checksums cannot be compared: those of compressed bytes say nothing about values that are the same.
+    None if checksums cannot be compared: those of compressed bytes say nothing about values that are the same.
     """
     grid = old.grid
     if grid != new.grid or old.codec is not None or new.codec is not None:
@@ -167,7 +167,7 @@ def compare_values(
     *,
     team: Team = ALONE,
 ) -> None:
-    """Read what was planned, from both at once, and complete the comparisons; memory is that of the sources' pools.
+    """Read the planned elements, from both at once, and complete the comparisons; memory is that of the sources' pools.
 
     `advance` is told, from several threads, how many bytes were read. The ranks of `team` read a part each, about the same
     bytes, and all have the whole outcome (all ranks).
@@ -200,7 +200,7 @@ def compare_values(
 
 
 def _share_of(ranges: Sequence[Range], source: ArraySource, team: Team) -> list[Range]:
-    """Return what this rank reads of the ranges, cut where the source's chunks end."""
+    """Return this rank's part of the ranges, cut at ends of the source's chunks."""
     if team.world_size == 1:
         return list(ranges)
     pieces: list[Range] = []

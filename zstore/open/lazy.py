@@ -1,4 +1,4 @@
-"""An array that is read when it is indexed, and only as far as that needs. No torch but where a tensor is asked for."""
+"""An array that is read when it is indexed, and only as far as that needs. No torch unless a tensor is asked for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_TASKS = 1024
 class LazyArray:
     """A named tensor of a checkpoint, still where it is stored.
 
-    `array[key]` reads what the key selects and returns it as a numpy array, with numpy's basic indexing: whole numbers,
+    `array[key]` reads the selected elements and returns them as a numpy array, with numpy's basic indexing: whole numbers,
     slices with any step, `...` and None. `numpy()`, `np.asarray(array)` and `torch()` read all of it. bfloat16 is
     `ml_dtypes.bfloat16` in numpy. Each reading is anew: keep what is used again. Usable from several threads.
     """
@@ -47,12 +47,12 @@ class LazyArray:
     ) -> None:
         self.name = name
         self.spec = spec
-        """What the array is where it is stored."""
+        """The array's spec in its checkpoint."""
         self.shape = spec.shape
         self.dtype: np.dtype[Any] = numpy_dtype(dtype)
         """numpy's data type."""
         self.aliases = spec.aliases
-        """Other names of the same tensor, where parameters are tied."""
+        """Other names of the same tensor, if parameters are tied."""
         self._chunk_numel = max(1, chunk_numel)
         self._num_readers = num_readers
         self._read = read
@@ -130,7 +130,7 @@ class LazyArray:
         return out
 
     def torch(self, key: Key = ...) -> Tensor:
-        """Return what `key` selects (all of it by default) as a tensor in host memory, of the stored data type."""
+        """Return the elements that `key` selects (all by default) as a tensor in host memory, of the stored data type."""
         from ..tensors import as_torch
 
         return as_torch(self.numpy() if key is Ellipsis else np.asarray(self[key]))

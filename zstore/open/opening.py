@@ -30,19 +30,19 @@ def open_store(  # noqa: PLR0913 - options of one thing, all but the first by na
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Store:
-    """Open a store whose arrays rest in a folder of its own below `path`, on a fast drive, or without a path in memory.
+    """Open a store that keeps its arrays in a folder of its own below `path`, on a fast drive, or without a path in memory.
 
-    What is put lives as long as the store is open; `Store.checkpoint` keeps it, and `Store.load` brings it back, both by links
+    Arrays live as long as the store is open; `Store.checkpoint` saves them, and `Store.load` brings them back, both by links
     if drive and layout allow. All memory that the store takes is counted against `host_budget_bytes`: transfer buffers,
-    arrays in host memory, what is read ahead; None: buffers of 64 MiB, and no bound for the rest. `buffer_count` buffers of
-    `buffer_size` bytes are what transfers go through, in place of that. `pin_memory` registers them with CUDA. `num_threads`
-    read and write; `verify` checks the crc32c of all that is read from the drive; `device` is where tier "device" is.
+    arrays in host memory, data read ahead; None: buffers of 64 MiB, else no bound. Transfers go through
+    `buffer_count` buffers of `buffer_size` bytes, in place of that. `pin_memory` registers them with CUDA. `num_threads`
+    read and write; `verify` checks the crc32c of all that is read from the drive; tier "device" is on `device`.
 
     With `mesh`, a DeviceMesh of one dimension, or `rank` and `world_size`, several processes share the arrays, each with a
     store of its own and a budget of its own: see `Store.put` and `Store.checkpoint`, which all of them call.
 
-    Raises UsageError for what makes no sense, StorageError for a folder that cannot be written, BudgetError where the budget
-    has no room for the buffers.
+    Raises UsageError for arguments that make no sense, StorageError for a folder that cannot be written, BudgetError if the
+    budget has no room for the buffers.
     """
     numbers = {"host_budget_bytes": host_budget_bytes, "buffer_count": buffer_count, "buffer_size": buffer_size}
     for name, number in numbers.items():

@@ -1,9 +1,9 @@
 """The ranks that share a store's arrays: which one this process is, and how they agree on checkpoints.
 
 [Note: rows of ranks]
-N ranks hold the rows of an array as torch's `Shard(0)` cuts them: ceil(rows / N) each, then what is left, then none. Each
+N ranks hold the rows of an array as torch's `Shard(0)` cuts them: ceil(rows / N) each, then the remainder, then none. Each
 rank's rows are one shard of the Zarr array, so that a checkpoint takes its file as it is; those of arrays under 64 KiB are put
-together to one. Chunks end where ranks' rows do: where no chunk of a useful size does, `put` says so.
+together to one. Chunks end with ranks' rows: if no chunk of a useful size does, `put` raises an error.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _opened: Counter[str] = Counter()
-"""Stores that this process opened with others, by what their ranks are: all ranks open them in the same order."""
+"""Stores that this process opened with others, by their ranks: all ranks open them in the same order."""
 _lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class HeldArray:
-    """What a rank holds of an array: all of it, or its rows."""
+    """A rank's part of an array: all of it, or its rows."""
 
     spec: ArraySpec
     grid: Grid
     shard: int
     first: int
-    """Of the array's first extent, where its rows begin."""
+    """Its first row, along the array's first extent."""
     stop: int
     by_rows: bool
     """Whether others have other rows."""
@@ -52,17 +52,17 @@ class HeldArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what the rank holds."""
+        """The shape of the rank's part."""
         return (self.stop - self.first, *self.spec.shape[1:]) if self.spec.shape else ()
 
     @property
     def numel(self) -> int:
-        """Elements of what the rank holds."""
+        """Elements of the rank's part."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what the rank holds."""
+        """Bytes of the rank's part."""
         return self.numel * self.spec.itemsize
 
     @property
@@ -73,7 +73,7 @@ class HeldArray:
 
     def flat_rows(self, rows: slice | None) -> tuple[int, int, tuple[int, ...]]:
         """Return (first, stop, shape) of the flat elements of `rows`, counted in the whole array, among those that the rank
-        holds; of all these by default. Raises UsageError for what is not rows in a row, or rows of others."""
+        holds; of all these by default. Raises UsageError unless they are consecutive rows of this rank."""
         if rows is None:
             return 0, self.numel, self.shape
         spec = self.spec
@@ -92,7 +92,7 @@ class HeldArray:
         return (low - self.first) * row_numel, (high - self.first) * row_numel, shape
 
     def require(self, first: int, stop: int) -> int:
-        """Return where the rank's elements begin in the whole array. Raises UsageError unless it holds `[first, stop)`."""
+        """Return the rank's first element, counted in the whole array. Raises UsageError unless it holds `[first, stop)`."""
         row_numel = math.prod(self.spec.shape[1:])
         if first < stop and not self.first * row_numel <= first < stop <= self.stop * row_numel and self.by_rows:
             raise UsageError(
@@ -110,11 +110,11 @@ class Ranks:
     world_size: int = 1
     mesh: DeviceMesh | None = None
     board: Board | None = field(default=None, compare=False)
-    """Where they leave texts for each other; None: they cannot."""
+    """The board for texts to each other; None: they have none."""
 
     @staticmethod
     def of(rank: int | None, world_size: int | None, mesh: DeviceMesh | None, path: Path | None) -> Ranks:
-        """Return the ranks that were given to `open_store`. Raises UsageError for what makes no sense."""
+        """Return the ranks that were given to `open_store`. Raises UsageError for arguments that make no sense."""
         if mesh is not None:
             if mesh.ndim != 1 or (rank, world_size) != (None, None):
                 raise UsageError(
@@ -149,7 +149,7 @@ class Ranks:
         return first, min(num_rows, first + each)
 
     def hold(self, spec: ArraySpec, *, by_rows: bool) -> HeldArray:
-        """Return what this rank holds of an array. Raises UsageError for rows that no chunks fit."""
+        """Return this rank's part of an array. Raises UsageError for rows that no chunks fit."""
         stored = spec.stored_shape
         if not by_rows or self.world_size == 1:
             rows = spec.shape[0] if spec.shape else 1
@@ -165,7 +165,7 @@ class Ranks:
         return HeldArray(spec, grid, self.rank, first, stop, by_rows=True)
 
     def held_as(self, local: LocalShard) -> HeldArray:
-        """Return what this rank holds of the array of a shard that `hold` gave."""
+        """Return this rank's part of the array of a shard that `hold` gave."""
         whole = self.hold(local.spec, by_rows=False)
         return whole if whole.local == local else self.hold(local.spec, by_rows=True)
 
@@ -175,7 +175,7 @@ ALONE = Ranks()
 
 
 def _grid(stored_shape: tuple[int, ...], shard_rows: int, dtype: str) -> Grid | None:
-    """Return a grid whose shards have `shard_rows` rows; None where chunks would be too large, or waste too much."""
+    """Return a grid whose shards have `shard_rows` rows; None if chunks would be too large, or waste too much."""
     grid = grid_of_rows(stored_shape, shard_rows)
     if grid is not None:
         return grid

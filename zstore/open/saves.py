@@ -1,13 +1,14 @@
-"""Checkpoints of a store that are being written, and what waits for them.
+"""Checkpoints of a store that are being written, and operations that wait for them.
 
-[Note: what waits for whom]
-A checkpoint has what the arrays held when it was asked for: its pins are queued among the operations on each array. An
+[Note: who waits for whom]
+A checkpoint has the arrays' values when it was asked for: its pins are queued among the operations on each array. An
 operation that takes an array away waits for the checkpoints that were asked for before it, and for no later one, whose pins
 wait for it in their turn.
 
 [Note: checkpoints of several ranks]
 All ranks call `checkpoint`, in the same order. Each begins its part, in one thread for all checkpoints, and the ranks agree
-that all could: else each raises and gives its part up. What follows is any save of several ranks, see `zstore.checkpoint.save`.
+that all could: else each raises and gives its part up. The rest is as in any save of several ranks, see
+`zstore.checkpoint.save`.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ class Saves:
         self._lock = threading.Lock()
 
     def expect(self) -> Future[None]:
-        """Return what stands for the end of a checkpoint that is asked for now, to be given to `start`."""
+        """Return a future of the end of a checkpoint that is asked for now, for `start`."""
         over: Future[None] = Future()
         with self._lock:
             self._expected.append(over)
         return over
 
     def asked_for(self) -> Callable[[], None]:
-        """Return what waits until the checkpoints that were asked for by now have ended."""
+        """Return a function that waits until the checkpoints asked for by now have ended."""
         with self._lock:
             expected = list(self._expected)
 
@@ -86,7 +87,7 @@ class Saves:
         self, over: Future[None], pinned: Callable[[], Snapshot], wish: Wish, *, behind: bool
     ) -> Ticket[SaveSummary]:
         """Return the ticket of a checkpoint, which waits for changes under way here, or `behind` the caller, as it does for
-        other ranks. Raises here what keeps it from beginning here."""
+        other ranks. Raises at once if it cannot begin here."""
         try:
             if self._ranks.world_size > 1:
                 save = self._begin_in_turn(partial(self._begin_together, pinned, wish))
@@ -146,7 +147,7 @@ class Saves:
             return list(self._unheard)
 
     def _begin(self, pinned: Callable[[], Snapshot], wish: Wish, agreement: Agreement | None = None) -> SaveHandle:
-        """Begin to save what `pinned` returns, and release it in any case."""
+        """Begin to save the snapshot that `pinned` returns, and release it in any case."""
         snapshot, ranks, place = pinned(), self._ranks, wish.place
         try:
             held = {name: ranks.held_as(pin.local) for name, pin in snapshot.pins.items()}
@@ -157,7 +158,7 @@ class Saves:
         except BaseException:
             snapshot.release()
             raise
-        # What every rank has all of, rank 0 saves.
+        # Rank 0 saves the arrays that every rank has all of.
         pins = {name: pin for name, pin in snapshot.pins.items() if held[name].by_rows or ranks.rank == 0}
         for name in snapshot.pins.keys() - pins.keys():
             snapshot.pins[name].release()

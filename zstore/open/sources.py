@@ -43,8 +43,8 @@ def open_source(
 ) -> ArraySource:
     """Open the checkpoint `tag` at `location` (the newest committed one by default), or a tag's own folder.
 
-    `storage_options` are those of the fsspec file system of a URL. Raises CheckpointNotFoundError, CorruptionError where it
-    is damaged, CheckpointMismatchError where it is of a kind or version that is not read, or other software's behind a URL,
+    `storage_options` are those of the fsspec file system of a URL. Raises CheckpointNotFoundError, CorruptionError if it
+    is damaged, CheckpointMismatchError if it is of a kind or version that is not read, or other software's behind a URL,
     UsageError for a URL that nothing opens. `resources` stays the caller's.
     """
     folder = folder_of(location, storage_options, also)
@@ -52,7 +52,7 @@ def open_source(
     try:
         return open_checkpoint(folder, text, resources=resources)
     except CheckpointNotFoundError:
-        # Only where there is none of ours: a run that moved here goes on in the same folder.
+        # Only if there is none of ours: a run that moved here goes on in the same folder.
         if is_url(location):
             _refuse_foreign(folder if text is None else folder.child(text))
             raise
@@ -64,14 +64,14 @@ def open_source(
 def split_location(location: str | os.PathLike[str], tag: str | None = None) -> tuple[str, str | None]:
     """Return path or URL, and the tag, of `DIR`, `DIR:TAG`, or `DIR` and a `tag` beside it (None: not named).
 
-    A local folder that is there is meant as it is, colons included. Raises UsageError where there are two tags.
+    A local folder that is there is meant as it is, colons included. Raises UsageError if there are two tags.
     """
     text = os.fspath(location)
     places = [(text[:at], text[at + 1 :]) for at, character in enumerate(text) if character == ":"]
     if is_url(text):
         # The last one alone: others belong to the URL.
         places = [(url, name) for url, name in places[-1:] if is_url(url) and name and "/" not in name]
-        if _ADDRESS.fullmatch(text):  # what follows the colon is the port
+        if _ADDRESS.fullmatch(text):  # the colon precedes a port
             places = []
     elif Path(text).is_dir():
         places = []
@@ -85,7 +85,7 @@ def split_location(location: str | os.PathLike[str], tag: str | None = None) -> 
 
 
 def _open_foreign(location: str, tag: str | None, resources: IoResources | None) -> ArraySource | None:
-    """Open a checkpoint of other software; None where there is none that is known."""
+    """Open a checkpoint of other software; None if there is none that is known."""
     folder = Path(location) if tag is None else Path(location) / tag
     if (folder / ".metadata").is_file():
         from ..interop.torch_dcp import TorchDcpSource
@@ -103,7 +103,7 @@ def _open_foreign(location: str, tag: str | None, resources: IoResources | None)
 
 
 def _refuse_foreign(folder: Folder) -> None:
-    """Raise CheckpointMismatchError where other software's checkpoint lies behind a URL."""
+    """Raise CheckpointMismatchError if a URL has other software's checkpoint."""
     if (maker := maker_of(folder)) is not None:
         raise CheckpointMismatchError(
             f"{folder} looks like a checkpoint of {maker}: from URLs zstore reads only its own checkpoints, other "
@@ -112,7 +112,7 @@ def _refuse_foreign(folder: Folder) -> None:
 
 
 def maker_of(folder: Folder) -> str | None:
-    """Return whose checkpoint a folder looks like, by the names in it; None where they tell of no other software."""
+    """Return whose checkpoint a folder looks like, by the names in it; None if they tell of no other software."""
     try:
         entries = folder.entries()
     except OSError:
@@ -131,7 +131,7 @@ def folder_of(
 ) -> Folder:
     """Return the folder that a path or URL names, which need not be there; `tags` and `refused` take it.
 
-    Where `also` is given, parts of a path's checkpoints are looked for in those folders, too, and in those that the variable
+    If `also` is given, parts of a path's checkpoints are looked for in those folders, too, and in those that the variable
     ZSTORE_PARTS lists as PATH lists its. Raises UsageError for a URL that nothing opens.
     """
     if is_url(location):

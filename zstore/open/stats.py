@@ -1,8 +1,8 @@
 """Statistics of arrays in one pass: minimum, maximum, mean, norm, NaN and inf counts, and a histogram. No torch.
 
 [Note: the histogram]
-Bins are `[i w, (i + 1) w)` with w a power of two and i a whole number. Where values come that need more bins than
-`NUM_BINS`, w is doubled: two bins become one, exactly. So one pass is enough, and neither the order of the parts nor
+Bins are `[i w, (i + 1) w)` with w a power of two and i a whole number. If values need more bins than `NUM_BINS`,
+w is doubled: two bins become one, exactly. So one pass is enough, and neither the order of the parts nor
 their number changes the result.
 """
 
@@ -46,7 +46,7 @@ class Histogram:
 
     def add(self, values: npt.NDArray[np.float64]) -> None:
         """Count finite values that are within the range; `values` is scratch afterwards."""
-        # What is too small to be scaled becomes zero: below zero it belongs to the bin before.
+        # A value too small to be scaled becomes zero: below zero it belongs to the bin before.
         below = values < 0 if self.exponent > 0 else None
         values *= math.ldexp(1.0, -self.exponent)
         np.floor(values, out=values)
@@ -106,7 +106,7 @@ def _bin(value: float, exponent: int) -> int:
 
 @dataclass
 class ArrayStats:
-    """What the finite values of an array are like, and how many are not finite."""
+    """Statistics of an array's finite values, and the number of others."""
 
     finite: int = 0
     nan: int = 0
@@ -119,12 +119,12 @@ class ArrayStats:
 
     @property
     def mean(self) -> float | None:
-        """Mean of the finite values; None where there are none, or their sum overflows float64."""
+        """Mean of the finite values; None if there are none, or their sum overflows float64."""
         return _known(_sum(self.sums) / self.finite) if self.finite else None
 
     @property
     def norm(self) -> float | None:
-        """Root of the sum of squares of the finite values; None where there are none, or the sum overflows float64."""
+        """Root of the sum of squares of the finite values; None if there are none, or the sum overflows float64."""
         return _known(math.sqrt(_sum(self.squares))) if self.finite else None
 
     def merge(self, other: ArrayStats) -> None:
@@ -139,7 +139,7 @@ class ArrayStats:
             self.histogram = other.histogram if self.histogram is None else self.histogram.merged(other.histogram)
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON; null where there is no finite value."""
+        """Return it as JSON; null if there is no finite value."""
         edges, counts = ([], []) if self.histogram is None else self.histogram.columns(32)
         return {
             "min": self.low if self.finite else None,

@@ -1,8 +1,8 @@
 """The store for programs without the engine: named tensors of any shape that are put, read, changed in passes, and saved.
 
 [Note: the front door]
-`Store` is what a program needs of a `TensorStore`: it makes specs and grids, keeps shapes, and lets everything run behind
-the caller. Operations on one array are carried out in the order in which they were asked for, those on others beside them,
+`Store` is a program's interface to a `TensorStore`: it makes specs and grids, keeps shapes, and runs everything behind the
+caller. Operations on one array are carried out in the order in which they were asked for, those on others beside them,
 by threads of this store; whoever asks gets a ticket, which is awaited or waited for. So there is one set of methods for
 programs with and without asyncio, usable from several tasks and threads, and no call of a coroutine blocks its loop.
 """
@@ -48,10 +48,10 @@ _NUM_OPERATIONS = 8
 class Store(Closing):
     """Named tensors in tiers: "disk", "host" and "device". Made by `open_store`; use it in a `with` or `async with` block.
 
-    What runs behind the caller gives a `Ticket`: `await ticket` or `ticket.wait()` gives its result or raises its error. A
+    An operation behind the caller gives a `Ticket`: `await ticket` or `ticket.wait()` gives its result or raises its error. A
     change whose ticket is dropped is not lost: `flush` waits for it and raises its error.
 
-    Over 300 lines: it is the public surface, and half of it is what it says of itself.
+    Over 300 lines: it is the public surface, and half of it is docstrings.
     """
 
     def __init__(self, shards: TensorStore, ranks: Ranks = ALONE) -> None:
@@ -61,7 +61,7 @@ class Store(Closing):
         self._arrays = HeldArrays(shards)
         self._entries: dict[str, KnownArray] = {}
         self._lock = threading.RLock()
-        """Of what is known of arrays: held shortly, so that no coroutine waits for it."""
+        """Guards the table of arrays: held shortly, so that no coroutine waits for it."""
         self._order = ArrayOrder(_NUM_OPERATIONS)
         self._workers = Workers(2, "zstore-passes")
         self._saves = Saves(shards, ranks)
@@ -82,11 +82,11 @@ class Store(Closing):
         dims: Sequence[str] = (),
         shape: Sequence[int] | None = None,
     ) -> Ticket[None]:
-        """Store `value` under `name`, `group/name` or a name alone, in place of what is there.
+        """Store `value` under `name`, `group/name` or a name alone, in place of any former value.
 
-        Any shape and any of the format's data types; not to be changed until the ticket is done. The array rests on disk, or
-        in host memory for a store without a path, or where it rests already, unless `tier` says otherwise; under 64 KiB it
-        rests in host memory in any case. `dims` are names of its extents, which checkpoints keep.
+        Any shape and any of the format's data types; not to be changed until the ticket is done. The array is kept on its
+        present tier, or on disk, or in host memory for a store without a path, unless `tier` says otherwise; under 64 KiB
+        always in host memory. `dims` are names of its extents, which checkpoints keep.
 
         Of several ranks, each puts its part of a DTensor that is placed as `Shard(0)`, or with `shape`, that of the whole
         array, the rows `own_rows(shape[0])` of it; of any other value each has all, and rank 0's is saved. Raises UsageError
@@ -108,7 +108,7 @@ class Store(Closing):
             return self._replace(name, former, put)
 
     def _replace(self, name: str, former: KnownArray | None, operation: Callable[[], None]) -> Ticket[None]:
-        """Queue what replaces or removes an array; where that fails, the array is `former` again, if that is still there."""
+        """Queue a replacement or removal of an array; if it fails, the array is `former` again, unless that is gone."""
         entry = self._entries.get(name)
 
         def run() -> None:
@@ -132,7 +132,7 @@ class Store(Closing):
         out: Value | None = None,
         device: Any = None,
     ) -> Ticket[Any]:
-        """Read an array, or `rows` of its first extent (a slice without a step), as what it was put as.
+        """Read an array, or `rows` of its first extent (a slice without a step), in the kind of value that was put.
 
         Into `out`, if it is given: of the rows' shape and the array's data type, contiguous, in host memory; else into new
         memory, which is the caller's. With `device` it is a tensor there. Of several ranks, each has its own rows of an array
@@ -188,8 +188,8 @@ class Store(Closing):
             return self._replace(name, former, partial(self._arrays.remove, name, self._saves.asked_for()))
 
     def move(self, names: str | Iterable[str], *, tier: TierName) -> Ticket[None]:
-        """Let arrays rest on another tier, with their values. The ticket raises BudgetError or DiskFullError where there is no
-        room: then the array at hand is where it was."""
+        """Move arrays with their values to another tier. The ticket raises BudgetError or DiskFullError if there is no room:
+        then the array at hand stays on its tier."""
         with self._lock:
             chosen = [names] if isinstance(names, str) else list(names)
             for name in chosen:
@@ -201,7 +201,7 @@ class Store(Closing):
     def prefetch(self, names: str | Iterable[str]) -> Ticket[None]:
         """Begin to read whole arrays into host memory, within the budget, for the next `get` of each, which takes them.
 
-        Raises BudgetError where there is no room for all of them: then none is read ahead.
+        Raises BudgetError if there is no room for all of them: then none is read ahead.
         """
 
         def read(name: str) -> Ticket[Array]:
@@ -227,7 +227,7 @@ class Store(Closing):
             raise UsageError(f"prefetch={prefetch}: expected a number of arrays")
         return Values(self, entries, shards=self._shards, workers=self._workers, prefetch=prefetch, mode=mode)
 
-    # -- what there is ----------------------------------------------------------------------------------------------
+    # -- inventory --------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
         """Return the names of all arrays, in the order in which they were put."""
@@ -244,7 +244,7 @@ class Store(Closing):
         return slice(*self.ranks.rows(num_rows))
 
     def tier_of(self, name: str) -> Ticket[str]:
-        """Return where an array rests once what is under way for it is done: "disk", "host" or "device"."""
+        """Return an array's tier once operations under way for it are done: "disk", "host" or "device"."""
         with self._lock:
             self._entry(name)
             return self._order.submit(name, partial(self._shards.tier_of, name), changes=False)
@@ -272,7 +272,7 @@ class Store(Closing):
         return f"<Store of {len(self)} arrays in {self._shards.options.run_path or 'memory'}>"
 
     def statistics(self) -> StoreStatistics:
-        """Return what the store holds and did since it was opened."""
+        """Return the store's contents, and its work since it was opened."""
         return self._shards.statistics()
 
     def _entry(self, name: str) -> KnownArray:
@@ -305,7 +305,8 @@ class Store(Closing):
         self._order.raise_failed(names)
 
     def pin(self, names: Iterable[str] | None = None) -> Snapshot:
-        """Pin what arrays hold now, all of them by default, for `checkpoint(of=...)`. Release it, or use it in a `with` block.
+        """Pin the present values of arrays, all of them by default, for `checkpoint(of=...)`. Release it, or use it in a
+        `with` block.
 
         Until then changes on disk go elsewhere, and a change in memory copies the array first. Waits for changes under way,
         and raises as `flush` does.
@@ -313,7 +314,7 @@ class Store(Closing):
         return self._pin(names).wait().copied_when_changed()
 
     def _pin(self, names: Iterable[str] | None) -> Ticket[Snapshot]:
-        """Queue a pin of what arrays hold with the changes that are under way now."""
+        """Queue a pin of arrays' values with the changes that are under way now."""
 
         def pin() -> Snapshot:
             self._order.raise_failed(chosen)
@@ -337,9 +338,9 @@ class Store(Closing):
         keep: int | None = None,
         overwrite: bool = False,
     ) -> Ticket[SaveSummary]:
-        """Save what the arrays hold now, or what `of` pinned, as the checkpoint `path`, whose last part is its tag.
+        """Save the present values of arrays, or those that `of` pinned, as the checkpoint `path`, whose last part is the tag.
 
-        Files on the same drive are linked, not copied; the rest is written behind the caller, and a change of an array in
+        Files on the same drive are linked, not copied; other data is written behind the caller, and a change of an array in
         memory waits until it is written. When the ticket is done all of it is committed, durably: `load`,
         `zstore.open_checkpoint` and zarr read it. `extra` is JSON to keep beside the arrays, `step` a number to know it by.
         With `keep` only so many of this store's checkpoints stay in the folder. `of` belongs to the save, which releases it.
@@ -362,7 +363,7 @@ class Store(Closing):
                     raise
                 pinned = partial(_raise, error)  # once the other ranks know of it
             over = self._saves.expect()
-        # A loop must not wait for changes under way; without one, what makes no sense is said here and now.
+        # A loop must not wait for changes under way; without one, wrong arguments raise here and now.
         return self._saves.start(over, pinned, wish, behind=_in_event_loop())
 
     def load(
@@ -374,11 +375,11 @@ class Store(Closing):
         tier: TierName | None = None,
     ) -> Ticket[dict[str, Any]]:
         """Put the arrays of a checkpoint, all of them by default, in place of those of the same names; the ticket gives its
-        `extra`. See `zstore.open_checkpoint` for what `path` and `tag` may be, and what is raised.
+        `extra`. See `zstore.open_checkpoint` for the forms of `path` and `tag`, and the errors raised.
 
         Files on the same drive that are cut as this store has them are linked. Of several ranks, however many saved it, each
-        reads its own rows alone: of arrays that are here already as they are here, of others but scalars, and what each rank
-        had all of when it was saved, by `own_rows`.
+        reads its own rows alone: of arrays that are here already as they are here, of others by `own_rows`, except scalars
+        and arrays that each rank had all of when it saved them.
         """
         self._check_open()
         puts: list[Ticket[None]] = []
@@ -425,7 +426,7 @@ class Store(Closing):
         return Ticket(waiting.future, partial(_hear, tickets))
 
     def close(self) -> None:
-        """Finish what is under way, checkpoints too, then give memory, files and the folder back; a second call does nothing.
+        """Finish the work under way, checkpoints too, then give memory, files and the folder back; a second call does nothing.
 
         Raises, once all is given back, the error of a change or a checkpoint that nobody heard of.
         """

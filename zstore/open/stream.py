@@ -22,10 +22,10 @@ Mode = Literal["update", "read"]
 
 
 class Arrays(Protocol):
-    """What a pass asks of a store."""
+    """The store's methods that a pass calls."""
 
     def get(self, name: str, *, out: Value) -> Ticket[Any]:
-        """Read what the rank holds of an array into `out`."""
+        """Read the rank's part of an array into `out`."""
 
     def update(self, name: str, value: Value) -> Ticket[None]:
         """Replace it."""
@@ -54,7 +54,7 @@ class Values:
         self._ahead: list[tuple[KnownArray, Buffer | None, Ticket[Any]]] = []
         self._behind: list[Ticket[None]] = []
         self._current: tuple[KnownArray, Buffer | None, Any] | None = None
-        """What the loop has."""
+        """The loop's array at hand."""
         self._closed = False
         self._lock = threading.Lock()
         """HeldArray by who advances: a task that was cancelled may have left its advance under way."""
@@ -71,7 +71,7 @@ class Values:
         return _AsyncPass(self)
 
     async def _anext(self) -> tuple[str, Any]:
-        self._retire()  # at once: what the loop asks for next comes after it
+        self._retire()  # at once: the loop's next requests come after it
         if not await self._workers.submit(self._advance):
             await self._workers.submit(self.close)
             raise StopAsyncIteration
@@ -86,7 +86,7 @@ class Values:
                 self._workers.submit(self.close)
 
     def _advance(self) -> bool:
-        """Read ahead, and wait for what comes next; return whether there is something."""
+        """Read ahead, and wait for the next array; return whether there is one."""
         with self._lock:
             self._read_ahead()
             if self._ahead:
@@ -99,7 +99,7 @@ class Values:
         return entry.spec.name, self._current[2]
 
     def _retire(self) -> None:
-        """Store what the loop is done with."""
+        """Store the array that the loop is done with."""
         if self._current is None:
             return
         (entry, buffer, value), self._current = self._current, None
@@ -137,7 +137,7 @@ class Values:
         )
 
     def close(self) -> None:
-        """End the pass: store the value at hand, and wait for what is under way; a second call does nothing.
+        """End the pass: store the value at hand, and wait for operations under way; a second call does nothing.
 
         Raises the error of a change that failed.
         """
@@ -160,7 +160,7 @@ class Values:
 
 
 class _AsyncPass:
-    """What `async for` goes over: a loop that is left stores its value before anything that is asked for next."""
+    """The iterator of `async for`: a loop that is left stores its value before any later request."""
 
     def __init__(self, values: Values) -> None:
         self._values = values

@@ -1,6 +1,6 @@
-"""What programs hand in and get, tensors of torch, arrays of numpy and numbers, as flat elements.
+"""Programs' values, tensors of torch, arrays of numpy and numbers, as flat elements.
 
-torch is imported where somebody has a tensor, or wants one.
+torch is imported only if somebody has a tensor, or wants one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Value = Any
 
 @dataclass(frozen=True)
 class KnownArray:
-    """What is known of an array at once, whatever is still under way for it."""
+    """The facts of an array that are known at once, whatever is still under way for it."""
 
     held: HeldArray
     is_torch: bool
@@ -45,9 +45,10 @@ class KnownArray:
 def entry_of(
     name: str, value: Value, ranks: Ranks, *, shape: Sequence[int] | None, dims: tuple[str, ...]
 ) -> tuple[KnownArray, Array]:
-    """Return what `value` is to be in a store, and the elements that this rank has of it, 1-D.
+    """Return the entry of `value` in a store, and the elements that this rank has of it, 1-D.
 
-    `shape` is that of the whole array, if `value` is this rank's rows of it. Raises UsageError for what cannot be stored.
+    `shape` is that of the whole array, if `value` is this rank's rows of it. Raises UsageError for values that cannot be
+    stored.
     """
     data, is_torch = flatten(name, value)
     placements = _placements(name, value, ranks)
@@ -68,7 +69,7 @@ def entry_of(
 
 
 def loaded_entry(stored: ArraySpec, former: KnownArray | None, ranks: Ranks, *, by_rows: bool) -> KnownArray:
-    """Return what an array of a checkpoint is to be in a store that has `former` under its name: as that, if it is alike;
+    """Return the entry of a checkpoint's array in a store that has `former` under its name: as that, if it is alike;
     else by the rows of the ranks, unless it has none, or they fit no chunks."""
     if former is not None and (former.spec.shape, former.spec.dtype) == (stored.shape, stored.dtype):
         return former
@@ -121,7 +122,7 @@ def local_of(value: Value) -> Value:
 
 
 def flatten(name: str, value: Value) -> tuple[Array, bool]:
-    """Return a value's elements, 1-D, without a copy where that can be, and whether it is a tensor of torch."""
+    """Return a value's elements, 1-D, without a copy if possible, and whether it is a tensor of torch."""
     value = local_of(value)
     if is_tensor(value):
         from ..tensors import as_numpy, dtype_name
@@ -159,7 +160,7 @@ def flat_target(spec: ArraySpec, out: Value, shape: tuple[int, ...]) -> Array:
 
 
 def shaped(data: Array, shape: tuple[int, ...], is_torch: bool, device: Any = None) -> Array | Tensor:
-    """Return flat elements in their shape: as numpy's, or as a tensor of torch, on `device` where there is one."""
+    """Return flat elements in their shape: as numpy's, or as a tensor of torch, on `device` if one is given."""
     values = data.reshape(shape)
     if not is_torch:
         return values
@@ -180,7 +181,7 @@ def distributed(local: Any, entry: KnownArray, ranks: Ranks) -> Any:
 
 
 def _spec(name: str, shape: tuple[int, ...], dtype: str, dims: tuple[str, ...]) -> ArraySpec:
-    """Return the spec of an array that keeps its shape. Raises UsageError for what cannot be one."""
+    """Return the spec of an array that keeps its shape. Raises UsageError if there can be none."""
     try:
         return ArraySpec(name=name, shape=shape, dtype=dtype, keeps_shape=len(shape) not in (1, 2), dims=dims)
     except ValueError as error:
