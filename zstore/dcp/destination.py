@@ -1,4 +1,4 @@
-"""Where rank 0 begins and commits a save by DCP: a folder that all ranks share, or one behind a URL.
+"""The destination of a save by DCP, which rank 0 begins and commits: a folder that all ranks share, or a URL.
 
 Calls: `check`, `begin`, then `commit`; `abandon` at any time, and at the end.
 """
@@ -47,20 +47,20 @@ class LocalDestination:
 
     @property
     def folder(self) -> Path:
-        """The temporary folder, where ranks write."""
+        """The temporary folder that ranks write to."""
         return self._committer.temporary
 
     def check(self, *, overwrite: bool) -> None:
-        """Raise CheckpointExistsError where the save may not begin; makes the folder of checkpoints."""
+        """Raise CheckpointExistsError if the save may not begin; makes the folder of checkpoints."""
         self._committer.check(overwrite=overwrite)
 
     def newest(self) -> TagInfo | None:
-        """Return the newest checkpoint, whose files may be linked; None where there is none."""
+        """Return the newest checkpoint, whose files may be linked; None if there is none."""
         tags = scan(self._committer.folder).tags
         return max(tags, key=lambda info: info.record.committed_ns, default=None)
 
     def begin(self) -> None:
-        """Make the temporary folder, and remove what dead saves left."""
+        """Make the temporary folder, and remove files that dead saves left."""
         self._committer.begin()
         sweep(self._files, self._committer.folder)
         self._flush = Flush.of(self._files, self.folder)
@@ -93,7 +93,7 @@ class LocalDestination:
         yield self.folder
 
     def remove_pieces(self) -> None:
-        """Remove what passed between ranks."""
+        """Remove the pieces that passed between ranks."""
         self._files.remove_tree(self.folder / PIECES_FOLDER)
 
     def commit(self, record: Record) -> None:
@@ -101,7 +101,7 @@ class LocalDestination:
         self._committer.commit(record, self._flush)
 
     def abandon(self) -> None:
-        """Remove what was written, unless it was committed. Never raises."""
+        """Remove all files written, unless they were committed. Never raises."""
         self._committer.abort("the save was given up", alone=True)
         if self._flush is not None:
             self._flush.close()
@@ -134,7 +134,7 @@ class RemoteDestination:
         return None
 
     def begin(self) -> None:
-        """Lock the tag, and remove what dead uploads left."""
+        """Lock the tag, and remove files that dead uploads left."""
         self._committer.begin(overwrite=self._overwrite)
 
     def take(self, name: str, file: str, file_bytes: int, *, linked: bool) -> None:
@@ -153,7 +153,7 @@ class RemoteDestination:
         self._committer.target.remove_tree(PIECES_FOLDER)
 
     def commit(self, record: Record) -> None:
-        """Upload what rank 0 made, and publish the checkpoint."""
+        """Upload rank 0's files, and publish the checkpoint."""
         files = self._documents()
         with Workers(NUM_THREADS, "zstore-dcp-upload") as workers:
             send_all(workers, self.folder, self._committer.target, files, lambda _: None)
@@ -171,7 +171,7 @@ class RemoteDestination:
         return found
 
     def abandon(self) -> None:
-        """Remove what was uploaded, unless it was committed. Never raises."""
+        """Remove all files uploaded, unless they were committed. Never raises."""
         self._committer.abort()
 
 

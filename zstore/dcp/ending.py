@@ -1,7 +1,7 @@
 """The end of a program while torch.distributed.checkpoint saves behind it. See [Note: endings].
 
-Python waits for the thread of `async_save` by itself, but no more once Ctrl-C came meanwhile; and nobody asks its future
-then what went wrong.
+Python waits for the thread of `async_save` by itself, but not after Ctrl-C; then nobody asks its future for an
+error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zstore.closing import Completions
 _PAUSE_S = 0.01
 _completions = Completions()
 _under_way: dict[int, object] = {}
-"""By thread: what `_completions` knows its save by."""
+"""By thread: the key of its save in `_completions`."""
 
 
 def complete_at_the_end(title: str) -> None:
@@ -43,7 +43,7 @@ def told_at_the_end(title: str) -> Iterator[None]:
 
 
 def _wait(thread: int) -> None:
-    # Not for the thread, which Python 3.11 takes for ended where Ctrl-C interrupted a join.
+    # Not for the thread, which Python 3.11 takes for ended if Ctrl-C interrupted a join.
     while _is_saving(thread):
         time.sleep(_PAUSE_S)
 

@@ -20,7 +20,7 @@ from .destination import Destination, LocalDestination, RemoteDestination
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a checkpoint goes, as data that another process may be given."""
+    """The place of a checkpoint, as data that another process may be given."""
 
     location: str
     """Absolute path, or URL, of the checkpoint's own folder."""
@@ -28,7 +28,7 @@ class Place:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Place:
-        """Return the place that `path` names. Raises UsageError where it is no checkpoint's own folder."""
+        """Return the place that `path` names. Raises UsageError if it is no checkpoint's own folder."""
         text = os.fspath(path)
         if not is_url(text):
             if "://" in text:
@@ -66,7 +66,7 @@ class Place:
         return open_fsspec_folder(url, self.storage_options, retries=PATIENT)
 
     def destination(self, files: Files, save_id: str) -> Destination:
-        """Return where rank 0 begins and commits a save."""
+        """Return the destination of a save, for rank 0."""
         if not self.is_url:
             return LocalDestination(files, Path(self.location), save_id)
         folder = self.remote(self.location.rpartition("/")[0])

@@ -1,7 +1,7 @@
 """The checkpoint before: shards of it whose values are still the same are linked, not written again.
 
-[Note: what is the same]
-A shard is linked where the other checkpoint has an array of that name, shape and type, cut alike, and two things hold:
+[Note: unchanged shards]
+A shard is linked if the other checkpoint has an array of that name, shape and type, cut alike, and two things hold:
 the crc32c of each chunk in memory is the one that the other's manifest names, which almost always tells at the first
 chunk that a shard changed; and the bytes of the file, read through the very link that was made and verified as they are
 read, are those in memory. A checksum of 32 bits alone would take one in four billion changed chunks for an unchanged one.
@@ -22,7 +22,7 @@ from zstore.io import Fill, IoResources, ShardReader, fill_chunk
 
 
 class Previous:
-    """The checkpoint in the folder `path`; where it cannot be read, it has nothing to link. See [Note: what is the same]."""
+    """The checkpoint in the folder `path`; if it cannot be read, it has nothing to link. See [Note: unchanged shards]."""
 
     def __init__(self, path: Path, resources: IoResources) -> None:
         self._path = path
@@ -37,9 +37,9 @@ class Previous:
         return stored is not None and (stored.spec, stored.grid, stored.codec) == (spec, grid, None)
 
     def link(self, spec: ArraySpec, grid: Grid, shard: int, fill: Fill, target: Path) -> tuple[int, ...] | None:
-        """Make `target` a link to its file of that shard, and return the checksums, where the values are the same.
+        """Make `target` a link to its file of that shard, and return the checksums, if the values are the same.
 
-        None, and nothing made, where they are not, or where the file cannot be linked or is damaged. `fill` gives the
+        None, and nothing made, if they are not, or if the file cannot be linked or is damaged. `fill` gives the
         values, see `write_shard`.
         """
         if self._reader is None or not self.has(spec, grid):

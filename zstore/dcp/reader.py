@@ -44,15 +44,15 @@ from zstore.weights.from_checkpoint import whole_dtype, whole_values
 _MOST_TAKEN = 4
 """Spans that are held at a time: fewer than are read ahead."""
 _GAP_BYTES = 1024 * 1024
-"""Ranges that lie closer are read in one: chunks are at most about that large."""
+"""Ranges that are closer are read in one: chunks are at most about that large."""
 
 
 class Reader(StorageReader):
     """Reads the checkpoint at `path`: its own folder or URL, or one of checkpoints and a `tag` (default: the newest).
 
-    Anything that zstore reads serves, also what an engine or other software saved; without a mapping of DCP's own,
+    Any checkpoint that zstore reads serves, also those of an engine or other software; without a mapping of DCP's own,
     weights are found under "model", optimizer state under "optimizer". Entries that are pickles are refused unless
-    `trust_pickles`: DCP would run what they say.
+    `trust_pickles`: DCP would run their code.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class Reader(StorageReader):
     # -- DCP's calls, in their order ---------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin to read another checkpoint, at `checkpoint_id` where it is given (all ranks)."""
+        """Begin to read another checkpoint, at `checkpoint_id` if it is given (all ranks)."""
         self.close()
         if checkpoint_id is not None:
             self.path, self._tag = os.fspath(checkpoint_id), None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Open the checkpoint and return what it has (all ranks)."""
+        """Open the checkpoint and return its metadata (all ranks)."""
         source = self._open()
         self._state = DcpState.of(source.record.state, source.arrays)
         self._arrays = {key_of(path): name for name, path in self._state.paths.items()}
@@ -174,7 +174,7 @@ class Reader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """Where the checkpoint is."""
+        """Path or URL of the checkpoint."""
         return self.path
 
 
@@ -219,7 +219,7 @@ class _Block:
         self._buffer = target if direct else torch.empty(tuple(self.item.lengths), dtype=dtype)
 
     def put(self, span: Span) -> None:
-        """Take what the block has of a span; of disjoint ones from several threads."""
+        """Take the block's part of a span; of disjoint ones from several threads."""
         out: Any = self._buffer.reshape(-1).view(torch.uint8).numpy()
         size = self._buffer.itemsize
         stored = span.data.view(numpy_dtype(self.source.arrays[self.name].spec.dtype))

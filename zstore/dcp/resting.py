@@ -1,10 +1,10 @@
-"""Tensors that rest in shard files of this machine, as an offloaded optimizer's state does: saved by links, not copies.
+"""Tensors kept in shard files of this machine, such as an offloaded optimizer's state: saved by links, not copies.
 
-[Note: how a tensor rests]
-A tensor of a class that has `pin_shard()` takes part, in a state dict as it is, or as the local part of a DTensor. The
-writer pins it, and where the file that it rests in is what the checkpoint is to have, byte by byte, that is linked: where
-all of an array is one rank's, or each rank has rows of it that the store cuts by `grid_of_rows`. A tensor with write items of
-its own may say by `RestingWrite` how it is cut otherwise. Elsewhere the values are read and written as any others.
+[Note: tensors in shard files]
+A tensor of a class that has `pin_shard()` takes part, in a state dict as it is, or as the local part of a DTensor. The writer
+pins it, and links its file if the checkpoint is to have the same one, byte by byte: when all of an array is one rank's, or
+each rank has rows of it that the store cuts by `grid_of_rows`. A tensor with write items of its own may name another cut by
+`RestingWrite`. Otherwise the values are read and written as any others.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from zstore.store import LocalShard, PinnedShard
 
 @dataclass(frozen=True)
 class RestingWrite(TensorWriteData):
-    """What a write item says of a piece that is a shard of an array cut as `grid` has it."""
+    """The write data of a piece that is a shard of an array cut by `grid`."""
 
     grid: Grid
     shard: int
 
 
 class Resting(Protocol):
-    """A tensor whose values rest in a store."""
+    """A tensor whose values are in a store."""
 
     def pin_shard(self) -> PinnedShard | None:
         """Return its present version, which no later change reaches until it is released; the caller releases it.
 
-        Its elements are the tensor's, in C order. None where the store has no such shard, as of a part of one: then the
+        Its elements are the tensor's, in C order. None if the store has no such shard, as of a part of one: then the
         tensor is read as any other.
         """
         ...
 
 
 def is_resting(value: object) -> TypeGuard[Resting]:
-    """Return whether `value` is a tensor that rests. To ask the protocol takes as long as to write a small file."""
+    """Return whether `value` is a tensor in a store. To ask the protocol takes as long as to write a small file."""
     return hasattr(type(value), "pin_shard")
 
 
 def shard_of(local: LocalShard, spec: ArraySpec, grid: Grid, box: Box) -> int | None:
-    """Return which shard of an array on `grid` the file of `local`, which rests, may be as it is; None where none.
+    """Return the shard of an array on `grid` that the file of `local` may be as it is; None if there is none.
 
-    `box` is what it has of the array.
+    `box` is its part of the array.
     """
     run = next(box.overlap(0, spec.numel), None)
     if run is None or run.at % grid.shard_numel:
@@ -66,7 +66,7 @@ def shard_of(local: LocalShard, spec: ArraySpec, grid: Grid, box: Box) -> int | 
 
 
 def resting_grid(spec: ArraySpec, pieces: Sequence[TensorWriteData]) -> Grid | None:
-    """Return the grid on which each piece of an array says that it rests as a whole shard; None where they do not."""
+    """Return the grid of which each piece of an array says that it is a whole shard in a store; None if they do not."""
     grids = {piece.grid if isinstance(piece, RestingWrite) else None for piece in pieces}
     grid = grids.pop() if len(grids) == 1 else None
     if grid is None or (grid.rows, grid.row_numel) != (spec.rows, spec.row_numel):
@@ -82,7 +82,7 @@ def _is_shard(piece: RestingWrite, grid: Grid) -> bool:
 
 
 class PinnedTensor(torch.Tensor):
-    """A tensor that rests in a store, as it is now: what a stager hands on. It holds its pins until they were saved."""
+    """The present version of a tensor in a store, which a stager hands on. It holds its pins until they were saved."""
 
     _items: list[WriteItem]
     _pins: dict[tuple[int, ...], PinnedShard]
@@ -167,7 +167,7 @@ def _write_items(tensor: Any) -> list[WriteItem]:
 
 
 def pinned(value: Any) -> PinnedTensor | None:
-    """Return what stands for `value` in a staged state dict: its pinned version where it rests in a store, else None."""
+    """Return the replacement of `value` in a staged state dict: its pinned version if it is in a store, else None."""
     if not isinstance(value, torch.Tensor) or type(value) is torch.Tensor or not value.numel():
         return None
     if isinstance(value, PinnedTensor):

@@ -1,4 +1,4 @@
-"""Rank 0's part of a save by torch.distributed.checkpoint: what is written where, and the commit."""
+"""Rank 0's part of a save by torch.distributed.checkpoint: the plan of all files, and the commit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .work import Share, Wrote, assemble
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """What a rank tells rank 0 of one entry."""
+    """A rank's report to rank 0 on one entry."""
 
     wrote: tuple[Wrote, ...] = ()
     key: str = ""
@@ -67,7 +67,7 @@ class Save:
     # -- planning ----------------------------------------------------------------------------------------------------
 
     def _name(self) -> Names:
-        """Name tensors by what they are; of the rest only what turns out to be opaque becomes an array."""
+        """Name tensors by their role; other entries become arrays only if they turn out to be opaque."""
         names = name_arrays({key: path for key, path in self._paths.items() if key in self._tensors})
         taken = set(names.arrays.values())
         for key in self._paths.keys() - self._tensors.keys():
@@ -100,7 +100,7 @@ class Save:
         return layouts
 
     def begin(self, *, overwrite: bool) -> list[SavePlan]:
-        """Make the temporary folder and return what each rank is to do. Raises CheckpointExistsError."""
+        """Make the temporary folder and return the plan of each rank. Raises CheckpointExistsError."""
         self._destination.check(overwrite=overwrite)
         if self._link_unchanged:
             self._previous = self._destination.newest()
@@ -131,7 +131,7 @@ class Save:
     # -- committing --------------------------------------------------------------------------------------------------
 
     def commit(self, stored: Iterable[Stored]) -> None:
-        """Complete the checkpoint from what all ranks wrote, and commit it. Raises CheckpointError where a part lacks."""
+        """Complete the checkpoint from all ranks' files, and commit it. Raises CheckpointError if a part is missing."""
         entries = list(stored)
         state = {STATE: self._document(entries)}
         plan = self._plan([entry.opaque for entry in entries if entry.opaque is not None])
@@ -185,14 +185,14 @@ class Save:
         return summaries
 
     def abandon(self) -> None:
-        """Remove what was written, unless it was committed. Never raises."""
+        """Remove all files written, unless they were committed. Never raises."""
         self._destination.abandon()
 
 
 def whole_plans(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
-    """Return the plans with those that the planner left out, because they are what they were, as it keeps them.
+    """Return the plans, with those that the planner left out as unchanged taken from its cache.
 
-    A planner with `enable_plan_caching` hands on only what changed since its last save, on rank 0 too.
+    A planner with `enable_plan_caching` hands on only changes since its last save, on rank 0 too.
     """
     if all(getattr(plan, "usable", True) for plan in plans):  # plans before torch 2.7 are never cached
         return plans
@@ -211,7 +211,7 @@ def whole_plans(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
 
 
 def _paths(plans: Sequence[SavePlan]) -> dict[str, KeyPath]:
-    """Return the path of every entry, by its key; the key alone where the planner keeps no paths."""
+    """Return the path of every entry, by its key; the key alone if the planner keeps no paths."""
     kept: dict[str, KeyPath] = {}
     for plan in plans:
         if isinstance(plan.planner_data, dict):

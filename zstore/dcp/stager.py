@@ -16,10 +16,10 @@ from .resting import pinned
 class Stager(AsyncStager):
     """Copies state dicts to the CPU's memory.
 
-    With `shared_memory` into memory that the process of `AsyncCheckpointerType.PROCESS` reads in place, pinned where the
+    With `shared_memory` into memory that the process of `AsyncCheckpointerType.PROCESS` reads in place, pinned if the
     machine has an accelerator; it is kept for the next save, which must come after the last one ended. With
-    `in_background` `async_save` returns an `AsyncSaveResponse`, and a thread makes the copy where there is an accelerator:
-    wait for its `staging_completion` before what is saved changes, buffers included. Close it after the last save.
+    `in_background` `async_save` returns an `AsyncSaveResponse`, and a thread makes the copy if there is an accelerator: wait
+    for its `staging_completion` before saved tensors change, buffers included. Close it after the last save.
     """
 
     _synchronize_after_execute = False
@@ -37,7 +37,7 @@ class Stager(AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]] | dict[str, Any]:
         """Return the copy, or a future of it with `in_background`."""
-        # What rests in a store is pinned now, whoever copies the rest.
+        # Tensors in a store are pinned now, whoever copies the others.
         pins: dict[tuple[Any, ...], Any] = {}
         with torch.no_grad():
             state_dict = _take_out(state_dict, (), pins)
@@ -48,7 +48,7 @@ class Stager(AsyncStager):
         copy = _put_back(self._copy(state_dict), pins)
         if not self._in_background:
             return copy
-        # Memory to memory: a thread would only take what training needs.
+        # Memory to memory: a thread would only take time from training.
         done: Future[dict[str, Any]] = Future()
         done.set_result(copy)
         return done
@@ -78,7 +78,7 @@ class Stager(AsyncStager):
 
 
 def _take_out(value: Any, path: tuple[Any, ...], pins: dict[tuple[Any, ...], Any]) -> Any:
-    """Return the state dict without what rests in a store, whose pinned versions `pins` gets by their paths."""
+    """Return the state dict without tensors in a store, whose pinned versions `pins` gets by their paths."""
     if isinstance(value, dict):
         return {key: _take_out(each, (*path, key), pins) for key, each in value.items()}
     if isinstance(value, list):
@@ -107,7 +107,7 @@ def _make_stager(*, shared_memory: bool) -> Any:
         StagingOptions(
             use_pinned_memory=shared_memory and torch.accelerator.is_available(),
             use_shared_memory=shared_memory,
-            # `Stager` has a thread and a stream of its own, which waits for what the step computes.
+            # `Stager` has a thread and a stream of its own, which waits for the step's computation.
             use_async_staging=False,
             use_non_blocking_copy=False,
         )

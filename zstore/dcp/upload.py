@@ -1,4 +1,4 @@
-"""What one rank does for a save by DCP to a URL: each shard file goes as soon as it is whole, and leaves the disk."""
+"""One rank's part of a save by DCP to a URL: each shard file is uploaded as soon as it is whole, and removed from disk."""
 
 from __future__ import annotations
 

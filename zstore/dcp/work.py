@@ -1,4 +1,4 @@
-"""What one rank does for a save by torch.distributed.checkpoint: its chunks, pieces for others, shards that it owns."""
+"""One rank's work for a save by torch.distributed.checkpoint: its chunks, pieces for others, shards that it owns."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Wrote:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What a rank is told of a save that all ranks share."""
+    """A rank's instructions for a save that all ranks share."""
 
     save_id: str
     folder: str
-    """The save's temporary folder, where ranks share one."""
+    """The save's temporary folder, if ranks share one."""
     rank: int
     world_size: int
     arrays: dict[str, ArrayLayout]
@@ -65,11 +65,11 @@ class Share:
     """Array by DCP's key, of entries that are no tensors."""
     timeout_s: float
     url: str = ""
-    """The folder that files are uploaded to; empty where ranks share one."""
+    """The folder that files are uploaded to; empty if ranks share one."""
     previous: str = ""
-    """Folder of the checkpoint whose unchanged shards are linked; empty where there is none."""
+    """Folder of the checkpoint whose unchanged shards are linked; empty if there is none."""
     sync: bool = True
-    """Whether ranks make durable what they write; else rank 0 does, of all at once."""
+    """Whether ranks make their files durable; else rank 0 does, all at once."""
 
 
 @dataclass
@@ -95,7 +95,7 @@ class RankWriter:
         return Path(self.share.folder)
 
     def check_folder(self) -> None:
-        """Raise CheckpointError where this rank does not see the folder that rank 0 made."""
+        """Raise CheckpointError if this rank does not see the folder that rank 0 made."""
         if not self.folder.is_dir():
             raise CheckpointError(
                 f"rank {self.share.rank} does not see {self.folder}, which rank 0 made: the folder is local to a machine; give "
@@ -136,16 +136,16 @@ class RankWriter:
         return [partial(self.resources.files.sync_file, path) for path in written if self.share.sync]
 
     def _link(self, spec: ArraySpec, grid: Grid, shard: int, fill: Fill) -> Wrote | None:
-        """Link the shard's file of the checkpoint before, where that holds the same; else None."""
+        """Link the shard's file of the checkpoint before, if that holds the same; else None."""
         if self._previous is None:
             return None
         crcs = self._previous.link(spec, grid, shard, fill, self.shard_path(spec, shard))
         return None if crcs is None else Wrote(array=spec.name, shard=shard, first_chunk=0, crcs=crcs, linked=True)
 
     def publish(self, spec: ArraySpec, grid: Grid, box: Box, pin: PinnedShard) -> Wrote | None:
-        """Make the shard file of what rests in such a file: a link where it rests on this file system.
+        """Make the shard file of a pinned tensor in such a file: a link if that is on this file system.
 
-        None where no shard of the checkpoint is that file.
+        None if no shard of the checkpoint is that file.
         """
         local = pin.local
         shard = shard_of(local, spec, grid, box)
@@ -157,7 +157,7 @@ class RankWriter:
         return Wrote(array=spec.name, shard=shard, first_chunk=0, crcs=summary.crcs, linked=summary.linked)
 
     def require_room(self, layouts: Iterable[tuple[ArrayLayout, Box]]) -> None:
-        """Raise DiskFullError where the disk has no room for these boxes, but for what may be linked."""
+        """Raise DiskFullError if the disk has no room for these boxes, except for files that may be linked."""
         needed = 0
         for layout, box in layouts:
             spec, grid = layout.spec, layout.grid
@@ -170,7 +170,7 @@ class RankWriter:
             self.resources.files.require_room(self.folder, needed, text)
 
     def values_of(self, pin: PinnedShard) -> Bytes:
-        """Return the values of what rests in a store, in a save that cuts the array in another way."""
+        """Return the values of a tensor in a store, in a save that cuts the array in another way."""
         local = pin.local
         data: Bytes = np.empty(local.nbytes, np.uint8)
         path = self.folder / PIECES_FOLDER / f"resting-{self.share.rank}-{uuid.uuid4().hex}"
@@ -189,7 +189,7 @@ class RankWriter:
             self._previous.close()
 
     def shard_path(self, spec: ArraySpec, shard: int) -> Path:
-        """Return where a shard's file is made."""
+        """Return the path of a shard's file."""
         return self.folder / array_path(spec.name) / shard_file(len(spec.stored_shape), shard)
 
     def _write_whole(
@@ -233,7 +233,7 @@ class RankWriter:
         self._buffered.rename(part, path)
 
     def piece_path(self, layout: ArrayLayout, box: Box) -> Path:
-        """Return where a piece is put."""
+        """Return the path of a piece."""
         return self.folder / PIECES_FOLDER / array_path(layout.spec.name) / f"piece-{layout.boxes.index(box)}"
 
     def assemble_shard(self, layout: ArrayLayout) -> list[Wrote]:
@@ -272,7 +272,7 @@ class RankWriter:
         yield path
 
     def wait_for(self, is_there: Callable[[], bool], piece: object) -> None:
-        """Return once a piece is there; raises CheckpointError where none comes."""
+        """Return once a piece is there; raises CheckpointError if none comes."""
         share = self.share
         self._rendezvous.wait_until(
             is_there,
@@ -281,7 +281,7 @@ class RankWriter:
         )
 
     def check_others(self) -> None:
-        """Raise CheckpointError where another rank gave up the save."""
+        """Raise CheckpointError if another rank gave up the save."""
         for path in self._rendezvous.folder.glob("failed-*.json"):
             if (told := self._rendezvous.posted(path.name)) is not None:
                 raise CheckpointError(f"another rank gave up the save: {told.get('reason')}")
@@ -312,7 +312,7 @@ def _touches(box: Box, first: int, stop: int) -> bool:
 
 
 def assemble(grid: Grid, shard: int, name: str, parts: Sequence[Wrote]) -> tuple[int, ...]:
-    """Return the checksums of all present chunks of a shard. Raises CheckpointError where some are missing or double."""
+    """Return the checksums of all present chunks of a shard. Raises CheckpointError if some are missing or double."""
     crcs: list[int | None] = [None] * grid.present_chunks(shard)
     counts = Counter[int]()
     for part in parts:

@@ -4,8 +4,8 @@
     (rank 0)    prepare_global_plan    names, layouts, room; makes the temporary folder
     (all)       write_data             chunks that this rank holds; pieces for others; shards that it owns
     (rank 0)    finish                 manifests, metadata, record; renames the folder to its tag
-DCP gathers errors and tells every rank of them; where one comes before `finish`, there is no checkpoint. What was
-written by then goes with the next save through this writer, with the writer itself, or with the process.
+DCP gathers errors and tells every rank of them; if one comes before `finish`, there is no checkpoint. Files written
+by then are removed by the next save through this writer, or when the writer or the process ends.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from .work import RankWriter, Share, Wrote
 class Writer(StorageWriter):
     """Writes the checkpoint `path`, a folder that is made, in a folder of checkpoints that all ranks share, or at a URL.
 
-    `step` is what the record says; by default the number that `path` ends with, as in `step-100`, else 0. An existing
+    `step` is that of the record; by default the number that `path` ends with, as in `step-100`, else 0. An existing
     checkpoint is refused unless `overwrite`. With `link_unchanged`, shards whose values are those in the newest checkpoint
-    of the folder are hard links to its files. Where pieces pass between ranks, one waits `timeout_s` for another.
+    of the folder are hard links to its files. If pieces pass between ranks, one waits `timeout_s` for another.
 
     To a URL each shard file is uploaded as soon as it is written, and removed from the system's folder for temporary files
     (the variable TMPDIR), which holds a few at a time. `storage_options` are those of the fsspec file system.
@@ -84,7 +84,7 @@ class Writer(StorageWriter):
     # -- DCP's calls, in their order ---------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another checkpoint, at `checkpoint_id` where it is given (all ranks)."""
+        """Begin another checkpoint, at `checkpoint_id` if it is given (all ranks)."""
         self._give_up()
         if checkpoint_id is not None:
             self._place = Place.of(checkpoint_id, self._storage_options)
@@ -97,7 +97,7 @@ class Writer(StorageWriter):
             raise UsageError("zstore.dcp.Writer writes one checkpoint of all ranks: leave out use_collectives=False")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Check what can be checked of one rank's entries (all ranks)."""
+        """Check one rank's entries as far as possible (all ranks)."""
         for item in plan.items:
             if item.tensor_data is not None:
                 dtype_name(item.tensor_data.properties.dtype, item.index.fqn)
@@ -168,7 +168,7 @@ class Writer(StorageWriter):
         return self.__dict__ | {"_save": None, "_forget": None}
 
     def _give_up(self) -> None:
-        """Forget the save under way, if any, and remove what it wrote; one that was committed stays."""
+        """Forget the save under way, if any, and remove its files; one that was committed stays."""
         forget, self._forget, self._save = self._forget, None, None
         if forget is not None:
             forget()
@@ -184,12 +184,12 @@ class Writer(StorageWriter):
         return self._place.shown
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return what planners are told of the checkpoint."""
+        """Return the checkpoint's metadata for planners."""
         return StorageMeta(checkpoint_id=self._place.shown)
 
 
 def _write(writer: RankWriter, plan: SavePlan, planner: SavePlanner, workers: Workers) -> list[WriteResult]:
-    # Pieces first: other ranks wait for them. Each batch holds what a tensor needs on the CPU, a few at a time.
+    # Pieces first: other ranks wait for them. Each batch holds a few tensors' CPU memory at a time.
     writer.require_room(_written(writer, plan, planner))
     items = sorted(plan.items, key=lambda item: not _passes(writer, item))
     results = workers.run([partial(_write_item, writer, item, planner) for item in items], here=True)
@@ -204,10 +204,10 @@ def _num_bytes(plan: SavePlan) -> int:
     return sum(math.prod(each.chunk.sizes) * each.properties.dtype.itemsize for each in items)
 
 
-# A DTensor gives its local part as it is where gradients are not followed.
+# A DTensor gives its local part as it is if gradients are not followed.
 @torch.no_grad()
 def _written(writer: RankWriter, plan: SavePlan, planner: SavePlanner) -> list[tuple[ArrayLayout, Box]]:
-    """Return the tensors of a plan that do not rest in files."""
+    """Return the tensors of a plan that are not in files."""
     found: list[tuple[ArrayLayout, Box]] = []
     for item in plan.items:
         written = item.tensor_data
