@@ -1,16 +1,16 @@
 """How things end: at the end of a `with` block, and at the end of the interpreter.
 
 [Note: endings]
-Once the main thread has ended, Python waits for the threads that are no daemons, then calls what was registered with
-atexit, then stops every other thread wherever it is. From 3.12 on no thread can be started in any of these phases. So
-whoever completes something then has its threads from before, or does the work in the thread that it has:
+Once the main thread has ended, Python waits for the threads that are no daemons, then calls the functions registered with
+atexit, then stops all other threads. From 3.12 on no thread can be started in any of these phases. So work that is completed
+then uses threads from before, or the thread that it is in:
 
-- what must be completed (a save, an upload, a snapshot) runs by `run_to_the_end`, in a thread that is no daemon, and is
+- work that must be completed (a save, an upload, a snapshot) runs by `run_to_the_end`, in a thread that is no daemon, and is
   known to `Completions`: after Ctrl-C Python no longer waits for such threads;
 - threads that help are made by `start_threads`, which makes fewer where no more can be started; callers do without;
-- what is open is closed by `closing_with`, with all threads still there;
+- open objects are closed by `closing_with`, with all threads still there;
 - nobody waits for threads that were stopped: `join_threads`;
-- what was not completed, and that nobody was told of, makes the exit code non-zero: `Completions`.
+- work that was not completed, without anybody being told, makes the exit code non-zero: `Completions`.
 
 Only public interfaces of Python are used. docs/durability.md has a table of all endings.
 """
@@ -35,7 +35,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds; a second call does nothing."""
+        """Release its resources; a second call does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -82,18 +82,18 @@ def _started(thread: threading.Thread) -> bool:
 
 
 _EXIT_CODE = 120
-"""Python's own for what fails while it ends."""
+"""Python's own for failures while it ends."""
 _numbers = itertools.count()
 _open: dict[int, weakref.finalize[..., Any] | _WeakCall] = {}
-"""What the end of the program closes, in the order in which it was opened."""
+"""Finalizers that the end of the program calls, in the order in which their owners were opened."""
 _all_completions: list[Completions] = []
 
 
 def closing_with(owner: object, close: Callable[..., object], *args: object) -> weakref.finalize[..., Any]:
     """Return a finalizer that calls `close(*args)` once, when it is called, when nothing holds `owner` any more, or when the
-    program ends: what was opened last is closed first.
+    program ends: the last one opened is closed first.
 
-    Not at the end of a child process that was forked: what it has of its parent is not its own.
+    Not at the end of a child process that was forked: its parent's objects are not its own.
     """
     finalizer = weakref.finalize(owner, close, *args)
     finalizer.atexit = False
@@ -101,13 +101,13 @@ def closing_with(owner: object, close: Callable[..., object], *args: object) -> 
         _open.pop(number, None)
     _open[next(_numbers)] = finalizer
     _at_exit(_close_all)
-    for completions in _all_completions:  # which come first: what runs may need what is open
+    for completions in _all_completions:  # which come first: work under way may need open objects
         completions.expect()
     return finalizer
 
 
 class ClosingInCycle:
-    """What closes an owner that its own parts hold: a finalizer of `closing_with` would keep these, and so the owner, for ever.
+    """Closes an owner that its own parts hold: a finalizer of `closing_with` would keep these, and so the owner, for ever.
 
     The owner holds it in place of the finalizer, and the collector calls it when it finds that nothing else holds the owner.
     """
@@ -135,7 +135,7 @@ class ClosingInCycle:
 
 
 class _WeakCall:
-    """Calls what it does not hold."""
+    """Calls an object that it does not hold."""
 
     def __init__(self, call: ClosingInCycle) -> None:
         self._call = weakref.ref(call)
@@ -147,7 +147,7 @@ class _WeakCall:
         return call is not None and call.alive
 
     def __call__(self) -> None:
-        """Call it, where it is there."""
+        """Call it, if it is there."""
         call = self._call()
         if call is not None:
             call()
@@ -163,7 +163,7 @@ def _close_all() -> None:
 
 def _at_exit(call: Callable[[], None]) -> None:
     """Let the end of the interpreter call it. Again each time: from Python 3.13 on multiprocessing forgets, in the children
-    that it starts, what was registered before."""
+    that it starts, functions registered before."""
     atexit.unregister(call)
     atexit.register(call)
 
@@ -187,9 +187,9 @@ def program_ended() -> bool:
 
 
 class Completions:
-    """What runs behind the program: its end waits for all of it, and names on stderr what failed without anybody being told.
+    """Work behind the program: its end waits for all of it, and names on stderr failures that nobody was told of.
 
-    Then the exit code is 120, Python's own for what fails while it ends. A child process that was forked has none of it.
+    Then the exit code is 120, Python's own for failures while it ends. A child process that was forked has none of it.
     """
 
     def __init__(self) -> None:
@@ -202,12 +202,12 @@ class Completions:
         _all_completions.append(self)
 
     def expect(self) -> None:
-        """Let the end of the interpreter wait for what is under way, before it calls what was registered until now."""
+        """Let the end of the interpreter wait for work under way, before it calls functions registered until now."""
         if self._under_way:
             _at_exit(self._complete)
 
     def begin(self, title: str, wait: Callable[[], object]) -> object:
-        """Note that `title` is under way, and that `wait` returns when it ended, well or badly; return what it is known by."""
+        """Note that `title` is under way, and that `wait` returns when it ended, well or badly; return its key."""
         key = object()
         _at_exit(self._complete)
         self._join_multiprocessing()
@@ -221,7 +221,7 @@ class Completions:
             self.end(self.begin(title, lambda: None), error)
 
     def end(self, key: object, error: BaseException | None) -> None:
-        """Note that it ended; `error` is what somebody has to be told. Its frames are not held."""
+        """Note that it ended; `error` is one that somebody has to be told of. Its frames are not held."""
         with self._lock:
             title, _ = self._under_way.pop(key, ("", None))
             if error is not None:
@@ -244,7 +244,7 @@ class Completions:
         Finalize(None, self._complete_child, exitpriority=-100)  # last
 
     def _wait(self) -> str:
-        """Wait for all that is under way; return what failed."""
+        """Wait for all that is under way; return the failures."""
         with self._lock:
             under_way = list(self._under_way.items())
         for key, (_, wait) in under_way:
@@ -290,7 +290,7 @@ class _FailingOutput:
         return getattr(self._inner, name)
 
     def flush(self) -> None:
-        """Flush; raise where the interpreter ends."""
+        """Flush; raise if the interpreter ends."""
         if self._inner is not None:
             self._inner.flush()
         if sys.is_finalizing():

@@ -3,12 +3,12 @@
 ZstoreError
     ConfigError             (ValueError)          the configuration is wrong: fix it and start again
     UsageError              (RuntimeError)        a call came at the wrong time or with the wrong arguments
-    BudgetError             (MemoryError)         the host budget cannot hold what was asked for
+    BudgetError             (MemoryError)         the host budget has no room for a request
     NonFiniteError          (ArithmeticError)     a loss or gradient is NaN or infinite; no state was changed
     StorageError            (OSError)             a transfer failed; carries path, offset, size, errno, rank
         DiskFullError                             no space or quota left
         RunFolderError                            a run folder is missing, locked by another run or not writable
-    CorruptionError         (ValueError)          stored bytes are not what was written
+    CorruptionError         (ValueError)          stored bytes differ from those written
     CheckpointError         (RuntimeError)        a checkpoint could not be saved or loaded
         CheckpointNotFoundError (FileNotFoundError, ValueError)
         CheckpointExistsError   (FileExistsError)
@@ -44,7 +44,7 @@ class NonFiniteError(ZstoreError, ArithmeticError):
 
 
 class StorageError(ZstoreError, OSError):
-    """A transfer failed. `path`, `offset`, `nbytes`, `errno` and `rank` say where (None where unknown)."""
+    """A transfer failed. `path`, `offset`, `nbytes`, `errno` and `rank` say where (None if unknown)."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class RunFolderError(StorageError):
 
 
 class CorruptionError(ZstoreError, ValueError):
-    """Stored bytes are not what was written; the message names array, file and offset."""
+    """Stored bytes differ from those written; the message names array, file and offset."""
 
 
 class CheckpointError(ZstoreError, RuntimeError):

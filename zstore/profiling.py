@@ -1,4 +1,4 @@
-"""What a model computes, how well it uses the device, what it sends, and what memory it takes. See docs/metrics.md."""
+"""A model's computation, its use of the device, its communication and its memory. See docs/metrics.md."""
 
 from zstore.engine.report.comms import comms_summary
 from zstore.engine.report.profile.memory_needs import (

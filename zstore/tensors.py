@@ -1,4 +1,4 @@
-"""Between torch and numpy: data type names and views without copies. Imported only where torch is."""
+"""Between torch and numpy: data type names and views without copies. Imported only if torch is."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def as_bytes(tensor: torch.Tensor) -> Buffer:
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
-    """Return the tensor's bytes in C order: over its memory where that is contiguous and the CPU's, else a copy."""
+    """Return the tensor's bytes in C order: over its memory if that is contiguous and the CPU's, else a copy."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     data: Bytes = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
     return data

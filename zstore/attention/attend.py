@@ -45,8 +45,8 @@ def attend(  # noqa: PLR0913 - those of scaled_dot_product_attention, and the pa
     scale: float | None = None,
     kernel: Kernel = "auto",
 ) -> torch.Tensor:
-    """Return attention [batch, heads, queries, head_dim] of `query` to `key` and `value` [batch, heads, keys, head_dim], where
-    a token attends to what the pattern allows.
+    """Return attention [batch, heads, queries, head_dim] of `query` to `key` and `value` [batch, heads, keys, head_dim], for
+    the pairs of tokens that the pattern allows.
 
     `mask`, bool, of a shape that broadcasts to [batch, heads, queries, keys], takes away more: False is not attended to.
     `is_causal` does for later tokens, as a unidirectional pattern does by itself. Heads of `key` and `value` may be fewer
@@ -97,7 +97,7 @@ def block_mask(
 
 @dataclass(frozen=True)
 class _Shape:
-    """What masks are made for, and kept by."""
+    """The key of masks that are kept."""
 
     pattern: Pattern
     heads: int
@@ -175,7 +175,7 @@ def _by_flex(
 
 @dataclass(frozen=True)
 class _Group:
-    """Tiles of queries that are computed together: of each head, or where heads are alike, of one that stands for all."""
+    """Tiles of queries that are computed together: of each head, or if heads are alike, of one for all."""
 
     tiles: torch.Tensor
     """[tiles]: which, counted over the heads."""
@@ -219,7 +219,7 @@ def _mask_of_tiles(
     allowed: Layout,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return whether queries of `tiles` attend to keys of `columns`, where `allowed` says so of their blocks."""
+    """Return whether queries of `tiles` attend to keys of `columns`, as `allowed` says of their blocks."""
     block = shape.pattern.block
     mask = torch.from_numpy(allowed).to(device).repeat_interleave(block, 1).repeat_interleave(block, 2)
     size, within = mask.shape[1], torch.arange(block, device=device)
@@ -266,14 +266,14 @@ def _by_blocks(
 
 
 def _rows(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a table [rows, width] at `places`, of any shape. Its backward adds up what came of a row in
-    parallel, where that of indexing does it one by one."""
+    """Return the rows of a table [rows, width] at `places`, of any shape. Its backward adds up a row's gradients in
+    parallel, unlike that of indexing, one by one."""
     found: torch.Tensor = F.embedding(places, table)
     return found
 
 
 def _mask_of_group(mask: torch.Tensor, shape: _Shape, group: _Group, size: int) -> torch.Tensor:
-    """Return what a mask [batch, heads, queries, keys] says of a group: [sequences, tiles, tile's tokens, most * block]."""
+    """Return a group's part of a mask [batch, heads, queries, keys]: [sequences, tiles, tile's tokens, most * block]."""
     block, layouts = shape.pattern.block, _layout(shape).shape[0]
     padded = F.pad(mask, (0, shape.num_blocks * block - shape.tokens, 0, -shape.tokens % size), value=True)
     batch, heads_all = mask.shape[:2]

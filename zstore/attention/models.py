@@ -17,7 +17,7 @@ Attend = Callable[..., torch.Tensor]
 """`attend(query, key, value, is_causal=..., mask=None, dropout_p=0.0, scale=None)`; see `zstore.attention.attend`."""
 
 _UNSUPPORTED = ("softcap", "position_bias", "s_aux")
-"""What transformers' attention may be given beside a mask."""
+"""Arguments of transformers' attention beside a mask."""
 
 
 @runtime_checkable
@@ -33,7 +33,7 @@ def apply(model: nn.Module, pattern: Pattern) -> int:
 
     Takes part: a module that has `use_attention(attend)`, as those of zstore's own models, and a transformers model whose
     attention is one of those that transformers can exchange. In the latter attention to another sequence stays dense.
-    Raises UsageError where nothing takes part.
+    Raises UsageError if nothing takes part.
     """
     count = 0
     for module in model.modules():
@@ -87,7 +87,7 @@ def _use_in_transformers(model: Any, pattern: Pattern) -> None:
 
 
 def _transformers_attention(pattern: Pattern) -> Callable[..., tuple[torch.Tensor, None]]:
-    def forward(  # noqa: PLR0913, PLR0917 - what transformers calls it with
+    def forward(  # noqa: PLR0913, PLR0917 - the arguments of transformers' call
         module: nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,

@@ -35,12 +35,12 @@ class Pattern(ABC):
     attention: Direction = "bidirectional"
     """"unidirectional": a token attends to itself and to earlier ones alone."""
     different_layout_per_head: bool = False
-    """Whether heads have layouts of their own, where the pattern has several."""
+    """Whether heads have layouts of their own, if the pattern has several."""
     seed: int = 0
     """Of random blocks: the same on every rank and in every run."""
 
     def __post_init__(self) -> None:
-        """Refuse what no layout can have. Raises ConfigError."""
+        """Refuse values that no layout can have. Raises ConfigError."""
         _require(self.block >= 1, f"block must be at least 1, got {self.block}")
         allowed = ("unidirectional", "bidirectional")
         _require(self.attention in allowed, f"attention must be one of {', '.join(allowed)}, got {self.attention!r}")
@@ -51,8 +51,8 @@ class Pattern(ABC):
         return self.attention == "unidirectional"
 
     def layout(self, num_heads: int, num_blocks: int) -> Layout:
-        """Return which blocks of keys each block of queries attends to: [heads, queries, keys], where the first extent is 1
-        if all heads are alike. Every block attends to itself."""
+        """Return which blocks of keys each block of queries attends to: [heads, queries, keys]; the first extent is 1 if all
+        heads are alike. Every block attends to itself."""
         heads = range(num_heads if self.different_layout_per_head else 1)
         layouts = np.stack([self._of_head(head, num_blocks) for head in heads])
         if self.is_causal:
@@ -141,7 +141,7 @@ class Variable(Pattern):
     local_window_blocks: tuple[int, ...] = (4,)
     """Sizes of the windows in blocks, from the first on; the last repeats."""
     global_block_indices: tuple[int, ...] = (0,)
-    """Blocks that all others attend to; the starts of ranges of them where `global_block_end_indices` is given."""
+    """Blocks that all others attend to; the starts of ranges of them if `global_block_end_indices` is given."""
     global_block_end_indices: tuple[int, ...] | None = None
     """Ends of those ranges, exclusive."""
     horizontal_global_attention: bool = False
@@ -202,7 +202,7 @@ class BSLongformer(Pattern):
     num_sliding_window_blocks: int = 3
     """Width of the window in blocks: half of it before a block and half after."""
     global_block_indices: tuple[int, ...] = (0,)
-    """Global blocks; the starts of ranges of them where `global_block_end_indices` is given."""
+    """Global blocks; the starts of ranges of them if `global_block_end_indices` is given."""
     global_block_end_indices: tuple[int, ...] | None = None
     """Ends of those ranges, exclusive."""
 

@@ -1,4 +1,4 @@
-"""What every tier promises, as a pytest class: subclass it in a test module, give it the tier, and add what is its own.
+"""The promises of every tier, as a pytest class: subclass it in a test module, give it the tier, and add tests of its own.
 
 class TestHost(TierContract):
     pins_in_place = True
@@ -7,7 +7,7 @@ class TestHost(TierContract):
         return HostTier()
 """
 
-# ruff: noqa: D102, S101 - tests, which say what they show in their names
+# ruff: noqa: D102, S101 - tests, whose names say what they show
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FILE_NAME = "published"
 
 
 class BoomError(Exception):
-    """What a consumer of a pass raises in these tests."""
+    """The error of a pass's consumer in these tests."""
 
 
 def as_array(view: Any, dtype: str) -> Array:
@@ -91,7 +91,7 @@ class TierBench:
         return stream.tiles()
 
     def visit(self, name: str, mode: Mode) -> Iterator[tuple[slice, Array]]:
-        """Yield (local elements, view) of each tile, and put what was changed back where memory is not shared."""
+        """Yield (local elements, view) of each tile, and put changes back if memory is not shared."""
         dtype = self.shards[name].spec.dtype
         for tile in self.tiles([name], mode):
             view = tile.views[0]
@@ -108,7 +108,7 @@ class TierBench:
             view[:] = values[part]
 
     def update(self, local: LocalShard, values: Array) -> Array:
-        """Set all elements in an updating pass; return what they were."""
+        """Set all elements in an updating pass; return their former values."""
         before = np.zeros_like(values)
         for part, view in self.visit(local.spec.name, Mode.UPDATE):
             before[part] = view

@@ -21,14 +21,14 @@ from ..io.parts import Parts
 
 
 class WatchedFiles(Files):
-    """Files that call `step(kind, path)` ahead of every operation; what it raises is the operation's error."""
+    """Files that call `step(kind, path)` ahead of every operation; its error is the operation's."""
 
     def __init__(self, *, direct: bool = True) -> None:
         super().__init__(direct=direct)
         self.most_dirty_bytes = -1  # the same operations whatever else the machine does: each file is flushed
 
     def step(self, kind: Kind, path: str) -> None:
-        """Do what the double is for."""
+        """Do the double's work."""
         raise NotImplementedError
 
     def _open(self, path: str, flags: int) -> int:
@@ -58,7 +58,7 @@ class WatchedFiles(Files):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What goes wrong with some operations of one kind, on paths that match `pattern`."""
+    """A failure of some operations of one kind, on paths that match `pattern`."""
 
     kind: Kind
     pattern: str = "*"
@@ -96,7 +96,7 @@ class FaultyFiles(WatchedFiles):
     """Files whose operation number `fail_at` (counted from 0, over all kinds) fails with `error_number`, and whose
     operations suffer the `faults` that match them.
 
-    With `fail_at` None only faults act, and `operations` names what was done, in order. `only` limits that count to
+    With `fail_at` None only faults act, and `operations` names all operations, in order. `only` limits that count to
     some kinds. It starts with `open` left out, for a file is opened before anything else is done to it.
     """
 
@@ -138,7 +138,7 @@ class FaultyFiles(WatchedFiles):
         self._fault_of(kind, path)
 
     def _fault_of(self, kind: Kind, path: str) -> Fault | None:
-        """Count the operation, and return the fault that it suffers; raises where that is an error."""
+        """Count the operation, and return the fault that it suffers; raises if that is an error."""
         with self._watch:
             if not self.armed:
                 return None
@@ -159,7 +159,7 @@ class FaultyFiles(WatchedFiles):
         return fault
 
     def happen(self, kind: Kind, path: str) -> None:
-        """Do what goes wrong with operation number `fail_at`."""
+        """Carry out the failure of operation number `fail_at`."""
         raise OSError(self.error_number, os.strerror(self.error_number))
 
     def _preadv(self, file: OpenFile, out: Bytes | Parts, offset: int) -> int:
@@ -193,7 +193,7 @@ def unlinkable_files(error_number: int) -> FaultyFiles:
 
 
 class CallingFiles(Files):
-    """Files that call `before(kind, path)` ahead of each rename and each small file, for tests of what others see."""
+    """Files that call `before(kind, path)` ahead of each rename and each small file, for tests of others' view."""
 
     def __init__(self, before: Callable[[str, Path], None]) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class CallingFiles(Files):
 class GatedFiles(WatchedFiles):
     """Files whose operations of the kinds in `held` wait until the test lets them go, in the order it likes.
 
-    This is latency without sleeping: `arrived(n)` waits until n operations stand at the gate, `release(i)` lets the
+    This is latency without sleeping: `arrived(n)` waits until n operations are at the gate, `release(i)` lets the
     i-th of those that ever arrived go on, `open_gate()` all of them and those to come.
     """
 
@@ -256,7 +256,7 @@ class GatedFiles(WatchedFiles):
             self._changed.notify_all()
 
     def close_gate(self) -> None:
-        """Hold what comes from now on, after `open_gate`."""
+        """Hold operations from now on, after `open_gate`."""
         with self._changed:
             self._open_for_all = False
 

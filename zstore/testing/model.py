@@ -11,7 +11,7 @@ from ..format.partition import Grid
 
 
 class ModelStore:
-    """What a rank's shards hold. Nothing waits, nothing fails, and every value given out is a copy."""
+    """The contents of a rank's shards. Nothing waits, nothing fails, and every value given out is a copy."""
 
     def __init__(self) -> None:
         self._shards: dict[str, Array] = {}
@@ -49,5 +49,5 @@ class ModelStore:
         return self._version
 
     def snapshot(self) -> Mapping[str, Array]:
-        """Return what all shards hold, for good."""
+        """Return a lasting copy of all shards' contents."""
         return {name: shard.copy() for name, shard in self._shards.items()}

@@ -25,7 +25,7 @@ def same_bits(a: Array, b: Array) -> bool:
 
 
 def zarr_metadata(spec: ArraySpec, grid: Grid) -> dict[str, Any]:
-    """Return the `zarr.json` of an array whose shard files `c.0.0 ...` lie on `grid`, written down from the format."""
+    """Return the `zarr.json` of an array whose shard files `c.0.0 ...` are on `grid`, written down from the format."""
     two_d = len(spec.stored_shape) == 2
     crc = {"name": "crc32c"}
     little = {"name": "bytes", "configuration": {"endian": "little"}}

@@ -26,8 +26,8 @@ from typing import Any, cast
 from zstore.errors import RankError
 
 PRELOADED = ["torch.distributed", "zstore.engine", "zstore.testing.ranks", "torch._dynamo"]
-"""What is loaded before ranks are forked. torch's optimizers load the last one as they are made, which takes longest of
-all; a test suite adds what its ranks import."""
+"""Modules loaded before ranks are forked. torch's optimizers load the last one as they are made, which takes longest of
+all; a test suite adds its ranks' imports."""
 
 _Ranks = list[tuple[BaseProcess, Connection]]
 """Each rank's process, and the end of the pipe on which it sends its result."""
@@ -35,7 +35,7 @@ _Ranks = list[tuple[BaseProcess, Connection]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Function:
-    """Where a child finds its function: tests are not importable by name, so their file goes along."""
+    """The place of a child's function: tests are not importable by name, so their file goes along."""
 
     module: str
     path: str | None
@@ -48,8 +48,8 @@ def run_ranks(
     """Run `fn(rank, *args)` in `world_size` new processes of one gloo group; return their results in rank order.
 
     `fn` must be a function at the top of its module; arguments and results are plain data. Each process computes with
-    one thread. Raises RankError with every failed rank's traceback. Where a rank fails, or `timeout_s` passes, all
-    are stopped; after a timeout the error shows where each rank that hung was. No process is left behind. Of a rank in
+    one thread. Raises RankError with every failed rank's traceback. If a rank fails, or `timeout_s` passes, all are
+    stopped; after a timeout the error shows the stack of each rank that hung. No process is left behind. Of a rank in
     `may_die` that ends without a result, or gives none until all others have, the result is None.
     """
     with _started(fn, world_size, args) as (ranks, folder):
@@ -63,7 +63,7 @@ def kill_ranks(
 
     Rank r is killed `after_s[r]` seconds after the start. Once one was killed, by this or by itself, all others are too,
     those whose time is given at their time. Raises RankError with the traceback of a rank that failed before that, and
-    where they hung of ranks that did not end within `timeout_s`.
+    with the stacks of ranks that did not end within `timeout_s`.
     """
     with _started(fn, world_size, args) as (ranks, folder):
         started = time.monotonic()
@@ -95,8 +95,8 @@ def kill_ranks(
 
 
 def loaded_context() -> ForkServerContext:
-    """Return where processes are forked from one that has torch and the engine loaded, and, where it has not started
-    yet, `PRELOADED`: a start takes a tenth of a second, not three."""
+    """Return a context that forks processes from one with torch and the engine loaded, and, unless it has started
+    already, `PRELOADED`: a start takes a tenth of a second, not three."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -132,7 +132,7 @@ def _collect(ranks: _Ranks, folder: Path, deadline: float, may_die: frozenset[in
     failures: dict[int, str] = {}
     waiting = {rank: connection for rank, (_, connection) in enumerate(ranks)}
     while not waiting.keys() <= may_die:
-        # Once one rank failed, the others are given a moment to say what they saw of it.
+        # Once one rank failed, the others are given a moment to report it.
         limit = min(deadline, time.monotonic() + 2) if failures else deadline
         ready = wait(list(waiting.values()), timeout=max(0, limit - time.monotonic()))
         if not ready:
