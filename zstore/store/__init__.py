@@ -1,6 +1,6 @@
 """The tensor store: shards of named global tensors in tiers, passes over them, snapshots.
 
-The names below are for whoever builds on it.
+The names below are public, for code built on it.
 """
 
 from .options import StoreOptions

@@ -16,7 +16,7 @@ class StoreOptions:
     run_path: Path | None = None
     """Absolute folder on the drive for swap files (`nvme_path`); None: no disk tier."""
     other_paths: tuple[Path, ...] = ()
-    """Folders on further drives: shards are spread over all of them, the next one to the drive that has least."""
+    """Folders on further drives: shards are spread over all of them, the next one to the drive with the fewest bytes."""
     group_paths: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
     """By first part of an array's name, as "parameter": folders that its shards are spread over instead."""
     shares_folders: bool = False

@@ -23,7 +23,7 @@ class ArrayOrder:
         """The last operation on each array that has not ended, and its number: a ticket keeps its result."""
         self._numbers = itertools.count()
         self._failed: dict[str, BaseException] = {}
-        """The error of the last change of an array: the ticket that has it may have been dropped."""
+        """The error of the last change of an array, as its ticket may have been dropped."""
         self._lock = threading.Lock()
 
     def submit(self, name: str, operation: Callable[[], T], *, changes: bool) -> Ticket[T]:
@@ -57,7 +57,7 @@ class ArrayOrder:
 
             number, ticket = next(self._numbers), self._workers.submit(run)
             self._pending.update(dict.fromkeys(names, (number, ticket)))
-        # By its number: a callback that had the ticket would be kept by it, and keep it.
+        # By its number: a callback and its ticket would keep each other alive.
         ticket.when_done(partial(self._end, names, number))
         return ticket
 
@@ -68,7 +68,7 @@ class ArrayOrder:
                     del self._pending[name]
 
     def names(self) -> list[str]:
-        """Return the arrays for which something is under way, or failed without anybody being told."""
+        """Return the arrays with an operation under way, or one that failed and was not reported."""
         with self._lock:
             return list({*self._pending, *self._failed})
 
@@ -85,13 +85,13 @@ class ArrayOrder:
             raise error
 
     def _hear(self, name: str, ticket: Ticket[Any]) -> None:
-        """Forget the error of an operation that ended, which its ticket has told somebody."""
+        """Forget the error of an operation that ended, as its ticket has reported it."""
         with self._lock:
             if self._failed.get(name) is ticket.error():
                 self._failed.pop(name, None)
 
     def forget(self, name: str) -> None:
-        """Forget the error of an array that goes."""
+        """Forget the error of an array that is removed."""
         self._failed.pop(name, None)
 
     def close(self) -> None:

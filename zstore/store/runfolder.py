@@ -4,7 +4,7 @@
     <nvme_path>/zstore-run/rank-00000/*.shard   files of the disk tier
     <nvme_path>/zstore-run/rank-00000-2/        the same for a second store of that process, if stores may share
 
-The lock goes with the process, so a killed run leaves none. Nobody needs its files (an update may have been interrupted),
+The lock ends with the process, so a killed run leaves none. Nobody needs its files (an update may have been interrupted),
 and the next owner removes them: checkpoints, and the snapshots that the engine takes of steps in
 `<nvme_path>/zstore-run/steps`, have links of their own.
 """
@@ -32,13 +32,13 @@ RUN_FOLDER = "zstore-run"
 """The folder of all files of a run, in the folder that it was given."""
 _OWNER = "owner"
 _PROCESS = uuid.uuid4().hex
-"""With the process id it tells this process from any other, on whichever machine."""
+"""With the process id it identifies this process among all machines."""
 
 
 class RunFolder:
     """Holds the folder `path` for this rank until `close()`.
 
-    With `shares`, a folder that another store of this process holds is no error: `path` is one of its own beside it.
+    With `shares`, a folder that another store of this process holds is no error: `path` is then a new one beside it.
     A folder that is missing is made. Raises ConfigError for a relative path, RunFolderError for one that cannot be made, is
     not writable or held by another run.
     """
@@ -85,7 +85,7 @@ class RunFolder:
             ) from error
 
     def _owner(self) -> list[str]:
-        """Return the lines of whoever holds the folder, or held it last: who that is, and which process."""
+        """Return the lines of the present or last holder of the folder: its name and its process."""
         return os.pread(self._fd, 300, 0).decode(errors="replace").splitlines() or ["unknown"]
 
     def _is_mine(self) -> bool:
@@ -135,7 +135,7 @@ class RunFolder:
                     os.close(fd)
 
     def close(self) -> None:
-        """Remove the folder's files, or a folder beside the first with them, and give the lock back."""
+        """Remove the folder's files, and the folder if it is not the first, and release the lock."""
         try:
             if self.is_first:
                 self._sweep()
@@ -146,7 +146,7 @@ class RunFolder:
 
 
 def left_bytes(nvme_path: Path, rank: int) -> int:
-    """Return the bytes that opening a rank's run folder frees there: of files that a dead run left, and no checkpoint has."""
+    """Return the bytes that opening a rank's run folder frees: of files left by a dead run that no checkpoint has."""
     left = (path.lstat() for path in (nvme_path / RUN_FOLDER / f"rank-{rank:05d}").glob("*.shard"))
     return sum(found.st_size for found in left if found.st_nlink == 1)
 
@@ -193,7 +193,7 @@ class RunFolders:
         return needed[drives[0]]
 
     def close(self) -> None:
-        """Remove the folders' files and give the locks back."""
+        """Remove the folders' files and release the locks."""
         with ExitStack() as last_to_first:
             for folder in self._held.values():
                 last_to_first.callback(folder.close)

@@ -17,7 +17,7 @@ class Snapshot(Closing):
         self.pins = pins
 
     def copied_when_changed(self) -> Self:
-        """Return it; from now on whoever changes a shard in memory copies it first, in place of waiting for `release`."""
+        """Return it; from now on a change of a shard in memory copies it first instead of waiting for `release`."""
         for pin in self.pins.values():
             if isinstance(pin, MemoryPin):
                 pin.copy_when_changed()

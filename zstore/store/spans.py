@@ -68,7 +68,7 @@ def _check_groups(groups: Groups, shards: Mapping[str, LocalShard]) -> None:
 
 
 class _Planner:
-    """Cuts a pass."""
+    """Cuts a pass into batches."""
 
     def __init__(
         self, groups: Groups, tiers: Mapping[str, Tier], shards: Mapping[str, LocalShard], pool_bytes: int
@@ -95,7 +95,7 @@ class _Planner:
                 yield Plan(number, ChunkSpan(first, min(step, stop - first)), first == start, first + step >= stop)
 
     def _span_chunks(self, group: Sequence[str]) -> int:
-        """Return how many chunks of the group travel together: a request to the disk, of which the pool holds several."""
+        """Return the number of chunks of the group in a span: a request to the disk, of which the pool holds several."""
         on_disk = [t.span_chunks(name) for name in group if isinstance(t := self._tiers[name], DiskTier)]
         if self._in_memory or not on_disk:
             least = min(tier.tile_numel for name in group if isinstance(tier := self._tiers[name], MemoryTier))
@@ -104,7 +104,7 @@ class _Planner:
         return max(1, min(*on_disk, self._pool_bytes // (_LEAST_SPANS_IN_POOL * chunk_bytes)))
 
     def is_small(self, group: int) -> bool:
-        """Return whether nothing of a group needs a request of its own."""
+        """Return whether no array of a group needs a request of its own."""
         tiers = [(self._tiers[name], name) for name in self._groups[group]]
         return all(not isinstance(tier, DiskTier) or tier.is_packed(name) for tier, name in tiers)
 

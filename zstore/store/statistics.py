@@ -23,6 +23,6 @@ class StoreStatistics:
     pool_wait_s: float
     pin_wait_s: float
     pinned_bytes: int
-    """Of buffers and state in host memory, those registered with CUDA."""
+    """Bytes of buffers and state in host memory that are registered with CUDA."""
     queue: QueueStatistics
     fallbacks: tuple[str, ...]

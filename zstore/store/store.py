@@ -48,7 +48,7 @@ class TensorStore(Closing):
     `write` and `read` return tickets and run behind the caller, in order for each array; `stream` is a pass in the caller's
     thread. Several threads may work on different arrays; no two passes may change one at once.
 
-    Over 300 lines: it is all that a rank may ask of its shards, and each method is a few lines over tiers and streams.
+    Over 300 lines: it has all operations on a rank's shards, each a few lines over tiers and streams.
     """
 
     def __init__(self, options: StoreOptions, *, rank: int = 0, files: Files | None = None, cuda: Any = None) -> None:
@@ -75,7 +75,7 @@ class TensorStore(Closing):
         self._shards: dict[str, LocalShard] = {}
         self._tiers: dict[str, Tier] = {}
         self._planned: dict[Any, Sequence[Batch]] = {}
-        """Plans of passes over whole arrays that were taken; none once arrays come, go or move."""
+        """Plans of former passes over whole arrays; cleared when arrays are created, removed or moved."""
         self._order = ArrayOrder()
         self._pools = [pool]
         self._counters = StreamCounters()
@@ -321,8 +321,8 @@ class TensorStore(Closing):
         read. "read": changes are lost. `modes` has other modes for single arrays. Buffers come from `pool` (of
         `make_pool`), for a pass that must not wait for others'; `ahead` marks reads that nothing waits for yet.
         `admit(group, wait)` is asked before a group is begun; if it says no after waiting, the group is left out.
-        New versions become the present ones when the pass is done, or, with `on_end`, each group's before its number is
-        handed to that. Exhaust the pass or close it.
+        New versions become the present ones when the pass is done, or, with `on_end`, each group's before that is
+        called. Exhaust the pass or close it.
         """
         what = self._pass(groups, mode, modes)
         what = replace(what, pool=pool or what.pool, admit=admit, on_end=on_end)

@@ -50,7 +50,7 @@ class Pass:
     """The arrays of a stream, and their modes."""
 
     groups: Sequence[Sequence[str]]
-    """Arrays that are brought together; those of a group share one layout, or have a bit for each element of it
+    """Arrays that are loaded together; those of a group share one layout, or have a bit for each element of it
     or a value for each block (`Grid.packed`). The first has one value an element: tiles count in its elements."""
     mode: Mode
     pool: Pool
@@ -77,7 +77,7 @@ class Pass:
 
     @property
     def reads(self) -> bool:
-        """Whether anything is brought."""
+        """Whether anything is loaded."""
         return any(self.mode_of(name) is not Mode.FILL for name in self.names)
 
     def changed(self, names: Iterable[str]) -> list[str]:
@@ -148,7 +148,7 @@ class Stream:
         self._saves: deque[Ticket[None]] = deque()
         """Of the group under way."""
         self._ending: deque[tuple[int, deque[Ticket[None]]]] = deque()
-        """Groups whose last span was taken back, and their saves."""
+        """Groups whose last span is being saved, and their saves."""
         self._ahead: dict[str, int] = {}
         """Versions of the arrays that were read ahead."""
 
@@ -274,7 +274,7 @@ class Stream:
                 return
 
     def _leave_out(self, groups: set[int]) -> None:
-        """Go on without groups, of which nothing was begun."""
+        """Leave out groups, of which nothing was begun."""
         while self._plans and any(plan.group in groups for plan in self._plans[0]):
             left = tuple(plan for plan in self._plans.popleft() if plan.group not in groups)
             if left:
@@ -401,7 +401,7 @@ class Stream:
             on_disk.get(name) or self._tiers[name].views(name, plan.span, part, self._pass.mode_of(name))
             for name, part in zip(names, parts, strict=True)
         ]
-        # Strict: each column is asked for one more than it has, which seals its last chunk.
+        # Strict: asks each column for one view more than it has, which seals its last chunk.
         for chunk, *views in zip(plan.span.chunks, *columns, strict=True):
             first, stop = shard.chunk_range(chunk)
             yield Tile(plan.group, first, stop, tuple(views))
@@ -430,7 +430,7 @@ class Stream:
             self._saves = deque()
 
     def _end_groups(self, *, wait: bool) -> None:
-        """Leave the groups behind whose saves are done, in order; with `wait` all of them."""
+        """End the groups whose saves are done, in order; with `wait` all of them."""
         while self._ending and (wait or all(ticket.done() for ticket in self._ending[0][1])):
             # Waited for even when they are done: errors are raised here. `_finish` settles the others.
             group, saves = self._ending[0]
@@ -469,7 +469,7 @@ def _is_packed(tier: Tier, name: str) -> bool:
 
 
 def _views(tiers: Sequence[tuple[MemoryTier, str, int]], first: int, stop: int) -> tuple[View, ...]:
-    """Return views of elements `[first, stop)`; each array with how many of them a value of it is for."""
+    """Return views of elements `[first, stop)`; each array comes with the number of elements for one of its values."""
     return tuple([tier.view(name, first // numel, -(-stop // numel)) for tier, name, numel in tiers])
 
 

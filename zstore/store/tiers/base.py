@@ -43,11 +43,11 @@ class Mode(Enum):
     """What a pass does with each chunk."""
 
     READ = "read"
-    """Bring it; the consumer changes nothing."""
+    """Load it; the consumer changes nothing."""
     UPDATE = "update"
-    """Bring it and keep the changes."""
+    """Load it and save the changes."""
     FILL = "fill"
-    """Do not bring it; the consumer sets every element."""
+    """Do not load it; the consumer sets every element."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class ChunkSpan:
-    """Adjacent chunks of a shard that travel together."""
+    """Adjacent chunks of a shard that are transferred together."""
 
     first_chunk: int
     num_chunks: int
@@ -189,7 +189,7 @@ class Tier(ABC):
 
     @abstractmethod
     def rename(self, name: str, local: LocalShard) -> None:
-        """Let a shard that no pass is over be that of another array, laid out alike. Raises UsageError as `remove` does."""
+        """Make a shard that no pass is over that of another array, laid out alike. Raises UsageError as `remove` does."""
 
     def is_pinned_in_place(self, name: str) -> bool:
         """Tell whether `begin` for a change would have to wait for a pin."""
@@ -197,7 +197,7 @@ class Tier(ABC):
 
     @abstractmethod
     def version(self, name: str) -> int:
-        """Return a number that no other content of any shard had: while it is the same, no pass changed the shard."""
+        """Return a number unique to the shard's contents: while it is the same, no pass changed the shard."""
 
     def place(self, name: str) -> tuple[str, int]:
         """Return a key that sorts shards that share a file by their place in it; all others are alike."""
@@ -214,7 +214,7 @@ class Tier(ABC):
     def load(
         self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
     ) -> Ticket[None] | None:
-        """Start bringing the span into `buffer`; None if nothing has to move."""
+        """Start loading the span into `buffer`; None if nothing has to be copied."""
         return None
 
     @abstractmethod
@@ -223,7 +223,7 @@ class Tier(ABC):
         when the next one is asked for. Raises CorruptionError."""
 
     def save(self, name: str, span: ChunkSpan, buffer: Bytes) -> Ticket[None] | None:
-        """Start taking the span back; None if nothing has to move."""
+        """Start saving the span; None if nothing has to be copied."""
         return None
 
     @abstractmethod
@@ -236,7 +236,7 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back."""
+        """Release all memory and files."""
 
 
 _versions = count(1)
@@ -248,5 +248,5 @@ def new_version() -> int:
 
 
 def being_changed(name: str) -> UsageError:
-    """Return the error of a pass or a pin that comes in the middle of a change."""
+    """Return the error of a pass or a pin during a change."""
     return UsageError(f"array {name!r} is being changed by a pass: exhaust that or close it first")

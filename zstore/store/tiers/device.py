@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 DEVICE_TILE_NUMEL = 16 * 1024 * 1024
-"""Elements of a tile of memory that is not the host's: so many that its work takes longer than asking for it."""
+"""Elements of a tile of device memory: so many that its work takes longer than asking for it."""
 
 
 class DeviceTier(MemoryTier):

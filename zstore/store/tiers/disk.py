@@ -101,12 +101,12 @@ class DiskTier(Tier):
         self._lock = threading.RLock()
 
     def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
-        """See `Tier.create`; reserves the file's space, so that a full disk shows now."""
+        """See `Tier.create`; reserves the file's space, so that a full disk is reported now."""
         if memory is not None:
             raise UsageError(f"array {local.spec.name!r}: the disk tier cannot adopt memory")
         layout = layout_of(local.grid, local.shard, local.spec.dtype)
         packed, kind = self.packs_small and is_packed(local.nbytes), local.spec.name.partition("/")[0]
-        with self._lock:  # not while a file is made: others are made beside it
+        with self._lock:  # not while a file is made: files are made concurrently
             folder = self._drives.choose(local.spec.name, run_file_bytes(layout, packed=packed))
             if packed and (folder, kind) not in self._packs:
                 self._packs[folder, kind] = Pack(self._res.files, folder, kind)
@@ -218,7 +218,7 @@ class DiskTier(Tier):
         return DiskFile(path, [None] * shard.layout.num_present, shard.layout.data_offset)
 
     def _new_path(self, folder: Path, name: str) -> Path:
-        """Return a path that no file had before: somebody may have pinned one of a shard of that name which is gone."""
+        """Return a path that no file had before: a file of a removed shard of that name may still be pinned."""
         stem = quote(name, safe="")
         if len(stem) > 200:
             stem = f"{stem[:150]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
@@ -272,7 +272,7 @@ class DiskTier(Tier):
         return ("", 0) if shard.pack is None else (str(shard.current.path), shard.current.base)
 
     def is_packed(self, name: str) -> bool:
-        """Return whether the shard shares its file with others: it travels as `tiers.packed` has it."""
+        """Return whether the shard shares its file with others: `tiers.packed` transfers it."""
         return self._shards[name].pack is not None
 
     def part(self, name: str, *, write: bool) -> tuple[DiskShard, DiskFile]:
@@ -296,7 +296,7 @@ class DiskTier(Tier):
                 self._retire(shard, target)
 
     def _retire(self, shard: DiskShard, file: DiskFile) -> None:
-        """Let go of a file that is not the present version, once nobody pins it."""
+        """Release a file that is not the present version, once nobody pins it."""
         if file.pins or file is shard.current:
             return
         if shard.pack is not None:
@@ -431,7 +431,7 @@ class DiskPin:
         raise UsageError(f"array {self.local.spec.name!r}: a shard on disk can only be published as a whole file")
 
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
-        """See `PinnedShard.checksums`; of a shard of which nothing or not all was written, none."""
+        """See `PinnedShard.checksums`; none unless all of the shard was written."""
         self._require_layout(grid, shard)
         return tuple([] if None in self._file.crcs else [crc for crc in self._file.crcs if crc is not None])
 

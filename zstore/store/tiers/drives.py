@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass
 class Drives:
-    """Folders on the drives that shards are spread over: a new shard goes to the folder that has least bytes."""
+    """Folders on the drives that shards are spread over: a new shard goes to the folder with the fewest bytes."""
 
     usual: tuple[Path, ...]
     groups: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
