@@ -32,7 +32,7 @@ class ConfigError(ZstoreError, ValueError):
 
 
 class UsageError(ZstoreError, RuntimeError):
-    """A call came at the wrong time or with arguments that cannot be served."""
+    """A call came at the wrong time or with the wrong arguments."""
 
 
 class BudgetError(ZstoreError, MemoryError):

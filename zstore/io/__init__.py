@@ -1,4 +1,4 @@
-"""Bytes between memory and drives: threads, buffers, shard files. For whoever builds on the store: the names below."""
+"""Bytes between memory and drives: threads, buffers, shard files. The names below are public, for code built on the store."""
 
 from .buffers import HUGE_PAGE_BYTES, PAGE_BYTES, Pool, make_slab, map_large_blocks
 from .files import Files, OpenFile, UnsyncedFiles

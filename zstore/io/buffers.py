@@ -35,7 +35,7 @@ def make_slab(nbytes: int) -> Bytes:
     room = nbytes + HUGE_PAGE_BYTES
     region = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without transparent huge pages: ordinary pages serve
+        with contextlib.suppress(OSError):  # a kernel without transparent huge pages: use ordinary pages
             region.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(region, dtype=np.uint8)
     start = -whole.ctypes.data % HUGE_PAGE_BYTES
@@ -75,7 +75,7 @@ class Budget:
 
 
 class Slabs:
-    """Slabs of `nbytes` each that are used again and again; as many are made as are in use at a time."""
+    """Reusable slabs of `nbytes` each; as many are made as are in use at a time."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -124,7 +124,7 @@ class Pool:
 
     An update makes one request for all buffers, so it gets all or none, and a caller that holds nothing never waits
     for itself. A request larger than the slab gets memory of its own, one such request at a time, if `budget`,
-    which the slab is counted in, has that much left. `make` makes the slab; by default `make_slab`.
+    which counts the slab, has that much left. `make` makes the slab; by default `make_slab`.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Pool:
         self._oversized_bytes = 0
         self._lock = threading.Lock()
         self._waiting: deque[threading.Condition] = deque()
-        """Those that wait, in order: the first alone is woken."""
+        """Waiting requests, in order: only the first is woken."""
         self.peak_bytes = 0
         self._held_bytes = 0
 

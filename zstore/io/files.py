@@ -47,7 +47,7 @@ Kind = Literal[
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 LARGE_BYTES = 1024 * 1024
-"""Files from here on go past the page cache though nobody waits until they are durable."""
+"""Larger files go past the page cache even if nobody waits until they are durable."""
 _MOST_DIRTY_BYTES = 32 * 1024 * 1024
 # Answers of file systems without direct I/O, links or preallocation.
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY)
@@ -65,15 +65,15 @@ class OpenFile:
 class Files:
     """Reads, writes and names files; every failure is a StorageError with path, offset, size and errno.
 
-    `direct=False` keeps all transfers in the page cache. File systems that refuse O_DIRECT are served buffered, with
-    the same bytes, and named in `fallbacks`.
+    `direct=False` keeps all transfers in the page cache. File systems that refuse O_DIRECT get buffered transfers,
+    with the same bytes, and are named in `fallbacks`.
     """
 
     def __init__(self, *, direct: bool = True) -> None:
         self.direct = direct and _O_DIRECT != 0
         """Whether transfers go past the page cache if the file system allows it."""
         self.takes_parts = True
-        """Whether `Parts` go without a copy; false once a drive wanted memory in larger units than they have."""
+        """Whether `Parts` are written without a copy; false once a drive required memory in larger units."""
         self.most_dirty_bytes = _MOST_DIRTY_BYTES
         """Other programs' most bytes in the page cache if a whole file system is to be flushed."""
         self._refusing: set[int] = set()
@@ -146,7 +146,7 @@ class Files:
             out.fill(whole)
 
     def _refuses_parts(self, file: OpenFile, error: StorageError) -> bool:
-        """Return whether `error` says that a drive wants memory in larger units than `Parts` have."""
+        """Return whether `error` means that a drive requires memory in larger units than `Parts` have."""
         refused = file.direct and error.errno == errno.EINVAL
         if refused:
             self.takes_parts = False
@@ -194,7 +194,7 @@ class Files:
             done = _resume_at(done, count, data.size, file.direct)
 
     def allocate(self, file: OpenFile, nbytes: int) -> None:
-        """Reserve `nbytes` for the file, so that a full disk shows now and not at a later write."""
+        """Reserve `nbytes` for the file, so that a full disk is reported now and not at a later write."""
         if nbytes == 0:
             return
         try:
@@ -291,7 +291,7 @@ class Files:
         return os.open(path, flags, 0o644)
 
     def _make_direct(self, fd: int) -> None:
-        # Not by opening the file again: that is two calls more, each of which hands the GIL off.
+        # Not by opening the file again: that takes two more calls, each of which releases the GIL.
         fcntl.fcntl(fd, fcntl.F_SETFL, _O_DIRECT)
 
     def _preadv(self, file: OpenFile, out: Bytes | Parts, offset: int) -> int:

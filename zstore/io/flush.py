@@ -40,16 +40,16 @@ class Flush:
         try:
             if _sync_call() and _is_local(os.stat(folder).st_dev) and _num_dirty_bytes() <= files.most_dirty_bytes:
                 return cls(files, folder)
-        except OSError:  # no /proc, or a folder that is gone: whoever writes there says so
+        except OSError:  # no /proc, or a folder that is gone: a write there will fail
             pass
         return None
 
     def sync(self) -> None:
-        """Make all durable that any process of this machine has written to the file system by now."""
+        """Make durable all that any process of this machine has written to the file system by now."""
         self._files.sync_filesystem(self._folder, partial(_call, self._fd))
 
     def close(self) -> None:
-        """Let go of the file system."""
+        """Close the file system's descriptor."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1

@@ -2,7 +2,7 @@
 
 [Note: control groups]
 `/proc/self/cgroup` names the group that the process is in, `/proc/self/mountinfo` the mounts that show groups and the
-group that each shows: in a container often the process's own, whatever its name outside. The limits of a group hold for
+group that each shows: in a container often the process's own, under another name. The limits of a group hold for
 all groups below it. Groups of version 1 tell limit and use in `memory.limit_in_bytes` and `memory.usage_in_bytes`, those of
 version 2 in `memory.max` and `memory.current`; both count the page cache, which the kernel takes back when memory is asked
 for.
@@ -26,7 +26,7 @@ class GroupMemory:
     """Memory of a control group that has a limit."""
 
     key: str
-    """Names the group among those of its machine, wherever it is seen."""
+    """Identifies the group among those of its machine."""
     limit_bytes: int
     used_bytes: int
     """Memory charged to the group that the kernel cannot take back."""
@@ -37,7 +37,7 @@ class HostMemory:
     """Memory of the machine, and of the groups whose limits hold for this process. None: the system does not say."""
 
     machine: str
-    """Names the machine, as long as it runs."""
+    """Identifies the machine until it restarts."""
     total_bytes: int | None
     machine_available_bytes: int | None
     """The machine's memory that is available without swapping."""
@@ -64,7 +64,7 @@ class HostMemory:
 
 
 def read_host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return this system's figures of its memory. `root`: the folder in which `/proc` and the mounts are."""
+    """Return this system's memory figures. `root`: the folder in which `/proc` and the mounts are."""
     fields = {
         key: int(value.split()[0]) * 1024
         for key, _, value in (line.partition(":") for line in _read(root / "proc/meminfo").splitlines())
@@ -125,7 +125,7 @@ def _mounts(root: Path) -> Iterator[_Mount]:
 
 
 def _unescaped(text: str) -> str:
-    """Return a field of mountinfo with its spaces and the like."""
+    """Return a field of mountinfo with its escapes decoded."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found.group(1), 8)), text)
 
 

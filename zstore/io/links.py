@@ -1,7 +1,7 @@
 """Counters of the bytes that move over each link, and of the time that somebody waits for it.
 
-A link is a name: a collective, a direction between two tiers, reading ahead. Whoever moves bytes counts them where they
-move, in any thread:
+A link is a name: a collective, a direction between two tiers, reading ahead. Code that moves bytes counts them there, in
+any thread:
 
     with links.moving("host_to_device", nbytes):            # the caller waits for the whole of it
         target.copy_(source)
@@ -26,9 +26,9 @@ class LinkStatistics:
 
     operations: int = 0
     bytes: int = 0
-    """Begun, so that bytes on their way count too."""
+    """Bytes of operations begun, including those under way."""
     busy_s: float = 0.0
-    """From the beginning of each operation until it was seen to be done, summed: operations at once count each."""
+    """Time from the beginning of each operation until it was seen to be done, summed: concurrent operations each count."""
     stall_s: dict[str, float] = field(default_factory=dict)
     """Seconds for which a caller waited, by cause."""
 
@@ -90,8 +90,8 @@ class LinkCounters:
 
     @contextmanager
     def moving(self, link: str, nbytes: int, cause: str | None = "blocking call") -> Iterator[None]:
-        """Count a `with` block as one operation of `nbytes` whose whole time the caller waits; a caller for whom that
-        is no loss, as a thread that works ahead, gives None as the cause."""
+        """Count a `with` block as one operation of `nbytes` whose whole time the caller waits; a caller that loses
+        nothing, such as a thread that works ahead, gives None as the cause."""
         self.begin(link, nbytes)
         started = time.perf_counter()
         try:

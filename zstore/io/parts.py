@@ -10,7 +10,7 @@ from ..format.arrays import Bytes
 
 
 class Parts:
-    """Memory in several places that travels in one transfer, as if it were one array of `size` bytes."""
+    """Memory in several places for one transfer, as if it were one array of `size` bytes."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self.views = views
@@ -29,7 +29,7 @@ class Parts:
         return Parts(found)
 
     def fill(self, data: bytes | Bytes) -> None:
-        """Copy `data`, as many bytes, into the places."""
+        """Copy `data`, of as many bytes, into the places."""
         source, at = np.frombuffer(data, np.uint8).data, 0
         for view in self.views:
             view[:] = source[at : at + view.nbytes]

@@ -1,4 +1,4 @@
-"""Host memory that is registered with CUDA, so that copies to and from the device run beside everything else."""
+"""Host memory that is registered with CUDA, so that copies to and from the device run asynchronously."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PinnedSlabs:
         self._runtime = _cuda_runtime() if runtime is None else runtime
         self._registered: dict[int, int] = {}
         """Bytes of each slab, by address."""
-        self._lock = threading.RLock()  # a slab may be freed wherever Python likes, in here too
+        self._lock = threading.RLock()  # Python may free a slab anywhere, in here too
         self._failed = False
         self.pinned_bytes = 0
         """Bytes registered now."""
@@ -51,7 +51,7 @@ class PinnedSlabs:
         return slab
 
     def _release(self, address: int) -> None:
-        """Take the registration of a slab back, once."""
+        """Unregister a slab, once."""
         with self._lock:
             nbytes = self._registered.pop(address, None)
             if nbytes is not None:
@@ -63,7 +63,7 @@ class PinnedSlabs:
         self.messages.append(f"host memory is not pinned, so that copies to the device may wait: {reason}")
 
     def close(self) -> None:
-        """Take all registrations back. Nothing may be copying to or from the slabs any more."""
+        """Unregister all slabs. No copy to or from them may be under way."""
         with self._lock:
             for address in list(self._registered):
                 self._release(address)

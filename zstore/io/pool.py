@@ -29,7 +29,7 @@ def num_cores() -> int:
 def helpful_threads(nbytes: int, num_files: int) -> int:
     """Return how many threads, beside the caller's, a write of so many files with so many bytes in all is worth.
 
-    To start one takes as long as to write a small file, and each call to the system hands the interpreter's lock over.
+    Starting one takes as long as writing a small file, and each system call releases the GIL.
     """
     return max(nbytes // _BYTES_A_THREAD, num_files // _FILES_A_THREAD)
 
@@ -133,7 +133,7 @@ class Workers(Closing):
 
 
 def run_in_thread(task: Callable[[], T], name: str) -> Ticket[T]:
-    """Carry out `task` in a thread of its own, called `name`, for whose end the interpreter waits at its own."""
+    """Carry out `task` in a thread of its own, called `name`; the interpreter waits for its end."""
     ticket, carry_out = promise(task)
     run_to_the_end(carry_out, name)
     return ticket

@@ -23,7 +23,7 @@ U = TypeVar("U")
 
 
 class Priority(IntEnum):
-    """Who goes first when operations wait for a thread."""
+    """The order of operations that wait for a thread."""
 
     READ = 0
     """Something waits for it now."""
@@ -190,7 +190,7 @@ class IoQueue:
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._lock = threading.Lock()
-        # One is woken for each operation and each place: waking all of them costs more than most operations.
+        # Wakes one thread for each operation and each place: waking all costs more than most operations.
         self._filled = threading.Condition(self._lock)
         self._emptied = threading.Condition(self._lock)
         self._closed = False
@@ -220,7 +220,7 @@ class IoQueue:
         return ticket
 
     def carry_out(self, operation: Callable[[], T], priority: Priority, nbytes: int = 0) -> Ticket[T]:
-        """Carry `operation` out in the calling thread, which would only wait for it; counted as those of the queue are."""
+        """Carry out `operation` in the calling thread, which would only wait for it; counted like queued ones."""
         ticket, run = self._ticket(operation, priority, nbytes, "")
         run()
         return ticket
@@ -254,7 +254,7 @@ class IoQueue:
             del run  # its objects, an error with its frames too, are not this thread's to keep
 
     def statistics(self) -> QueueStatistics:
-        """Return counters of the time since the start."""
+        """Return the counters since the start."""
         subjects = self._links.statistics()
         names = [priority.name.lower() for priority in Priority]
         sums = {

@@ -39,7 +39,7 @@ Fill = Callable[[int, int, Bytes], None]
 class FillRuns:
     """A fill that is also asked for runs of whole chunks at once: then `out` is [chunks, bytes of a chunk], not contiguous.
 
-    A step in Python for each chunk, and a GIL hand-off, cost more than its bytes do.
+    A step in Python for each chunk, and a GIL hand-off, cost more than the copy.
     """
 
     fill: Fill
@@ -70,15 +70,15 @@ class IoResources:
     verify: bool = True
     """Check the crc32c of every chunk that is read."""
     sync: bool = True
-    """Shard files are durable when they are made; else whoever made them sees to that, for many at once."""
+    """Shard files are durable when they are made; else their maker flushes many at once."""
 
     @property
     def request_bytes(self) -> int:
-        """Bytes that travel in one request to the disk, at most, but for a chunk that is larger."""
+        """Most bytes of one request to the disk, unless a chunk is larger."""
         return min(self.block_bytes, self.pool.nbytes // 4)
 
     def span_chunks(self, layout: ShardLayout) -> int:
-        """Return how many adjacent chunks of `layout` travel in one request."""
+        """Return the number of adjacent chunks of `layout` in one request."""
         return layout.chunks_in(self.request_bytes)
 
 
@@ -115,7 +115,7 @@ class ShardSummary:
 
 
 def make_shard_file(res: IoResources, path: str | Path, layout: ShardLayout, *, index: bool = True) -> None:
-    """Make a shard file, reserve all its bytes, and write its index; without `index` whoever writes chunk 0 writes that.
+    """Make a shard file, reserve all its bytes, and write its index; without `index` the writer of chunk 0 writes that.
 
     A file that could not be made whole is removed again. Takes no buffer of the pool, so it may be called while holding one.
     """
@@ -133,7 +133,7 @@ def make_shard_file(res: IoResources, path: str | Path, layout: ShardLayout, *, 
 
 
 def _aligned(nbytes: int) -> Bytes:
-    """Return a few bytes of memory that direct I/O takes."""
+    """Return a few bytes of memory aligned for direct I/O."""
     room = np.empty(nbytes + BLOCK_BYTES, dtype=np.uint8)
     start = -room.ctypes.data % BLOCK_BYTES
     return room[start : start + nbytes]
@@ -216,7 +216,7 @@ class ShardWriter:
             is_last = slots.stop == stop_chunk
             makes_file = self._index and is_last and slots.first == first_chunk
             task = partial(self._write_slots, slots, buffer, fill, makes_file=makes_file)
-            # The last one this thread would only wait for.
+            # The last one runs here: this thread would only wait for it.
             start = res.queue.carry_out if is_last else res.queue.submit
             tickets.append(start(task, self._priority, 0 if self._path is None else slots.nbytes))
         return [crc for part in wait_all(tickets) for crc in part]
@@ -233,7 +233,7 @@ class ShardWriter:
             self._fill_slots(slots, buffer.bytes, fill)
             crcs = slots.seal()
             if self._path is not None:
-                # A small file that is made durable later, with others, costs the drive no request of its own now.
+                # A small file that is made durable later, with others, needs no request of its own now.
                 waits = makes_file and not self._res.sync and slots.nbytes < LARGE_BYTES
                 with self._res.files.opened(self._path, write=True, create=makes_file, direct=not waits) as file:
                     self._res.files.write_from(file, slots.data, slots.offset)
@@ -338,7 +338,7 @@ class ShardReader:
         return index
 
     def expect(self, crcs: Sequence[int]) -> None:
-        """From now on chunks must also have these checksums, by chunk: those that a manifest names."""
+        """Require these checksums, by chunk, from now on: those that a manifest names."""
         self._expected = crcs
 
     def place(self, chunk: int) -> tuple[int, int]:
@@ -404,7 +404,7 @@ class ShardReader:
         for slots in found:
             buffer = res.pool.acquire(slots.buffer_bytes)
             self.read_bytes += slots.nbytes
-            # The last one the caller would only wait for.
+            # The last one runs here: the caller would only wait for it.
             start = res.queue.carry_out if slots.stop == stop_chunk else res.queue.submit
             tickets.append(start(partial(read_slots, slots, buffer), priority, slots.nbytes))
         return [crc for part in wait_all(tickets) for crc in part]
@@ -431,7 +431,7 @@ class Target:
 
     def take(self, chunk: int, payloads: Bytes) -> None:
         """Copy the wanted parts of chunks from number `chunk` on: [chunks, bytes of a payload, or more]."""
-        # Those that are wanted whole in one go: a step in Python for each costs more than its bytes.
+        # Chunks wanted whole are copied at once: a step in Python for each costs more than its bytes.
         low = max(chunk, -(-self._low // self._numel))
         high = min(chunk + len(payloads), self._high // self._numel)
         if low < high:

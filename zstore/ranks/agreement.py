@@ -1,10 +1,10 @@
-"""Ranks that agree, step by step, by texts that they leave for each other: from any thread, and without collectives.
+"""Agreement of ranks, step by step, by texts that they leave for each other: from any thread, without collectives.
 
 [Note: agreeing]
-In each step a rank posts its error, or that it has none, in place of its former post. Rank 0 answers all
-once they have, and they have its answer before they post anything else. A dead run may have left its texts: so a rank that
-does not know the run's id, which rank 0 makes up, first asks for it with a number of its own, which the answer repeats. Rank 0
-answers while it waits for the others in a step.
+In each step a rank posts its error, or that it has none, in place of its former post. Rank 0 answers once all have posted,
+and nobody posts again before it has the answer. A dead run may have left texts: so a rank that does not know the run's id,
+which rank 0 generates, first asks for it with a number of its own, which the answer repeats. Rank 0 answers while it waits
+for the others in a step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Board(Protocol):
 
 
 class FolderBoard:
-    """A folder that all ranks see, for those that torch.distributed does not know of."""
+    """A folder that all ranks see, for ranks without torch.distributed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -69,7 +69,7 @@ class Agreement:
 
     @property
     def run_id(self) -> str:
-        """32 hex digits that are this run's on all ranks; waits until rank 0 agrees on something."""
+        """The run's 32 hex digits, the same on all ranks; waits until rank 0 agrees on something."""
         if not self._run:
             asks = {"asks": uuid.uuid4().hex}
             self._post(self._own(self._rank), asks)
@@ -78,7 +78,7 @@ class Agreement:
 
     @property
     def step_id(self) -> str:
-        """32 hex digits of the next `agree`, the same on all ranks, which no other has; waits as `run_id` does."""
+        """32 hex digits unique to the next `agree`, the same on all ranks; waits as `run_id` does."""
         return hashlib.sha256(f"{self.run_id} {self._step}".encode()).hexdigest()[:32]
 
     def agree(self, error: Exception | None) -> None:

@@ -3,14 +3,14 @@
 [Note: bandwidth]
 The size of a collective is one rank's bytes of the larger side: the output of an all-gather, the input of a reduction or an
 exchange. The algorithm bandwidth is size / time; the bus bandwidth is that times (n - 1) / n for an all-gather, a
-reduce-scatter and an exchange among n ranks, for of that each link carries as much whatever n is, and times 1 for a
+reduce-scatter and an exchange among n ranks, which each link carries for any n, and times 1 for a
 broadcast and for a transfer between two ranks. These are nccl-tests' definitions
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). If gradients are summed on all ranks ("for
 all_reduce"), that is an exchange and a gather, each with a row of its own; between two ranks on gloo it may be one
 all-reduce, whose factor is 2 (n - 1) / n = 1.
 
-The time of a collective that goes on beside the computation is that until somebody waited for it. On CUDA it is taken
-by events on the stream that computes, which waits; they are read when the table is made.
+An asynchronous collective is timed until somebody has waited for it. On CUDA events on the compute stream, which waits,
+take the time; they are read when the table is made.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class LoggedCollective:
     """A timed collective."""
 
     operation: str
-    """As torch has it, in short: "all_gather", "all_to_all", "all_reduce", "reduce_scatter", "broadcast", "send", "recv"."""
+    """torch's name, shortened: "all_gather", "all_to_all", "all_reduce", "reduce_scatter", "broadcast", "send", "recv"."""
     purpose: str
-    """`Kind` of the bytes that it moves: "all_reduce", "control", ..."""
+    """`Kind` of its bytes: "all_reduce", "control", ..."""
     nbytes: int
     """Size; see [Note: bandwidth]."""
     caller: str = ""
@@ -132,7 +132,7 @@ class CommsLog:
 
     @contextmanager
     def timing(self, within: AbstractContextManager[None], operation: str, purpose: str, nbytes: int) -> Iterator[None]:
-        """Time a `with` block, which is `within`'s too."""
+        """Time a `with` block, inside `within`."""
         if not self._wanted(operation, purpose):
             with within:
                 yield

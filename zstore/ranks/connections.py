@@ -1,7 +1,7 @@
 """The TCP connections between the ranks' processes, and how to cut them.
 
 [Note: cutting]
-Nothing in torch.distributed takes a gloo collective back: `abort` and `shutdown` leave it blocked, and destroying a
+Nothing in torch.distributed cancels a gloo collective: `abort` and `shutdown` leave it blocked, and destroying a
 group waits for it. A connection that is shut down ends it at once, here and on the rank at its other end. To find the
 connections between two ranks, all ranks compare theirs: each is in two lists, with its ends swapped. If the system does
 not list a process's descriptors (other than Linux), there is nothing to cut.

@@ -2,8 +2,8 @@
 
 [Note: groups]
 With groups of k, rank r is member r % k of group r // k. `within` is the world of its group, `between` that of the ranks
-with its place in every group, in the order of the groups. A group is any number of ranks; k is best the number of
-devices that a fast link joins.
+with its place in every group, in the order of the groups. A group may have any number of ranks; k is best the number
+of devices with a fast link.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Groups:
     """The ranks with this rank's place in all groups."""
 
     def release(self) -> None:
-        """Give the process groups back, once no collective on them is under way; a second call does nothing."""
+        """Destroy the process groups, once no collective on them is under way; a second call does nothing."""
         self.within.release()
         self.between.release()
 
@@ -54,7 +54,7 @@ def make_groups(world: World, size: int) -> Groups:
 
 
 def _world_of(world: World, groups: Sequence[range], *, rank: int, size: int, near_ranks: int) -> World:
-    """Return the one of `groups` that has this rank, which all ranks make in the same order."""
+    """Return the one of `groups` with this rank; all ranks make them in the same order."""
     if size == 1:
         return replace(world, rank=0, world_size=1, near_ranks=0)
     made = [torch_dist.new_group(list(ranks)) if len(ranks) > 1 else None for ranks in groups]

@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import RankError
 
 ABSENT_S = 3.0
-"""A rank whose process lives answers within this; its main thread need not."""
+"""A live process answers within this, even if its main thread is blocked."""
 SAME_S = 10.0
 """How long a failed rank waits for the same failure of ranks that are still at work."""
 
@@ -80,7 +80,7 @@ def judge(reports: Mapping[int, Report], world_size: int, waited_s: float) -> Ou
     if missing and waited_s < ABSENT_S:
         return None
     if missing or any(report.lost is not None or report.final for report in there):
-        # Ranks that are gone by themselves wait for nobody.
+        # Ranks that left by themselves wait for nobody.
         return Outcome.SOUND if len(there) <= 1 and not missing and errors else Outcome.BROKEN
     if len(errors) == len(there) and len({report.entered for report in there}) == 1:
         return Outcome.SOUND

@@ -1,9 +1,9 @@
 """Calls that all ranks make together, and the error of a rank that is alone in one.
 
 [Note: meeting]
-Collectives of two different calls that meet each other end in the backend's own words, and with gloo in an abort. Scripts
+Collectives of two different calls that meet fail with the backend's own error, and with gloo by an abort. Scripts
 written for replicated models save on the main process alone, so ranks meet in the store of the process group before the
-first collective of a save or a load. Who waits there looks at the next rank: one that closed its engine, or that has
+first collective of a save or a load. A waiting rank looks at the next rank: one that closed its engine, or that has
 entered a collective which this rank has not, will never come. Of ranks that are alone in a call, however many, one has a
 next rank that is elsewhere, and its error ends all.
 """
@@ -50,7 +50,7 @@ class Meetings:
 
     def _came(self, key: str, call: str) -> bool:
         """Wait until the last rank has set `key`; return False if a connection to another rank ended, or it took as long
-        as a collective may: the call's own will tell."""
+        as a collective may: then the call's own collectives report it."""
         started = time.monotonic()
         pause_s, next_look = _LEAST_PAUSE_S, started + _LOOK_S
         connections = self._connections.there()
@@ -86,5 +86,5 @@ class Meetings:
             f"{call} was called on rank {self._rank} while {where}: all ranks call it together, so take it out of "
             "conditions such as `if accelerator.is_main_process` or `if rank == 0`"
         )
-        self._watch.escaped(error, final=True)  # the other ranks cannot come to the same
+        self._watch.escaped(error, final=True)  # the other ranks cannot fail alike
         raise error

@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from ..io.files import Files
 
 MOST_PAUSE_S = 0.1
-"""Between two looks at the folder, once the wait has lasted for a while."""
+"""Pause between two looks at the folder, once the wait has lasted for a while."""
 _LEAST_PAUSE_S = 0.001
 
 

@@ -3,11 +3,11 @@
 [Note: the watch]
 Each rank has a thread that alone talks to the store of the process group: twice a second it looks whether somebody
 raised the alarm, and now and then it leaves a sign of life and looks for its neighbour's. The alarm is raised by a rank
-of which an error escapes, of which a collective fails (a process at the other end died), or whose neighbour gives no
+with an escaped error, with a failed collective (a process at the other end died), or whose neighbour gives no
 sign. Then every rank's thread reports where its rank is, whatever its main thread does, and each comes to the same
 outcome (`incident`). If the run is broken, connections are cut: whoever waits in a collective, here or elsewhere,
 gets its error at once and raises RankError with the reports. Nothing hangs afterwards, not even the end of
-the process. Signs of life are counted in looks of one's own, so that a machine that was asleep accuses nobody.
+the process. Time without a sign is counted in the rank's own looks, so that a machine that was asleep accuses nobody.
 
 A slow rank is no failure: its thread lives. One that hangs for good while its thread lives is found by the process
 group's own timeout.
@@ -47,7 +47,7 @@ _GONE = "it does not answer: its process was killed, or its machine is lost or s
 class Watch:
     """This rank's part of the watch; see [Note: the watch]. Made on all ranks in the same order.
 
-    `store` is the process group's, `cut` ends all that this rank has to do with others. `silent_s` is how long a rank
+    `store` is the process group's, `cut` ends all communication of this rank. `silent_s` is how long a rank
     may give no sign of life; None: for ever.
     """
 
@@ -174,8 +174,8 @@ class Watch:
         return self._prefixed(self._shared)
 
     def entered(self) -> tuple[int, int]:
-        """Return how many collectives this rank has entered: the engine's own, and those of anybody in the process group of
-        all ranks as far as that counts them."""
+        """Return how many collectives this rank has entered: the engine's own, and any others in the process group of all
+        ranks, as far as that counts them."""
         return self._activity.entered, _entered_by_anybody()
 
     def _prefixed(self, store: Store) -> Store:
@@ -206,7 +206,7 @@ class Watch:
                 if self._mine is not None or self._store.check([f"alarm/{self._incident}"]):
                     self._resolve()
         except RuntimeError:
-            # The store is gone, with the process that held it. Whoever needs the others will learn of it.
+            # The store is gone, with the process that held it. Calls that need the others will fail.
             if self._mine is not None:
                 self._without_store()
         finally:
@@ -307,7 +307,7 @@ class Watch:
         at = reports[self._rank].at if self._rank in reports else str(self._activity)
         broken = self._broken = explain(reports, self._world_size, self._rank, at, _GONE)
         if self._mine is None and not self._activity.phase:
-            # Perhaps in a collective of the loop's own, whose error does not say it.
+            # Perhaps in a collective of the training loop, whose error does not say so.
             _log.error("%s", str(broken).splitlines()[0])
         self._cut()
         return broken

@@ -1,4 +1,4 @@
-"""The ranks of a run and the few collectives that everything else is made of.
+"""The ranks of a run and the few collectives that everything else uses.
 
 [Note: one error for all]
 `World.raise_together` is how a failure on one rank ends a call on every rank. Every rank calls it with its own error or
@@ -113,7 +113,7 @@ class World:
     def second(self) -> World:
         """Return the same ranks on a process group of their own (a collective); alone, this very world.
 
-        Collectives on two groups need not come in one order, so that one may wait without holding up the other.
+        Collectives on two groups need no common order, so that one may wait without blocking the other.
         """
         if self.world_size == 1:
             return self
@@ -125,7 +125,7 @@ class World:
         return World(**{**self.__dict__, "group": group})
 
     def release(self) -> None:
-        """Give up the process group that `second` made, once no collective on it is under way; a second call does nothing.
+        """Destroy the process group that `second` made, once no collective on it is under way; a second call does nothing.
 
         Its threads end here. Left to the interpreter's end, one that still holds a tensor would abort the process.
         """
@@ -146,7 +146,7 @@ class World:
         self.meetings = Meetings(self.watch, self.rank, self.world_size, self.connections)
 
     def end_watch(self) -> None:
-        """Stop to answer for this rank; a second call does nothing."""
+        """Stop watching; a second call does nothing."""
         if self.watch is not None:
             self.watch.close()
 
@@ -202,11 +202,11 @@ class World:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the whole run, whichever of them this world has."""
+        """Number of ranks of the whole run, of which this world may have some."""
         return self.world_size if self.group is None else torch_dist.get_world_size()
 
     def global_rank(self, rank: int) -> int:
-        """Return the number among all ranks of one of this world."""
+        """Return the number among all ranks of a rank of this world."""
         return rank if self.group is None else torch_dist.get_global_rank(self.group, rank)
 
     @contextmanager
@@ -227,7 +227,7 @@ class World:
 
     @contextmanager
     def around(self, collective: str) -> Iterator[None]:
-        """Let a collective of somebody else's fail as this world's do (all ranks)."""
+        """Let a foreign collective fail as this world's do (all ranks)."""
         with self.calling("the training loop"), self._within(collective):
             yield
 
@@ -376,7 +376,7 @@ class World:
         return begin() if self.log is None else self.log.watch(begin, operation, kind, nbytes)
 
     def all_to_all(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
-        """Send row r of `send` [world, n] to rank r, whose row this rank finds in row r of `out`. Returns at once.
+        """Send row r of `send` [world, n] to rank r, and receive its row in row r of `out`. Returns at once.
 
         The caller must keep both and not touch them until the work is done.
         """
@@ -412,11 +412,11 @@ class World:
 
 def _backend(cuda: bool) -> str:
     """Return the backend of the default group on the device that computes: a group may have one for each kind of device, as
-    one that was started without naming any has."""
+    by default."""
     names = torch_dist.get_backend_config().split(",")
     by_device = {device: name for device, _, name in (each.partition(":") for each in names)}
     found = by_device.get("cuda") if cuda else None
-    # NCCL has tensors of the device alone; whatever else there is has those of the host.
+    # NCCL takes tensors of the device alone; other backends take those of the host.
     return found if found == "nccl" else by_device.get("cpu", torch_dist.get_backend())
 
 
@@ -426,6 +426,6 @@ def _store() -> Store:
     return store
 
 
-# torch 2.13 gave these two new names and warns at the old ones.
+# torch 2.13 renamed these two and warns at the old names.
 _all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)
 _reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)
