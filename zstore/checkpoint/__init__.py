@@ -162,7 +162,7 @@ _HOMES = {
     "reuse": "KnownFile Spare",
     "save": "save_checkpoint",
     "split": "LOW TIE complete_master rest_of_master ties_spec",
-    "verify": "Fault verify_checkpoint",
+    "verify": "VerifyFault verify_checkpoint",
 }
 """Module -> the names that are imported from it when they are first used."""
 

@@ -31,7 +31,7 @@ from zstore.remote.target import NUM_THREADS, send_all
 from .work import PIECES_FOLDER
 
 SCRATCH_NAME = "zstore-dcp"
-"""Of temporary folders for files on their way to a URL."""
+"""The name of temporary folders for files on their way to a URL."""
 
 
 class LocalDestination:
@@ -71,7 +71,7 @@ class LocalDestination:
         return self._flush is not None
 
     def take(self, name: str, file: str, file_bytes: int, *, linked: bool) -> None:
-        """Take the shard file `file` of array `name`, which a rank says is there."""
+        """Check the shard file `file` of array `name`, which a rank reports."""
         path = os.path.join(self.folder, file)
         try:
             found = self._files.size(path)

@@ -63,7 +63,7 @@ class Previous:
         try:
             same = self._holds(ShardReader(self._resources, target, spec, grid, shard), fill)
             if same and self._resources.sync:
-                # Whoever wrote it may have left that to chance.
+                # Its writer may not have made it durable.
                 files.sync_file(target)
         finally:
             if not same:

@@ -1,7 +1,7 @@
 """The reader that torch.distributed.checkpoint loads through: any checkpoint that zstore reads.
 
 [Note: one chunk]
-DCP is told that every tensor is stored in one piece, so that it asks for each block that a rank holds once. The blocks
+DCP is told that every tensor is stored in one piece, so that it requests each block of a rank once. The blocks
 are read as flat ranges, each stored chunk of them once and verified, ahead of their use and in bounded memory.
 """
 
@@ -50,7 +50,7 @@ _GAP_BYTES = 1024 * 1024
 class Reader(StorageReader):
     """Reads the checkpoint at `path`: its own folder or URL, or one of checkpoints and a `tag` (default: the newest).
 
-    Any checkpoint that zstore reads serves, also those of an engine or other software; without a mapping of DCP's own,
+    Any checkpoint that zstore opens can be read, those of an engine or other software too; without a mapping of DCP's own,
     weights are found under "model", optimizer state under "optimizer". Entries that are pickles are refused unless
     `trust_pickles`: DCP would run their code.
     """
@@ -140,11 +140,11 @@ class Reader(StorageReader):
         if self._source is None:
             path = Path(self.path)
             if self._tag is None and "://" not in self.path and not path.exists() and path.parent.is_dir():
-                # A tag may be called otherwise on disk than it is.
+                # A tag may have another name on disk.
                 self._source = open_checkpoint(path.parent, path.name)
             else:
                 self._source = open_source(self.path, self._tag, storage_options=self._storage_options)
-            # A load that DCP gives up before the end has no other one to close it.
+            # Nothing else closes a load that DCP gives up before the end.
             self._forget = closing_with(self, self._source.close)
         return self._source
 
@@ -201,7 +201,7 @@ class _Block:
         self.itemsize = spec.itemsize
         with torch.no_grad():
             target: torch.Tensor = self.planner.resolve_tensor(self.item)
-        # One of a class of its own takes its values by `copy_`, wherever it keeps them.
+        # A tensor subclass takes its values by `copy_`, whatever its storage.
         self._is_plain = type(target) in (torch.Tensor, torch.nn.Parameter)
         self._target = target.detach() if self._is_plain else target
         self._buffer = self._target
@@ -230,7 +230,7 @@ class _Block:
                 out[in_box * size : (in_box + numel) * size] = data[start : start + numel * size]
 
     def finish(self) -> None:
-        """Hand the block over, once all its spans were put."""
+        """Copy the block into its tensor, and commit it, once all its spans were put."""
         if self._buffer is not self._target:
             self._target.copy_(self._buffer.reshape(self._target.shape))
             self._buffer = self._target

@@ -44,7 +44,7 @@ class Resting(Protocol):
 
 
 def is_resting(value: object) -> TypeGuard[Resting]:
-    """Return whether `value` is a tensor in a store. To ask the protocol takes as long as to write a small file."""
+    """Return whether `value` is a tensor in a store. Checking the protocol takes as long as writing a small file."""
     return hasattr(type(value), "pin_shard")
 
 

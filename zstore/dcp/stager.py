@@ -37,7 +37,7 @@ class Stager(AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]] | dict[str, Any]:
         """Return the copy, or a future of it with `in_background`."""
-        # Tensors in a store are pinned now, whoever copies the others.
+        # Tensors in a store are pinned now, in any mode.
         pins: dict[tuple[Any, ...], Any] = {}
         with torch.no_grad():
             state_dict = _take_out(state_dict, (), pins)
@@ -64,12 +64,12 @@ class Stager(AsyncStager):
         return stager.stage(state_dict)  # type: ignore[no-any-return]
 
     def synchronize_staging(self) -> None:
-        """Wait until the copy that `stage` began last is made."""
+        """Wait until the last copy that `stage` began is made."""
         if self._last is not None:
             self._last.result()
 
     def close(self) -> None:
-        """Give the memory back; a second call does nothing."""
+        """Release the memory; a second call does nothing."""
         if self._executor is not None:
             self._executor.shutdown()
         kept, self._kept, self._last = self._kept, None, None

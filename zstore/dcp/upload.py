@@ -17,7 +17,7 @@ from zstore.store import PinnedShard
 from .work import PIECES_FOLDER, RankWriter, Wrote
 
 _PAUSE_S = 0.5
-"""Between two looks for a piece: each is a request."""
+"""Pause between two looks for a piece: each is a request."""
 
 
 @dataclass

@@ -117,7 +117,7 @@ class RankWriter:
 
             for part in plan_reads(grid, run.at, run.at + run.numel):
                 chunks = part.first_chunk, part.stop_chunk
-                # Of a shard that several ranks write, none knows whether all of it is as it was.
+                # If several ranks write a shard, none knows whether all of it is unchanged.
                 is_whole = part.stop - part.first == grid.shard_valid_numel(part.shard)
                 linked = self._link(spec, grid, part.shard, fill) if is_whole else None
                 write = self._write_whole if is_whole else self._write_chunks
@@ -127,7 +127,7 @@ class RankWriter:
         return wrote
 
     def deliver(self, path: Path) -> None:
-        """Take a shard file that this rank wrote its part of."""
+        """Note a shard file that this rank wrote its part of."""
         self._written.append(path)
 
     def syncs(self) -> list[Callable[[], None]]:
@@ -291,7 +291,7 @@ class RankWriter:
             )
 
     def give_up(self, error: BaseException) -> None:
-        """Tell ranks that wait for this one's pieces that none come. Never raises."""
+        """Tell ranks that wait for this one's pieces that none will come. Never raises."""
         with contextlib.suppress(OSError):
             self._rendezvous.folder.mkdir(exist_ok=True)
             reason = f"rank {self.share.rank}: {type(error).__name__}: {error}"

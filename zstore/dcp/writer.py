@@ -164,7 +164,7 @@ class Writer(StorageWriter):
             yield UploadingRankWriter(share, resources, remote=self._place.remote(share.url), scratch=scratch)
 
     def __getstate__(self) -> dict[str, Any]:
-        # For another process, which saves by itself: a save under way stays here.
+        # For a copy in another process: a save under way stays here.
         return self.__dict__ | {"_save": None, "_forget": None}
 
     def _give_up(self) -> None:
@@ -257,7 +257,7 @@ def _write_item(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> Wr
 
 def _bytes(item: WriteItem, tensor: Any, spec: ArraySpec, box: Box) -> np.ndarray[Any, np.dtype[np.uint8]]:
     data = bytes_of(tensor)
-    # Plans that are kept are compared without their types.
+    # Cached plans are compared without their types.
     if data.size != box.numel * spec.itemsize or dtype_name(tensor.dtype) != spec.dtype:
         raise UsageError(
             f"{item.index.fqn!r}: the plan has {box.numel} elements of {spec.dtype} at {box.offsets}, the state dict a tensor "

@@ -20,10 +20,10 @@ from .values import copy_view
 
 
 class HeldArrays:
-    """Makes, moves and removes the arrays of `shards`, and moves their elements, flat, in the calling thread.
+    """Makes, moves and removes the arrays of `shards`, and copies their elements, flat, in the calling thread.
 
-    Nobody else changes which arrays there are; of one array nothing is done by two threads at once. `wait` waits for pins that
-    will be released by themselves.
+    Nobody else makes or removes arrays; two threads never use one array at once. `wait` waits for pins that will be released
+    without the caller.
     """
 
     def __init__(self, shards: TensorStore) -> None:
@@ -32,8 +32,8 @@ class HeldArrays:
     def put(
         self, held: HeldArray, fill: Callable[[HeldArray], None], tier: TierName | None, wait: Callable[[], None]
     ) -> None:
-        """Make an array that `fill` gives all values, or let it do so with the one that is there if it is alike. A failure
-        leaves no new one."""
+        """Let `fill` set all values of an array, which is made unless an equal one exists. A failure leaves no new
+        one."""
         is_new = self._make(held, tier, wait)
         try:
             fill(held)
@@ -43,7 +43,7 @@ class HeldArrays:
             raise
 
     def _make(self, held: HeldArray, tier: TierName | None, wait: Callable[[], None]) -> bool:
-        """Make an array, unless one that is alike is there; return whether it is new."""
+        """Make an array, unless an equal one exists; return whether it is new."""
         shards, name = self._shards, held.spec.name
         former: Any = shards.tier_of(name) if name in shards else None
         if former is not None:
@@ -55,7 +55,7 @@ class HeldArrays:
         return True
 
     def has(self, held: HeldArray) -> bool:
-        """Return whether there is an array as `held` has it."""
+        """Return whether an array as described by `held` exists."""
         return held.spec.name in self._shards and self._shards.local(held.spec.name) == held.local
 
     def _require(self, held: HeldArray) -> None:
@@ -76,7 +76,7 @@ class HeldArrays:
             self._shards.writing(held.spec.name, data, first)()
 
     def load(self, source: ArraySource, held: HeldArray) -> None:
-        """Replace all values by those of a checkpoint: link its file, if it is as the array's on disk is to be, else read."""
+        """Replace all values by those of a checkpoint: link its file, if the array on disk is laid out alike, else read."""
         self._require(held)
         name, stored, shards = held.spec.name, source.array(held.spec.name), self._shards
         if not held.numel:

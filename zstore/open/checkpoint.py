@@ -66,7 +66,7 @@ def load_state_dict(
     """Return a checkpoint's parameters and buffers as a state dict, for `model.load_state_dict`; see `open_checkpoint`.
 
     `dtype` is that of the floating weights returned (None: their best stored precision), `names` a name or a pattern with `*`,
-    `?`, `[...]`, or several. Tied parameters are there under each of their names, as one tensor. With `ema`
+    `?`, `[...]`, or several. Tied parameters have each of their names, as one tensor. With `ema`
     they are the averages over the steps. Raises CheckpointMismatchError for a pattern that matches nothing, and if there are
     no averages, CheckpointError if a value does not fit the type (unless `overflow` is "inf" or "clamp").
     """
@@ -102,12 +102,12 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
 
     @property
     def step(self) -> int:
-        """Training steps that it holds."""
+        """Number of training steps."""
         return self.source.record.step
 
     @property
     def world_size(self) -> int:
-        """Ranks that it is laid out for."""
+        """Number of ranks that it is laid out for."""
         return self.source.record.world_size
 
     @property
@@ -195,7 +195,7 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
         return self.location, self._storage_options
 
     def close(self) -> None:
-        """Give threads, buffers and files back; a second call does nothing. Arrays cannot be read any more."""
+        """Release threads, buffers and files; a second call does nothing. Arrays cannot be read any more."""
         self._closed = True
         self._ends.close()
 

@@ -53,7 +53,7 @@ class Comparison:
 
     @property
     def differs(self) -> bool:
-        """Whether the two arrays are not the same."""
+        """Whether the two arrays differ."""
         return self.status != "same"
 
     def document(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Comparison:
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
 
     def add_values(self, parts: Sequence[CheckpointDifference], numel: int) -> None:
-        """Add how the parts that were read of the array's `numel` elements differ."""
+        """Add the differences of the parts that were read of the array's `numel` elements."""
         self.numel = numel
         whole = _sum_of(parts)
         self.changed, self.nonfinite, self.max_abs = whole.changed, whole.nonfinite, whole.max_abs
@@ -135,7 +135,7 @@ def _describe(array: StoredArray | None) -> str | None:
 def _compare_chunks(
     before: ArraySource, after: ArraySource, old: StoredArray, new: StoredArray
 ) -> tuple[int, int, list[tuple[int, int]]] | None:
-    """Return how many chunks there are, how many have other checksums, and the elements of those, neighbours together.
+    """Return how many chunks there are, how many have other checksums, and their elements, neighbours merged.
 
     None if checksums cannot be compared: those of compressed bytes say nothing about values that are the same.
     """

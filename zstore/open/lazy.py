@@ -1,4 +1,4 @@
-"""An array that is read when it is indexed, and only as far as that needs. No torch unless a tensor is asked for."""
+"""An array that is read when it is indexed, and only the chunks that the index needs. No torch unless a tensor is asked for."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _MOST_TASKS = 1024
 
 
 class LazyArray:
-    """A named tensor of a checkpoint, still where it is stored.
+    """A named tensor of a checkpoint, which is not read yet.
 
     `array[key]` reads the selected elements and returns them as a numpy array, with numpy's basic indexing: whole numbers,
     slices with any step, `...` and None. `numpy()`, `np.asarray(array)` and `torch()` read all of it. bfloat16 is
-    `ml_dtypes.bfloat16` in numpy. Each reading is anew: keep what is used again. Usable from several threads.
+    `ml_dtypes.bfloat16` in numpy. Nothing is cached: keep a result that is used again. Usable from several threads.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""The ranks that share a store's arrays: which one this process is, and how they agree on checkpoints.
+"""The ranks that share a store's arrays: this process's number, and agreement on checkpoints.
 
 [Note: rows of ranks]
 N ranks hold the rows of an array as torch's `Shard(0)` cuts them: ceil(rows / N) each, then the remainder, then none. Each
-rank's rows are one shard of the Zarr array, so that a checkpoint takes its file as it is; those of arrays under 64 KiB are put
-together to one. Chunks end with ranks' rows: if no chunk of a useful size does, `put` raises an error.
+rank's rows are one shard of the Zarr array, so that a checkpoint takes its file as it is; those of arrays under 64 KiB are
+merged into one. Chunks end with ranks' rows: if no chunk of a useful size does, `put` raises an error.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class HeldArray:
         if rows is None:
             return 0, self.numel, self.shape
         spec = self.spec
-        is_slice = isinstance(rows, slice)  # whatever callers without types hand in
+        is_slice = isinstance(rows, slice)  # untyped callers may pass anything
         if not spec.shape or not is_slice or rows.step not in (None, 1):
             raise UsageError(
                 f"array {spec.name!r} of shape {spec.shape}: expected rows of its first extent as a slice without a step, got "
@@ -143,7 +143,7 @@ class Ranks:
         return Agreement(self.board, self.rank, self.world_size)
 
     def rows(self, num_rows: int) -> tuple[int, int]:
-        """Return which rows `[first, stop)` this rank has of so many. See [Note: rows of ranks]."""
+        """Return this rank's rows `[first, stop)` of so many. See [Note: rows of ranks]."""
         each = -(-num_rows // self.world_size)
         first = min(num_rows, self.rank * each)
         return first, min(num_rows, first + each)

@@ -40,7 +40,7 @@ from .ranks import Ranks
 
 @dataclass(frozen=True)
 class Wish:
-    """How a checkpoint is to be kept."""
+    """The options of a checkpoint."""
 
     place: Path
     extra: Mapping[str, Any]
@@ -48,7 +48,7 @@ class Wish:
     keep: int | None
     overwrite: bool
     by_rows: frozenset[str] = frozenset()
-    """Arrays that ranks share by rows: of one row rank 0 has all, as of an array that each has."""
+    """Arrays that ranks share by rows: an array of one row would look like one that each rank has all of."""
 
 
 class Saves:
@@ -142,7 +142,7 @@ class Saves:
 
     @property
     def unheard(self) -> list[Ticket[SaveSummary]]:
-        """Those that are under way, or whose error nobody heard of."""
+        """Checkpoints under way, or whose error was not reported."""
         with self._lock:
             return list(self._unheard)
 
@@ -191,7 +191,7 @@ class Saves:
 
 
 def _behind(begin: Callable[[], SaveHandle]) -> Ticket[SaveSummary]:
-    """Return the ticket of a save that `begin` begins, or waits for, in a thread of its own."""
+    """Return the ticket of a save that `begin` begins, or waits for, in a separate thread."""
 
     def save() -> SaveSummary:
         return begin().ticket.wait()

@@ -1,4 +1,4 @@
-"""Opens whatever a path or URL means: a checkpoint of ours, or one that other software wrote."""
+"""Opens the checkpoint that a path or URL names: one of ours, or one of other software."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _MAKERS = (
     ("DeepSpeed", "zero_to_fp32.py"),
     ("Hugging Face", "*.safetensors"),
 )
-"""Whose checkpoint has a file of such a name."""
+"""The software whose checkpoints have a file of such a name."""
 
 PARTS_VARIABLE = "ZSTORE_PARTS"
 """Lists folders in which parts of checkpoints are looked for."""
 
 _ADDRESS = re.compile(r"https?://[^/]*:\d+")
-"""An HTTP server and no more."""
+"""The address of an HTTP server without a path."""
 
 
 def open_source(
@@ -64,7 +64,7 @@ def open_source(
 def split_location(location: str | os.PathLike[str], tag: str | None = None) -> tuple[str, str | None]:
     """Return path or URL, and the tag, of `DIR`, `DIR:TAG`, or `DIR` and a `tag` beside it (None: not named).
 
-    A local folder that is there is meant as it is, colons included. Raises UsageError if there are two tags.
+    An existing local folder is taken literally, colons included. Raises UsageError if there are two tags.
     """
     text = os.fspath(location)
     places = [(text[:at], text[at + 1 :]) for at, character in enumerate(text) if character == ":"]
@@ -112,7 +112,7 @@ def _refuse_foreign(folder: Folder) -> None:
 
 
 def maker_of(folder: Folder) -> str | None:
-    """Return whose checkpoint a folder looks like, by the names in it; None if they tell of no other software."""
+    """Return the software whose checkpoint a folder seems to be, by the names in it; None if they suggest none."""
     try:
         entries = folder.entries()
     except OSError:

@@ -78,7 +78,7 @@ class Histogram:
         return Histogram(exponent, first, np.bincount(places, weights=self.counts).astype(np.int64))
 
     def columns(self, most: int) -> tuple[list[float], list[int]]:
-        """Return the edges and counts of at most `most` columns, of whole bins each."""
+        """Return edges and counts of at most `most` columns, each of whole bins."""
         step = -(-self.counts.size // most)
         counts = [int(self.counts[i : i + step].sum()) for i in range(0, self.counts.size, step)]
         return [math.ldexp(self.first + i * step, self.exponent) for i in range(len(counts) + 1)], counts
@@ -128,7 +128,7 @@ class ArrayStats:
         return _known(math.sqrt(_sum(self.squares))) if self.finite else None
 
     def merge(self, other: ArrayStats) -> None:
-        """Take in a part of the same array."""
+        """Add the statistics of another part of the same array."""
         self.finite += other.finite
         self.nan += other.nan
         self.inf += other.inf
@@ -183,7 +183,7 @@ def stats_of(values: Array) -> ArrayStats:
         stats.finite += numbers.size
         with np.errstate(over="ignore"):
             total += float(numbers.sum())
-            # Not by a matrix library: its threads would fight with ours.
+            # Not by a matrix library: its threads would compete with ours.
             squares += float(np.square(numbers).sum())
     if stats.finite:
         stats.sums, stats.squares = [total], [squares]

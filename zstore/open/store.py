@@ -2,8 +2,8 @@
 
 [Note: the front door]
 `Store` is a program's interface to a `TensorStore`: it makes specs and grids, keeps shapes, and runs everything behind the
-caller. Operations on one array are carried out in the order in which they were asked for, those on others beside them,
-by threads of this store; whoever asks gets a ticket, which is awaited or waited for. So there is one set of methods for
+caller. Operations on one array are carried out in the order of the calls, those on several concurrently, by threads of
+this store; the caller gets a ticket, which is awaited or waited for. So there is one set of methods for
 programs with and without asyncio, usable from several tasks and threads, and no call of a coroutine blocks its loop.
 """
 
@@ -56,7 +56,7 @@ class Store(Closing):
 
     def __init__(self, shards: TensorStore, ranks: Ranks = ALONE) -> None:
         self.ranks = ranks
-        """Which process this is of those that share the arrays."""
+        """This process among those that share the arrays."""
         self._shards = shards
         self._arrays = HeldArrays(shards)
         self._entries: dict[str, KnownArray] = {}
@@ -67,7 +67,7 @@ class Store(Closing):
         self._saves = Saves(shards, ranks)
         self._ahead = Ahead(shards.budget)
         self._loads: dict[Ticket[Any], list[Ticket[None]]] = {}
-        """Loads whose end nobody heard of, and the changes that they consist of."""
+        """Loads whose end was not reported, and the changes that they consist of."""
         self._closed = False
         self._end = closing_with(self, _close, self._saves, self._order, self._workers, self._shards)
 
@@ -177,7 +177,7 @@ class Store(Closing):
             return self._order.submit(name, partial(self._arrays.write, data, first, entry.held), changes=True)
 
     def delete(self, name: str) -> Ticket[None]:
-        """Forget an array and free its room, once checkpoints that are being written from it are done.
+        """Remove an array and free its space, once checkpoints that are being written from it are done.
 
         Raises KeyError for a name that is not there; the ticket UsageError while somebody pins it.
         """
@@ -240,7 +240,7 @@ class Store(Closing):
             return self._entry(name).spec
 
     def own_rows(self, num_rows: int) -> slice:
-        """Return which of so many rows are this rank's, as torch's `Shard(0)` has it; alone, all of them."""
+        """Return this rank's rows of so many, as torch's `Shard(0)` cuts them; alone, all of them."""
         return slice(*self.ranks.rows(num_rows))
 
     def tier_of(self, name: str) -> Ticket[str]:
@@ -250,7 +250,7 @@ class Store(Closing):
             return self._order.submit(name, partial(self._shards.tier_of, name), changes=False)
 
     def __getitem__(self, name: str) -> LazyArray:
-        """Return the array as one that is read when it is indexed, as numpy's are."""
+        """Return the array as one that is read when it is indexed, with numpy's indexing."""
         with self._lock:
             held = self._entry(name).held
 
@@ -290,7 +290,7 @@ class Store(Closing):
     # -- versions ---------------------------------------------------------------------------------------------------
 
     def flush(self) -> Ticket[None]:
-        """Wait for all changes so far; the ticket raises, once, the error of one that failed and was not made good since."""
+        """Wait for all changes so far; the ticket raises, once, the error of one that failed, unless a later one succeeded."""
         with self._lock:
             self._check_open()
             return self._workers.submit(partial(self._flush, self._order.names(), list(self._loads)))
@@ -426,9 +426,9 @@ class Store(Closing):
         return Ticket(waiting.future, partial(_hear, tickets))
 
     def close(self) -> None:
-        """Finish the work under way, checkpoints too, then give memory, files and the folder back; a second call does nothing.
+        """Finish the work under way, checkpoints too, then release memory, files and the folder; a second call does nothing.
 
-        Raises, once all is given back, the error of a change or a checkpoint that nobody heard of.
+        Raises afterwards the error of a change or a checkpoint that was not reported.
         """
         with self._lock:
             if self._closed:

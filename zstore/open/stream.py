@@ -34,7 +34,7 @@ class Arrays(Protocol):
 class Values:
     """A pass over whole arrays: an iterator of (name, value), with `for` or `async for`. Made by `Store.stream`.
 
-    A loop may be left at any value, which is stored as the others are.
+    A loop may be left at any value, which is stored like the others.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Values:
         return self._hand_out()
 
     def _leave(self) -> None:
-        """End the pass behind a loop that was left; `flush` tells the error of a change."""
+        """End the pass of a loop that was left; `flush` raises the error of a change."""
         if not self._closed:
             with contextlib.suppress(KeyError, UsageError):  # the array is gone
                 self._retire()
@@ -129,7 +129,7 @@ class Values:
         return self._arrays.get(entry.spec.name, out=shaped(flat, entry.held.shape, entry.is_torch))
 
     def _make_pool(self) -> Pool:
-        """Return memory for the arrays at hand, read ahead, and on their way back, as far as the budget has it."""
+        """Return memory for the arrays at hand, read ahead, and being stored, within the budget."""
         sizes = sorted((round_up(entry.held.nbytes, PAGE_BYTES) for entry in self._coming), reverse=True)
         wanted, free = sum(sizes[: self._prefetch + 2]), self._shards.budget.free_bytes
         return self._shards.make_pool(

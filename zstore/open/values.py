@@ -34,7 +34,7 @@ class KnownArray:
     is_torch: bool
     """Whether it was put as a tensor of torch, and is given back as one."""
     placements: tuple[Any, ...] = ()
-    """Of a DTensor, as which it is given back then."""
+    """Placements of a DTensor, if it was put as one and is given back as one."""
 
     @property
     def spec(self) -> ArraySpec:
@@ -88,7 +88,8 @@ def loaded_entry(stored: ArraySpec, former: KnownArray | None, ranks: Ranks, *, 
 
 
 def _placements(name: str, value: Value, ranks: Ranks) -> tuple[Any, ...]:
-    """Return those of a DTensor; none of another value. Raises UsageError for a DTensor that the ranks cannot hold."""
+    """Return the placements of a DTensor; none for another value. Raises UsageError for a DTensor that the ranks cannot
+    hold."""
     if not is_dtensor(value):
         return ()
     from torch.distributed.tensor import Replicate, Shard
@@ -118,7 +119,7 @@ def local_of(value: Value) -> Value:
     if not is_dtensor(value):
         return value
     local = value.detach().to_local()
-    return local.wait() if hasattr(local, "wait") else local  # of a collective that nobody waited for yet
+    return local.wait() if hasattr(local, "wait") else local  # the result of a collective under way
 
 
 def flatten(name: str, value: Value) -> tuple[Array, bool]:
