@@ -1,6 +1,6 @@
 """zstore: an async tensor store for training state, and a compact ZeRO engine on top of it.
 
-The names are handed out when they are first used, so that `import zstore` is cheap and brings in no torch.
+Names are imported when they are first used, so that `import zstore` is cheap and does not load torch.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ then uses threads from before, or the thread that it is in:
 
 - work that must be completed (a save, an upload, a snapshot) runs by `run_to_the_end`, in a thread that is no daemon, and is
   known to `Completions`: after Ctrl-C Python no longer waits for such threads;
-- threads that help are made by `start_threads`, which makes fewer where no more can be started; callers do without;
+- threads that help are made by `start_threads`, which makes fewer if no more can be started; callers do without;
 - open objects are closed by `closing_with`, with all threads still there;
 - nobody waits for threads that were stopped: `join_threads`;
 - work that was not completed, without anybody being told, makes the exit code non-zero: `Completions`.
@@ -177,7 +177,7 @@ _in_forked_child(_open.clear)
 
 
 def program_ended() -> bool:
-    """Return whether the main thread has carried out its last line, so that nobody is left to hear of an error."""
+    """Return whether the main thread has run its last line, so that nobody can be told of an error."""
     main = threading.main_thread()
     frame = sys._current_frames().get(main.ident or 0)
     while frame is not None and frame.f_back is not None:
@@ -216,7 +216,7 @@ class Completions:
         return key
 
     def fail(self, title: str, error: BaseException) -> None:
-        """Note that `title` failed, when the program has ended; otherwise whoever asks hears of it."""
+        """Note that `title` failed, when the program has ended; otherwise callers get the error when they ask."""
         if program_ended():
             self.end(self.begin(title, lambda: None), error)
 
@@ -228,7 +228,7 @@ class Completions:
                 self._failed[key] = f"{title} failed: {type(error).__name__}: {error}"
 
     def heard(self, key: object) -> None:
-        """Note that somebody was told; while the interpreter ends nobody is, whoever asks."""
+        """Note that somebody was told; not while the interpreter ends, when nobody is."""
         if not program_ended():
             with self._lock:
                 self._failed.pop(key, None)
@@ -262,7 +262,7 @@ class Completions:
         if text := self._wait():
             sys.stderr.write(f"{text}\n")
             self._failed.clear()
-            if sys.exc_info()[0] is None:  # else its exit code tells already
+            if sys.exc_info()[0] is None:  # else its exit code is non-zero already
                 for thread in threading.enumerate():
                     if not thread.daemon and thread is not threading.current_thread():
                         thread.join()

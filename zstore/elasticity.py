@@ -1,4 +1,4 @@
-"""The batch and the world sizes of an elastic run, for whoever starts one, under DeepSpeed's names."""
+"""The batch and the world sizes of an elastic run, for its launcher, under DeepSpeed's names."""
 
 from zstore.engine.adapters.deepspeed.elasticity import (
     ElasticityConfigError,

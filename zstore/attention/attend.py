@@ -3,8 +3,8 @@
 [Note: three ways]
 "flex" is `torch.nn.attention.flex_attention`, compiled once: on CUDA it has kernels for forward and backward that leave out
 blocks of 128 x 128 in which nothing is attended to. "blocks" gathers for each block of queries the blocks of keys and values
-that it attends to, and computes dense attention over them: forward and backward on every device, by torch's own kernels; it
-takes the time and memory of the blocks that are there. Rows with about as many blocks go together, padded to the longest.
+that it attends to, and computes dense attention over them: forward and backward on every device, by torch's own kernels; its
+time and memory are those of the present blocks. Rows with about as many blocks go together, padded to the longest.
 "dense" is dense attention under the pattern's mask. All compute the same function; the order of their sums differs.
 """
 
@@ -30,7 +30,7 @@ _DENSE_FROM = 0.5
 _DENSE_BELOW_TOKENS = 512
 _FLEX_BLOCK = 128
 _TILE_TOKENS = 128
-"""Queries that are computed together: fewer make many small products, more attend to more blocks."""
+"""Queries that are computed together: fewer make many small products, more need more blocks."""
 
 
 def attend(  # noqa: PLR0913 - those of scaled_dot_product_attention, and the pattern
@@ -48,8 +48,8 @@ def attend(  # noqa: PLR0913 - those of scaled_dot_product_attention, and the pa
     """Return attention [batch, heads, queries, head_dim] of `query` to `key` and `value` [batch, heads, keys, head_dim], for
     the pairs of tokens that the pattern allows.
 
-    `mask`, bool, of a shape that broadcasts to [batch, heads, queries, keys], takes away more: False is not attended to.
-    `is_causal` does for later tokens, as a unidirectional pattern does by itself. Heads of `key` and `value` may be fewer
+    `mask`, bool, of a shape that broadcasts to [batch, heads, queries, keys], excludes more pairs: False is not attended to.
+    `is_causal` excludes later tokens, as a unidirectional pattern does by itself. Heads of `key` and `value` may be fewer
     by a whole factor. Fewer queries than keys, as with a cache of keys: the queries are the last tokens. `scale` and
     `dropout_p` are those of `scaled_dot_product_attention`. For `kernel` see [Note: three ways].
     Raises UsageError for shapes that do not belong together, and for "flex" with a mask or dropout.

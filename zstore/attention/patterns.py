@@ -37,7 +37,7 @@ class Pattern(ABC):
     different_layout_per_head: bool = False
     """Whether heads have layouts of their own, if the pattern has several."""
     seed: int = 0
-    """Of random blocks: the same on every rank and in every run."""
+    """Seed of random blocks: the same on every rank and in every run."""
 
     def __post_init__(self) -> None:
         """Refuse values that no layout can have. Raises ConfigError."""

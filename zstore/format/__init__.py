@@ -1,6 +1,6 @@
 """The bytes of arrays, shards and chunks. Pure: no I/O, no threads, no torch.
 
-The names below are for whoever builds on the store; modules of this folder are imported by the store's own packages alone.
+The names below are public, for code built on the store; only the store's own packages import modules of this folder.
 """
 
 from .arrays import (

@@ -85,7 +85,7 @@ class ArraySpec(Shaped):
     keeps_shape: bool = False
     """Whether it is stored in its own shape, even if that has no extents or more than two."""
     dims: tuple[str, ...] = ()
-    """Names of the extents; empty: they have none."""
+    """Names of the extents; empty if they have none."""
 
     def __post_init__(self) -> None:
         numpy_dtype(self.dtype)
@@ -128,7 +128,7 @@ class ArraySpec(Shaped):
 
 
 def empty_array(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return memory for values of the array `name`; raises BudgetError if there is not so much."""
+    """Return memory for values of the array `name`; raises BudgetError if there is too little."""
     try:
         return np.empty(shape, dtype)
     except (MemoryError, ValueError) as error:
@@ -139,7 +139,7 @@ def empty_array(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.
 
 
 def model_array(name: str) -> str:
-    """Return the array of a parameter's weights in their best precision: the fp32 master where there is one."""
+    """Return the array of a parameter's weights in their best precision: the fp32 master if there is one."""
     return f"model/{name}"
 
 

@@ -9,8 +9,8 @@ is taken belongs to no run.
 [Note: tiling]
 Boxes tile a tensor if each element is in exactly one of them. Their sizes do not tell: overlaps may make up for
 gaps. So each interval between two cuts of a dim is given a random weight, a box the product of the weights of
-its sides, modulo a prime, and the boxes are to weigh as much as the whole. How often each element is held is then a
-polynomial in the weights, and another one than "once" is taken for it with a probability of dims / 2**61. One pass over
+its sides, modulo a prime, and the boxes must weigh as much as the whole. The count of each element is then a polynomial
+in the weights; a count other than one passes with a probability of dims / 2**61. One pass over
 the boxes, however many they are.
 """
 
@@ -31,7 +31,7 @@ from .arrays import Bytes
 
 _PRIME = 2**61 - 1
 _BATCH_RUNS = 4096
-"""Runs whose starts are held at a time: a box of columns may have one for every row."""
+"""Most runs whose starts are held at a time: a box of columns may have one for every row."""
 
 
 class Run(NamedTuple):
@@ -75,7 +75,7 @@ class Runs:
 
     @property
     def depth(self) -> int:
-        """How many leading axes number the runs."""
+        """Number of leading axes that count the runs."""
         return self._outer[0]
 
     @property
@@ -147,7 +147,7 @@ class Box:
         """Return how many runs begin before flat element `at` of the whole tensor."""
         count, each, rest = 0, self.num_runs, at
         depth = self._runs.depth
-        # The dim that is cut last counts as one index, at which its part begins.
+        # The last cut dim counts as one index, the start of its part.
         for dim, stride in enumerate(self._runs.strides[: depth + 1] if self.numel else ()):
             size = 1 if dim == depth else self.sizes[dim]
             each //= size

@@ -4,8 +4,8 @@
 An array has `rows` rows of `row_numel` elements. It is cut into shards of `shard_rows` rows, the same for every rank;
 a shard is cut into `chunks_per_shard` inner chunks of `chunk_rows x chunk_cols`. Rules:
 
-- `shard_rows >= ceil(rows / N)`, and a chunk holds a multiple of 16 elements: the vectorised Adam kernel gives other
-  last bits for the tail of a call, so cuts may only be at places without a tail. (An array whose rows are all in one
+- `shard_rows >= ceil(rows / N)`, and a chunk holds a multiple of 16 elements: the vectorised Adam kernel rounds
+  differently in the tail of a call, so cuts may only be at places without a tail. (An array whose rows are all in one
   chunk still has its own tail at its true end, as the unpadded tensor has.)
 - A chunk is about 1/16 of the shard, at least 64 KiB and at most 1 MiB in fp32, never more than the shard. Rows over
   1 MiB are cut into equal whole fractions. If 16-element alignment is impossible within 1 MiB (long rows of odd
@@ -19,7 +19,7 @@ a shard is cut into `chunks_per_shard` inner chunks of `chunk_rows x chunk_cols`
 - An array that keeps more than two extents has rows of several. A row that is cut is cut along one of them, into equal parts
   of it with all extents behind it: so the order of chunks is still that of the elements.
 - In a checkpoint an array under 64 KiB is one shard, whatever the number of ranks (`grid_in_checkpoint`): a shard file takes
-  8 KiB at least, so that cutting 512 bytes over 64 ranks would make half a megabyte in 32 files of it.
+  8 KiB at least, so 512 bytes cut over 64 ranks would take half a megabyte in 32 files.
 - In a checkpoint of 512 ranks or more, shards under 64 KiB are stored together: those of 64 neighbouring ranks are the chunks
   of one shard file. A rank that loads still reads its own chunks alone.
 """
@@ -37,11 +37,11 @@ BITS = 8
 MIN_CHUNK_NUMEL = 64 * 1024 // 4
 MAX_CHUNK_NUMEL = 1024 * 1024 // 4
 MOST_CHUNK_NUMEL = 4 * MAX_CHUNK_NUMEL
-"""Of a chunk that ends with rows that somebody else cut."""
+"""Most elements of a chunk that ends with rows that somebody else cut."""
 CHUNKS_PER_SHARD = 16
 CHUNKS_PER_ARRAY = 144
 MAX_CHUNKS_PER_SHARD = 2**20
-"""More are refused before anything is allocated."""
+"""Larger numbers are refused before anything is allocated."""
 FINE_CHUNK_NUMEL = 200 * 1024 // 4
 WHOLE_BYTES = 64 * 1024
 """Arrays below this are stored as one shard."""
@@ -101,7 +101,7 @@ class Grid:
         return (stop - first) * self.row_numel
 
     def present_chunks(self, shard: int) -> int:
-        """Return how many leading chunks of the shard hold at least one element; the rest are marked missing."""
+        """Return how many leading chunks of the shard hold at least one element; the others are marked missing."""
         first, stop = self.shard_range(shard)
         return -(-(stop - first) // self.chunk_rows) * self.chunks_per_row
 
@@ -256,7 +256,7 @@ def _chunk_rows(min_rows: int, row_numel: int, align: int, numel: int) -> tuple[
     target = min(target, max(numel // CHUNKS_PER_ARRAY, FINE_CHUNK_NUMEL))
     if shard_numel <= target:
         return min_rows, min_rows
-    # A shard of few chunks has few sizes that divide it: look further there.
+    # A shard of few chunks has few divisors: look further then.
     largest = 2 * target if shard_numel <= 4 * target else target * 5 // 4
     limit = max(MAX_CHUNK_NUMEL // row_numel // align * align, align)
     least = min(round_up(-(-max(MIN_CHUNK_NUMEL, target * 2 // 3) // row_numel), align), limit)

@@ -4,7 +4,7 @@
 A chunk has one checksum, so one rank writes it. If all pieces of a tensor are whole chunks of some grid, each rank
 writes the chunks that it holds, into whichever shard file they belong to: rows that FSDP cuts, evenly or not, and
 experts. If they are not (columns, and rows whose cuts fit no chunks of a useful size), the ranks put their pieces
-into files, and each shard is put together by one rank, its owner.
+into files, and each shard is assembled by one rank, its owner.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .partition import (
 from .shardfile import layout_of
 
 _LEAST_RUN_BYTES = 64 * 1024
-"""Shorter runs are not written one by one, unless they are few."""
+"""Least bytes of a run that is written by itself, unless runs are few."""
 _FEW = 4
 
 
@@ -43,7 +43,7 @@ class ArrayLayout:
 
     @property
     def passes_through_files(self) -> bool:
-        """Whether shards are put together by their owners."""
+        """Whether shards are assembled by their owners."""
         return bool(self.boxes)
 
 

@@ -45,9 +45,9 @@ class Selection:
     runs: Runs
     """Its elements in the flat order."""
     reversed_axes: tuple[int, ...]
-    """Axes that the key walks backwards: the result is turned around in them."""
+    """Axes that the key walks backwards: the result is reversed along them."""
     shape: tuple[int, ...]
-    """Of the result, in numpy's terms: without the axes that have an index, with those that None adds."""
+    """Shape of the result, as numpy's: without the axes that have an index, with those that None adds."""
     is_scalar: bool
     """Whether numpy returns the one element itself, and no array."""
 

@@ -146,7 +146,7 @@ def stored_crcs(slots: Bytes, layout: ShardLayout) -> npt.NDArray[np.uint32]:
 
 
 def checksum(payload: Bytes | memoryview) -> int:
-    """Return the crc32c of `payload`; the interpreter is not handed to other threads meanwhile."""
+    """Return the crc32c of `payload`; the GIL is held meanwhile."""
     return crc32c(payload if isinstance(payload, memoryview) else payload.data, 0, _KEEP_INTERPRETER)
 
 

@@ -70,7 +70,7 @@ class TierBench:
     res: IoResources
     files: FaultyFiles
     folder: Path
-    """For published files; the tier's own folder is another."""
+    """Folder of published files; the tier has another one."""
     shards: dict[str, LocalShard] = field(default_factory=dict)
 
     def create(
@@ -131,7 +131,7 @@ class TierBench:
         return random_values(local.spec.dtype, local.valid_numel, seed)
 
     def expect_all_buffers_back(self) -> None:
-        """Wait until every buffer is back, which an I/O thread may give just after it reported its end."""
+        """Wait until every buffer is released, which an I/O thread may do just after it reported its end."""
         with self.res.pool.acquire(self.res.pool.nbytes):
             pass
 

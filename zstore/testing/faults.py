@@ -25,7 +25,7 @@ class WatchedFiles(Files):
 
     def __init__(self, *, direct: bool = True) -> None:
         super().__init__(direct=direct)
-        self.most_dirty_bytes = -1  # the same operations whatever else the machine does: each file is flushed
+        self.most_dirty_bytes = -1  # the same operations under any other load: each file is flushed
 
     def step(self, kind: Kind, path: str) -> None:
         """Do the double's work."""
@@ -64,15 +64,15 @@ class Fault:
     pattern: str = "*"
     """Shell pattern of the whole path, as `*/rank-00001/*.shard`; of the source for links and renames."""
     first: int = 0
-    """How many operations that match go well before."""
+    """Number of matching operations that succeed before."""
     times: int | None = 1
-    """How many then go wrong; None: all of them."""
+    """Number that fail then; None: all of them."""
     error_number: int = 0
     """Fail with this errno."""
     most_bytes: int | None = None
     """Instead of failing, move at most so many bytes (reads and writes)."""
     lost: bool = False
-    """Instead of failing, say that a write is done, and do nothing, as a drive that loses its cache."""
+    """Instead of failing, report a write as done, and do nothing, like a drive that loses its cache."""
 
 
 @dataclass
@@ -128,7 +128,7 @@ class FaultyFiles(WatchedFiles):
             self._faults.append(_Armed(fault))
 
     def heal(self) -> None:
-        """Let everything go well from now on."""
+        """Let all operations succeed from now on."""
         with self._watch:
             self._faults.clear()
             self.fail_at = None
@@ -264,7 +264,7 @@ class GatedFiles(WatchedFiles):
     def backwards(self, batch: int) -> Iterator[None]:
         """Inside the `with` block, let operations go last come, first served, `batch` at a time.
 
-        A batch that stays smaller is let go once nothing has come for a while, so that nobody waits for ever.
+        A smaller batch goes on once nothing has come for a while, so that nobody waits for ever.
         """
         with self._changed:
             self._open_for_all = False

@@ -174,7 +174,7 @@ def _where_they_hang(ranks: _Ranks, hung: Iterable[int], folder: Path) -> dict[i
 def _child(
     function: _Function, rank: int, world_size: int, folder: str, results: Connection, args: tuple[Any, ...]
 ) -> None:
-    gc.freeze()  # a collection that looked at all that was forked would copy its memory
+    gc.freeze()  # a collection over forked objects would copy their memory
     with open(Path(folder) / f"trace-{rank}", "w") as trace:
         faulthandler.register(signal.SIGUSR1, file=trace, all_threads=True)
         try:
@@ -184,7 +184,7 @@ def _child(
         else:
             results.send((True, value))
         results.close()
-        # Threads of a broken group would hold the process up.
+        # Threads of a broken group would keep the process alive.
         faulthandler.unregister(signal.SIGUSR1)
         os._exit(0)
 
@@ -204,7 +204,7 @@ def _run(function: _Function, rank: int, world_size: int, folder: str, args: tup
     warnings.simplefilter("error")
     fn = _load(function)
     torch_dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
-    # One that ended at once would break the connections that another is still making.
+    # A rank that ended at once would break connections that others are still making.
     torch_dist.barrier()
     value = fn(rank, *args)
     if torch_dist.is_initialized():
