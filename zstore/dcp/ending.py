@@ -1,7 +1,6 @@
 """The end of a program while torch.distributed.checkpoint saves behind it. See [Note: endings].
 
-Python waits for the thread of `async_save` by itself, but not after Ctrl-C; then nobody asks its future for an
-error.
+Python waits for the thread of `async_save` by itself, but not after Ctrl-C; nobody asks its future for an error then.
 """
 
 from __future__ import annotations

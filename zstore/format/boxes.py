@@ -1,17 +1,15 @@
 """Blocks of a tensor, and their runs of consecutive elements of the whole. Pure.
 
 [Note: runs]
-A box is one rank's part of a tensor that is cut along one or more dims, or one piece of it in a file. In the whole
-tensor, in C order, it is a series of runs of equal length: a run has all of the dims behind the last one that is cut.
-Cut along dim 0 it is one run. An index selects the same, except for its steps: a dim of which only every n-th index
-is taken belongs to no run.
+A box is one rank's part of a tensor that is cut along one or more dims, or one piece of it in a file. In the whole tensor, in C
+order, it is a series of runs of equal length: a run has all of the dims behind the last one that is cut. Cut along dim 0 it is
+one run. An index selects the same, except for its steps: a dim of which only every n-th index is taken belongs to no run.
 
 [Note: tiling]
-Boxes tile a tensor if each element is in exactly one of them. Their sizes do not tell: overlaps may make up for
-gaps. So each interval between two cuts of a dim is given a random weight, a box the product of the weights of
-its sides, modulo a prime, and the boxes must weigh as much as the whole. The count of each element is then a polynomial
-in the weights; a count other than one passes with a probability of dims / 2**61. One pass over
-the boxes, however many they are.
+Boxes tile a tensor if each element is in exactly one of them. Their sizes do not tell: overlaps may make up for gaps. So each
+interval between two cuts of a dim is given a random weight, a box the product of the weights of its sides, modulo a prime, and
+the boxes must weigh as much as the whole. The count of each element is then a polynomial in the weights; a count other than one
+passes with a probability of dims / 2**61. One pass over the boxes, however many they are.
 """
 
 from __future__ import annotations

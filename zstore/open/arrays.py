@@ -32,8 +32,7 @@ class HeldArrays:
     def put(
         self, held: HeldArray, fill: Callable[[HeldArray], None], tier: TierName | None, wait: Callable[[], None]
     ) -> None:
-        """Let `fill` set all values of an array, which is made unless an equal one exists. A failure leaves no new
-        one."""
+        """Let `fill` set all values of an array, made unless an equal one exists. A failure leaves no new one."""
         is_new = self._make(held, tier, wait)
         try:
             fill(held)

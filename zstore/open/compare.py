@@ -96,8 +96,7 @@ class ComparisonPlan:
 def plan_comparison(
     before: ArraySource, after: ArraySource, *, values: bool, names: Collection[str] | None = None
 ) -> ComparisonPlan:
-    """Compare names, shapes, types and checksums; plan to read if these cannot tell, and with `values` if they
-    differ.
+    """Compare names, shapes, types and checksums; plan to read if these cannot tell, and with `values` if they differ.
 
     Checksums tell only if both checkpoints have them and are cut alike. `names` are the arrays to compare, which one of
     the two has; None: all.

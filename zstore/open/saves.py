@@ -7,8 +7,7 @@ wait for it in their turn.
 
 [Note: checkpoints of several ranks]
 All ranks call `checkpoint`, in the same order. Each begins its part, in one thread for all checkpoints, and the ranks agree
-that all could: else each raises and gives its part up. The rest is as in any save of several ranks, see
-`zstore.checkpoint.save`.
+that all could: else each raises and gives its part up. The rest is any save of several ranks: `zstore.checkpoint.save`.
 """
 
 from __future__ import annotations

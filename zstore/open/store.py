@@ -305,8 +305,7 @@ class Store(Closing):
         self._order.raise_failed(names)
 
     def pin(self, names: Iterable[str] | None = None) -> Snapshot:
-        """Pin the present values of arrays, all of them by default, for `checkpoint(of=...)`. Release it, or use it in a
-        `with` block.
+        """Pin present values of arrays, by default of all, for `checkpoint(of=...)`. Release it, or use it in a `with` block.
 
         Until then changes on disk go elsewhere, and a change in memory copies the array first. Waits for changes under way,
         and raises as `flush` does.

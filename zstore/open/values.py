@@ -47,8 +47,7 @@ def entry_of(
 ) -> tuple[KnownArray, Array]:
     """Return the entry of `value` in a store, and the elements that this rank has of it, 1-D.
 
-    `shape` is that of the whole array, if `value` is this rank's rows of it. Raises UsageError for values that cannot be
-    stored.
+    `shape` is that of the whole array, if `value` is this rank's rows of it. Raises UsageError if it cannot be stored.
     """
     data, is_torch = flatten(name, value)
     placements = _placements(name, value, ranks)
@@ -88,8 +87,7 @@ def loaded_entry(stored: ArraySpec, former: KnownArray | None, ranks: Ranks, *, 
 
 
 def _placements(name: str, value: Value, ranks: Ranks) -> tuple[Any, ...]:
-    """Return the placements of a DTensor; none for another value. Raises UsageError for a DTensor that the ranks cannot
-    hold."""
+    """Return the placements of a DTensor; none for another value. Raises UsageError for one that the ranks cannot hold."""
     if not is_dtensor(value):
         return ()
     from torch.distributed.tensor import Replicate, Shard

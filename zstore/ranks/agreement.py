@@ -1,10 +1,10 @@
 """Agreement of ranks, step by step, by texts that they leave for each other: from any thread, without collectives.
 
 [Note: agreeing]
-In each step a rank posts its error, or that it has none, in place of its former post. Rank 0 answers once all have posted,
-and nobody posts again before it has the answer. A dead run may have left texts: so a rank that does not know the run's id,
-which rank 0 generates, first asks for it with a number of its own, which the answer repeats. Rank 0 answers while it waits
-for the others in a step.
+In each step a rank posts its error, or that it has none, in place of its former post. Rank 0 answers once all have posted, and
+nobody posts again before it has the answer. A dead run may have left texts: so a rank that does not know the run's id, which
+rank 0 generates, first asks for it with a number of its own, which the answer repeats. Rank 0 answers while it waits for the
+others in a step.
 """
 
 from __future__ import annotations

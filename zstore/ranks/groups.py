@@ -1,9 +1,9 @@
 """Ranks in groups of consecutive ones: a machine's, or those that share one copy of the training state.
 
 [Note: groups]
-With groups of k, rank r is member r % k of group r // k. `within` is the world of its group, `between` that of the ranks
-with its place in every group, in the order of the groups. A group may have any number of ranks; k is best the number
-of devices with a fast link.
+With groups of k, rank r is member r % k of group r // k. `within` is the world of its group, `between` that of the ranks with
+its place in every group, in the order of the groups. A group may have any number of ranks; k is best the number of devices with
+a fast link.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Groups:
 def make_groups(world: World, size: int) -> Groups:
     """Return the groups of `size` ranks, which divides the world size (a collective).
 
-    From now on `world`, worlds made of it later, and the groups count the bytes they send as `within_group`
-    or `between_groups`.
+    From now on `world`, worlds made of it later, and the groups count the bytes they send as `within_group` or
+    `between_groups`.
     """
     if size < 1 or world.world_size % size:
         raise ValueError(f"groups of {size} ranks cannot be made of {world.world_size}")

@@ -1,13 +1,13 @@
 """Watching over the ranks of a run, so that a failure of one ends all, soon and with its cause.
 
 [Note: the watch]
-Each rank has a thread that alone talks to the store of the process group: twice a second it looks whether somebody
-raised the alarm, and now and then it leaves a sign of life and looks for its neighbour's. The alarm is raised by a rank
-with an escaped error, with a failed collective (a process at the other end died), or whose neighbour gives no
-sign. Then every rank's thread reports where its rank is, whatever its main thread does, and each comes to the same
-outcome (`incident`). If the run is broken, connections are cut: whoever waits in a collective, here or elsewhere,
-gets its error at once and raises RankError with the reports. Nothing hangs afterwards, not even the end of
-the process. Time without a sign is counted in the rank's own looks, so that a machine that was asleep accuses nobody.
+Each rank has a thread that alone talks to the store of the process group: twice a second it looks whether somebody raised the
+alarm, and now and then it leaves a sign of life and looks for its neighbour's. The alarm is raised by a rank with an escaped
+error, with a failed collective (a process at the other end died), or whose neighbour gives no sign. Then every rank's thread
+reports where its rank is, whatever its main thread does, and each comes to the same outcome (`incident`). If the run is broken,
+connections are cut: whoever waits in a collective, here or elsewhere, gets its error at once and raises RankError with the
+reports. Nothing hangs afterwards, not even the end of the process. Time without a sign is counted in the rank's own looks, so
+that a machine that was asleep accuses nobody.
 
 A slow rank is no failure: its thread lives. One that hangs for good while its thread lives is found by the process
 group's own timeout.

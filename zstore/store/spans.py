@@ -38,7 +38,7 @@ def plan_batches(
     chunks: tuple[int, int] | None = None,
 ) -> list[Batch]:
     """Return the batches of a pass over `groups`, in order, through a pool of `pool_bytes`; of chunks `[first, stop)`
-    of each shard where `chunks` are given. Raises UsageError for groups that no pass goes over."""
+    of each shard if `chunks` are given. Raises UsageError for groups that no pass goes over."""
     _check_groups(groups, shards)
     planner = _Planner(groups, tiers, shards, pool_bytes)
     batches: list[Batch] = []

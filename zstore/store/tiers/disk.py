@@ -319,8 +319,8 @@ class DiskTier(Tier):
             return DiskPin(self, shard, shard.current)
 
     def next_bytes(self, names: Iterable[str]) -> Counter[Path]:
-        """Return by folder the bytes of the files that changes of these shards will make once their present versions
-        are pinned."""
+        """Return by folder the bytes of the files that changes of these shards will make once their present versions are
+        pinned."""
         needed: Counter[Path] = Counter()
         packs: dict[Pack, Path] = {}
         for shard in [self._shards[name] for name in names]:

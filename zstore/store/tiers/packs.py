@@ -28,7 +28,7 @@ from ...io.files import Files
 PACKED_BYTES = 256 * 1024
 """Shards whose values are fewer bytes share a file."""
 MANY_SMALL = 64
-"""From so many small shards on: a few requests cost less than a checkpoint saves by links to their files."""
+"""From so many small shards on they share files: the requests of fewer cost less than links to their files save."""
 
 
 def is_packed(nbytes: int) -> bool:

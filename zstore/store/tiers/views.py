@@ -49,8 +49,8 @@ def copy_into(view: View, source: Array) -> None:
 
 
 def copy_out(view: View, out: Array) -> None:
-    """Copy a view of any tier into host memory of as many bytes, of any shape; if `out` is contiguous, no other memory
-    is taken."""
+    """Copy a view of any tier into host memory of as many bytes, of any shape; if `out` is contiguous, no other memory is
+    taken."""
     target = out.view(np.uint8)
     if isinstance(view, np.ndarray):
         target[...] = view.view(np.uint8).reshape(target.shape)
