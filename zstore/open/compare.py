@@ -61,7 +61,7 @@ class Comparison:
         found = {key: value for key, value in vars(self).items() if value is not None}
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
 
-    def add_values(self, parts: Sequence[CheckpointDifference], numel: int) -> None:
+    def add_values(self, parts: Sequence[ValueDifference], numel: int) -> None:
         """Add the differences of the parts that were read of the array's `numel` elements."""
         self.numel = numel
         whole = _sum_of(parts)
@@ -72,7 +72,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class CheckpointDifference:
+class ValueDifference:
     """How elements of two arrays differ."""
 
     changed: int
@@ -172,14 +172,14 @@ def compare_values(
     bytes, and all have the whole outcome (all ranks).
     """
     lock = threading.Lock()
-    found: dict[str, list[CheckpointDifference]] = defaultdict(list)
+    found: dict[str, list[ValueDifference]] = defaultdict(list)
     ranges = _share_of(plan.ranges, after, team)
     with team.agreeing(), ReadAhead(after, ranges) as other:
 
         def use(span: Span) -> None:
             old = span.data.view(numpy_dtype(before.array(span.name).spec.dtype))
             dtype = numpy_dtype(after.array(span.name).spec.dtype)
-            parts: list[CheckpointDifference] = []
+            parts: list[ValueDifference] = []
             for low in range(0, old.size, _TILE_NUMEL):
                 tile = old[low : low + _TILE_NUMEL]
                 new = np.empty(tile.size, dtype)
@@ -190,10 +190,10 @@ def compare_values(
                 found[span.name] += parts
 
         use_spans(before, ranges, use, "zstore-diff")
-    everyone: dict[str, list[CheckpointDifference]] = defaultdict(list)
+    everyone: dict[str, list[ValueDifference]] = defaultdict(list)
     mine = [[name, *astuple(_sum_of(parts))] for name, parts in found.items()]
     for name, *difference in (each for told in team.all_gather_object(mine) for each in told):
-        everyone[name].append(CheckpointDifference(*difference))
+        everyone[name].append(ValueDifference(*difference))
     for name, parts in everyone.items():
         plan.comparisons[name].add_values(parts, before.array(name).spec.numel)
 
@@ -210,8 +210,8 @@ def _share_of(ranges: Sequence[Range], source: ArraySource, team: Team) -> list[
     return [pieces[number] for number in items_of(sizes, team.rank, team.world_size)]
 
 
-def _sum_of(parts: Sequence[CheckpointDifference]) -> CheckpointDifference:
-    return CheckpointDifference(
+def _sum_of(parts: Sequence[ValueDifference]) -> ValueDifference:
+    return ValueDifference(
         sum(part.changed for part in parts),
         sum(part.nonfinite for part in parts),
         max(part.max_abs for part in parts),
@@ -219,7 +219,7 @@ def _sum_of(parts: Sequence[CheckpointDifference]) -> CheckpointDifference:
     )
 
 
-def difference_of(old: Array, new: Array) -> CheckpointDifference:
+def difference_of(old: Array, new: Array) -> ValueDifference:
     """Return how two 1-D arrays of one size differ."""
     if old.dtype == new.dtype:
         kind = np.dtype(f"u{old.dtype.itemsize}")
@@ -227,7 +227,7 @@ def difference_of(old: Array, new: Array) -> CheckpointDifference:
     else:
         places = np.arange(old.size)
     if not places.size:
-        return CheckpointDifference(0, 0, 0.0, 0.0)
+        return ValueDifference(0, 0, 0.0, 0.0)
     a, b = old[places].astype(np.float64), new[places].astype(np.float64)
     if old.dtype != new.dtype:
         unequal = ~((a == b) | (np.isnan(a) & np.isnan(b)))
@@ -237,4 +237,4 @@ def difference_of(old: Array, new: Array) -> CheckpointDifference:
         gap = np.abs(a[finite] - b[finite])
         squares = float(np.square(gap).sum())
     largest = float(gap.max()) if gap.size else 0.0
-    return CheckpointDifference(int(a.size), int(a.size - finite.sum()), largest, squares)
+    return ValueDifference(int(a.size), int(a.size - finite.sum()), largest, squares)
