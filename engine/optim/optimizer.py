@@ -42,6 +42,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.state = client.state
         self.scaler: LossScaler | None = None
         """The engine's loss scale; None until there is an engine."""
+        self._client_steps = rule_of(self.kind, whole=True) is CLIENT
+        """Whether the object that was given takes the steps itself."""
         self._in_engine_step = False
         self._warned = False
 
@@ -85,7 +87,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._in_engine_step = True
         try:
             self.step()
-            if rule_of(self.kind, whole=True) is not CLIENT:  # which took the step itself
+            if not self._client_steps:
                 # No parameter has a gradient now, so this changes nothing; a scheduler on the client's object counts it.
                 self.client.step()
         finally:

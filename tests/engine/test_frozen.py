@@ -221,7 +221,9 @@ def test_a_model_alone_makes_an_engine_that_saves_it(
 def test_the_config_of_a_training_run_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         frozen(make_net(**BIG), config_of(tmp_path, "nvme")).close()
-    assert [record.getMessage().splitlines()[0] for record in caplog.records] == ["where the parameters rest:"]
+    first_lines = [record.getMessage().splitlines()[0] for record in caplog.records]
+    # A CPU without 16-bit instructions is told of in any run.
+    assert [line for line in first_lines if "slower than in fp32" not in line] == ["where the parameters rest:"]
     assert "each forward reads" in caplog.text
 
 

@@ -144,9 +144,9 @@ def document(
 
 def shape_document(job: PlannedJob) -> dict[str, Any]:
     """Return the part of `--json` about the model, the machine and the training."""
-    names = ("name", "num_parameters", "hidden", "num_layers", "vocab_size")
+    model = job.model
     return {
-        "model": {name: getattr(job.model, name) for name in names},
+        "model": {"name": model.name, "num_parameters": model.num_parameters, **asdict(model.width)},
         "machine": asdict(job.machine),
         "job": {name: getattr(job, name) for name in ("micro_batch", "seq_length", "precision", "optimizer")},
     }
