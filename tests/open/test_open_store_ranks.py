@@ -207,7 +207,7 @@ def test_what_one_rank_cannot_save_no_rank_has_saved(tmp_path: Path) -> None:
     first, second = run_ranks(_fail, 2, str(tmp_path))
     assert first == ["NoneType", "CheckpointExistsError", "RankError", "CheckpointError", "RankError", "NoneType"]
     assert second == ["NoneType", "RankError", "KeyError", "CheckpointError", "DiskFullError", "NoneType"]
-    assert [info.tag for info in tags(tmp_path / "ckpt")] == ["one", "two", "three"]
+    assert {info.tag for info in tags(tmp_path / "ckpt")} == {"one", "two", "three"}
 
 
 def _refuse(rank: int, folder: str) -> None:
