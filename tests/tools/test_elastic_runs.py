@@ -58,7 +58,7 @@ def steps_of(folder: Path) -> list[tuple[int, list[int], float]]:
 
 
 def wait_for(what: Callable[[], bool], why: str) -> None:
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 200  # a guard: what is awaited is progress
     while not what():
         assert time.monotonic() < deadline, why
         time.sleep(0.1)
@@ -67,7 +67,9 @@ def wait_for(what: Callable[[], bool], why: str) -> None:
 def torchrun(tmp_path: Path, port: int, *words: str) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
     command += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    command += ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1", "--monitor-interval", "0.1"]
+    # A loaded machine may keep an agent from its heartbeat for seconds; one that is taken for dead never comes back.
+    command += ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=15"]
+    command += ["--monitor-interval", "0.1"]
     return [*command, "--log-dir", str(tmp_path / "logs"), *words]
 
 
