@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ WIDTH = 16
 """Operations under way at a time."""
 BUDGET_BYTES = 256 * 1024 * 1024
 """Of our store."""
+_FEW_FILES = 200
+"""More files than these are removed when all was measured: ext4 passes over inodes that were freed in the last minutes, one
+by one, whenever it makes a file near them."""
 
 
 async def _each(arrays: Arrays, work: Callable[[str], Awaitable[Any]], *, read: bool = False) -> None:
@@ -200,6 +204,10 @@ async def _measure(contender: Contender, folder: Path, arrays: Arrays) -> dict[s
     return found
 
 
+def _run(contender: Contender, folder: Path, arrays: Arrays) -> dict[str, float]:
+    return asyncio.run(_measure(contender, folder, arrays))
+
+
 def _limits(folder: Path, nbytes: int, each_bytes: int) -> dict[str, float]:
     """Return the seconds of it for the disk: new files, durable, then a read past the page cache."""
     read = disk_limit(folder, "read", nbytes)
@@ -218,14 +226,22 @@ def run_case(path: Path, count: int, each_bytes: int, rounds: int) -> dict[str, 
     chosen = {name: one for name, (package, one) in CONTENDERS.items() if find_spec(package) is not None}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
     large = each_bytes >= 2**20
-    for number in range(rounds):
-        order = list(chosen)[number % len(chosen) :] + list(chosen)[: number % len(chosen)]
-        for name in order:
-            with tempfile.TemporaryDirectory(dir=path, prefix="zstore-bench-") as folder:
-                found[name].append(asyncio.run(_measure(chosen[name], Path(folder), arrays)))
-        if large:
-            with tempfile.TemporaryDirectory(dir=path, prefix="zstore-bench-") as folder:
-                found.setdefault(limit_name(), []).append(_limits(Path(folder), count * each_bytes, each_bytes))
+    with contextlib.ExitStack() as at_end:
+
+        def in_folder(measure: Callable[[Path], dict[str, float]]) -> dict[str, float]:
+            temporary = tempfile.TemporaryDirectory(dir=path, prefix="zstore-bench-")
+            if count > _FEW_FILES:
+                return measure(Path(at_end.enter_context(temporary)))
+            with temporary as folder:
+                return measure(Path(folder))
+
+        for number in range(rounds):
+            order = list(chosen)[number % len(chosen) :] + list(chosen)[: number % len(chosen)]
+            for name in order:
+                found[name].append(in_folder(partial(_run, chosen[name], arrays=arrays)))
+            if large:
+                limits = partial(_limits, nbytes=count * each_bytes, each_bytes=each_bytes)
+                found.setdefault(limit_name(), []).append(in_folder(limits))
     return {name: _medians(rows, found["zstore"], count * each_bytes) for name, rows in found.items()}
 
 

@@ -53,7 +53,7 @@ from .report.monitors import Monitors
 from .report.progress import RunReport
 from .report.requests import Requests
 from .report.statistics import EngineStatistics, engine_statistics
-from .report.timers import PhaseTimes
+from .report.step import PhaseTimes
 from .runtime.garbage import CollectorPause, FrozenObjects
 from .runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 from .training import Training

@@ -9,7 +9,8 @@ as text, a tuple as a list.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import PurePath
 from typing import Any
 
@@ -17,17 +18,30 @@ import numpy as np
 import torch
 
 from zstore.checkpoint import encode_state
-from zstore.errors import UsageError
+from zstore.errors import CorruptionError, UsageError, ZstoreError
 from zstore.format import ArraySpec, client_array
 from zstore.tensors import as_numpy, as_torch, dtype_name
 
 from ..optim.stepper import STATE_KEY
-from .untrusted import understood
 
 ClientValues = Mapping[str, Any] | Namespace
 """A script's own state in a save."""
 
 _MARK = "$tensor"
+
+
+@contextmanager
+def understood(what: str) -> Iterator[None]:
+    """Raise CorruptionError if the block, or function, meets JSON that no engine saves; `what` names it."""
+    try:
+        yield
+    except ZstoreError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CorruptionError(
+            f"the checkpoint's {what} is not what an engine saves ({type(error).__name__}: {error!s:.200}): the record was "
+            "changed; load another checkpoint, or pass load_module_only=True"
+        ) from error
 
 
 def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -14,7 +14,7 @@ from zstore.errors import CheckpointMismatchError, CorruptionError
 from ..config.resolve import BatchSizes
 from ..training import Counters
 from .accumulation import check_begun, described
-from .untrusted import understood
+from .client_state import understood
 
 if TYPE_CHECKING:
     from ..training import Training

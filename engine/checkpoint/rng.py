@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .untrusted import understood
+from .client_state import understood
 
 
 def rng_state() -> dict[str, Any]:

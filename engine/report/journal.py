@@ -40,15 +40,15 @@ from .placement import plan_record
 from .records import Samples, Warnings, has_uncaught_error, start_record
 from .save_notes import SaveNotes
 from .statistics import link_statistics
-from .timers import PhaseTimes
+from .step import PhaseTimes
 
 if TYPE_CHECKING:
     from zstore.remote.upload import UploadPlace
     from zstore.store import StoreStatistics
 
     from ..training import Training
-    from .losses import Loss
     from .profile.utilisation import StepUtilisation
+    from .step import Loss
 
 _log = logging.getLogger("zstore")
 

@@ -15,12 +15,11 @@ from ..activations.checkpointing import block_times
 from ..config.keys import acting
 from .comms import log_comms_summary
 from .journal import RunJournal
-from .losses import Loss, StepLosses, value_of
 from .memory import lack_of_memory, memory_statistics
 from .monitors import Monitors
 from .profile.utilisation import StepUtilisation
 from .profile.watch import ComputationWatch
-from .timers import PhaseTimes
+from .step import Loss, PhaseTimes, StepLosses, value_of
 
 if TYPE_CHECKING:
     from zstore.ranks.world import World

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..zero.gradients import Gradients
     from ..zero.unshard import ShardedUnits
     from .profile.utilisation import Utilisation
-    from .timers import PhaseTimes
+    from .step import PhaseTimes
 
 _OPTIMIZER = ("model", "optimizer")
 """First parts of the names of arrays that are optimizer state."""

@@ -155,7 +155,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int
     done = {}
     for name, (folder, process) in started.items():
         try:
-            says = process.communicate(timeout=60)[1]
+            says = process.communicate(timeout=250)[1]
         finally:
             process.kill()
         done[name] = folder, process.returncode, says

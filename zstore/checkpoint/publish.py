@@ -14,7 +14,7 @@ from ..errors import CorruptionError, StorageError
 from ..format.arrays import Bytes
 from ..io.archives import open_shard_file
 from ..io.queue import Priority
-from ..io.shards import ShardSummary, checksum_shard, write_shard
+from ..io.shards import FillRuns, ShardSummary, checksum_shard, write_shard
 from ..store.tiers import PinnedShard
 from .build import READ_ONLY, CheckpointBuilder
 from .names import tag_folder
@@ -104,7 +104,7 @@ class Publisher:
 
     def _write_whole(self, name: str, data: Bytes, path: Path, shard: int = 0) -> ShardSummary:
         spec, grid = self._request.specs[name], self._request.grid(name)
-        fill = _filler(data, spec.itemsize, shard * grid.shard_numel)
+        fill = FillRuns.of(data, spec.itemsize, shard * grid.shard_numel)
         return write_shard(self._resources, path, spec, grid, shard, fill)
 
     def store_joined(self, name: str, data: Bytes) -> ShardSummary:
@@ -127,7 +127,7 @@ class Publisher:
         request = self._request
         known, spec, grid, rank = request.known.get(name), request.specs[name], request.grid(name), request.rank
         first = rank * grid.shard_numel
-        fill = _filler(data, spec.itemsize, first)
+        fill = FillRuns.of(data, spec.itemsize, first)
         if known is None or known.crcs != checksum_shard(request.resources, spec, grid, rank, fill):
             return None
         if not known.link(self._files, path):
@@ -150,12 +150,3 @@ class Publisher:
     def _written_at(self, path: Path) -> None:
         self._written.append(str(path))
         os.chmod(path, READ_ONLY)
-
-
-def _filler(data: Bytes, itemsize: int, base: int = 0) -> Callable[[int, int, Bytes], None]:
-    """Return a function that fills a shard file with the elements in `data`, which begin at the array's element `base`."""
-
-    def fill(first: int, stop: int, out: Bytes) -> None:
-        out[:] = data[(first - base) * itemsize : (stop - base) * itemsize]
-
-    return fill

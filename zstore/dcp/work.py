@@ -108,18 +108,12 @@ class RankWriter:
         """Write the chunks of which `box` is made; `data` are its elements' bytes. They are durable after `syncs`."""
         wrote: list[Wrote] = []
         for run in box.overlap(0, spec.numel):
-            moved = run.in_box - run.at
-
-            def fill(low: int, high: int, out: Bytes, moved: int = moved) -> None:
-                out[:] = data[(low + moved) * spec.itemsize : (high + moved) * spec.itemsize].reshape(out.shape)
-
-            rests = FillRuns(fill, data[run.in_box * spec.itemsize :], run.at)
-
+            rests = FillRuns.of(data[run.in_box * spec.itemsize :], spec.itemsize, run.at)
             for part in plan_reads(grid, run.at, run.at + run.numel):
                 chunks = part.first_chunk, part.stop_chunk
                 # If several ranks write a shard, none knows whether all of it is unchanged.
                 is_whole = part.stop - part.first == grid.shard_valid_numel(part.shard)
-                linked = self._link(spec, grid, part.shard, fill) if is_whole else None
+                linked = self._link(spec, grid, part.shard, rests.fill) if is_whole else None
                 write = self._write_whole if is_whole else self._write_chunks
                 wrote.append(linked or write(spec, grid, part.shard, chunks, rests))
         for shard in {each.shard for each in wrote if not each.linked}:

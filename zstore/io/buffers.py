@@ -23,17 +23,20 @@ HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 
 def make_slab(nbytes: int) -> Bytes:
-    """Return `nbytes` of zeroed private memory, 2 MiB aligned, in huge pages if the system has them.
+    """Return `nbytes` of zeroed private memory, page aligned; from 2 MiB on in huge pages if the system has them.
 
     Direct I/O into huge pages moves about twice the bytes per second of ordinary pages. The memory lives as long as the
     array or a view of it.
     """
     if nbytes == 0:
         return np.empty(0, dtype=np.uint8)
+    if nbytes < HUGE_PAGE_BYTES:
+        room = np.zeros(nbytes + PAGE_BYTES, dtype=np.uint8)
+        start = -room.ctypes.data % PAGE_BYTES
+        return room[start : start + nbytes]
     if not hasattr(mmap, "MAP_PRIVATE"):
         return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
-    room = nbytes + HUGE_PAGE_BYTES
-    region = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without transparent huge pages: use ordinary pages
             region.madvise(mmap.MADV_HUGEPAGE)

@@ -19,14 +19,13 @@ from ..errors import CorruptionError, StorageError, UsageError
 from ..format.arrays import ArraySpec, Bytes
 from ..format.partition import Grid
 from ..format.shardfile import (
-    BLOCK_BYTES,
     ShardLayout,
     check_index,
     encode_index,
     layout_of,
     slot_views,
 )
-from .buffers import Buffer, Pool
+from .buffers import Buffer, Pool, make_slab
 from .files import LARGE_BYTES, Files
 from .queue import IoQueue, Priority, Ticket, wait_all
 from .slots import Slots, runs
@@ -48,6 +47,15 @@ class FillRuns:
     it. None: they must be copied first."""
     first: int = 0
     """Global flat element."""
+
+    @classmethod
+    def of(cls, memory: Bytes, itemsize: int, first: int = 0) -> FillRuns:
+        """Return what fills from memory that has the elements from `first` on."""
+
+        def fill(low: int, high: int, out: Bytes) -> None:
+            out[:] = memory[(low - first) * itemsize : (high - first) * itemsize].reshape(out.shape)
+
+        return cls(fill, memory, first)
 
     def at_rest(self, first: int, stop: int, itemsize: int) -> Bytes | None:
         """Return the memory of elements `[first, stop)`; None unless all of them are in it."""
@@ -123,20 +131,13 @@ def make_shard_file(res: IoResources, path: str | Path, layout: ShardLayout, *, 
         try:
             res.files.allocate(file, layout.file_bytes)
             if index:
-                data = _aligned(layout.data_offset)
+                data = make_slab(layout.data_offset)
                 data[:] = np.frombuffer(encode_index(layout), dtype=np.uint8)
                 res.files.write_from(file, data, 0)
         except BaseException:
             with contextlib.suppress(OSError):
                 res.files.unlink(path)
             raise
-
-
-def _aligned(nbytes: int) -> Bytes:
-    """Return a few bytes of memory aligned for direct I/O."""
-    room = np.empty(nbytes + BLOCK_BYTES, dtype=np.uint8)
-    start = -room.ctypes.data % BLOCK_BYTES
-    return room[start : start + nbytes]
 
 
 def write_shard(
@@ -332,7 +333,7 @@ class ShardReader:
         )
 
     def _read_index(self) -> Bytes:
-        index = _aligned(self.layout.data_offset)
+        index = make_slab(self.layout.data_offset)
         with self._res.files.opened(self.path) as file:
             self._res.files.read_into(file, index, 0)
         return index

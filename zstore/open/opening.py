@@ -57,6 +57,7 @@ def open_store(  # noqa: PLR0913 - options of one thing, all but the first by na
         buffer_count=buffer_count,
         buffer_size=buffer_size,
         shares_folders=True,
+        reserves=False,
         num_threads=num_threads,
         verify=verify,
         device=device,

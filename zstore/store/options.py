@@ -21,6 +21,8 @@ class StoreOptions:
     """By first part of an array's name, as "parameter": folders that its shards are spread over instead."""
     shares_folders: bool = False
     """Another store of this process may use the same folders: each has files of its own there. Else that is an error."""
+    reserves: bool = True
+    """An array on disk has its room from the start; else its first values take it, in fewer requests to the drive."""
     host_budget_bytes: int | None = None
     """Bytes of host memory for buffers and host-tier state of this rank; None: buffers of 64 MiB, state unlimited."""
     buffer_count: int | None = None

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import numpy as np
-
 from ..closing import Closing
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec, numpy_dtype
@@ -71,7 +69,7 @@ class TensorStore(Closing):
         make_state = self._slabs.make if self._slabs is not None and options.pin_state else make_slab
         self._host = HostTier(self.budget, make_state)
         self._device = DeviceTier(options.device)
-        self._disk = DiskTier(self._drives(), self.resources) if options.all_paths else None
+        self._disk = DiskTier(self._drives(), self.resources, reserves=options.reserves) if options.all_paths else None
         self._shards: dict[str, LocalShard] = {}
         self._tiers: dict[str, Tier] = {}
         self._planned: dict[Any, Sequence[Batch]] = {}
@@ -94,11 +92,9 @@ class TensorStore(Closing):
     def create(
         self, spec: ArraySpec, *, grid: Grid, shard: int, tier: TierName, memory: torch.Tensor | None = None
     ) -> None:
-        """Register this rank's shard number `shard` of `grid`, all zeros.
-
-        `memory` (device tier only) holds the shard instead: 1-D, contiguous, the unpadded elements; it stays the caller's,
-        who sees every change. A shard under 64 KiB asked for on disk is kept in host memory.
-        """
+        """Register this rank's shard number `shard` of `grid`, all zeros. `memory` (device tier only) holds the shard instead:
+        1-D, contiguous, the unpadded elements; it stays the caller's, who sees every change. A shard under 64 KiB asked for on
+        disk is kept in host memory."""
         self._check_new(spec)
         local = LocalShard(spec, grid, shard)
         chosen = self._choose(local, tier)
@@ -133,8 +129,7 @@ class TensorStore(Closing):
         moving = replace(local.spec, name=f"{name}.moving")
         self.create(moving, grid=local.grid, shard=local.shard, tier=tier)
         try:
-            tiles = self.stream([[name, moving.name]], "fill", modes={name: "read"})
-            with contextlib.closing(tiles):
+            with contextlib.closing(self.stream([[name, moving.name]], "fill", modes={name: "read"})) as tiles:
                 for tile in tiles:
                     copy(tile.views[1], tile.views[0])
             former.remove(name)
@@ -219,6 +214,11 @@ class TensorStore(Closing):
         tier = self._tiers[name]
         return isinstance(tier, DiskTier) and tier.is_packed(name)
 
+    def _disk_of(self, name: str) -> DiskTier | None:
+        """Return the disk tier, if the shard has a file of its own there."""
+        tier = self._tiers[name]
+        return tier if isinstance(tier, DiskTier) and not tier.is_packed(name) else None
+
     def version(self, name: str) -> int:
         """Return the number of the shard's version: while it is the same, no pass changed the shard."""
         self.local(name)
@@ -257,6 +257,9 @@ class TensorStore(Closing):
         mode = Mode.FILL if self._require_in_shard(name, first, stop).valid_numel == source.size else Mode.UPDATE
 
         def run() -> None:
+            if mode is Mode.FILL and source.size and (disk := self._disk_of(name)):
+                disk.replace(name, source)
+                return
             for view, part in self._views(self._pass_over(name, mode), first, stop):
                 copy_into(view, source[part])
 
@@ -272,18 +275,20 @@ class TensorStore(Closing):
         self._check_open()
         last = self.valid_numel(name) if stop is None else stop
         local = self._require_in_shard(name, first, last)
-        dtype = numpy_dtype(local.spec.dtype)
-        target = np.empty(last - first, dtype) if out is None else out
+        dtype, numel = numpy_dtype(local.spec.dtype), local.grid.chunk_numel
+        target = make_slab((last - first) * dtype.itemsize).view(dtype) if out is None else out
         usable = target.flags.c_contiguous and target.flags.writeable
         if target.shape != (last - first,) or target.dtype != dtype or not usable:
             raise UsageError(
                 f"array {name!r}: expected {last - first} contiguous, writable elements of {dtype} to read into, "
                 f"got {target.shape} of {target.dtype}"
             )
-        chunks = (first // local.grid.chunk_numel, -(-last // local.grid.chunk_numel))
 
         def run() -> Array:
-            for view, part in self._views(self._pass_over(name, Mode.READ, chunks), first, last):
+            if first < last and (disk := self._disk_of(name)) and disk.read(name, first, last, target):
+                return target
+            what = self._pass_over(name, Mode.READ, (first // numel, -(-last // numel)))
+            for view, part in self._views(what, first, last):
                 copy_out(view, target[part])
             return target
 
@@ -315,14 +320,13 @@ class TensorStore(Closing):
     ) -> Generator[Tile, None, None]:
         """Yield tiles of whole chunks over each group of arrays, in order; see `zstore.store.stream`.
 
-        The arrays of a group share one layout, or have a bit for each element of the first, or a
-        value for each block of them (`Grid.packed`). "update":
-        change the views in place, they go back when the next tile is asked for. "fill": set every element; nothing is
-        read. "read": changes are lost. `modes` has other modes for single arrays. Buffers come from `pool` (of
-        `make_pool`), for a pass that must not wait for others'; `ahead` marks reads that nothing waits for yet.
-        `admit(group, wait)` is asked before a group is begun; if it says no after waiting, the group is left out.
-        New versions become the present ones when the pass is done, or, with `on_end`, each group's before that is
-        called. Exhaust the pass or close it.
+        The arrays of a group share one layout, or have a bit for each element of the first, or a value for each block of
+        them (`Grid.packed`). "update": change the views in place, they go back when the next tile is asked for. "fill": set
+        every element; nothing is read. "read": changes are lost. `modes` has other modes for single arrays. Buffers come from
+        `pool` (of `make_pool`), for a pass that must not wait for others'; `ahead` marks reads that nothing waits for yet.
+        `admit(group, wait)` is asked before a group is begun; if it says no after waiting, the group is left out. New versions
+        become the present ones when the pass is done, or, with `on_end`, each group's before that is called. Exhaust the pass
+        or close it.
         """
         what = self._pass(groups, mode, modes)
         what = replace(what, pool=pool or what.pool, admit=admit, on_end=on_end)
@@ -331,10 +335,8 @@ class TensorStore(Closing):
     def read_ahead(
         self, groups: Sequence[Sequence[str]], mode: ModeName = "update", *, modes: Mapping[str, ModeName] | None = None
     ) -> Stream:
-        """Return a pass as `stream` has, and begin to read its first spans: then call `Stream.go_on`, or `Stream.drop`.
-
-        Until then nothing is changed, and buffers are held, up to three quarters of the pool.
-        """
+        """Return a pass as `stream` has, and begin to read its first spans: then call `Stream.go_on`, or `Stream.drop`. Until
+        then nothing is changed, and buffers are held, up to three quarters of the pool."""
         begun = self._stream(self._pass(groups, mode, modes))
         begun.read_ahead()
         return begun
@@ -365,11 +367,10 @@ class TensorStore(Closing):
         as many threads as the caller likes. After a failure, elements that were set stay so."""
         self._check_open()
         self._order.wait(names)
-        for name in names:
-            if not self.may_fill(name):
-                raise UsageError(
-                    f"array {name!r} is not in host memory, which `filling` needs: use `stream` or `write`"
-                )
+        if elsewhere := [name for name in names if not self.may_fill(name)]:
+            raise UsageError(
+                f"array {elsewhere[0]!r} is not in host memory, which `filling` needs: use `stream` or `write`"
+            )
         tiers = [cast(MemoryTier, self._tiers[name]) for name in names]
         with contextlib.ExitStack() as last_to_first:
             for tier, name in zip(tiers, names, strict=True):

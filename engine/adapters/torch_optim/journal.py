@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from zstore.engine.optim.state import OptimizerState
-from zstore.engine.report.losses import Loss, value_of
 from zstore.engine.report.placement import parts_of, placed_arrays
 from zstore.engine.report.records import Samples, Warnings, has_uncaught_error, start_record
 from zstore.engine.report.statistics import link_statistics
+from zstore.engine.report.step import Loss, value_of
 from zstore.io import LinkStatistics
 from zstore.journal import journals, read
 from zstore.journal.names import journal_file

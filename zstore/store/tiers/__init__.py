@@ -2,8 +2,7 @@
 
 from .base import ChunkSpan, LocalShard, Mode, PinnedShard, Tier, Tile
 from .device import DeviceTier
-from .disk import DiskTier
-from .drives import Drives
+from .disk import DiskTier, Drives
 from .host import HostTier
 from .memory import MemoryTier
 

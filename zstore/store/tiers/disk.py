@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -27,60 +27,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from ...errors import CorruptionError, UsageError
-from ...format.arrays import Bytes, numpy_dtype
+from ...errors import UsageError
+from ...format.arrays import Array, Bytes
 from ...format.partition import Grid
-from ...format.shardfile import ShardLayout, checksum, finish_slots, layout_of, slot_views, stored_crcs, verify_slots
+from ...format.shardfile import finish_slots, layout_of
 from ...io.queue import Priority, Ticket, wait_all
 from ...io.shards import IoResources, ShardSummary, make_shard_file
 from .base import ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
-from .drives import Drives
+from .diskfiles import DiskFile, DiskShard, checked_views, fill_file, read_elements, read_span, write_slots, write_span
 from .packs import Pack, is_packed, run_file_bytes
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(eq=False)
-class DiskFile:
-    """One file of the run folder, or a part of one. `crcs[i]` is the checksum of chunk i, None if it was never written."""
+@dataclass
+class Drives:
+    """Folders on the drives that shards are spread over: a new shard goes to the folder with the fewest bytes."""
 
-    path: Path
-    crcs: list[int | None]
-    base: int
-    """Offset of chunk 0."""
-    generation: int = 0
-    """Of a part of a pack: the number of its file."""
-    pins: int = 0
-    published: bool = False
-    version: int = field(default_factory=new_version)
-    origin: Path | None = None
-    """The checkpoint's file that it is a link of, if it was adopted."""
+    usual: tuple[Path, ...]
+    groups: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
+    """Other folders by the first part of an array's name."""
+    given_bytes: Counter[Path] = field(default_factory=Counter)
 
-
-@dataclass(eq=False)
-class DiskShard:
-    """A shard and its files. `target` is what a pass writes; `spare` waits for the next version."""
-
-    local: LocalShard
-    layout: ShardLayout
-    folder: Path
-    current: DiskFile
-    pack: Pack | None = None
-    """The file of its versions' parts; None: each has a file of its own."""
-    in_use: set[int] = field(default_factory=lambda: {0})
-    """Generations of a pack in which it has a version."""
-    target: DiskFile | None = None
-    spare: DiskFile | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while the file is linked."""
-    touched: bool = False
-    """Something was saved in the pass under way."""
-    broken: bool = False
-
-    def offset(self, file: DiskFile, chunk: int) -> int:
-        """Return where a chunk begins in a file of the shard."""
-        return file.base + chunk * self.layout.slot_bytes
+    def choose(self, name: str, nbytes: int) -> Path:
+        """Return the folder for `nbytes` of array `name`; the same for the same order of calls."""
+        folders = self.groups.get(name.split("/", 1)[0], self.usual)
+        chosen = min(folders, key=lambda folder: self.given_bytes[folder])
+        self.given_bytes[chosen] += nbytes
+        return chosen
 
 
 class DiskTier(Tier):
@@ -88,20 +63,22 @@ class DiskTier(Tier):
 
     name = "disk"
 
-    def __init__(self, drives: Drives, res: IoResources) -> None:
+    def __init__(self, drives: Drives, res: IoResources, *, reserves: bool = True) -> None:
         self._drives = drives
         self.resources = self._res = res
         self._request_bytes = res.request_bytes
         self._shards: dict[str, DiskShard] = {}
         self.packs_small = False
         """Whether small shards that are made from now on share files."""
+        self._reserves = reserves
+        """Whether a shard's file is made with the shard, and not by its first values."""
         self._packs: dict[tuple[Path, str], Pack] = {}
         """By folder and kind of arrays."""
         self._numbers = count()
         self._lock = threading.RLock()
 
     def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
-        """See `Tier.create`; reserves the file's space, so that a full disk is reported now."""
+        """See `Tier.create`; if the tier `reserves`, a full disk is reported now."""
         if memory is not None:
             raise UsageError(f"array {local.spec.name!r}: the disk tier cannot adopt memory")
         layout = layout_of(local.grid, local.shard, local.spec.dtype)
@@ -117,10 +94,16 @@ class DiskTier(Tier):
             shard = DiskShard(local, layout, folder, part, pack)
         else:
             path = self._new_path(folder, local.spec.name)
-            shard = DiskShard(local, layout, folder, DiskFile(path, crcs, layout.data_offset))
-            if layout.num_present:
-                make_shard_file(self._res, shard.current.path, layout)
+            shard = DiskShard(local, layout, folder, DiskFile(path, crcs, layout.data_offset, made=False))
+            if self._reserves:
+                self._make(shard, shard.current)
         self._shards[local.spec.name] = shard
+
+    def _make(self, shard: DiskShard, file: DiskFile) -> None:
+        """Make a file, unless it is there."""
+        if not file.made and shard.layout.num_present:
+            make_shard_file(self._res, file.path, shard.layout)
+        file.made = True
 
     def folders(self) -> dict[str, Path]:
         """Return the folder of each shard, by array."""
@@ -146,7 +129,7 @@ class DiskTier(Tier):
         with self._lock:
             shard = self._at_rest(name)
             for file in (shard.current, shard.spare):
-                if file is not None and shard.layout.num_present and shard.pack is None:
+                if file is not None and file.made and shard.layout.num_present and shard.pack is None:
                     path = self._new_path(shard.folder, local.spec.name)
                     self._res.files.rename(file.path, path)
                     file.path = path
@@ -187,6 +170,9 @@ class DiskTier(Tier):
 
     def begin(self, name: str, mode: Mode) -> None:
         """See `Tier.begin`."""
+        self._begin(name, mode, make=True)
+
+    def _begin(self, name: str, mode: Mode, *, make: bool) -> DiskShard:
         shard = self._shards[name]
         if shard.broken and mode is not Mode.FILL:
             raise UsageError(
@@ -197,25 +183,26 @@ class DiskTier(Tier):
                 raise being_changed(name)
             if mode is not Mode.READ:
                 frozen = shard.current.pins > 0 or shard.current.published
-                shard.target = self._next_file(shard) if frozen else shard.current
-                shard.touched = False
+                target = self._next_file(shard) if frozen else shard.current
+                if make:
+                    self._make(shard, target)
+                shard.target, shard.touched = target, False
                 if not frozen:
                     shard.current.version = new_version()
+        return shard
 
     def _next_file(self, shard: DiskShard) -> DiskFile:
-        """Return a file for the next version: the spare one under a new name, or a new one; of a pack a part that is free."""
+        """Return a file for the next version: the spare one under a new name, or one to be made; of a pack a free part."""
         if shard.pack is not None:
             free = next(number for number in count() if number not in shard.in_use)
             path = shard.pack.make(free)
             shard.in_use.add(free)
             return DiskFile(path, [None] * shard.layout.num_present, shard.current.base, free)
-        path = self._new_path(shard.folder, shard.local.spec.name)
-        if shard.spare is not None:
-            self._res.files.rename(shard.spare.path, path)
+        path, spare = self._new_path(shard.folder, shard.local.spec.name), shard.spare
+        if spare is not None:
+            self._res.files.rename(spare.path, path)
             shard.spare = None
-        else:
-            make_shard_file(self._res, path, shard.layout)
-        return DiskFile(path, [None] * shard.layout.num_present, shard.layout.data_offset)
+        return DiskFile(path, [None] * shard.layout.num_present, shard.layout.data_offset, made=spare is not None)
 
     def _new_path(self, folder: Path, name: str) -> Path:
         """Return a path that no file had before: a file of a removed shard of that name may still be pinned."""
@@ -243,19 +230,34 @@ class DiskTier(Tier):
         if all(file.crcs[chunk] is None for chunk in span.chunks):
             buffer[:] = 0
             return None
-        task = partial(_read_span, self._res, shard, file, span, buffer)
+        task = partial(read_span, self._res, shard, file, span, buffer)
         return self._res.queue.submit(task, priority, buffer.size, subject=name.partition("/")[0])
 
     def views(self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode) -> Iterator[View]:
         """See `Tier.views`."""
         shard = self._shards[name]
-        return _checked_views(self._res, shard, shard.current, span, buffer, mode)
+        return checked_views(self._res, shard, shard.current, span, buffer, mode)
 
     def save(self, name: str, span: ChunkSpan, buffer: Bytes) -> Ticket[None] | None:
         """See `Tier.save`."""
         shard = self._shards[name]
-        task = partial(_write_span, self._res, shard, self._touch(shard), span, buffer)
+        task = partial(write_span, self._res, shard, self._touch(shard), span, buffer)
         return self._res.queue.submit(task, Priority.WRITE_BACK, buffer.size, subject=name.partition("/")[0])
+
+    def replace(self, name: str, data: Array) -> None:
+        """Set all values of a shard that has a file of its own, from `data` itself: a pass without a consumer."""
+        shard, ok = self._begin(name, Mode.FILL, make=self._reserves), False
+        try:
+            fill_file(self._res, shard, self._touch(shard), data)
+            ok = True
+        finally:
+            self.end(name, ok)
+
+    def read(self, name: str, first: int, stop: int, out: Array) -> bool:
+        """Read local elements `[first, stop)` of a shard that has a file of its own into `out` itself. False if not all was
+        written, or what is there is not what was written: then a pass says how."""
+        shard = self._begin(name, Mode.READ, make=False)
+        return read_elements(self._res, shard, shard.current, first, stop, out)
 
     def _touch(self, shard: DiskShard) -> DiskFile:
         """Return the file that the pass under way writes."""
@@ -302,7 +304,8 @@ class DiskTier(Tier):
         if shard.pack is not None:
             shard.in_use.discard(file.generation)
             return
-        if self._shards.get(shard.local.spec.name) is shard and not (shard.spare or file.published) and file.crcs:
+        is_free = file.made and not file.published
+        if self._shards.get(shard.local.spec.name) is shard and is_free and shard.spare is None and file.crcs:
             shard.spare = file
         elif file.crcs:
             self._res.files.unlink(file.path)
@@ -315,6 +318,7 @@ class DiskTier(Tier):
         with self._lock:
             if shard.target is shard.current:
                 raise being_changed(name)
+            self._make(shard, shard.current)
             shard.current.pins += 1
             return DiskPin(self, shard, shard.current)
 
@@ -347,70 +351,6 @@ class DiskTier(Tier):
                 self._res.files.unlink(file.path)
         self._shards.clear()
         self._packs.clear()
-
-
-def _read_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
-    read_slots(res, file.path, shard.offset(file, span.first_chunk), buffer)
-
-
-def _checked_views(
-    res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes, mode: Mode
-) -> Iterator[View]:
-    """Yield each chunk, verified unless it is to be filled; seal it when the next is asked for unless it was only read."""
-    layout, local = shard.layout, shard.local
-    slots, stored = slot_views(buffer, layout), stored_crcs(buffer, layout)
-    payloads = slots[:, : layout.payload_bytes]
-    crcs: list[int] = stored.tolist()
-    known = file.crcs[span.first_chunk : span.first_chunk + span.num_chunks]
-    left = local.valid_numel - span.first_chunk * local.grid.chunk_numel
-    for number, (payload, view) in enumerate(zip(payloads, payloads.view(numpy_dtype(local.spec.dtype)), strict=True)):
-        if mode is not Mode.FILL:
-            if known[number] is None:
-                payload[:] = 0
-            elif res.verify and not crcs[number] == known[number] == checksum(payload):
-                raise _damage(shard, file, span.first_chunk + number, slots[number])
-        is_whole = left >= view.size
-        yield view if is_whole else view[:left]
-        if mode is not Mode.READ:
-            if not is_whole:
-                view[left:] = 0
-            crcs[number] = checksum(payload)
-        left -= view.size
-    if mode is not Mode.READ:
-        stored[:] = crcs
-
-
-def _damage(shard: DiskShard, file: DiskFile, chunk: int, slot: Bytes) -> CorruptionError:
-    """Return the error of a chunk that differs from the last write."""
-    name, where = shard.local.spec.name, str(file.origin or file.path)
-    try:
-        verify_slots(slot, shard.layout, chunk, path=where, array=name, base=file.base)
-    except CorruptionError as error:
-        return error
-    problem = "what was written last: the drive lost a write; load a checkpoint"
-    if file.origin is not None:
-        problem = "the one that the manifest names: the file was replaced; load another checkpoint"
-    return CorruptionError(
-        f"array {name!r}: chunk {chunk} of {where} (offset {shard.offset(file, chunk)}) is whole, but not {problem}"
-    )
-
-
-def _write_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
-    crcs = finish_slots(buffer, shard.layout)
-    write_slots(res, file.path, shard.offset(file, span.first_chunk), buffer)
-    file.crcs[span.first_chunk : span.first_chunk + span.num_chunks] = crcs
-
-
-def read_slots(res: IoResources, path: str | Path, offset: int, slots: Bytes) -> None:
-    """Fill `slots` from the file's `offset` on."""
-    with res.files.opened(path) as opened:
-        res.files.read_into(opened, slots, offset)
-
-
-def write_slots(res: IoResources, path: str | Path, offset: int, slots: Bytes) -> None:
-    """Write `slots` from the file's `offset` on."""
-    with res.files.opened(path, write=True) as opened:
-        res.files.write_from(opened, slots, offset)
 
 
 class DiskPin:
@@ -478,8 +418,8 @@ class DiskPin:
             buffer = res.pool.acquire(span.num_chunks * layout.slot_bytes)
 
             def copy(span: ChunkSpan = span, data: Bytes = buffer.bytes) -> list[int]:
-                _read_span(res, shard, file, span, data)
-                for _ in _checked_views(res, shard, file, span, data, Mode.UPDATE):
+                read_span(res, shard, file, span, data)
+                for _ in checked_views(res, shard, file, span, data, Mode.UPDATE):
                     """Data that was read is verified and sealed."""
                 crcs = finish_slots(data, layout)
                 write_slots(res, path, layout.slot_offset(span.first_chunk), data)

@@ -10,7 +10,8 @@ from ...format.shardfile import finish_slots
 from ...io.queue import Priority, Ticket
 from ...io.shards import IoResources
 from .base import Piece
-from .disk import DiskFile, DiskShard, DiskTier, read_slots, write_slots
+from .disk import DiskTier
+from .diskfiles import DiskFile, DiskShard, read_slots, write_slots
 from .packs import Run, runs_of
 
 _Part = tuple[DiskShard, DiskFile, Piece]
