@@ -30,9 +30,10 @@ from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.optim.optimizer import optimizer_from_config
 from zstore.engine.optim.rules import TILES, kernels_for
 from zstore.engine.params.record import named_parameters
-from zstore.engine.plan.needs import find_needs, placement_settings, shapes_of_model, units_of_model
+from zstore.engine.plan.needs import find_needs, placement_settings
 from zstore.engine.plan.placement import make_plan
 from zstore.engine.plan.plan import Plan
+from zstore.engine.plan.run import shapes_of_model, units_of_model
 from zstore.journal.reader import read_file
 from zstore.testing.ranks import run_ranks
 from zstore.tools.inspect import inspect_command

@@ -17,6 +17,7 @@ from zstore.errors import ConfigError, UsageError
 from zstore.io import Files
 from zstore.ranks.world import World
 
+from . import extras  # noqa: F401 - registers its parts
 from .build.init import around_block, leave_to_engine
 from .build.model import require_shapes, take_uncompiled
 from .checkpoint.snapshots import require_shared_folder

@@ -30,7 +30,8 @@ from .optim.state import OptimizerState
 from .optim.stepper import Stepper
 from .optim.update import StepSettings, Update, in_order, read_ahead
 from .optim.updater import StepMode, Updater
-from .params.record import ParameterRecord, Residency, Sharding
+from .params.record import ParameterRecord, Residency
+from .params.sharding import Sharding
 from .plan.plan import Plan
 from .zero.collectives import all_gather_rows
 from .zero.gradients import Gradients

@@ -38,7 +38,8 @@ from .optim.rules import CLIENT, Rule, kernels_for, rule_of
 from .optim.state import OptimizerState
 from .optim.updater import StepMode, Updater
 from .params.gradient_types import GradientTypes
-from .params.record import Sharding, named_parameters
+from .params.record import named_parameters
+from .params.sharding import Sharding
 from .params.tensors import PRECISIONS
 from .params.units import Unit, find_units
 from .plan.needs import spill_pool_bytes
@@ -104,7 +105,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             is_sharded=sharding.optimizer_state,
             splits=config.own.split_master,
             keeps_whole=rule.keeps_whole,
-            types=GradientTypes.of(config, world.world_size),
+            types=GradientTypes.of(config, world.world_size, PRECISIONS),
         )
         state.moments = config.moments
         layout = Layout(config, sharding, built, plan)
@@ -275,7 +276,7 @@ def _gradients(
         bucket_numel=config.reduce_bucket_numel,
         scatter=config.zero.reduce_scatter or sharding.parameters,
         overlap=config.zero.overlap_comm or sharding.parameters,
-        types=GradientTypes.of(config, world.world_size),
+        types=GradientTypes.of(config, world.world_size, PRECISIONS),
         # Those of the disk go by way of host memory: sums of squares have the same bits then, wherever gradients wait.
         to_host=frozenset(state.gradients_on_host.union(state.spilled)),
         spills=agree_any(world, [bool(state.spilled)])[0],

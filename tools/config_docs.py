@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from zstore.engine.config.keys import Section, Status, about, known_keys, section_of, type_of
+from zstore.engine.config.keys import Section, Status, about, description, known_keys, section_of, type_of
 from zstore.engine.config.schema import Settings
 from zstore.engine.config.values import expected, show
 
@@ -41,7 +41,7 @@ def _row(name: str, field: FieldInfo, section: type[Section], prefix: str) -> st
         return f"| `{name}` | [an object](#{_anchor(path)}) | | | {_cell(inner.__doc__ or '')} |"
     status, why = about(field)
     also = [f"`{spelling}`" for spelling, target in section.renames.items() if target == name]
-    text = (field.description or "") + (f" Also written {', '.join(also)}." if also else "")
+    text = description(section, name) + (f" Also written {', '.join(also)}." if also else "")
     text += f" {status.value.capitalize()}: {why}." if status is not Status.BUILT else ""
     return (
         f"| `{name}` | {_cell(expected(type_of(field)))} | {_cell(_default(field))} | {status.value} | {_cell(text)} |"

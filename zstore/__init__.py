@@ -52,7 +52,7 @@ _HOMES = {
     "from_pretrained": "zstore.engine",
     "gather": "zstore.engine",
     "init_distributed": "zstore.engine",
-    "initialize": "zstore.engine",
+    "initialize": "zstore.engine.initialize",
     "load_state_dict": "zstore.open.checkpoint",
     "open_checkpoint": "zstore.open.checkpoint",
     "open_store": "zstore.open.opening",

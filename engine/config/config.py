@@ -26,6 +26,9 @@ from .sections import Fp16Section
 from .values import show
 from .zero import OffloadOptimizerSection, OffloadParamSection, ZeroSection
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Precision -> name of its data type."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:

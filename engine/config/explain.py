@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .keys import Section, Status, about, stages_of
+from .keys import Section, Status, about, description, stages_of
 from .notices import Notice, Problem
 from .parse import parse
 from .schema import Settings
@@ -90,7 +90,7 @@ class _Explained:
             stage is not None and stages_of(field) and stage not in stages_of(field)
         ):
             return Status.NO_EFFECT.value, _ANYWAY
-        return Status.BUILT.value, field.description or ""
+        return Status.BUILT.value, description(section, name)
 
     def _switch_that_is_off(self, section: type[Section], raw: Mapping[str, Any], prefix: str) -> str | None:
         """Return `KEY: VALUE` of the switch if it is off, None if the section is on or has no switch."""

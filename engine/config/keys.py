@@ -1,7 +1,11 @@
 """The status of a config key, and the base of all sections of the schema."""
 
+import ast
+import inspect
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from functools import cache
+from itertools import pairwise
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Union, get_args
 
@@ -78,7 +82,7 @@ def answer_type(field: FieldInfo) -> Any:
 class Section(BaseModel):
     """An object of the config. Frozen; unknown keys are errors; null is the same as leaving the key out."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False, defer_build=True)
 
     renames: ClassVar[Mapping[str, str]] = {}
     """Other spellings of keys."""
@@ -128,6 +132,24 @@ def section_of(field: FieldInfo) -> type[Section] | None:
     """Return the section that a field holds, None if it holds a value."""
     kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def description(section: type[Section], name: str) -> str:
+    """Return the docstring of a key, read from the source when it is asked for: pydantic would read it at each start."""
+    return next((found[name] for kind in section.__mro__ if name in (found := _docstrings(kind))), "")
+
+
+@cache
+def _docstrings(kind: type) -> dict[str, str]:
+    """Return the docstrings of the fields that a section has beside those of its base."""
+    if not issubclass(kind, Section):
+        return {}
+    found = {}
+    for pair in pairwise(ast.parse(inspect.getsource(kind)).body[0].body):  # type: ignore[attr-defined]
+        match pair:
+            case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text)))):
+                found[name] = inspect.cleandoc(text)
+    return found
 
 
 def known_keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

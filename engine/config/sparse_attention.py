@@ -1,14 +1,16 @@
 """The section `sparse_attention`."""
 
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import model_validator
 
-from zstore.attention.patterns import Pattern, pattern_of
 from zstore.errors import ConfigError
 
 from .keys import Section, built
 from .values import Bool, Count, OneOf, Positive, Words
+
+if TYPE_CHECKING:
+    from zstore.attention.patterns import Pattern
 
 _Blocks = Annotated[list[Count], Words("a list of whole numbers")]
 _Sizes = Annotated[list[Positive], Words("a list of whole numbers of at least 1")]
@@ -49,8 +51,10 @@ class SparseAttentionSection(Section):
     global_block_end_indices: _Blocks | None = built(None)
     """Ends of ranges of global blocks, which begin at `global_block_indices`. Unset: each range is one block."""
 
-    def pattern(self) -> Pattern:
+    def pattern(self) -> "Pattern":
         """Return the pattern that the section describes."""
+        from zstore.attention.patterns import pattern_of  # loads torch
+
         given = {name: value for name, value in self.model_dump(exclude={"mode"}).items() if value is not None}
         return pattern_of(self.mode, **given)
 

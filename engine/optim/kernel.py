@@ -17,6 +17,7 @@ import torch
 
 from zstore.errors import UsageError
 
+from ..plan.plan import ADAM_SLOTS, EMA
 from .classes.lion import Lion
 
 Scalars = dict[str, float]
@@ -107,7 +108,7 @@ class FusedAdam:
     """Adam, or AdamW if weight decay is `decoupled`, by torch's fused kernel; without `corrects`, moments are used without
     bias correction."""
 
-    slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    slots: tuple[str, ...] = ADAM_SLOTS
 
     def __init__(
         self, decoupled: bool, *, amsgrad: bool = False, maximize: bool = False, corrects: bool = True
@@ -167,8 +168,6 @@ class _FusedAdamStep:
         return {"step": self.step}
 
 
-EMA = "ema"
-"""Slot of the average over the steps of a parameter's master."""
 AVERAGED = "averaged"
 """Scalar that counts the steps in it."""
 

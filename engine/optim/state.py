@@ -22,8 +22,8 @@ from zstore.tensors import as_torch
 from ..device import Room, Transfers, one_thread
 from ..params.gradient_types import GradientTypes
 from ..params.record import ParameterRecord
-from ..plan.plan import Placement
-from .kernel import AVERAGED, EMA, Kernel, Scalars, SlotArray
+from ..plan.plan import EMA, Placement
+from .kernel import AVERAGED, Kernel, Scalars, SlotArray
 from .moments import MomentTiles, slots_at_rest
 from .split_master import join_master, split_master
 from .tensor_kernel import TensorKernel
@@ -55,7 +55,7 @@ class OptimizerState:
         is_sharded: bool = False,
         splits: bool = False,
         keeps_whole: bool = False,
-        types: GradientTypes | None = None,
+        types: GradientTypes[torch.dtype] | None = None,
     ) -> None:
         self.store = store
         self.transfers = transfers
@@ -68,7 +68,7 @@ class OptimizerState:
         """The types of stored moments; set before `add`."""
         self.owns_fp32 = False
         """Whether fp32 parameters are their own masters wherever their slots are; set before `add`."""
-        self._types = types or GradientTypes()
+        self._types = types or GradientTypes(summed=torch.float32)
         self.kernels = kernels
         self.records: list[ParameterRecord] = []
         """All parameters, in order."""

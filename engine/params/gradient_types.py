@@ -21,55 +21,63 @@ number is small, uses the exchange of rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ..config.config import Config
-from .tensors import PRECISIONS
+
+if TYPE_CHECKING:
+    import torch
+
+D = TypeVar("D")
+"""A data type: torch's, or for a plan its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientTypes:
+class GradientTypes(Generic[D]):
     """The gradient types of a run. See [Note: types of gradients]."""
 
-    accumulation: torch.dtype | None = None
+    summed: D
+    """Type in which gradients of several micro-batches are held by default: fp32."""
+    accumulation: D | None = None
     """Type in which gradients are held whatever the number of micro-batches; None: the default."""
-    reduction: torch.dtype | None = None
+    reduction: D | None = None
     """Type in which they are reduced; None: the parameter's. With one rank always None."""
     accumulates: bool = False
     """Whether a step is planned to have more than one micro-batch."""
 
     @staticmethod
-    def of(config: Config, world_size: int) -> GradientTypes:
-        """Return the gradient types of a resolved config."""
+    def of(config: Config, world_size: int, types: Mapping[str, D]) -> GradientTypes[D]:
+        """Return the gradient types of a resolved config, by the data type of each precision."""
         accumulation, reduction = config.settings.data_types.grad_accum_dtype, config.settings.communication_data_type
         return GradientTypes(
-            accumulation=None if accumulation is None else PRECISIONS[accumulation],
-            reduction=None if reduction is None or world_size == 1 else PRECISIONS[reduction],
+            summed=types["fp32"],
+            accumulation=None if accumulation is None else types[accumulation],
+            reduction=None if reduction is None or world_size == 1 else types[reduction],
             accumulates=config.batch.accumulation_steps > 1,
         )
 
-    def reduced(self, dtype: torch.dtype) -> torch.dtype:
+    def reduced(self, dtype: D) -> D:
         """Return the type in which gradients of parameters of `dtype` are sent between ranks."""
         return self.reduction or dtype
 
-    def held(self, dtype: torch.dtype, *, several: bool) -> torch.dtype:
+    def held(self, dtype: D, *, several: bool) -> D:
         """Return the type of the sum of one micro-batch's, or `several` micro-batches' gradients of parameters of
         `dtype`."""
         if self.accumulation is not None:
             return self.accumulation
-        return torch.float32 if several else self.reduced(dtype)
+        return self.summed if several else self.reduced(dtype)
 
-    def planned(self, dtype: torch.dtype) -> torch.dtype:
+    def planned(self, dtype: D) -> D:
         """Return the type in which gradients of parameters of `dtype` wait for the update, as planned."""
         return self.held(dtype, several=self.accumulates)
 
 
-def sums_in_place(dtype: torch.dtype, world_size: int, *, native: bool) -> bool:
+def sums_in_place(dtype: str, world_size: int, *, native: bool) -> bool:
     """Return whether gradients that are sent in `dtype` and that every rank gets whole are summed in place; `native`: the
     backend has its own reductions of a bucket. See [Note: the mean of two]."""
-    return world_size == 2 and not native and dtype in (torch.float32, torch.bfloat16)
+    return world_size == 2 and not native and dtype in ("float32", "bfloat16")
 
 
 def add_in(held: torch.Tensor, part: torch.Tensor, dtype: torch.dtype) -> None:

@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from zstore.tensors import torch_dtype
+
+from ..config.config import DTYPES
+
+PRECISIONS = {name: torch_dtype(dtype) for name, dtype in DTYPES.items()}
 """Name of a precision in a config -> torch data type."""
 
 

@@ -6,21 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-from torch import nn
-
-from zstore.format import ArraySpec, Grid, make_grid, model_array, round_up
+from zstore.format import ArraySpec, Grid, make_grid, model_array, numpy_dtype, round_up
 from zstore.io import PAGE_BYTES
 from zstore.store import StoreOptions
-from zstore.tensors import dtype_name
 
-from ..config.config import Config
+from ..config.config import DTYPES, Config
 from ..params.gradient_types import GradientTypes
-from ..params.quantized import is_matrix
-from ..params.record import Sharding, named_parameters
-from ..params.tensors import PRECISIONS
-from ..params.units import called_parameters, unit_parameters
+from ..params.sharding import Sharding
 from .plan import DriveRates, Need, PlacementSettings, Slots, slots_at
+from .quantized import is_matrix
 from .schedule import PrefetchLimits, count_fetches
 
 
@@ -54,27 +48,6 @@ class _Persistence:
         return fits
 
 
-def shapes_of_model(model: nn.Module, precision: str) -> list[ParameterShape]:
-    """Return the parameters of `model`, each once, in order; a model on the meta device will do."""
-    called = called_parameters(model)
-    return [
-        ParameterShape(
-            name=name,
-            shape=tuple(parameter.shape),
-            dtype=dtype_name(PRECISIONS[precision] if parameter.is_floating_point() else parameter.dtype),
-            is_called=parameter in called,
-        )
-        for name, _, parameter in named_parameters(model)
-    ]
-
-
-def units_of_model(model: nn.Module, live_numel: int | None = None) -> list[list[str]]:
-    """Return the names of the parameters that each unit of `model` gathers, units in module order; a block of more than
-    `live_numel` elements is several."""
-    names = {parameter: name for name, _, parameter in named_parameters(model)}
-    return [[names[p] for p in parameters] for _, _, parameters in unit_parameters(model, live_numel)]
-
-
 def find_needs(
     shapes: Sequence[ParameterShape],
     slots: Mapping[str, Slots],
@@ -89,7 +62,7 @@ def find_needs(
     parameters that each unit gathers, in the order in which units run. `local_world_size` ranks share a machine; None: all."""
     sharding = Sharding.of_stage(config.stage, world_size, copy_size=config.copy_size)
     rests_apart = sharding.parameters or config.offload_param.device != "none"
-    types = GradientTypes.of(config, world_size)
+    types = GradientTypes.of(config, world_size, DTYPES)
     persistence = _Persistence(config.persistence_threshold_numel, config.zero.stage3_model_persistence_threshold)
     needs: list[Need] = []
     for one in shapes:
@@ -106,7 +79,7 @@ def find_needs(
                 grid=sharding.state_grid(spec.stored_shape),
                 shard=sharding.state_shard(rank),
                 dtype=one.dtype,
-                gradient_dtype=dtype_name(types.planned(getattr(torch, one.dtype))),
+                gradient_dtype=types.planned(one.dtype),
                 slots=slots_at(slots[one.name], world_size) if one.name in slots else None,
                 stays_gathered=stays_gathered,
                 secondary_numel=secondary_numel,
@@ -210,7 +183,9 @@ def _store_options(config: Config, budget_bytes: int | None) -> StoreOptions:
 def parameter_pool_bytes(config: Config, options: StoreOptions) -> int:
     """Return the bytes of the buffers through which parameters pass: none is larger than one request to the disk."""
     section = config.zero.offload_param
-    return section.buffer_count * min(section.buffer_size * PRECISIONS[config.precision].itemsize, options.span_bytes)
+    return section.buffer_count * min(
+        section.buffer_size * numpy_dtype(DTYPES[config.precision]).itemsize, options.span_bytes
+    )
 
 
 SPILL_POOL_BYTES = 16 * 1024 * 1024

@@ -99,6 +99,12 @@ Field = Literal["parameter", "gradient", "state"]
 FP32 = "float32"
 
 
+ADAM_SLOTS = ("exp_avg", "exp_avg_sq")
+"""Slots of Adam and AdamW, without amsgrad."""
+EMA = "ema"
+"""Slot of the average over the steps of a parameter's master."""
+
+
 @dataclass(frozen=True)
 class TensorSlot:
     """An fp32 array that is kept of a parameter which is updated whole."""

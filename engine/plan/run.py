@@ -16,9 +16,12 @@ from zstore.io import HostMemory, read_host_memory
 from zstore.ranks.world import World
 from zstore.sizes import format_bytes
 from zstore.store import Drives
+from zstore.tensors import dtype_name
 
-from ..config.config import Config
-from .needs import find_needs, placement_settings, shapes_of_model, units_of_model
+from ..config.config import DTYPES, Config
+from ..params.record import named_parameters
+from ..params.units import called_parameters, unit_parameters
+from .needs import ParameterShape, find_needs, placement_settings
 from .placement import make_plan
 from .plan import Plan, Slots
 from .report import check_device, check_host, describe
@@ -44,6 +47,27 @@ def budget_of_rank(config: Config, world: World, memory: HostMemory | None = Non
             )
         budget = available * _AUTO_PERCENT // 100
     return None if budget is None else budget // world.local_world_size
+
+
+def shapes_of_model(model: nn.Module, precision: str) -> list[ParameterShape]:
+    """Return the parameters of `model`, each once, in order; a model on the meta device will do."""
+    called = called_parameters(model)
+    return [
+        ParameterShape(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=DTYPES[precision] if parameter.is_floating_point() else dtype_name(parameter.dtype),
+            is_called=parameter in called,
+        )
+        for name, _, parameter in named_parameters(model)
+    ]
+
+
+def units_of_model(model: nn.Module, live_numel: int | None = None) -> list[list[str]]:
+    """Return the names of the parameters that each unit of `model` gathers, units in module order; a block of more than
+    `live_numel` elements is several."""
+    names = {parameter: name for name, _, parameter in named_parameters(model)}
+    return [[names[p] for p in parameters] for _, _, parameters in unit_parameters(model, live_numel)]
 
 
 def plan_run(

@@ -21,15 +21,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import torch
-
 from zstore.format import numpy_dtype
 
-from ..config.config import Config
+from ..config.config import DTYPES, Config
 from ..params.gradient_types import GradientTypes, sums_in_place
-from ..params.quantized import WEIGHT_BITS, encoded_bytes, is_matrix
-from ..params.record import Sharding
+from ..params.sharding import Sharding
 from .plan import Need, Plan, Sent
+from .quantized import WEIGHT_BITS, encoded_bytes, is_matrix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +97,12 @@ def planned_sent(
         group=group or (sharding.copy_size if sharding.num_copies > 1 and sharding.optimizer_state else near_size),
     )
     everywhere = not (sharding.optimizer_state and (config.zero.reduce_scatter or sharding.parameters))
-    types, sent = GradientTypes.of(config, world_size), {"gradients": Sent(), "parameters": Sent()}
+    types, sent = GradientTypes.of(config, world_size, DTYPES), {"gradients": Sent(), "parameters": Sent()}
     micro_batches = 1 if config.frozen else config.batch.accumulation_steps
     for need in needs:
         if need.slots is not None and not config.frozen:
-            travelling = types.reduced(getattr(torch, need.dtype))
-            reduced = travelling.itemsize
+            travelling = types.reduced(need.dtype)
+            reduced = numpy_dtype(travelling).itemsize
             in_place = everywhere and need.whole_gradient and sums_in_place(travelling, world_size, native=native)
             if config.zero.zero_quantized_gradients and sharding.gradients and _is_quantized(need):
                 row_bytes = encoded_bytes(need.reduced_numel // world_size, config.own.quantized_gradient_bits)
@@ -148,4 +146,4 @@ def _gathers(need: Need, config: Config, sharding: Sharding, ranks: _Ranks, micr
 
 
 def _is_quantized(need: Need) -> bool:
-    return getattr(torch, need.dtype).is_floating_point and is_matrix(need.grid)
+    return "float" in need.dtype and is_matrix(need.grid)

@@ -27,6 +27,7 @@ import torch
 from zstore.format import ALIGN_NUMEL, Grid
 from zstore.ranks.work import Kind
 from zstore.ranks.world import World
+from zstore.tensors import dtype_name
 
 from ..params.gradient_types import sums_in_place
 from ..params.record import ParameterRecord
@@ -348,7 +349,9 @@ def reduce_whole(
     overlapped = 0
     if scatter is None:
         native = world.backend != "gloo"
-        in_place = [record for record in records if sums_in_place(dtype_of(record), world.world_size, native=native)]
+        in_place = [
+            record for record in records if sums_in_place(dtype_name(dtype_of(record)), world.world_size, native=native)
+        ]
         records = [record for record in records if record not in set(in_place)]
         gradients = [(gradient(record), dtype_of(record)) for record in in_place if record.numel]
         overlapped += _mean_in_place(world, gradients, limit, overlap=overlap)

@@ -19,7 +19,8 @@ from zstore.ranks.work import Kind, Work
 from zstore.ranks.world import World
 
 from ..config.config import Config
-from ..params.record import ParameterRecord, Sharding
+from ..params.record import ParameterRecord
+from ..params.sharding import Sharding
 from .collectives import Bucket, Reduce, Reducing, Reduction, TypeOf
 
 Rows = Callable[[ParameterRecord], torch.Tensor]

@@ -42,7 +42,7 @@ class GradientRules:
     that another one waits for."""
     overlap: bool = True
     """Go on while a reduction is under way."""
-    types: GradientTypes = field(default_factory=GradientTypes)
+    types: GradientTypes[torch.dtype] = field(default_factory=lambda: GradientTypes(summed=torch.float32))
     to_host: frozenset[ParameterRecord] = frozenset()
     """Parameters whose rows wait in host memory, wherever the device is."""
     spills: bool = False

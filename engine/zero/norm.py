@@ -24,7 +24,8 @@ import torch
 from zstore.ranks.world import World
 
 from ..device import Room, one_thread, side_by_side, threads_for
-from ..params.record import ParameterRecord, Sharding
+from ..params.record import ParameterRecord
+from ..params.sharding import Sharding
 from .gradients import Gradients
 
 ROW_NUMEL = 4096

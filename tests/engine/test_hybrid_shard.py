@@ -24,7 +24,8 @@ from zstore.engine.access.safe_access import safe_get_full_fp32_param
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.extras.zeropp.copies import CopiesReduction
-from zstore.engine.params.record import Sharding, make_record
+from zstore.engine.params.record import make_record
+from zstore.engine.params.sharding import Sharding
 from zstore.engine.zero.collectives import pack, plan_buckets, put_rows
 from zstore.errors import ConfigError
 from zstore.ranks.groups import make_groups

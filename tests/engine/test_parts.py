@@ -23,7 +23,8 @@ from zstore.engine.checkpoint.record import plain, restored
 from zstore.engine.checkpoint.rng import derive_rng_state, load_rng_state, rng_state
 from zstore.engine.config.resolve import BatchSizes
 from zstore.engine.data.loader import TrainingLoader
-from zstore.engine.params.record import ParameterRecord, Sharding, make_record, named_parameters
+from zstore.engine.params.record import ParameterRecord, make_record, named_parameters
+from zstore.engine.params.sharding import Sharding
 from zstore.engine.params.units import find_units
 from zstore.engine.zero import norm
 from zstore.engine.zero.collectives import bucket_limit, mean_of_rows, pack, plan_buckets, unpack

@@ -17,9 +17,11 @@ from tests.engine.bits import digest
 from zstore.engine.access.safe_access import safe_get_full_fp32_param, safe_get_full_grad
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
+from zstore.engine.extras.zeropp.block_code import BlockCode
 from zstore.engine.extras.zeropp.quantized_gradients import ErrorFeedback
-from zstore.engine.params.quantized import BLOCK_NUMEL, BlockCode, encoded_bytes
-from zstore.engine.params.record import Sharding, make_record
+from zstore.engine.params.record import make_record
+from zstore.engine.params.sharding import Sharding
+from zstore.engine.plan.quantized import BLOCK_NUMEL, encoded_bytes
 from zstore.engine.zero.collectives import plan_buckets
 from zstore.errors import ConfigError
 from zstore.testing.ranks import run_ranks

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from zstore.engine.device import Streams, Transfers
-from zstore.engine.params.record import ParameterRecord, Sharding, make_record
+from zstore.engine.params.record import ParameterRecord, make_record
+from zstore.engine.params.sharding import Sharding
 from zstore.engine.params.units import Unit
 from zstore.engine.zero import spill as spill_module
 from zstore.engine.zero.exchanges import Exchanges

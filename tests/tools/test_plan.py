@@ -18,6 +18,7 @@ from tests.engine.plan.budgets import kept_by_autograd
 from tests.tools.commands import run
 from zstore.engine.config.config import load_config
 from zstore.engine.plan.rates import MatmulRates, measure_rates
+from zstore.engine.plan.run import shapes_of_model, units_of_model
 from zstore.errors import ConfigError, UsageError
 from zstore.sizes import format_bytes
 from zstore.testing.ranks import run_ranks
@@ -37,7 +38,7 @@ from zstore.tools.plan.machine import (
 )
 from zstore.tools.plan.model import shape_of_model, shape_of_numbers
 from zstore.tools.plan.options import PlanOptions
-from zstore.tools.plan.slots import slots_of
+from zstore.tools.plan.slots import slots_of, slots_of_module
 from zstore.tools.sample.models import SHIPPED, Gpt, GptConfig, build_model, loss_of
 
 GB = 10**9
@@ -198,8 +199,8 @@ def test_on_a_cpu_the_device_is_the_host() -> None:
 # -- estimates ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_from_numbers_loads_no_compiler() -> None:
-    code = "import sys; from zstore.tools.plan.model import shape_of_numbers; shape_of_numbers(10**9, 1024, 24, 32000, 'bf16')"
+def test_a_model_from_numbers_loads_no_compiler() -> None:
+    code = "import sys; from zstore.tools.plan.model import shape_of_numbers as of; of(10**9, 1024, 24, 32000, 'bf16').module"
     done = subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch._dynamo' in sys.modules)"], check=False)
     assert done.returncode == 0
 
@@ -284,6 +285,7 @@ def test_four_numbers_that_are_a_gpts_give_its_shapes() -> None:
     assert ours.pop("lm_head.weight") == theirs["wte.weight"]
     del theirs["wpe.weight"]
     assert ours == theirs
+    assert (model.shapes, model.units) == (shapes_of_model(model.module, "bf16"), units_of_model(model.module))
 
 
 def test_four_numbers_that_contradict_are_refused() -> None:
@@ -442,6 +444,7 @@ assert "torch._dynamo" not in sys.modules
     optimizer.step()
     shape = shape_of_model("gpt-tiny", "fp32", SEQ)
     assert {one.name: one.shape for one in shape.shapes} == {n: tuple(p.shape) for n, p in plain.named_parameters()}
-    planned = slots_of(shape.module, None)
+    planned = slots_of(shape, None)
     held = {n: set(optimizer.state[p]) - {"step"} for n, p in plain.named_parameters()}
     assert {name: set(slots) for name, slots in planned.items()} == held
+    assert planned == slots_of_module(shape.module, None)

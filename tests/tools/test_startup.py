@@ -63,6 +63,18 @@ def test_a_report_is_made_without_the_packages_of_the_service(saved: Path, tmp_p
     assert "zstore.serve.report.report" in modules
 
 
+@pytest.mark.parametrize(
+    "more", [[], ["--json"], ["--precision", "fp16", "--machines", "2", "--moments", "int8"], ["--config"]]
+)
+def test_a_plan_from_numbers_loads_no_torch(more: list[str], tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"train_batch_size": 8, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"}}')
+    words = ["--params", "1e9", "--hidden", "1024", "--layers", "24", "--gpus", "2", "--gpu-memory", "24GB"]
+    modules = loaded("plan", *words, *more, *([str(config)] if more == ["--config"] else []))
+    assert "zstore.engine.plan.placement" in modules
+    assert "torch" not in modules
+
+
 def test_help_loads_no_arrays() -> None:
     modules = loaded("--help")
     assert modules & {"numpy", "pydantic", "zstore.checkpoint", "zstore.format.arrays", "torch"} == set()

@@ -242,7 +242,7 @@ def plan_of(job: PlannedJob, config: dict[str, Any]) -> Plan:
         budget = machine.memory_bytes * _BUDGET_PERCENT // 100
     share = budget // machine.num_ranks if isinstance(budget, int) else None
     settings = placement_settings(resolved, budget_bytes=share, device_is_host=machine.device_is_host)
-    slots, units = slots_of(job.model.module, resolved.optimizer, resolved.own.ema), job.model.units
+    slots, units = slots_of(job.model, resolved.optimizer, resolved.own.ema), job.model.units
     ranks, native = machine.world_size, not machine.device_is_host
     needs = find_needs(
         job.model.shapes,

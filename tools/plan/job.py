@@ -6,15 +6,14 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from zstore.checkpoint import Moments
-from zstore.engine.config.config import Config, load_config, read_config
+from zstore.engine.config.config import DTYPES, Config, load_config, read_config
 from zstore.engine.config.resolve import ResolveContext, stand_ins
-from zstore.engine.params.tensors import PRECISIONS
 from zstore.engine.plan.plan import OffloadTier
-from zstore.engine.plan.rates import MatmulRates, warn_of_slow
 from zstore.errors import UsageError
+from zstore.format import numpy_dtype
 
 from .machine import (
     PlannedMachine,
@@ -26,10 +25,14 @@ from .machine import (
     measured_rates,
     own_gpus,
     own_rates,
+    slow_note,
 )
 from .model import DEFAULT_VOCAB, ModelShape, shape_of_model, shape_of_numbers
 from .options import PlanOptions
 from .slots import ADAM
+
+if TYPE_CHECKING:
+    from zstore.engine.plan.rates import MatmulRates
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 GroupKey = Literal["mics_shard_size", "zero_hpz_partition_size"]
@@ -67,7 +70,7 @@ class PlannedJob:
     @property
     def itemsize(self) -> int:
         """Bytes of a parameter."""
-        return PRECISIONS[self.precision].itemsize
+        return numpy_dtype(DTYPES[self.precision]).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,8 @@ class Choice:
 def make_job(options: PlanOptions) -> PlannedJob:
     """Return the job to plan. Raises ConfigError for a model that cannot be, UsageError for a device of unknown
     size."""
-    found, found_bytes = own_gpus()
+    here = options.gpus is None or options.gpu_memory is None
+    found, found_bytes = own_gpus() if here else (0, None)
     gpus = found if options.gpus is None else options.gpus
     own = own_rates(gpus, is_this_machine=options.gpu_memory is None or options.measure is not None)
     given = (
@@ -185,8 +189,7 @@ def read_given(path: Path, options: PlanOptions, rates: MatmulRates | None, *, w
         )
     )
     is_auto = "auto" in (loaded.settings.bf16.enabled, loaded.settings.fp16.enabled)
-    note = None if rates is None else warn_of_slow(loaded, rates)
-    precision = PrecisionChoice(name=resolved.precision, is_auto=is_auto, note=note)
+    precision = PrecisionChoice(name=resolved.precision, is_auto=is_auto, note=slow_note(loaded, rates))
     return Given(raw=raw, answers=answers, resolved=resolved, precision=precision)
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from zstore.engine.config.config import load_config
+from zstore.engine.config.config import Config, load_config
 from zstore.engine.config.resolve import ResolveContext
-from zstore.engine.plan.rates import MatmulRates, measure_rates, tell_choice, warn_of_slow
 from zstore.errors import ConfigError
 from zstore.io import read_host_memory
 
 from ..drive import RATE_BYTES, measure_drive, probe_folder
+
+if TYPE_CHECKING:
+    from zstore.engine.plan.rates import MatmulRates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,8 @@ def host_memory_bytes() -> int:
 
 def own_gpus() -> tuple[int, int | None]:
     """Return how many CUDA devices there are, and the bytes of the smallest (None: there is none)."""
+    import torch
+
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return count, min((torch.cuda.get_device_properties(i).total_memory for i in range(count)), default=None)
 
@@ -86,11 +89,15 @@ class PrecisionChoice:
 
 def own_rates(gpus: int, *, is_this_machine: bool) -> MatmulRates | None:
     """Return the rates of the devices that are planned for; None if those are not in this machine."""
+    if gpus and not is_this_machine:
+        return None
+    import torch
+
+    from zstore.engine.plan.rates import measure_rates
+
     if gpus == 0:
         return measure_rates(torch.device("cpu"))
-    if is_this_machine and torch.cuda.is_available():
-        return measure_rates(torch.device("cuda", 0))
-    return None
+    return measure_rates(torch.device("cuda", 0)) if torch.cuda.is_available() else None
 
 
 def find_precision(asked: str, rates: MatmulRates | None) -> PrecisionChoice:
@@ -98,7 +105,7 @@ def find_precision(asked: str, rates: MatmulRates | None) -> PrecisionChoice:
     "auto" is bf16."""
     if asked != "auto":
         config = load_config({"train_batch_size": 1} | ({} if asked == "fp32" else {asked: {"enabled": True}}))
-        return PrecisionChoice(name=asked, is_auto=False, note=None if rates is None else warn_of_slow(config, rates))
+        return PrecisionChoice(name=asked, is_auto=False, note=slow_note(config, rates))
     if rates is None:
         return PrecisionChoice(
             name="bf16", is_auto=False, note="--precision auto is bf16 for GPUs that are not in this machine"
@@ -107,11 +114,24 @@ def find_precision(asked: str, rates: MatmulRates | None) -> PrecisionChoice:
     bf16, fp16 = ("bf16" in rates.native, "fp16" in rates.native)
     context = ResolveContext(world_size=1, device_supports_bf16=bf16, device_supports_fp16=fp16)
     name = config.resolve(context).precision
+    from zstore.engine.plan.rates import tell_choice
+
     return PrecisionChoice(name=name, is_auto=True, note=tell_choice(config, name, rates))
+
+
+def slow_note(config: Config, rates: MatmulRates | None) -> str | None:
+    """Return a warning of the precision that `config` demands if devices of these rates are slow in it."""
+    if rates is None:
+        return None
+    from zstore.engine.plan.rates import warn_of_slow
+
+    return warn_of_slow(config, rates)
 
 
 def device_flops(rates: MatmulRates, precision: str) -> float | None:
     """Return the rate of one whole device in matrix products: of a CPU, with all cores that torch uses."""
+    import torch
+
     flops = rates.flops.get(precision)
     return flops and flops * (torch.get_num_threads() if rates.kind == "cpu" else 1)
 

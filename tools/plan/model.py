@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
-
+from zstore.engine.config.config import DTYPES
 from zstore.engine.plan.activations import Width
-from zstore.engine.plan.needs import ParameterShape, shapes_of_model, units_of_model
+from zstore.engine.plan.needs import ParameterShape
 from zstore.errors import ConfigError
 
-from ..sample.models import Block, GptConfig, build_model
+if TYPE_CHECKING:
+    from torch import nn
 
 DEFAULT_VOCAB = 32_000
 _MULTIPLE = 16
@@ -26,19 +25,24 @@ class ModelShape:
     """A model without memory."""
 
     name: str
-    module: nn.Module
-    """On the meta device."""
+    make_module: Callable[[], nn.Module]
+    """Makes it on the meta device."""
     shapes: Sequence[ParameterShape]
     units: Sequence[Sequence[str]]
     """Names of the parameters that each unit gathers, in the order in which units run."""
     width: Width
 
-    @property
+    @cached_property
+    def module(self) -> nn.Module:
+        """The model on the meta device."""
+        return self.make_module()
+
+    @cached_property
     def num_parameters(self) -> int:
         """Elements of all parameters."""
         return sum(math.prod(one.shape) for one in self.shapes)
 
-    @property
+    @cached_property
     def largest_unit_numel(self) -> int:
         """Elements of the unit that gathers most."""
         numel = {one.name: math.prod(one.shape) for one in self.shapes}
@@ -50,7 +54,11 @@ def shape_of_model(name_or_path: str, precision: str, seq_length: int) -> ModelS
 
     Raises ConfigError as `build_model` does, and for a config that does not give the width of its model.
     """
-    with torch.device("meta"), _Unfilled():
+    from zstore.engine.plan.run import shapes_of_model, units_of_model
+
+    from ..sample.models import build_model, on_meta
+
+    with on_meta():
         model = build_model(name_or_path, seq_length)
     width = Width.of(model)
     if width is None:
@@ -60,7 +68,7 @@ def shape_of_model(name_or_path: str, precision: str, seq_length: int) -> ModelS
         )
     return ModelShape(
         name=name_or_path,
-        module=model,
+        make_module=lambda: model,
         shapes=shapes_of_model(model, precision),
         units=units_of_model(model),
         width=width,
@@ -72,42 +80,55 @@ def shape_of_numbers(num_parameters: int, hidden: int, num_layers: int, vocab_si
 
     Raises ConfigError if no such model is near that size.
     """
-    fixed = 2 * vocab_size * hidden + 2 * hidden
-    per_layer = (num_parameters - fixed) / num_layers
-    # Attention has 4 h x h and their biases, two norms 4 h, the projections 2 h x f with h + f.
-    wide = (per_layer - 4 * hidden * hidden - 9 * hidden) / (2 * hidden + 1)
-    wide = round(wide / _MULTIPLE) * _MULTIPLE
+    shapes = partial(_shapes, hidden, num_layers, vocab_size)
+
+    def count(wide: int) -> int:
+        return sum(map(math.prod, shapes(wide).values()))
+
+    least = count(_MULTIPLE)
+    wide = _MULTIPLE * round((num_parameters - count(0)) / (least - count(0)))
     if wide < _MULTIPLE:
-        least = fixed + num_layers * (4 * hidden * hidden + 9 * hidden + _MULTIPLE * (2 * hidden + 1))
         raise ConfigError(
             f"{num_layers} layers of width {hidden} with a vocabulary of {vocab_size} have at least {least:,} parameters, "
             f"got --params {num_parameters:,}: check the numbers"
         )
-    with torch.device("meta"), _Unfilled():
-        config = GptConfig(hidden=hidden, num_layers=num_layers, num_heads=1, mlp_width=wide)
-        blocks = nn.ModuleList(Block(config) for _ in range(num_layers))
-        # Given a weight, it draws no random values, for which torch would load its compiler.
-        table = nn.Embedding(vocab_size, hidden, _weight=torch.empty(vocab_size, hidden))
-        ends = table, nn.LayerNorm(hidden), nn.Linear(hidden, vocab_size, bias=False)
-        model = nn.ModuleDict({"wte": ends[0], "h": blocks, "ln_f": ends[1], "lm_head": ends[2]})
+    names = shapes(wide)
+    units = [[name for name in names if name.startswith(f"h.{layer}.")] for layer in range(num_layers)]
     return ModelShape(
         name=f"GPT, {num_layers} layers of width {hidden}, {wide} in between",
-        module=model,
-        shapes=shapes_of_model(model, precision),
-        units=units_of_model(model),
+        make_module=partial(_gpt, hidden, num_layers, vocab_size, wide),
+        shapes=[ParameterShape(name=name, shape=shape, dtype=DTYPES[precision]) for name, shape in names.items()],
+        units=[["wte.weight"], *units, ["ln_f.weight", "ln_f.bias"], ["lm_head.weight"]],
         width=Width(hidden=hidden, num_layers=num_layers, vocab_size=vocab_size),
     )
 
 
-class _Unfilled(TorchFunctionMode):
-    """Leaves out random values for tensors without memory: torch imports its compiler to draw them."""
+def _shapes(hidden: int, num_layers: int, vocab_size: int, wide: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters of `_gpt`."""
+    projections = (
+        {"c_attn": (3 * hidden, hidden), "c_proj": (hidden, hidden)},
+        {"c_fc": (wide, hidden), "c_proj": (hidden, wide)},
+    )
+    block: dict[str, tuple[int, ...]] = {}
+    for norm, name, weights in zip(("ln_1", "ln_2"), ("attn", "mlp"), projections, strict=True):
+        block |= {f"{norm}.weight": (hidden,), f"{norm}.bias": (hidden,)}
+        for each, shape in weights.items():
+            block |= {f"{name}.{each}.weight": shape, f"{name}.{each}.bias": shape[:1]}
+    blocks = {f"h.{layer}.{name}": shape for layer in range(num_layers) for name, shape in block.items()}
+    ends = {"ln_f.weight": (hidden,), "ln_f.bias": (hidden,), "lm_head.weight": (vocab_size, hidden)}
+    return {"wte.weight": (vocab_size, hidden), **blocks, **ends}
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = kwargs or {}
-        if getattr(func, "__name__", "") == "normal_":
-            tensor = args[0] if args else given["tensor"]
-            if tensor.is_meta:
-                return tensor
-        return func(*args, **given)
+
+def _gpt(hidden: int, num_layers: int, vocab_size: int, wide: int) -> nn.Module:
+    """Return a GPT with a head of its own on the meta device."""
+    from torch import empty, nn
+
+    from ..sample.models import Block, GptConfig, on_meta
+
+    config = GptConfig(hidden=hidden, num_layers=num_layers, num_heads=1, mlp_width=wide)
+    with on_meta():
+        blocks = nn.ModuleList(Block(config) for _ in range(num_layers))
+        # Given a weight, it draws no random values, for which torch would load its compiler.
+        table = nn.Embedding(vocab_size, hidden, _weight=empty(vocab_size, hidden))
+        ends = table, nn.LayerNorm(hidden), nn.Linear(hidden, vocab_size, bias=False)
+        return nn.ModuleDict({"wte": ends[0], "h": blocks, "ln_f": ends[1], "lm_head": ends[2]})

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from zstore.errors import ConfigError
 
@@ -272,3 +273,24 @@ def _transformers_config(name: str, path: Path, seq_len: int) -> tuple[Any, Any]
     if positions < seq_len:
         raise ConfigError(f"{path}: max_position_embeddings is {positions}, but the sequences have {seq_len} tokens")
     return AutoModelForCausalLM, config
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """Make models without memory within this context."""
+    with torch.device("meta"), _Unfilled():
+        yield
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves out random values for tensors without memory: torch imports its compiler to draw them."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__name__", "") == "normal_":
+            tensor = args[0] if args else given["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **given)

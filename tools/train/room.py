@@ -15,7 +15,7 @@ from zstore.engine.plan.run import budget_of_rank, check_drives, plan_run
 from zstore.ranks.world import World
 from zstore.store import left_bytes
 
-from ..plan.slots import slots_of
+from ..plan.slots import slots_of_module
 from ..sample.models import build_model
 
 
@@ -42,7 +42,7 @@ def require_room(model: str, seq_len: int, config: Config, answers: Mapping[str,
         module,
         resolved,
         world,
-        slots_of(module, resolved.optimizer, resolved.own.ema),
+        slots_of_module(module, resolved.optimizer, resolved.own.ema),
         budget_of_rank(resolved, world),
         device_is_host=world.device.type == "cpu",
     )

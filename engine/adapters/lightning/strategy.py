@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
-from zstore.engine import Init, initialize
+from zstore.engine import Init
 from zstore.engine.checkpoint.rng import rng_state
 from zstore.engine.engine import Engine
+from zstore.engine.initialize import initialize
 from zstore.errors import CheckpointMismatchError, UsageError
 
 from . import content

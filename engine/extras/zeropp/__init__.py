@@ -7,7 +7,7 @@ from zstore.ranks.groups import Groups
 from zstore.ranks.world import World
 
 from ...config.config import Config
-from ...params.record import Sharding
+from ...params.sharding import Sharding
 from ...zero.exchanges import Exchanges, register
 from .copies import CopiesReduction
 from .quantized_gather import QuantizedGathers

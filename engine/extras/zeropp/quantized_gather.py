@@ -14,10 +14,11 @@ import torch
 from zstore.ranks.work import Work
 from zstore.ranks.world import World
 
-from ...params.quantized import BLOCK_NUMEL, WEIGHT_BITS, BlockCode, is_matrix
 from ...params.record import ParameterRecord
+from ...plan.quantized import BLOCK_NUMEL, WEIGHT_BITS, is_matrix
 from ...zero.collectives import Bucket, over_copy, plan_buckets, unpack
 from ...zero.exchanges import Rows
+from .block_code import BlockCode
 
 
 @dataclass

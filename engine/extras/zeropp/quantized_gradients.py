@@ -28,9 +28,10 @@ from zstore.ranks.work import Kind, Work
 from zstore.ranks.world import World
 
 from ...config.config import Config
-from ...params.quantized import BLOCK_NUMEL, BlockCode, is_matrix
 from ...params.record import ParameterRecord
+from ...plan.quantized import BLOCK_NUMEL, is_matrix
 from ...zero.collectives import Bucket, TypeOf, plan_buckets
+from .block_code import BlockCode
 
 
 @dataclass(kw_only=True)

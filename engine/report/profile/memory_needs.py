@@ -22,9 +22,10 @@ from zstore.sizes import format_bytes, format_count
 
 from ...config.config import load_config
 from ...config.resolve import ResolveContext
-from ...plan.needs import ParameterShape, find_needs, placement_settings, shapes_of_model, units_of_model
+from ...plan.needs import ParameterShape, find_needs, placement_settings
 from ...plan.placement import make_plan
 from ...plan.plan import Plan
+from ...plan.run import shapes_of_model, units_of_model
 
 _SLOTS = ("exp_avg", "exp_avg_sq")
 _FP32_BYTES = 4

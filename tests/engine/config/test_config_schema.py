@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from zstore.engine.config.config import Config, load_config
-from zstore.engine.config.keys import Section, Status, about, known_keys, section_of, type_of
+from zstore.engine.config.keys import Section, Status, about, description, known_keys, section_of, type_of
 from zstore.engine.config.optimizers import OPTIMIZERS
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.config.schema import Settings
@@ -41,6 +41,12 @@ def sections(section: type[Section] = Settings) -> Iterator[type[Section]]:
         inner = section_of(field)
         if inner is not None:
             yield from sections(inner)
+
+
+def subclasses(kind: type[Section]) -> Iterator[type[Section]]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from subclasses(one)
 
 
 def keys_of(config: Config) -> list[str]:
@@ -80,8 +86,10 @@ def test_every_key_has_a_type_in_words_a_description_and_a_reason() -> None:
             continue
         status, why = about(field)
         assert expected(type_of(field)), path
-        assert field.description or about(field)[1], path
         assert bool(why) == (status is not Status.BUILT), path
+    for section in subclasses(Section):
+        for name, field in section.model_fields.items():
+            assert description(section, name) or about(field)[1] or section_of(field), (section, name)
 
 
 def test_every_default_is_what_its_type_makes_of_it() -> None:

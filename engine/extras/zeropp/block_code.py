@@ -1,15 +1,4 @@
-"""Values as small integers, in blocks with one scale each: the form in which ranks exchange matrices if the config allows.
-
-[Note: blocks]
-A block is 256 consecutive elements of one rank's rows of one parameter, the last one shorter. Its scale is its largest
-magnitude over 127 (8 bits) or 7 (4 bits), in fp32; each element is the nearest multiple of it, ties to even. So a value is
-off by half a scale at most, and in a block with a value that is not finite none is finite. Two elements of 4 bits make a
-byte: element i of a block's first half, and above it element i of its second half.
-
-Several parameters' rows side by side are all scales, then all elements: `bits` / 8 bytes an element and 4 bytes a block.
-Blocks never span two parameters, and a parameter is cut between blocks, so the bytes of one do not depend on the others
-in the exchange.
-"""
+"""Values as small integers: encodes and decodes rows as [Note: blocks] says."""
 
 from __future__ import annotations
 
@@ -19,34 +8,18 @@ from functools import cached_property
 
 import torch
 
-from zstore.format import Grid
+from ...plan.quantized import BLOCK_NUMEL, SCALE_BYTES, encoded_bytes
 
-BLOCK_NUMEL = 256
-"""Elements with one scale: 4 bytes of it add 1.6 % to 8 bits, 3 % to 4."""
-
-WEIGHT_BITS = 8
-"""Bits of an element of a parameter on its way to be gathered."""
-_SCALE_BYTES = 4
 _TILE_NUMEL = {"cpu": 256 * 1024}
 _DEVICE_TILE_NUMEL = 16 * 1024 * 1024
 """Elements quantized or dequantized at a time: their fp32 values stay in the processor's caches, and are small beside a
 device's memory."""
 
 
-def is_matrix(grid: Grid) -> bool:
-    """Return whether a parameter cut so has more than one extent. Others, biases and norms, are sent in their own type."""
-    return grid.row_numel > 1
-
-
-def encoded_bytes(numel: int, bits: int) -> int:
-    """Return the bytes of one rank's rows of a parameter, `numel` elements with padding. See [Note: blocks]."""
-    return numel * bits // 8 + _SCALE_BYTES * -(-numel // BLOCK_NUMEL)
-
-
 @dataclass(frozen=True)
 class BlockCode:
     """How rows of several parameters, of `lengths` elements each (multiples of 16), are laid out in `bits` (8 or 4) bits an
-    element. See [Note: blocks]."""
+    element."""
 
     lengths: tuple[int, ...]
     bits: int
@@ -94,7 +67,7 @@ class BlockCode:
 
     def _parts(self, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scales, fp32 [rows, blocks], and the elements, int8 [rows, bytes], in `encoded`."""
-        split = self._num_blocks * _SCALE_BYTES
+        split = self._num_blocks * SCALE_BYTES
         return encoded[:, :split].view(torch.float32), encoded[:, split:].view(torch.int8)
 
     def _bytes(self, columns: slice) -> slice:
