@@ -42,7 +42,7 @@ _MODULES = {"train": ".train.command", "run": ".run.command", "plan": ".plan.com
 """Modules of the commands that are not in a file of their name."""
 _BY_ALL_RANKS = ("verify", "diff", "consolidate", "reshard", "convert")
 """Those that several ranks of a launcher carry out together."""
-_WITH_TORCH = ("train", "run", "plan", "tune", "config", "doctor")
+_WITH_TORCH = ("train", "run", "tune", "config", "doctor")
 
 
 class Commands(TyperGroup):
@@ -93,6 +93,8 @@ def main() -> None:
     if sys.argv[1:2] and sys.argv[1] not in _WITH_TORCH:
         # The others multiply no matrices: the threads that numpy starts for that cost `zstore inspect` a tenth of its time.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        # And no plugin of pydantic is for their configs: to look for one reads every package that is installed.
+        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     if int(os.environ.get("RANK", "0")) and sys.argv[1:2] and sys.argv[1] in _BY_ALL_RANKS:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - rank 0 says what is wrong with the arguments
     try:

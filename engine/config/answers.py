@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from zstore.errors import ConfigError
 
@@ -15,9 +17,15 @@ from .schema import Settings
 from .values import refusal, show
 
 _SOURCE = "initialize(auto=...)"
-_SECTIONS = {key for key, field in known_keys(Settings) if section_of(field) is not None}
-_VALUES = {key for key, field in known_keys(Settings) if section_of(field) is None}
-_TYPES = {key: kind for key, field in known_keys(Settings) if (kind := answer_type(field)) is not None}
+
+
+@cache
+def _fields() -> Mapping[str, list[FieldInfo]]:
+    """Return the fields of each dotted key: several if its section is one of several."""
+    found: dict[str, list[FieldInfo]] = {}
+    for key, field in known_keys(Settings):
+        found.setdefault(key, []).append(field)
+    return found
 
 
 def read_answers(given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -55,7 +63,7 @@ def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
     """Yield (dotted key as written, value), also for the keys in nested sections."""
     for name, value in given.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and _spelled(key)[1] not in _VALUES:
+        if isinstance(value, Mapping) and all(map(section_of, _fields().get(_spelled(key)[1], []))):
             yield from _flat(value, f"{key}.")
         elif value is not None:
             yield key, value
@@ -64,18 +72,20 @@ def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def _read(written: str, value: object) -> tuple[str, Any]:
     """Return (key in the schema's spelling, typed value). Raises ValueError if either is wrong."""
     section, key = _spelled(written)
-    if key in _SECTIONS:
+    fields = _fields().get(key, [])
+    if any(map(section_of, fields)):
         raise ValueError(f"expected an object with keys of that section, got {show(value)}")
-    if key not in _VALUES:
+    if not fields:
         raise ValueError(f"unknown key{nearest_key(section, written.split('.'))}")
-    if key not in _TYPES:
+    kind = next((kind for field in reversed(fields) if (kind := answer_type(field)) is not None), None)
+    if kind is None:
         raise ValueError(
             'a config cannot leave this key "auto", so there is nothing to answer; write it into the config'
         )
     try:
-        return key, TypeAdapter(_TYPES[key]).validate_python(value)
+        return key, TypeAdapter(kind).validate_python(value)
     except ValidationError as failure:
-        raise ValueError(refusal(_TYPES[key], value, failure.errors()[0])) from None
+        raise ValueError(refusal(kind, value, failure.errors()[0])) from None
 
 
 def _spelled(written: str) -> tuple[type[Section], str]:

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,8 +14,6 @@ from .notices import Notice, Problem
 from .rules import contradictions, idle_keys
 from .schema import Settings
 from .values import expected, refusal, show
-
-_EVERY_KEY = tuple(path for path, _ in known_keys(Settings))
 
 _CLOSE = 0.72
 """How close a key of the same section must be to be guessed, as difflib counts."""
@@ -101,19 +100,24 @@ def _is_missing(error: ErrorDetails, path: Sequence[str]) -> bool:
     return error["type"] == "missing" and len(error["loc"]) == len(path)
 
 
+@cache
+def _every_key() -> tuple[str, ...]:
+    return tuple(path for path, _ in known_keys(Settings))
+
+
 def nearest_key(section: type[Section], path: Sequence[str]) -> str:
     """Return the end of a sentence about an unknown key of `section`, the last part of `path`: the known key that is meant,
     if one is really close, else the keys of the section that act, if they are few."""
     prefix = "".join(f"{part}." for part in path[:-1])
     name = path[-1]
-    homes = list(dict.fromkeys(key for key in _EVERY_KEY if key.rpartition(".")[2] == name and key != prefix + name))
+    homes = list(dict.fromkeys(key for key in _every_key() if key.rpartition(".")[2] == name and key != prefix + name))
     if 0 < len(homes) <= _MOST_HOMES:
         return f"; it belongs {' or '.join(_home(key) for key in homes)}"
     here = [*section.model_fields, *section.renames]
     close = _with_words_of(name, section) or difflib.get_close_matches(name, here, n=1, cutoff=_CLOSE)
     if close:
         return f"; did you mean {prefix}{close[0]}?"
-    names = {key.rpartition(".")[2]: key for key in reversed(_EVERY_KEY)}
+    names = {key.rpartition(".")[2]: key for key in reversed(_every_key())}
     far = difflib.get_close_matches(name, names.keys() - {name}, n=1, cutoff=_CLOSE_ELSEWHERE)
     if far:
         return f"; did you mean {names[far[0]]}?"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 
-from zstore.format import ArraySpec, Grid, make_grid, model_array, numpy_dtype, round_up
+from zstore.format import ArraySpec, Grid, make_grid, numpy_dtype, round_up
 from zstore.io import PAGE_BYTES
 from zstore.store import StoreOptions
 
@@ -57,45 +58,52 @@ def find_needs(
     rank: int,
     units: Sequence[Sequence[str]] = (),
     local_world_size: int | None = None,
-) -> list[Need]:
-    """Return the needs of each parameter on `rank`; `slots` are those of the trained ones, by name; `units` the names of the
-    parameters that each unit gathers, in the order in which units run. `local_world_size` ranks share a machine; None: all."""
+) -> dict[str, Need]:
+    """Return the needs of the parameters on `rank`, by name; `slots` are those of the trained ones, by name; `units` the names
+    of the parameters that each unit gathers, in the order in which units run. `local_world_size` ranks share a machine; None:
+    all."""
     sharding = Sharding.of_stage(config.stage, world_size, copy_size=config.copy_size)
     rests_apart = sharding.parameters or config.offload_param.device != "none"
     types = GradientTypes.of(config, world_size, DTYPES)
     persistence = _Persistence(config.persistence_threshold_numel, config.zero.stage3_model_persistence_threshold)
-    needs: list[Need] = []
-    for one in shapes:
-        spec = ArraySpec(name=model_array(one.name), shape=one.shape, dtype=one.dtype)
-        over_all = make_grid(spec.stored_shape, world_size)
-        stays_gathered = not (rests_apart and one.is_called and not persistence.keeps(spec.numel))
+    apart = {
+        one.name: numel
+        for one in shapes
+        if rests_apart and one.is_called and not persistence.keeps(numel := math.prod(one.shape))
+    }
+    late = {one.name for one in shapes if one.name not in slots}
+    fetches = {} if config.frozen else _fetches(apart, late, units, config, world_size)
+    usual = 1 if config.frozen else 2  # nothing is gathered for a backward that never comes
+
+    @cache
+    def of(shape: tuple[int, ...], dtype: str, kept: Slots | None, stays: bool, times: int) -> Need:
+        stored_shape = ArraySpec(name="parameter", shape=shape, dtype=dtype).stored_shape
+        over_all = make_grid(stored_shape, world_size)
         near_size = config.secondary_size or sharding.copy_size
-        near, secondary_numel = over_all.joined(world_size // near_size), 0
-        if config.secondary_size is not None and not stays_gathered:
-            secondary_numel = near.shard_valid_numel(rank % near_size)
-        needs.append(
-            Need(
-                name=one.name,
-                grid=sharding.state_grid(spec.stored_shape),
-                shard=sharding.state_shard(rank),
-                dtype=one.dtype,
-                gradient_dtype=types.planned(one.dtype),
-                slots=slots_at(slots[one.name], world_size) if one.name in slots else None,
-                stays_gathered=stays_gathered,
-                secondary_numel=secondary_numel,
-                reduced_numel=over_all.shard_numel * world_size,
-                near_numel=near.shard_numel * near_size,
-                error_numel=_error_numel(over_all, config, world_size, local_world_size),
-                whole_gradient=world_size > 1 and not sharding.gradients,
-                state_ranks=sharding.copy_size if sharding.optimizer_state else 1,
-                splits_master=config.own.split_master,
-                moments=config.moments,
-            )
+        near = over_all.joined(world_size // near_size)
+        second = config.secondary_size is not None and not stays
+        return Need(
+            grid=sharding.state_grid(stored_shape),
+            shard=sharding.state_shard(rank),
+            dtype=dtype,
+            gradient_dtype=types.planned(dtype),
+            slots=None if kept is None else slots_at(kept, world_size),
+            stays_gathered=stays,
+            secondary_numel=near.shard_valid_numel(rank % near_size) if second else 0,
+            reduced_numel=over_all.shard_numel * world_size,
+            near_numel=near.shard_numel * near_size,
+            error_numel=_error_numel(over_all, config, world_size, local_world_size),
+            fetches=times,
+            whole_gradient=world_size > 1 and not sharding.gradients,
+            state_ranks=sharding.copy_size if sharding.optimizer_state else 1,
+            splits_master=config.own.split_master,
+            moments=config.moments,
         )
-    if config.frozen:  # nothing is gathered for a backward
-        return [replace(need, fetches=1) for need in needs]
-    fetches = _fetches(needs, units, config, world_size)
-    return [replace(need, fetches=fetches.get(need.name, need.fetches)) for need in needs]
+
+    return {
+        one.name: of(one.shape, one.dtype, slots.get(one.name), one.name not in apart, fetches.get(one.name, usual))
+        for one in shapes
+    }
 
 
 def _error_numel(grid: Grid, config: Config, world_size: int, local_world_size: int | None) -> int:
@@ -110,16 +118,15 @@ def _error_numel(grid: Grid, config: Config, world_size: int, local_world_size: 
 
 
 def _fetches(
-    needs: Sequence[Need], units: Sequence[Sequence[str]], config: Config, world_size: int
+    numel: Mapping[str, int], late: Collection[str], units: Sequence[Sequence[str]], config: Config, world_size: int
 ) -> Mapping[str, int]:
     """Return how often a micro-batch brings the parameters that do not stay gathered, in units that run in order."""
-    numel = {need.name: need.numel for need in needs if not need.stays_gathered}
     gathered = [names for unit in units if (names := [name for name in unit if name in numel])]
     return count_fetches(
         gathered,
         [sum(numel[name] for name in names) for names in gathered],
         prefetch_limits(config),
-        late={need.name for need in needs if need.slots is None},
+        late=late,
         reads_ahead=int(world_size > 1),
     )
 

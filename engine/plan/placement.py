@@ -25,6 +25,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache, partial
+from operator import itemgetter
 
 from zstore.checkpoint import StoredSlot, stored_slots
 from zstore.errors import ConfigError
@@ -52,43 +54,54 @@ _HOST_ALIGN_BYTES = 64
 _PAGE_BYTES = 4096
 
 
-def make_plan(needs: Sequence[Need], settings: PlacementSettings, units: Sequence[Sequence[str]] = ()) -> Plan:
+def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Sequence[Sequence[str]] = ()) -> Plan:
     """Return the places of all state. See [Note: placement].
 
-    `needs` are all parameters in order; `units` are the names of the parameters that each unit gathers, in the order in
-    which units run. Raises BudgetError if the budget cannot hold everything that has to be in host memory, ConfigError if a
+    `needs` are all parameters by name, in order; `units` are the names of the parameters that each unit gathers, in the order
+    in which units run. Raises BudgetError if the budget cannot hold everything that has to be in host memory, ConfigError if a
     setting is out of its range.
     """
     _check_settings(settings)
     on_device = _share_on_device(needs, settings)
-    places = {need.name: _least_memory(need, settings, need.name in on_device) for need in needs}
-    used_bytes = sum(_required_bytes(needs, places, settings).values())
-    choices = _choices(needs, places, settings)
-    full_bytes = used_bytes + sum(choice.memory_bytes for choice in choices)
-    for choice in choices:
+    least = cache(partial(_least_memory, settings))
+    places = {name: least(need, name in on_device) for name, need in needs.items()}
+    groups = list(zip(needs.values(), places.values(), strict=True))
+    used_bytes = sum(_required_bytes(groups, settings).values())
+    choices = _choices(needs, groups, settings)
+    full_bytes = used_bytes + sum(saving.memory_bytes for _, saving in choices)
+    for name, saving in choices:
         if settings.budget_bytes is None:
-            taken = choice.field != "state"
+            taken = saving.field != "state"
         else:
-            taken = used_bytes + choice.memory_bytes <= settings.budget_bytes
+            taken = used_bytes + saving.memory_bytes <= settings.budget_bytes
         if taken:
-            name = choice.need.name
-            places[name] = _in_memory(choice.need, choice.field, places[name])
-            used_bytes += choice.memory_bytes
-    stored = [one for need in needs for one in _stored(need, places[need.name], settings)]
-    packs_small = sum(one.is_small for one in stored) >= MANY_SMALL
+            places[name] = _in_memory(saving.field, places[name], needs[name].slots is not None)
+            used_bytes += saving.memory_bytes
+    groups = list(zip(needs.values(), places.values(), strict=True))
+    of_group = {group: list(_stored(*group, settings)) for group in set(groups)}
+    stored = [(one, count) for group, count in Counter(groups).items() for one in of_group[group]]
+    packs_small = sum(one.is_small * count for one, count in stored) >= MANY_SMALL
+    files = {
+        group: [(one.field, one.file_bytes(packs_small=packs_small)) for one in kept if one.rest == "disk"]
+        for group, kept in of_group.items()
+    }
     return Plan(
         settings=settings,
         placements=places,
-        stay_gathered=frozenset(need.name for need in needs if need.stays_gathered),
+        stay_gathered=frozenset(name for name, need in needs.items() if need.stays_gathered),
         held=_held(stored, settings),
         traffic=_traffic(stored),
-        files=tuple((one.field, one.file_bytes(packs_small=packs_small)) for one in stored if one.rest == "disk"),
+        files=tuple(file for group in groups for file in files[group]),
         packs_small=packs_small,
         budget_used_bytes=used_bytes,
         budget_full_bytes=full_bytes,
         gathered_bytes=_gathered_bytes(needs, units),
-        update_bytes=max((need.update_bytes for need in needs), default=0),
+        update_bytes=max((need.update_bytes for need in set(needs.values())), default=0),
     )
+
+
+_Group = tuple[Need, Placement]
+"""Parameters that share a need and are at like places."""
 
 
 # -- stored arrays ------------------------------------------------------------------------------------------------------
@@ -230,25 +243,25 @@ def _is_own_master(need: Need, place: Placement) -> bool:
     return trained and need.dtype == FP32 and (place.parameter != "device" or place.state == "device")
 
 
-def _held(stored: Iterable[_Stored], settings: PlacementSettings) -> dict[str, Held]:
+def _held(stored: Iterable[tuple[_Stored, int]], settings: PlacementSettings) -> dict[str, Held]:
     held = {"parameters": Held(), "gradients": Held(), "master": Held()}
-    for one in stored:
+    for one, count in stored:
         where = "pinned" if one.rest == "host" and settings.pins_state else one.rest
-        held[one.kind] = held.get(one.kind, Held()) + Held(**{where: one.nbytes})
+        held[one.kind] = held.get(one.kind, Held()) + Held(**{where: count * one.nbytes})
     held["buffers"] = Held(**{"pinned" if settings.pins_buffers else "host": settings.buffer_bytes})
     return held
 
 
-def _traffic(stored: Iterable[_Stored]) -> dict[str, Traffic]:
+def _traffic(stored: Iterable[tuple[_Stored, int]]) -> dict[str, Traffic]:
     traffic = {"parameters": Traffic(), "gradients": Traffic(), "optimizer state": Traffic()}
-    for one in stored:
+    for one, count in stored:
         kind = one.kind if one.kind in traffic else "optimizer state"
-        traffic[kind] += one.traffic
+        traffic[kind] += Traffic(read=count * one.traffic.read, written=count * one.traffic.written)
     return traffic
 
 
-def _gathered_bytes(needs: Sequence[Need], units: Sequence[Sequence[str]]) -> int:
-    sizes = {n.name: n.numel * numpy_dtype(n.dtype).itemsize for n in needs if not n.stays_gathered}
+def _gathered_bytes(needs: Mapping[str, Need], units: Sequence[Sequence[str]]) -> int:
+    sizes = {name: n.numel * numpy_dtype(n.dtype).itemsize for name, n in needs.items() if not n.stays_gathered}
     following: list[Sequence[str]] = [*units[1:], ()]
     pairs = ({*unit, *following[i]} for i, unit in enumerate(units))
     return max((sum(sizes.get(name, 0) for name in pair) for pair in pairs), default=0)
@@ -257,7 +270,7 @@ def _gathered_bytes(needs: Sequence[Need], units: Sequence[Sequence[str]]) -> in
 # -- fixed places, and choices ------------------------------------------------------------------------------------------
 
 
-def _least_memory(need: Need, settings: PlacementSettings, state_on_device: bool) -> Placement:
+def _least_memory(settings: PlacementSettings, need: Need, state_on_device: bool) -> Placement:
     """Return the placement that keeps as little as possible in host memory."""
     if need.stays_gathered or settings.parameters == "none":
         parameter: Rest = "device"
@@ -275,65 +288,71 @@ def _least_memory(need: Need, settings: PlacementSettings, state_on_device: bool
     return Placement(state=state, parameter=parameter, gradient=gradient)
 
 
-def _share_on_device(needs: Sequence[Need], settings: PlacementSettings) -> set[str]:
+def _share_on_device(needs: Mapping[str, Need], settings: PlacementSettings) -> set[str]:
     """Return the parameters whose state stays on the device though the optimizer is offloaded.
 
     At most `1 - ratio` of the elements, and so many that no other parameter would fit. The first ones: their gradients
     come last in a backward, when nothing is left that could hide a transfer.
     """
-    if settings.optimizer == "none":
+    if settings.optimizer == "none" or settings.ratio == 1:
         return set()
-    trained = [need for need in needs if need.slots is not None]
-    room = sum(need.rows_numel for need in trained)
+    trained = {name: need.rows_numel for name, need in needs.items() if need.slots is not None}
+    room = sum(trained.values())
     room -= round(settings.ratio * room)
     chosen: set[str] = set()
-    for need in trained:
-        if 0 < need.rows_numel <= room:
-            chosen.add(need.name)
-            room -= need.rows_numel
+    for name, numel in trained.items():
+        if 0 < numel <= room:
+            chosen.add(name)
+            room -= numel
     return chosen
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Choice:
-    """An array on disk that could be in host memory."""
+class _Saving:
+    """What it saves that an array of a parameter is in host memory and not on disk."""
 
-    need: Need
     field: Field
     memory_bytes: int
-    saved_s: Fraction
-    """Time of the drive in a step that this saves, or bytes if its rates are not known."""
-    turn: int
-    """Order among equals: see `spread_turns`."""
-
-    @property
-    def rank(self) -> tuple[Fraction, int, int]:
-        """Sorts the densest first; among equals parameters, gradients, state."""
-        field = ("parameter", "gradient", "state").index(self.field)
-        return -self.saved_s / self.memory_bytes, field, self.turn
+    seconds_per_byte: Fraction
+    """Time of the drive in a step, or bytes if its rates are not known, for each byte of memory."""
 
 
-def _choices(needs: Sequence[Need], least: Mapping[str, Placement], settings: PlacementSettings) -> list[_Choice]:
-    """Return the arrays that may be in host memory or on disk, by priority for memory; see [Note: placement]."""
-    choices: list[_Choice] = []
+def _choices(
+    needs: Mapping[str, Need], groups: Sequence[_Group], settings: PlacementSettings
+) -> list[tuple[str, _Saving]]:
+    """Return the arrays that may be in host memory or on disk, with the parameter's name, by priority for memory; see
+    [Note: placement]."""
+    savings = {group: list(_savings(*group, settings)) for group in set(groups)}
+    if not any(savings.values()):
+        return []
+    dense = sorted({one.seconds_per_byte for found in savings.values() for one in found}, reverse=True)
+    ranks = {density: rank for rank, density in enumerate(dense)}
+    fields = ("parameter", "gradient", "state")
+    ranked = {
+        group: [(ranks[one.seconds_per_byte], fields.index(one.field), one) for one in found]
+        for group, found in savings.items()
+    }
+    choices = [
+        (rank, field, turn, name, one)
+        for name, group, turn in zip(needs, groups, spread_turns([need.rows_numel for need, _ in groups]), strict=True)
+        for rank, field, one in ranked[group]
+    ]
+    choices.sort(key=itemgetter(0, 1, 2))
+    return _within_max_in_cpu([(name, one) for *_, name, one in choices], needs, settings)
+
+
+def _savings(need: Need, place: Placement, settings: PlacementSettings) -> Iterator[_Saving]:
     names: tuple[Field, ...] = ("parameter", "gradient", "state")
     rates = settings.drive_rates or ALIKE
-    turns = dict(zip((need.name for need in needs), spread_turns([need.rows_numel for need in needs]), strict=True))
-    for need in needs:
-        place = least[need.name]
-        frozen = need.slots is None
-        for field in names:
-            if getattr(place, field) != "disk" or (field == "state" and frozen):
-                continue
-            memory, moved = _cost(need, place, settings)
-            new_memory, new_moved = _cost(need, _in_memory(need, field, place), settings)
-            if new_memory > memory:
-                saved, turn = rates.seconds(moved) - rates.seconds(new_moved), turns[need.name]
-                choices.append(
-                    _Choice(need=need, field=field, memory_bytes=new_memory - memory, saved_s=saved, turn=turn)
-                )
-    choices.sort(key=lambda choice: choice.rank)
-    return _within_max_in_cpu(choices, settings)
+    frozen = need.slots is None
+    for field in names:
+        if getattr(place, field) != "disk" or (field == "state" and frozen):
+            continue
+        memory, moved = _cost(need, place, settings)
+        new_memory, new_moved = _cost(need, _in_memory(field, place, not frozen), settings)
+        if more := max(0, new_memory - memory):
+            saved = rates.seconds(moved) - rates.seconds(new_moved)
+            yield _Saving(field=field, memory_bytes=more, seconds_per_byte=saved / more)
 
 
 def spread_turns(sizes: Sequence[int]) -> list[int]:
@@ -356,27 +375,30 @@ def spread_turns(sizes: Sequence[int]) -> list[int]:
     return turns
 
 
-def _within_max_in_cpu(choices: list[_Choice], settings: PlacementSettings) -> list[_Choice]:
+def _within_max_in_cpu(
+    choices: list[tuple[str, _Saving]], needs: Mapping[str, Need], settings: PlacementSettings
+) -> list[tuple[str, _Saving]]:
     """Return the choices without the parameters that `max_in_cpu_numel` leaves on disk whatever the budget."""
     room = settings.max_in_cpu_numel
     if room is None:
         unlimited = settings.budget_bytes is not None
-        return [choice for choice in choices if unlimited or choice.field != "parameter"]
-    kept: list[_Choice] = []
-    for choice in choices:
-        if choice.field == "parameter":
-            if choice.need.rows_numel > room:
+        return [(name, one) for name, one in choices if unlimited or one.field != "parameter"]
+    kept: list[tuple[str, _Saving]] = []
+    for name, one in choices:
+        if one.field == "parameter":
+            if needs[name].rows_numel > room:
                 continue
-            room -= choice.need.rows_numel
-        kept.append(choice)
+            room -= needs[name].rows_numel
+        kept.append((name, one))
     return kept
 
 
-def _in_memory(need: Need, field: Field, place: Placement) -> Placement:
+@cache
+def _in_memory(field: Field, place: Placement, trained: bool) -> Placement:
     """Return `place` with a part of it in host memory."""
     match field:
         case "parameter":
-            return replace(place, parameter="host", state="host" if need.slots is None else place.state)
+            return replace(place, parameter="host", state=place.state if trained else "host")
         case "gradient":
             return replace(place, gradient="host")
         case "state":
@@ -392,9 +414,7 @@ def _cost(need: Need, place: Placement, settings: PlacementSettings) -> tuple[in
 # -- the budget ---------------------------------------------------------------------------------------------------------
 
 
-def _required_bytes(
-    needs: Sequence[Need], least: Mapping[str, Placement], settings: PlacementSettings
-) -> dict[str, int]:
+def _required_bytes(groups: Sequence[_Group], settings: PlacementSettings) -> dict[str, int]:
     """Return the bytes of host memory that nothing can spare, by purpose.
 
     Raises BudgetError if they are over the budget.
@@ -402,11 +422,11 @@ def _required_bytes(
     required = {"transfer buffers": settings.buffer_bytes, "one piece larger than the buffers": 0}
     pool_bytes = settings.buffer_bytes if settings.update_buffer_bytes is None else settings.update_buffer_bytes
     required |= dict.fromkeys(("parameters", "gradients", "optimizer state"), 0)
-    for need in needs:
-        stored = list(_stored(need, least[need.name], settings))
+    for group, count in Counter(groups).items():
+        stored = list(_stored(*group, settings))
         for one in stored:
             kind = one.kind if one.kind in ("parameters", "gradients") else "optimizer state"
-            required[kind] += one.budget_bytes
+            required[kind] += count * one.budget_bytes
         # A buffer holds a chunk of all arrays of an update; the pool may have to make an extra one.
         piece = round_up(sum(one.layout.slot_bytes for one in stored if one.rest == "disk"), _PAGE_BYTES)
         if settings.budget_bytes is not None and piece > pool_bytes:

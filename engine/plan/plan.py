@@ -138,11 +138,11 @@ def slots_at(slots: Slots, world_size: int) -> tuple[str | TensorSlot, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Need:
-    """One parameter, as the input of its placement."""
+    """A parameter, as the input of its placement. Those that are alike but in name may share one, as a model's blocks do, so
+    that a plan takes the time of a few."""
 
-    name: str
     grid: Grid
     """How the arrays of its state are cut (`ParameterRecord.state_grid`)."""
     shard: int

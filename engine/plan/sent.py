@@ -18,7 +18,8 @@ micro-batch. Agreement between ranks (counts, flags, norms) is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zstore.format import numpy_dtype
@@ -59,7 +60,7 @@ class _Ranks:
 
 def with_sent(
     plan: Plan,
-    needs: Iterable[Need],
+    needs: Mapping[str, Need],
     config: Config,
     world_size: int,
     *,
@@ -79,7 +80,7 @@ def with_sent(
 
 
 def planned_sent(
-    needs: Iterable[Need], config: Config, world_size: int, *, native: bool, local_world_size: int | None = None
+    needs: Mapping[str, Need], config: Config, world_size: int, *, native: bool, local_world_size: int | None = None
 ) -> dict[str, Sent]:
     """Return the bytes that a rank sends in a step, by kind: "gradients", "parameters". See [Note: bytes sent].
 
@@ -99,7 +100,7 @@ def planned_sent(
     everywhere = not (sharding.optimizer_state and (config.zero.reduce_scatter or sharding.parameters))
     types, sent = GradientTypes.of(config, world_size, DTYPES), {"gradients": Sent(), "parameters": Sent()}
     micro_batches = 1 if config.frozen else config.batch.accumulation_steps
-    for need in needs:
+    for need, count in Counter(needs.values()).items():
         if need.slots is not None and not config.frozen:
             travelling = types.reduced(need.dtype)
             reduced = numpy_dtype(travelling).itemsize
@@ -113,8 +114,8 @@ def planned_sent(
                 one = ranks.over_all((need.numel if in_place else need.reduced_numel) * reduced).times(2)
             else:
                 one = _scatter(need.reduced_numel * reduced, sharding, ranks, native=native)
-            sent["gradients"] += one.times(micro_batches if sharding.gradients else 1)
-        sent["parameters"] += _gathers(need, config, sharding, ranks, micro_batches)
+            sent["gradients"] += one.times(count * (micro_batches if sharding.gradients else 1))
+        sent["parameters"] += _gathers(need, config, sharding, ranks, micro_batches).times(count)
     return sent
 
 

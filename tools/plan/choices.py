@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from zstore.engine.config.config import Config, load_config
@@ -121,7 +123,7 @@ def _drive_rates(job: PlannedJob) -> dict[str, int]:
 def weigh_given(job: PlannedJob) -> Outcome:
     """Return the needs of the job's own config, as it is written, and which of them this machine lacks."""
     raw = dict(job.base or {})
-    resolved = _resolved(job, raw)
+    resolved = _resolved(job, json.dumps(raw))
     choice = Choice(
         stage=resolved.stage,
         optimizer=resolved.offload_optimizer.device,
@@ -150,7 +152,7 @@ def _without_budget(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _outcome(job: PlannedJob, choice: Choice, title: str, config: dict[str, Any], plan: Plan) -> Outcome:
-    machine, held, rest = job.machine, plan.held_total, _resolved(job, config).activations
+    machine, held, rest = job.machine, plan.held_total, _resolved(job, _text(config)).activations
     kept, transit = activations_of(job, choice), transit_bytes(job, choice, plan)
     activations = kept.total_bytes
     moved = kept.kept_bytes if rest == "disk" or (rest == "host" and not machine.device_is_host) else 0
@@ -235,8 +237,18 @@ def changed_config(
 
 def plan_of(job: PlannedJob, config: dict[str, Any]) -> Plan:
     """Return rank 0's plan of a config, as the engine makes it. Raises ConfigError and BudgetError as the engine does."""
-    machine = job.machine
-    resolved = _resolved(job, config)
+    return _plan(job, _text(config))
+
+
+def _text(config: Mapping[str, Any]) -> str:
+    """Return a config as text, without the key that changes nothing in a plan: many choices differ by that alone."""
+    own = {key: value for key, value in (config.get("zstore") or {}).items() if key != "gradient_checkpointing"}
+    return json.dumps({**config, "zstore": own})
+
+
+@lru_cache
+def _plan(job: PlannedJob, text: str) -> Plan:
+    machine, resolved = job.machine, _resolved(job, text)
     budget = resolved.own.host_budget_bytes
     if budget == "auto":
         budget = machine.memory_bytes * _BUDGET_PERCENT // 100
@@ -257,8 +269,9 @@ def plan_of(job: PlannedJob, config: dict[str, Any]) -> Plan:
     return with_sent(plan, needs, resolved, ranks, native=native, local_world_size=machine.num_ranks)
 
 
-def _resolved(job: PlannedJob, config: dict[str, Any]) -> Config:
-    return load_config(config).resolve(
+@lru_cache
+def _resolved(job: PlannedJob, text: str) -> Config:
+    return load_config(json.loads(text)).resolve(
         ResolveContext(
             world_size=job.machine.world_size,
             hidden_size=job.model.width.hidden,

@@ -40,7 +40,7 @@ GroupKey = Literal["mics_shard_size", "zero_hpz_partition_size"]
 _DEFAULT_NVME = PurePosixPath("/local_nvme")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedJob:
     """A model to train, and the machine to train it on."""
 

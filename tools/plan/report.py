@@ -5,9 +5,7 @@ from __future__ import annotations
 import json as json_module
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from zstore.engine.plan.report import describe
 from zstore.sizes import format_bytes
@@ -16,6 +14,9 @@ from ..printing import make_console, make_table
 from .choices import HEADROOM_PERCENT, Outcome
 from .estimate import ASSUMED, activations_of
 from .job import Choice, PlannedJob
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def notes_of(job: PlannedJob, first: Outcome | None) -> list[str]:

@@ -19,7 +19,7 @@ RATES = st.builds(DriveRates, read=st.integers(1, 10**10), write=st.integers(1, 
 @settings(max_examples=50)
 @given(needs=many_needs(), keys=ASKED, rates=RATES, budgets=st.lists(st.integers(0, 40 << 20), min_size=2, max_size=4))
 def test_more_budget_never_keeps_a_measured_drive_busy_for_longer(
-    needs: list[Need], keys: PlacementSettings, rates: DriveRates, budgets: list[int]
+    needs: dict[str, Need], keys: PlacementSettings, rates: DriveRates, budgets: list[int]
 ) -> None:
     last: Fraction | None = None
     for budget in sorted(budgets):
@@ -43,10 +43,10 @@ def test_no_choice_of_pieces_of_one_size_beats_that_by_rates(
 ) -> None:
     """Frozen parameters of 1536 rows take what the state of 256 takes, and are read only."""
     shapes = [(256, 512) if trains else (1536, 512) for trains in trained]
-    needs = [
-        need(f"p{i}", shape, slots=SLOTS if trains else None, gathered=trains)
+    needs = {
+        f"p{i}": need(shape, slots=SLOTS if trains else None, gathered=trains)
         for i, (shape, trains) in enumerate(zip(shapes, trained, strict=True))
-    ]
+    }
     keys = asked(
         optimizer="nvme", parameters="nvme", budget_bytes=budget, buffer_bytes=4 << 20, holds_gradients=False,
         accumulation_steps=forwards, drive_rates=rates,
@@ -54,7 +54,7 @@ def test_no_choice_of_pieces_of_one_size_beats_that_by_rates(
     everything = make_plan(needs, replace(keys, budget_bytes=4 << 20))
     piece = 3 * 4 * 256 * 512
     saved = sorted(
-        (rates.seconds(moved_alone(one, replace(keys, budget_bytes=4 << 20))) for one in needs), reverse=True
+        (rates.seconds(moved_alone(one, replace(keys, budget_bytes=4 << 20))) for one in needs.values()), reverse=True
     )
     left = rates.seconds(everything.traffic_total) - sum(saved[: (budget - (4 << 20)) // piece])
     by_rates, by_bytes = make_plan(needs, keys), make_plan(needs, replace(keys, drive_rates=None))
@@ -62,12 +62,12 @@ def test_no_choice_of_pieces_of_one_size_beats_that_by_rates(
 
 
 def moved_alone(one: Need, keys: PlacementSettings) -> Traffic:
-    return make_plan([one], keys).traffic_total
+    return make_plan({"a": one}, keys).traffic_total
 
 
 def test_where_writing_is_slow_state_stays_in_memory_before_what_is_only_read() -> None:
     """A byte of either saves two transfers; the state's file has a little less padding."""
-    needs = [need("frozen", (1536, 512), slots=None), need("trained", (256, 512), gathered=True)]
+    needs = {"frozen": need((1536, 512), slots=None), "trained": need((256, 512), gathered=True)}
     keys = asked(optimizer="nvme", parameters="nvme", budget_bytes=6 << 20, buffer_bytes=4 << 20, holds_gradients=False)
     for write, rests in ((100, ("disk", "host")), (10_000, ("host", "disk"))):
         plan = make_plan(needs, replace(keys, drive_rates=DriveRates(read=1000, write=write)))

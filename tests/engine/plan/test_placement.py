@@ -25,7 +25,6 @@ SLOTS = ("exp_avg", "exp_avg_sq")
 
 
 def need(
-    name: str,
     shape: tuple[int, ...],
     *,
     world: int = 1,
@@ -35,7 +34,6 @@ def need(
     gathered: bool = False,
 ) -> Need:
     return Need(
-        name=name,
         grid=make_grid(shape, world),
         shard=rank,
         dtype=dtype,
@@ -53,7 +51,7 @@ def rests(plan: Plan) -> list[tuple[str, str, str]]:
     return [(place.state, place.parameter, place.gradient) for place in plan.placements.values()]
 
 
-EIGHT = [need(f"{i}.weight", (512, 512)) for i in range(8)]
+EIGHT = {f"{i}.weight": need((512, 512)) for i in range(8)}
 """512 KiB each in 16 bits, 1 MiB for each array of the state."""
 
 
@@ -76,7 +74,7 @@ def test_without_a_budget_nvme_is_disk_and_gradients_stay_in_memory() -> None:
 
 
 def test_a_step_moves_12_and_12_bytes_of_state_and_little_more() -> None:
-    plan = make_plan([need("a", (4096, 4096))], asked(optimizer="nvme", parameters="nvme"))
+    plan = make_plan({"a": need((4096, 4096))}, asked(optimizer="nvme", parameters="nvme"))
     numel = 4096 * 4096
     assert 24 < plan.traffic["optimizer state"].total / numel < 24.2  # checksums, and padding to a page beside each
     assert 2 < plan.traffic["parameters"].written / numel < 2.04
@@ -89,16 +87,16 @@ def test_cpu_is_host_memory() -> None:
 
 
 def test_a_parameter_that_stays_gathered_is_on_the_device_in_whole_and_its_state_is_not() -> None:
-    one = need("a", (512, 512), world=2, gathered=True)
-    plan = make_plan([one], asked(optimizer="nvme", parameters="nvme"))
+    one = need((512, 512), world=2, gathered=True)
+    plan = make_plan({"a": one}, asked(optimizer="nvme", parameters="nvme"))
     assert rests(plan) == [("disk", "device", "host")]
     assert plan.held["parameters"].device == 2 * 512 * 512
     assert plan.held["exp_avg"].disk == 4 * 256 * 512
 
 
 def test_whole_gradients_stay_where_the_backward_leaves_them() -> None:
-    one = replace(need("a", (512, 512), world=2, gathered=True), whole_gradient=True)
-    plan = make_plan([one], asked(optimizer="nvme", budget_bytes=100 * MB))
+    one = replace(need((512, 512), world=2, gathered=True), whole_gradient=True)
+    plan = make_plan({"a": one}, asked(optimizer="nvme", budget_bytes=100 * MB))
     assert rests(plan)[0][2] == "device"
     assert plan.held["gradients"].device == 2 * 512 * 512
 
@@ -111,17 +109,18 @@ def test_gradients_that_nobody_waits_for_are_not_held() -> None:
 
 def test_shards_under_64_kib_are_in_host_memory_whatever_was_asked_for() -> None:
     # 40 KB of 16-bit parameter, 80 KB for each array of the state.
-    between = need("between", (200, 100))
-    small = need("small", (100, 100))
+    between = need((200, 100))
+    small = need((100, 100))
     plan = make_plan(
-        [between, small], asked(optimizer="nvme", parameters="nvme", budget_bytes=16 * MB, buffer_bytes=MB)
+        {"between": between, "small": small},
+        asked(optimizer="nvme", parameters="nvme", budget_bytes=16 * MB, buffer_bytes=MB),
     )
     assert rests(plan) == [("host", "host", "host"), ("host", "host", "host")]
     least = plan.budget_used_bytes - 3 * 80_000
-    tight = make_plan([between, small], replace(plan.settings, budget_bytes=least))
+    tight = make_plan({"between": between, "small": small}, replace(plan.settings, budget_bytes=least))
     assert rests(tight) == [("disk", "host", "host"), ("host", "host", "host")]
     with pytest.raises(BudgetError):
-        make_plan([between, small], replace(plan.settings, budget_bytes=least - 64 * 20))
+        make_plan({"between": between, "small": small}, replace(plan.settings, budget_bytes=least - 64 * 20))
 
 
 def test_a_budget_goes_to_parameters_then_gradients_then_state() -> None:
@@ -151,10 +150,10 @@ def test_max_in_cpu_counts_elements_with_and_without_a_budget() -> None:
 
 
 def test_an_fp32_parameter_is_its_own_master_unless_it_stays_on_the_device_alone() -> None:
-    one = need("a", (512, 512), dtype=FP32)
-    at_home = make_plan([one], asked())
-    state_away = make_plan([one], asked(optimizer="nvme"))
-    both_away = make_plan([one], asked(optimizer="nvme", parameters="nvme"))
+    one = need((512, 512), dtype=FP32)
+    at_home = make_plan({"a": one}, asked())
+    state_away = make_plan({"a": one}, asked(optimizer="nvme"))
+    both_away = make_plan({"a": one}, asked(optimizer="nvme", parameters="nvme"))
     assert at_home.held["master"].total == 0
     assert state_away.held["master"].disk == 4 * 512 * 512
     assert both_away.held["master"].total == 0
@@ -165,7 +164,7 @@ def test_an_fp32_parameter_is_its_own_master_unless_it_stays_on_the_device_alone
 
 
 def test_a_frozen_parameter_has_no_gradient_and_no_state_and_is_only_read() -> None:
-    plan = make_plan([need("a", (512, 512), slots=None)], asked(optimizer="nvme", parameters="nvme"))
+    plan = make_plan({"a": need((512, 512), slots=None)}, asked(optimizer="nvme", parameters="nvme"))
     assert plan.held_total.total == plan.held["parameters"].disk == 2 * 512 * 512
     assert plan.traffic_total.written == 0
     assert plan.traffic["parameters"].read > 0
@@ -188,7 +187,7 @@ def test_accumulation_reads_parameters_again_and_passes_spilled_gradients_again(
 
 
 def test_gradients_that_accumulate_in_fp32_take_twice_the_bytes_wherever_they_wait() -> None:
-    wide = [replace(one, gradient_dtype=FP32) for one in EIGHT]
+    wide = {name: replace(one, gradient_dtype=FP32) for name, one in EIGHT.items()}
     for keys, rest in (
         (asked(), "device"),
         (asked(optimizer="cpu"), "host"),
@@ -202,7 +201,7 @@ def test_gradients_that_accumulate_in_fp32_take_twice_the_bytes_wherever_they_wa
 
 def test_two_units_in_a_row_are_gathered() -> None:
     units = [["0.weight"], ["1.weight", "2.weight"], ["2.weight", "3.weight"], ["4.weight"]]
-    plan = make_plan([*EIGHT, need("head", (64, 64), gathered=True)], asked(), [*units, ["head"]])
+    plan = make_plan({**EIGHT, "head": need((64, 64), gathered=True)}, asked(), [*units, ["head"]])
     assert plan.gathered_bytes == 3 * 2 * 512 * 512
 
 
@@ -316,18 +315,18 @@ SHAPES = st.one_of(
 
 
 @st.composite
-def many_needs(draw: st.DrawFn) -> list[Need]:
+def many_needs(draw: st.DrawFn) -> dict[str, Need]:
     world = draw(st.integers(1, 4))
     rank = draw(st.integers(0, world - 1))
     dtype = draw(st.sampled_from(["bfloat16", "float16", FP32]))
     whole = world > 1 and draw(st.booleans())
-    needs = []
+    needs = {}
     for i, shape in enumerate(draw(st.lists(SHAPES, max_size=9))):
         slots = draw(st.sampled_from([SLOTS, ("momentum_buffer",), (), None]))
         gathered = whole or draw(st.booleans())
-        one = need(f"p{i}", shape, world=world, rank=rank, dtype=dtype, slots=slots, gathered=gathered)
+        one = need(shape, world=world, rank=rank, dtype=dtype, slots=slots, gathered=gathered)
         gradient_dtype = draw(st.sampled_from([dtype, FP32]))
-        needs.append(replace(one, whole_gradient=whole, gradient_dtype=gradient_dtype))
+        needs[f"p{i}"] = replace(one, whole_gradient=whole, gradient_dtype=gradient_dtype)
     return needs
 
 
@@ -361,7 +360,7 @@ def expected_total(one: Need, place: Placement, holds: bool) -> int:
 
 @given(needs=many_needs(), keys=ASKED, budget=st.none() | st.integers(0, 40 << 20))
 def test_nothing_is_lost_or_placed_twice_and_the_budget_holds(
-    needs: list[Need], keys: PlacementSettings, budget: int | None
+    needs: dict[str, Need], keys: PlacementSettings, budget: int | None
 ) -> None:
     keys = replace(keys, budget_bytes=budget)
     try:
@@ -372,14 +371,14 @@ def test_nothing_is_lost_or_placed_twice_and_the_budget_holds(
         # Where all fits there is nothing to refuse, but for a piece that needs a buffer of its own.
         assert budget < roomy.held_total.total + 64 * 6 * len(needs) + 16 * MB
         return
-    assert list(plan.placements) == [one.name for one in needs]
-    expected = sum(expected_total(one, plan.placements[one.name], keys.holds_gradients) for one in needs)
+    assert list(plan.placements) == list(needs)
+    expected = sum(expected_total(one, plan.placements[name], keys.holds_gradients) for name, one in needs.items())
     assert plan.held_total.total == expected + keys.buffer_bytes
     in_host = plan.held_total.host + plan.held_total.pinned
     assert in_host <= plan.budget_used_bytes <= plan.budget_full_bytes
     assert budget is None or plan.budget_used_bytes <= budget
-    for one in needs:
-        place = plan.placements[one.name]
+    for name, one in needs.items():
+        place = plan.placements[name]
         assert "nvme" in (keys.optimizer, keys.parameters) or "disk" not in (
             place.state,
             place.parameter,
@@ -389,10 +388,23 @@ def test_nothing_is_lost_or_placed_twice_and_the_budget_holds(
             assert "disk" not in (place.state, place.parameter, place.gradient)
 
 
+@given(needs=many_needs(), keys=ASKED, budget=st.none() | st.integers(0, 40 << 20))
+def test_parameters_that_share_a_need_are_placed_as_if_each_had_its_own(
+    needs: dict[str, Need], keys: PlacementSettings, budget: int | None
+) -> None:
+    keys = replace(keys, budget_bytes=budget)
+    sharing = needs | {f"again {name}": one for name, one in needs.items()}
+    try:
+        plan = make_plan(sharing, keys)
+    except BudgetError:
+        return
+    assert plan == make_plan({name: replace(one) for name, one in sharing.items()}, keys)
+
+
 @settings(max_examples=200)
 @given(needs=many_needs(), keys=ASKED, budgets=st.lists(st.integers(0, 40 << 20), min_size=2, max_size=6))
 def test_more_budget_never_means_more_disk_traffic(
-    needs: list[Need], keys: PlacementSettings, budgets: list[int]
+    needs: dict[str, Need], keys: PlacementSettings, budgets: list[int]
 ) -> None:
     last: int | None = None
     for budget in sorted(budgets):
@@ -407,13 +419,13 @@ def test_more_budget_never_means_more_disk_traffic(
 
 
 @given(needs=many_needs(), keys=ASKED, ratio=st.floats(0, 1))
-def test_the_ratio_holds_within_one_parameter(needs: list[Need], keys: PlacementSettings, ratio: float) -> None:
+def test_the_ratio_holds_within_one_parameter(needs: dict[str, Need], keys: PlacementSettings, ratio: float) -> None:
     keys = replace(keys, optimizer="nvme", ratio=ratio)
-    trained = [one for one in needs if one.slots is not None]
+    trained = {name: one.rows_numel for name, one in needs.items() if one.slots is not None}
     placements = make_plan(needs, keys).placements
-    on_device = sum(one.rows_numel for one in trained if placements[one.name].state == "device")
-    total = sum(one.rows_numel for one in trained)
-    largest = max((one.rows_numel for one in trained), default=0)
+    on_device = sum(numel for name, numel in trained.items() if placements[name].state == "device")
+    total = sum(trained.values())
+    largest = max(trained.values(), default=0)
     assert (1 - ratio) * total - largest - 1 <= on_device <= (1 - ratio) * total + 1
 
 
@@ -425,19 +437,20 @@ def test_the_ratio_holds_within_one_parameter(needs: list[Need], keys: Placement
 def test_bytes_held_and_moved_are_those_that_a_store_counts(
     world: int, rank: int, budget: int | None, nvme: Path
 ) -> None:
-    needs = [need(f"p{i}", shape, world=world, rank=rank) for i, shape in enumerate([(1203, 56), (700, 700), (70,)])]
+    shapes = {"p0": (1203, 56), "p1": (700, 700), "p2": (70,)}
+    needs = {name: need(shape, world=world, rank=rank) for name, shape in shapes.items()}
     options = StoreOptions(run_path=nvme, host_budget_bytes=budget)
     keys = asked(optimizer="nvme", budget_bytes=budget, buffer_bytes=options.pool_bytes, holds_gradients=False)
     plan = make_plan(needs, keys)
     groups = []
     with TensorStore(options, rank=rank) as store:
-        for one in needs:
+        for parameter, one in needs.items():
             rows, cols = one.grid.rows, one.grid.row_numel
-            groups.append([f"{kind}/{one.name}" for kind in ("model", *SLOTS)])
+            groups.append([f"{kind}/{parameter}" for kind in ("model", *SLOTS)])
             for name in groups[-1]:
-                shape = (rows,) if one.name == "p2" else (rows, cols)
+                shape = (rows,) if parameter == "p2" else (rows, cols)
                 spec = ArraySpec(name=name, shape=shape, dtype=FP32)
-                store.create(spec, grid=one.grid, shard=rank, tier=plan.placements[one.name].state)
+                store.create(spec, grid=one.grid, shard=rank, tier=plan.placements[parameter].state)
         held = store.statistics()
         assert held.host_bytes == plan.held_total.host - plan.held["buffers"].host
         assert (held.disk_bytes, held.pool_bytes) == (plan.held_total.disk, plan.held["buffers"].host)
