@@ -2,7 +2,6 @@
 
 Packages from the bottom: runtime, config, params and device, plan, zero, optim, build; then `training` and `wiring`; then
 access, checkpoint and report; then `engine` and `initialize`. `docs/how-it-works.md` follows a parameter through them.
-
 Names are imported when they are first used: `config` and the planners in `plan` load no torch.
 """
 

@@ -108,8 +108,8 @@ def main() -> None:
 
 def _end(code: str | int | None) -> None:
     """End the process. A rank skips the interpreter's shutdown: threads of torch's process groups that come back into it then
-    abort the process, after everything was saved."""
-    if "RANK" not in os.environ or isinstance(code, str):
+    abort the process, after everything was saved. So does a plan, which starts no thread: a tenth of its time."""
+    if isinstance(code, str) or not ("RANK" in os.environ or sys.argv[1:2] == ["plan"]):
         sys.exit(code)
     atexit._run_exitfuncs()
     sys.stdout.flush()

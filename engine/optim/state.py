@@ -20,8 +20,8 @@ from zstore.store import ModeName, Stream, TensorStore, Tile
 from zstore.tensors import as_torch
 
 from ..device import Room, Transfers, one_thread
-from ..params.gradient_types import GradientTypes
 from ..params.record import ParameterRecord
+from ..params.sharding import GradientTypes
 from ..plan.plan import EMA, Placement
 from .kernel import AVERAGED, Kernel, Scalars, SlotArray
 from .moments import MomentTiles, slots_at_rest

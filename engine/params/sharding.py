@@ -1,17 +1,45 @@
-"""The parts of the training state that a rank holds, by ZeRO stage. Pure.
+"""The parts of the training state that a rank holds, by ZeRO stage, and the types of its gradients. Pure.
 
 [Note: copies]
 With `mics_shard_size` k of N ranks there are N / k copies of the shards, each over a group of k consecutive ranks. A
 shard of a copy is N / k neighbouring shards of the grid over all ranks, so that the cuts are those of a run without copies:
 chunks, updates and sums of squares have the same bits. Of its shards, a rank reduces the one with the number of its
 group, and adds up the squares of that one.
+
+[Note: types of gradients]
+Autograd makes a gradient in the parameter's type. `communication_data_type` is the type in which it is sent to other
+ranks, by default the parameter's: the mean is summed in fp32 and rounded to it once. `data_types.grad_accum_dtype` is the
+type in which micro-batches accumulate, by default fp32 over more than one: in 16 bits a sum of 256 equal gradients of
+bf16 no longer grows. The gradient of a single micro-batch needs no more than its original type.
+
+The held rows may be of a wider type than their sum. In the first micro-batch of a step a parameter may get its gradient in
+parts (reentrant checkpointing of a shared module), which autograd would add in the parameter's type: so the first sum is in
+the type of a single micro-batch, in memory that has room for later ones. A step that turns out to have more
+micro-batches than expected widens the rows when the second one comes. So the bits do not depend on what was expected.
+
+[Note: the mean of two]
+a + b is b + a, so between two ranks gloo's own all-reduce has the bits of a sum in rank order, and works in the
+gradients' own memory, without buckets, their padding and copies. It rounds the sum, not its half: the same bits, since
+halving is exact except below the least normal number, and there the sum is exact. A sum beyond the greatest number has no
+finite mean here. In fp32 it has none by rows either; in bf16 that concerns gradients of 1.6e38 alone; fp16, whose greatest
+number is small, uses the exchange of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from zstore.format import Grid, make_grid
+
+from ..config.config import Config
+
+if TYPE_CHECKING:
+    import torch
+
+D = TypeVar("D")
+"""A data type: torch's, or for a plan its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,3 +91,62 @@ class Sharding:
     def state_shard(self, rank: int) -> int:
         """Return the number of the shard of the state that `rank` holds."""
         return rank % self.copy_size if self.optimizer_state else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientTypes(Generic[D]):
+    """The gradient types of a run. See [Note: types of gradients]."""
+
+    summed: D
+    """Type in which gradients of several micro-batches are held by default: fp32."""
+    accumulation: D | None = None
+    """Type in which gradients are held whatever the number of micro-batches; None: the default."""
+    reduction: D | None = None
+    """Type in which they are reduced; None: the parameter's. With one rank always None."""
+    accumulates: bool = False
+    """Whether a step is planned to have more than one micro-batch."""
+
+    @staticmethod
+    def of(config: Config, world_size: int, types: Mapping[str, D]) -> GradientTypes[D]:
+        """Return the gradient types of a resolved config, by the data type of each precision."""
+        accumulation, reduction = config.settings.data_types.grad_accum_dtype, config.settings.communication_data_type
+        return GradientTypes(
+            summed=types["fp32"],
+            accumulation=None if accumulation is None else types[accumulation],
+            reduction=None if reduction is None or world_size == 1 else types[reduction],
+            accumulates=config.batch.accumulation_steps > 1,
+        )
+
+    def reduced(self, dtype: D) -> D:
+        """Return the type in which gradients of parameters of `dtype` are sent between ranks."""
+        return self.reduction or dtype
+
+    def held(self, dtype: D, *, several: bool) -> D:
+        """Return the type of the sum of one micro-batch's, or `several` micro-batches' gradients of parameters of
+        `dtype`."""
+        if self.accumulation is not None:
+            return self.accumulation
+        return self.summed if several else self.reduced(dtype)
+
+    def planned(self, dtype: D) -> D:
+        """Return the type in which gradients of parameters of `dtype` wait for the update, as planned."""
+        return self.held(dtype, several=self.accumulates)
+
+
+def sums_in_place(dtype: str, world_size: int, *, native: bool) -> bool:
+    """Return whether gradients that are sent in `dtype` and that every rank gets whole are summed in place; `native`: the
+    backend has its own reductions of a bucket. See [Note: the mean of two]."""
+    return world_size == 2 and not native and dtype in ("float32", "bfloat16")
+
+
+def add_in(held: torch.Tensor, part: torch.Tensor, dtype: torch.dtype) -> None:
+    """Add `part` to `held`, which can hold any value of `dtype`; the sum is rounded to `dtype`."""
+    if held.dtype == dtype:
+        held.add_(part)
+    else:
+        held.copy_(held.to(dtype).add_(part))
+
+
+def is_narrower(dtype: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether memory of `dtype` has no room for values of the type `wanted`."""
+    return dtype.itemsize < wanted.itemsize

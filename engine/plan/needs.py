@@ -12,8 +12,7 @@ from zstore.io import PAGE_BYTES
 from zstore.store import StoreOptions
 
 from ..config.config import DTYPES, Config
-from ..params.gradient_types import GradientTypes
-from ..params.sharding import Sharding
+from ..params.sharding import GradientTypes, Sharding
 from .plan import DriveRates, Need, PlacementSettings, Slots, slots_at
 from .quantized import is_matrix
 from .schedule import PrefetchLimits, count_fetches

@@ -25,8 +25,7 @@ from dataclasses import dataclass, replace
 from zstore.format import numpy_dtype
 
 from ..config.config import DTYPES, Config
-from ..params.gradient_types import GradientTypes, sums_in_place
-from ..params.sharding import Sharding
+from ..params.sharding import GradientTypes, Sharding, sums_in_place
 from .plan import Need, Plan, Sent
 from .quantized import WEIGHT_BITS, encoded_bytes, is_matrix
 

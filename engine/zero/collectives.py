@@ -29,8 +29,8 @@ from zstore.ranks.work import Kind
 from zstore.ranks.world import World
 from zstore.tensors import dtype_name
 
-from ..params.gradient_types import sums_in_place
 from ..params.record import ParameterRecord
+from ..params.sharding import sums_in_place
 
 TypeOf = Callable[[ParameterRecord], torch.dtype]
 GridOf = Callable[[ParameterRecord], Grid]

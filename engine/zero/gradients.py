@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from zstore.errors import UsageError
 from zstore.ranks.world import World
 
-from ..params.gradient_types import GradientTypes, add_in, is_narrower
 from ..params.record import ParameterRecord
+from ..params.sharding import GradientTypes, add_in, is_narrower
 from ..runtime.messages import listed
 from .collectives import reduce_whole
 from .exchanges import Exchanges

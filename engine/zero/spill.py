@@ -19,8 +19,8 @@ from zstore.store import TensorStore
 from zstore.tensors import as_torch, dtype_name
 
 from ..device import StreamContext, Transfers
-from ..params.gradient_types import is_narrower
 from ..params.record import ParameterRecord
+from ..params.sharding import is_narrower
 from ..plan.needs import SPILL_POOL_BYTES
 from .norm import counted, sum_of_squares
 

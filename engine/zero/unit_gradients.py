@@ -29,8 +29,8 @@ from zstore.ranks.work import Kind
 from zstore.ranks.world import World
 
 from ..device import Add, D2HQueue, Transfers, labelled
-from ..params.gradient_types import add_in, is_narrower
 from ..params.record import ParameterRecord
+from ..params.sharding import add_in, is_narrower
 from ..params.units import Unit
 from .collectives import Reduce, Reducing, Reduction, Segment, bucket_limit, pack, plan_buckets, put_rows
 from .gradients import INCOMPLETE, GradientRules, Gradients, agree_any, forget_gradients, take_gradient, watch_gradient
