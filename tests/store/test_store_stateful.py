@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from tests.store.model import ModelStore
 from zstore.errors import StorageError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
@@ -23,7 +24,6 @@ from zstore.store.store import Snapshot
 from zstore.store.tiers import LocalShard
 from zstore.testing.contract import as_array
 from zstore.testing.faults import Fault, FaultyFiles
-from zstore.testing.model import ModelStore
 from zstore.testing.oracle import random_values, same_bits
 
 # (group, tier, shape, dtypes, world size, shard): a group's arrays share a layout. On disk they have 64 KiB at least.

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ..format.arrays import Array, ArraySpec, numpy_dtype
-from ..format.partition import Grid
+from zstore.format.arrays import Array, ArraySpec, numpy_dtype
+from zstore.format.partition import Grid
 
 
 class ModelStore:
