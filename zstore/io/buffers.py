@@ -22,8 +22,8 @@ PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 
-def make_slab(nbytes: int) -> Bytes:
-    """Return `nbytes` of zeroed private memory, page aligned; from 2 MiB on in huge pages if the system has them.
+def make_slab(nbytes: int, *, zeroed: bool = True) -> Bytes:
+    """Return `nbytes` of `zeroed` private memory, page aligned; from 2 MiB on in huge pages if the system has them.
 
     Direct I/O into huge pages moves about twice the bytes per second of ordinary pages. The memory lives as long as the
     array or a view of it.
@@ -31,7 +31,7 @@ def make_slab(nbytes: int) -> Bytes:
     if nbytes == 0:
         return np.empty(0, dtype=np.uint8)
     if nbytes < HUGE_PAGE_BYTES:
-        room = np.zeros(nbytes + PAGE_BYTES, dtype=np.uint8)
+        room = (np.zeros if zeroed else np.empty)(nbytes + PAGE_BYTES, dtype=np.uint8)
         start = -room.ctypes.data % PAGE_BYTES
         return room[start : start + nbytes]
     if not hasattr(mmap, "MAP_PRIVATE"):

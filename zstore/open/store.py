@@ -41,7 +41,7 @@ from .saves import Saves, Wish
 from .stream import Mode, Values
 from .values import KnownArray, Value, distributed, entry_of, flat_target, flatten, loaded_entry, local_of, shaped
 
-_NUM_OPERATIONS = 8
+_NUM_OPERATIONS = 4
 """Operations on arrays under way at a time."""
 
 

@@ -276,7 +276,7 @@ class TensorStore(Closing):
         last = self.valid_numel(name) if stop is None else stop
         local = self._require_in_shard(name, first, last)
         dtype, numel = numpy_dtype(local.spec.dtype), local.grid.chunk_numel
-        target = make_slab((last - first) * dtype.itemsize).view(dtype) if out is None else out
+        target = make_slab((last - first) * dtype.itemsize, zeroed=False).view(dtype) if out is None else out
         usable = target.flags.c_contiguous and target.flags.writeable
         if target.shape != (last - first,) or target.dtype != dtype or not usable:
             raise UsageError(
