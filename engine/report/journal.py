@@ -25,10 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zstore.checkpoint import LOOPS_FOLDER
 from zstore.io import LinkStatistics, count_memory_kills
-from zstore.journal.names import journal_file
-from zstore.journal.reader import read_from
+from zstore.journal.names import CHECKPOINT_FOLDER, journal_file
+from zstore.journal.reader import journal_of, read_from
 from zstore.journal.requests import request
 from zstore.journal.writer import FileSink, JournalWriter
 from zstore.remote.journal_tail import JournalTail
@@ -62,6 +61,10 @@ class JournalPlace:
 
     folder: Path
     remote: UploadPlace | None = None
+
+
+def _run_folder(folder: Path) -> Path:
+    return folder.parent if CHECKPOINT_FOLDER.fullmatch(folder.name) else folder
 
 
 class _Failure:
@@ -166,8 +169,7 @@ class RunJournal:
         loop's checkpoint in it."""
         if self._sink is None:
             return None
-        folder = self._sink.path.parent
-        return folder.parent if LOOPS_FOLDER.fullmatch(folder.name) else folder, self._run_id
+        return _run_folder(self._sink.path.parent), self._run_id
 
     # -- from the engine --------------------------------------------------------------------------------------------
 
@@ -252,9 +254,9 @@ class RunJournal:
         self.place(JournalPlace(folder), certain=False)
 
     def _tell_of_kill(self, folder: Path) -> None:
-        file = folder / journal_file(self._training.run_id)
         try:
-            records, _ = read_from(folder, file.name, max(0, file.stat().st_size - _TAIL_BYTES))
+            file = journal_of(folder, self._training.run_id)
+            records, _ = read_from(folder, file, max(0, (folder / file).stat().st_size - _TAIL_BYTES))
         except OSError:
             return
         if not records or records[-1]["kind"] == "end":
@@ -312,7 +314,11 @@ class RunJournal:
 
     def _opened(self, place: JournalPlace) -> FileSink | None:
         try:
-            sink = FileSink(place.folder / journal_file(self._run_id))
+            path = place.folder / journal_file(self._run_id)
+            run = _run_folder(place.folder)
+            if run.is_dir() and not path.exists() and (former := run / journal_of(run, self._run_id)).exists():
+                os.replace(former, path)  # of a run that was resumed, in one of its checkpoints
+            sink = FileSink(path)
             if isinstance(place.remote, ServicePlace):
                 self._tail = JournalTail(
                     sink.path,

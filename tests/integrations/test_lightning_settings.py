@@ -30,8 +30,14 @@ from tests.integrations.lightning_runs import SEED, Batches, LateNet, Net, fit, 
 from zstore.engine.adapters.lightning.content import decode, encode
 from zstore.engine.adapters.lightning.settings import TrainerValues, for_trainer, read_source
 from zstore.errors import CheckpointError, CheckpointMismatchError, ConfigError, UsageError
+from zstore.journal import read, steps
+from zstore.journal.names import run_of
+from zstore.journal.reader import journals
 from zstore.lightning import ZstoreStrategy, load_checkpoint
 from zstore.optim import Offloaded
+from zstore.serve.runs import Runs
+from zstore.serve.settings import Root, Settings
+from zstore.serve.views.journals import journals_in
 from zstore.testing.ranks import run_ranks
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.ls import ls_command
@@ -443,8 +449,6 @@ def _refusals(rank: int, folder: str) -> None:
     refused(UsageError, '"value".*clips by the global norm', gradient_clip_algorithm="value")
     refused(UsageError, r'StochasticWeightAveraging: .*"ema": 0\.999', callbacks=[StochasticWeightAveraging(0.1)])
     refused(UsageError, 'EMAWeightAveraging: .*"ema": DECAY', callbacks=[EMAWeightAveraging()])
-    saves = ModelCheckpoint(base, save_weights_only=True)
-    refused(UsageError, "save_weights_only=True", callbacks=[saves], enable_checkpointing=True)
     refused(ConfigError, "returned None", Configured)
     adam = {"optimizer": {"type": "AdamW", "params": {"lr": 0.5, "eps": "auto"}}}
     refused(ConfigError, "params.lr is 0.5, there it is 0.01", strategy=ZstoreStrategy(adam))
@@ -459,6 +463,66 @@ def _refusals(rank: int, folder: str) -> None:
     with engine:
         engine.save_checkpoint(str(base), "mine")
     refused(CheckpointMismatchError, "not saved by a Trainer", ckpt_path=str(base / "mine"))
+
+
+def _folder_of_checkpoints(rank: int, folder: str) -> None:
+    """Train, and resume: the folder has checkpoints alone, and the journal of both is in the newest one."""
+    found, kept = [], []
+    for max_epochs in (1, 2):
+        saves = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, filename="{step}")
+        trainer = make_trainer("zstore", callbacks=[saves], enable_checkpointing=True, max_epochs=max_epochs)
+        fit(trainer, make_net(), rank, ckpt_path="last" if max_epochs == 2 else None)
+        trainer.save_checkpoint(Path(folder, "end.ckpt"))
+        kept.append({path.name for path in Path(folder).iterdir()})
+        trainer.strategy.close()
+        found.append(journals(folder))
+    assert kept == [{f"step={step}.ckpt", "last.ckpt", "end.ckpt"} for step in (3, 6)]
+    assert found[0] == found[1]
+    assert found[0][0].startswith("end.ckpt/journal-")
+    assert steps(read(folder))["step"] == [1, 2, 3, 4, 5, 6]
+    assert zstore.open_checkpoint(folder, "end.ckpt").verify() == []
+    zstore.load_state_dict(folder)
+
+
+def test_the_folder_of_checkpoints_has_nothing_else(tmp_path: Path) -> None:
+    run_ranks(_folder_of_checkpoints, 1, str(tmp_path))
+    options = Settings(roots=(Root(name="runs", location=str(tmp_path)),))
+    (run,) = Runs(options).all().values()
+    assert [run_of(name) for name in journals_in(run.folder)] == [run_of(name) for name in journals(tmp_path)]
+
+
+def _weights_alone(rank: int, folder: str) -> None:
+    """Save weights alone in 16 bits and at stage 3; load them into another module, and by Lightning's own strategy."""
+    saves = ModelCheckpoint(folder, filename="weights", every_n_train_steps=3, save_weights_only=True)
+    trainer = make_trainer(
+        "zstore_stage_3", 2, precision="bf16-mixed", callbacks=[saves], enable_checkpointing=True, max_epochs=1
+    )
+    module = make_net(LateNet)
+    fit(trainer, module, rank)
+    path = Path(folder, "weights.ckpt")
+    masters = {name: trainer.strategy.engine.get_full_parameter(name) for name, _ in module.named_parameters()}
+    trainer.save_checkpoint(Path(folder, "whole.ckpt"))
+    trainer.save_checkpoint(Path(folder, "whole.ckpt"), weights_only=True)  # in place of a folder
+    data = Batches(0, 2, seed=1)
+    with quiet():
+        plain = make_trainer("ddp", 2).test(make_net(), data, ckpt_path=path, verbose=False, weights_only=False)
+        strategy = ZstoreStrategy(load_objects=True)  # Net has a path in its dict
+        ours = make_trainer(strategy, 2).test(make_net(), data, ckpt_path=path, verbose=False)
+        with pytest.raises(CheckpointMismatchError, match="is a file"):
+            fit(make_trainer("zstore", 2), make_net(), rank, ckpt_path=path)
+    assert ours == [pytest.approx(scores, rel=1e-6) for scores in plain]
+    for saved in (path, Path(folder, "whole.ckpt")):
+        found = torch.load(saved, weights_only=False)
+        assert "optimizer_states" not in found
+        assert list(found["state_dict"]) == list(make_net().state_dict())
+        assert all(torch.equal(found["state_dict"][name], value) for name, value in masters.items())
+    loaded = Net.load_from_checkpoint(path, weights_only=False)
+    assert torch.equal(loaded.head.weight, masters["head.weight"])
+    trainer.strategy.close()
+
+
+def test_weights_alone_are_a_file_as_lightnings_own(tmp_path: Path) -> None:
+    run_ranks(_weights_alone, 2, str(tmp_path))
 
 
 def _one_after_the_other(rank: int, folder: str) -> int:

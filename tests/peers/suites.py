@@ -144,7 +144,8 @@ def passed(
     """Run pytest in a project's `folder` with `words` and plugins of this folder; return the tests that pass."""
     command = [sys.executable, "-m", "pytest", *words, "-q", f"--junitxml={report}", "-p", "no:cacheprovider"]
     command += ["-o", "junit_family=xunit1", *(word for plugin in plugins for word in ("-p", plugin))]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.fspath(HERE), **variables}
+    python_path = os.pathsep.join(filter(None, [os.fspath(HERE), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": python_path, **variables}
     subprocess.run(command, cwd=folder, env=environment, check=False, stdout=subprocess.DEVNULL)
     cases = ElementTree.parse(report).iter("testcase")
     return {

@@ -7,6 +7,8 @@ import re
 from ..errors import UsageError
 
 _JOURNAL = re.compile(r"journal-([A-Za-z0-9_.-]+)\.jsonl")
+CHECKPOINT_FOLDER = re.compile(r"checkpoint[-_]\d+|.+\.ckpt")
+"""Names of the checkpoints of loops in which a journal may be, so that beside them there is nothing else."""
 _RUN_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
-from ..checkpoint.catalog import LOOPS_FOLDER
 from ..checkpoint.folder import Folder, FolderLike, folder_at
 from .lines import Record, decode
-from .names import journal_file, run_of
+from .names import CHECKPOINT_FOLDER, journal_file, run_of
 
 KINDS = frozenset({"start", "plan", "step", "save", "load", "eval", "action", "warning", "end"})
 """Records of other kinds are passed over."""
@@ -18,15 +17,21 @@ _MOST_BYTES = 64 * 1024 * 1024
 
 def journals(folder: FolderLike) -> list[str]:
     """Return the names of the journals in a folder, in alphabetical order; of a local one also the paths of those in folders
-    `checkpoint-60` that a loop makes. Raises FileNotFoundError if there is no folder."""
+    `checkpoint-60` and `step=60.ckpt` that a loop makes. Raises FileNotFoundError if there is no folder."""
     place = folder_at(folder)
     entries = place.entries()
     found = list(entries.files)
     for name in entries.folders:
-        if place.is_local and LOOPS_FOLDER.fullmatch(name):
+        if place.is_local and CHECKPOINT_FOLDER.fullmatch(name):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it may be removed meanwhile
                 found += [f"{name}/{file}" for file in place.child(name).entries().files]
     return sorted(path for path in found if run_of(path) is not None)
+
+
+def journal_of(folder: FolderLike, run_id: str) -> str:
+    """Return the path of a run's journal in a folder, whether it is there or not. Raises FileNotFoundError if there is no
+    folder."""
+    return next((name for name in journals(folder) if run_of(name) == run_id), journal_file(run_id))
 
 
 def read_from(folder: FolderLike, file: str, offset: int = 0) -> tuple[list[Record], int]:
@@ -69,10 +74,9 @@ def read(folder: FolderLike, run_id: str | None = None) -> list[Record]:
     Raises FileNotFoundError if there is none.
     """
     place = folder_at(folder)
-    names = journals(place)
     if run_id is not None:
-        return read_file(place, next((name for name in names if run_of(name) == run_id), journal_file(run_id)))
-    found = [read_file(place, name) for name in names]
+        return read_file(place, journal_of(place, run_id))
+    found = [read_file(place, name) for name in journals(place)]
     if not found:
         raise FileNotFoundError(f"{place} has no journal: expected a file journal-RUN_ID.jsonl")
     return max(found, key=lambda records: records[-1]["at"] if records else 0.0)

@@ -20,7 +20,6 @@ from zstore.engine.adapters.accelerate.weights import move_weights, weight_files
 from zstore.engine.engine import Engine
 from zstore.errors import CheckpointError, CheckpointNotFoundError, CorruptionError
 from zstore.io import Ticket, run_in_thread
-from zstore.journal.names import journal_file
 
 STATE_KEY = "trainer"
 """Key of this package's data in the client state of a checkpoint."""
@@ -109,17 +108,6 @@ def begin_folder(engine: Engine, folder: Path) -> None:
     """Put the run's journal into the folder of a checkpoint, and files that other Trainers refuse (rank 0)."""
     for name in _STAND_INS:
         (folder / name).write_text(_STAND_IN, encoding="utf-8")
-    bring_journal(engine, folder)
-
-
-def bring_journal(engine: Engine, folder: Path) -> None:
-    """Have the run's journal in the folder of a checkpoint, moved there from that of an earlier one if any (rank 0)."""
-    if engine.journal.open_at is None and engine.journal.enabled:  # a run that was resumed, or its first save
-        name = journal_file(engine.training_state.run_id)
-        found = folder.parent.glob(f"checkpoint-*/{name}")
-        before = max(found, key=lambda path: path.stat().st_mtime, default=None)
-        if before is not None and before.parent != folder:
-            os.replace(before, folder / name)
     engine.journal.follow(folder)
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from zstore.engine.engine import Engine
+from zstore.journal.names import CHECKPOINT_FOLDER, journal_file
 
 _NAME = "ZstoreRunCallback"
 
 
 def begin_journal(library: str, trainer: Any, engine: Engine) -> None:
-    """Keep the journal beside the checkpoints of the Trainer's checkpoint callback, and carry out requests by it."""
+    """Keep the journal with the checkpoints of the Trainer's checkpoint callback, and carry out requests by it."""
     engine.journal.note(loop="lightning", total_steps=_total_steps(trainer))
     checkpoints = trainer.checkpoint_callback
     if getattr(checkpoints, "dirpath", None):
@@ -42,6 +46,24 @@ def begin_journal(library: str, trainer: Any, engine: Engine) -> None:
     # Before the callback that saves: those of Lightning come last.
     others = [callback for callback in trainer.callbacks if type(callback).__name__ != _NAME]
     trainer.callbacks = [kind(), *others]
+
+
+@contextmanager
+def journal_taken_along(engine: Engine, checkpoint: Path) -> Iterator[None]:
+    """Save a checkpoint in the block; the run's journal is in it after that, not beside it: people list the folder."""
+    keep_journal(engine, checkpoint)
+    yield
+    place = engine.journal.open_at
+    named = CHECKPOINT_FOLDER.fullmatch(checkpoint.name) is not None
+    if named and place is not None and place[0].resolve() == checkpoint.parent.resolve():
+        engine.journal.follow(checkpoint)
+
+
+def keep_journal(engine: Engine, checkpoint: Path) -> None:
+    """Have the run's journal beside a checkpoint that is replaced or removed, if it is in it."""
+    place = engine.journal.open_at
+    if place is not None and (checkpoint / journal_file(place[1])).is_file():
+        engine.journal.follow(checkpoint.parent)
 
 
 def _total_steps(trainer: Any) -> int | None:

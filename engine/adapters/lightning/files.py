@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from zstore.checkpoint import discard, scan, tag_folder
+from zstore.engine.access.module_state import state_entries
 from zstore.engine.checkpoint.client_state import join
+from zstore.engine.engine import Engine
 from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.io import Files
 from zstore.open.checkpoint import open_checkpoint
@@ -41,9 +43,9 @@ class Place:
         return f"{self.folder}/{self.name}"
 
     @property
-    def tag(self) -> str:
-        """The checkpoint's tag."""
-        return self.name
+    def stored(self) -> Path:
+        """The checkpoint's own folder, if it is not behind a URL."""
+        return Path(self.folder) / tag_folder(self.name)
 
     @staticmethod
     def of(path: str) -> Place:
@@ -62,7 +64,7 @@ class Place:
         Lightning's own."""
         path = Path(self.path)
         if is_url(self.folder) or not (path.is_file() or path.is_symlink()):
-            return self.folder, self.tag
+            return self.folder, self.name
         if path.is_file():
             raise CheckpointMismatchError(
                 f"{path} is a file, and a checkpoint of zstore a folder: load its weights with "
@@ -76,10 +78,13 @@ class Place:
         if not is_url(self.folder) and (path.is_symlink() or path.is_file()):
             path.unlink()
 
-    def link(self) -> None:
-        """Give the checkpoint its name if its folder has another."""
-        if not is_url(self.folder) and (stored := tag_folder(self.tag)) != self.name:
-            os.symlink(stored, self.path)
+    def finish(self) -> None:
+        """Give the checkpoint its name if its folder has another; remove `latest`, which nobody asks for here."""
+        if is_url(self.folder):
+            return
+        if self.stored.name != self.name:
+            os.symlink(self.stored.name, self.path)
+        Path(self.folder, "latest").unlink(missing_ok=True)
 
 
 def load_checkpoint(path: str | os.PathLike[str], *, load_objects: bool = False) -> dict[str, Any]:
@@ -119,6 +124,17 @@ def loader_of_folders(load: Callable[..., Any]) -> Callable[..., Any]:
     return load_either
 
 
+def whole_weights(engine: Engine) -> dict[str, Any]:
+    """Return the module's state dict with whole parameters, fp32 masters if they are trained, on rank 0 (all ranks)."""
+    found: dict[str, Any] = {}
+    known: dict[int, Any] = {}  # tied parameters are one tensor in the file too
+    for name, entry in state_entries(engine.access):
+        if isinstance(entry, torch.nn.Parameter) and id(entry) not in known:
+            known[id(entry)] = engine.get_full_parameter(name, rank0_only=True)
+        found[name] = known.get(id(entry), entry)
+    return found
+
+
 def remove(place: Place, storage_options: Mapping[str, Any]) -> None:
     """Remove a checkpoint so that at no instant half of it looks like one; do nothing if it is not there."""
     if is_url(place.folder):
@@ -126,12 +142,11 @@ def remove(place: Place, storage_options: Mapping[str, Any]) -> None:
         from zstore.remote.folder import RemoteFolder
 
         folder = folder_of(place.folder, storage_options)
-        found = [info for info in scan(folder).tags if info.tag == place.tag]
+        found = [info for info in scan(folder).tags if info.tag == place.name]
         if isinstance(folder, RemoteFolder):
             for info in found:
                 remove_checkpoint(folder, info)
         return
-    stored = Path(place.folder) / tag_folder(place.tag)
     place.unlink()
-    if stored.is_dir():
-        discard(Files(), stored)
+    if place.stored.is_dir():
+        discard(Files(), place.stored)

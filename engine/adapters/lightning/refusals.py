@@ -41,11 +41,6 @@ def check_trainer(trainer: Any, module: Any, layer_sync: Any) -> None:
         for kind in type(callback).__mro__:
             if kind.__name__ in _CALLBACKS and kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning"):
                 raise UsageError(f"callback {type(callback).__name__}: {_CALLBACKS[kind.__name__]}")
-        if getattr(callback, "save_weights_only", False):
-            raise UsageError(
-                f"{type(callback).__name__}(save_weights_only=True): a checkpoint holds the whole state: leave it out, and "
-                "export weights with `zstore consolidate`"
-            )
     if _overrides(module, "backward"):
         raise UsageError(
             f"{type(module).__name__}.backward() is overridden, and the engine runs the backward: remove it, and scale or "

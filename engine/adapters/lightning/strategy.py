@@ -31,8 +31,8 @@ from zstore.engine.initialize import initialize
 from zstore.errors import CheckpointMismatchError, UsageError
 
 from . import content
-from .asking import begin_journal
-from .files import STATE, Place, remove
+from .asking import begin_journal, journal_taken_along, keep_journal
+from .files import STATE, Place, remove, whole_weights
 from .fitting import batch_size, configured, hand_on_settings, resumable, resume_data
 from .precision import EnginePrecision
 from .refusals import check_device, check_predict, check_trainer
@@ -327,25 +327,35 @@ class EngineStrategy:
         """Save the engine's state and Lightning's dict as a checkpoint whose folder is `filepath` (all ranks)."""
         if storage_options is not None:
             raise UsageError("save_checkpoint(storage_options=...): write them into the config: zstore.storage_options")
-        if "optimizer_states" not in checkpoint:
-            raise UsageError(
-                "save_checkpoint(weights_only=True): a checkpoint holds the whole state: leave it out, and export weights with "
-                "`zstore consolidate`, or with trainer.model.save_16bit_model(folder)"
-            )
         place = Place.of(self.engine.world.broadcast_object(os.fspath(filepath)))
+        if "optimizer_states" not in checkpoint:
+            self._save_weights(checkpoint, place)
+            return
         kept = {name: value for name, value in checkpoint.items() if name != "optimizer_states"}
         engine = self.engine
         with engine.world.agreeing():
             state = {STATE: content.encode(kept)} if self.is_global_zero else {}
             if self.is_global_zero:
                 place.unlink()
-        with _between_steps(engine):
+        with _between_steps(engine), journal_taken_along(engine, place.stored):
             engine.save_checkpoint(
-                place.folder, place.tag, state, metrics=_numbers(self.lightning_module.trainer), overwrite=True
+                place.folder, place.name, state, metrics=_numbers(self.lightning_module.trainer), overwrite=True
             )
         with engine.world.agreeing():
             if self.is_global_zero:
-                place.link()
+                place.finish()
+
+    def _save_weights(self, checkpoint: dict[str, Any], place: Place) -> None:
+        """Write the file that Lightning's own strategies write for `weights_only` (all ranks)."""
+        engine = self.engine
+        weights = whole_weights(engine)
+        with engine.world.agreeing():
+            if self.is_global_zero:
+                if not os.path.isfile(place.path):  # a file is replaced at once
+                    keep_journal(engine, place.stored)
+                    remove(place, engine.training_state.config.storage_options)
+                content = {**checkpoint, "state_dict": {**weights, **checkpoint["state_dict"]}}
+                self.checkpoint_io.save_checkpoint(content, place.path)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -354,6 +364,12 @@ class EngineStrategy:
         place = Place.of(os.fspath(checkpoint_path))
         fitting = self.lightning_module.trainer.state.fn.value == "fit"
         strict = bool(self.lightning_module.strict_loading)
+        load_objects = self._load_objects or weights_only is False
+        if not fitting and os.path.isfile(place.path):
+            found: dict[str, Any] = self.checkpoint_io.load_checkpoint(place.path, "cpu", not load_objects)
+            state = {name: value for name, value in found["state_dict"].items() if not name.endswith("_extra_state")}
+            self.engine.load_module_state_dict(state, strict)
+            return found
         folder, tag = place.to_load()
         _, state = self.engine.load_checkpoint(folder, tag, load_module_only=not fitting, load_module_strict=strict)
         if fitting:
@@ -368,7 +384,7 @@ class EngineStrategy:
                     "module.load_state_dict(zstore.load_state_dict(PATH)) before fit()"
                 )
             return version
-        found, left_out = content.decode(state[STATE], load_objects=self._load_objects or weights_only is False)
+        found, left_out = content.decode(state[STATE], load_objects=load_objects)
         if left_out and self.is_global_zero:
             _log.warning(
                 "%s: left out, since they are pickled: %s. ZstoreStrategy(load_objects=True) loads them, which runs code of "
@@ -391,7 +407,9 @@ class EngineStrategy:
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Remove a checkpoint (rank 0)."""
         if self.is_global_zero:
-            remove(Place.of(os.fspath(filepath)), self.engine.training_state.config.storage_options)
+            place = Place.of(os.fspath(filepath))
+            keep_journal(self.engine, place.stored)
+            remove(place, self.engine.training_state.config.storage_options)
 
 
 def _numbers(trainer: Any) -> dict[str, float]:

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...checkpoint.catalog import LOOPS_FOLDER
 from ...checkpoint.folder import Folder
 from ...errors import ZstoreError
 from ...journal.lines import decode
-from ...journal.names import run_of
+from ...journal.names import CHECKPOINT_FOLDER, run_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ def _journals_here(folder: Folder, nested: str = "") -> dict[str, JournalFile]:
                 identity = (status.st_dev, status.st_ino)
                 file = JournalFile(nbytes=status.st_size, written_ns=status.st_mtime_ns, identity=identity)
                 found[nested + entry.name] = file
-            elif not nested and LOOPS_FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            elif not nested and CHECKPOINT_FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                 with contextlib.suppress(OSError):  # it may be removed meanwhile
                     found |= _journals_here(folder, f"{entry.name}/")
     return found
