@@ -55,7 +55,7 @@ def lay_out(spec: ArraySpec, boxes: Sequence[Box], world_size: int, *, whole_sha
     pieces = [box for box in boxes if box.numel]
     if len(pieces) <= 1:
         return ArrayLayout(spec=spec, grid=make_grid(spec.stored_shape, 1))
-    grid = _grid_of_pieces(spec, pieces) or _fitting_grid(spec, pieces, world_size)
+    grid = _grid_of_pieces(spec, pieces, world_size) or _fitting_grid(spec, pieces, world_size)
     if grid is not None and whole_shards and not all(_is_whole_shards(box, grid) for box in pieces):
         grid = None
     if grid is not None and _is_worth_it(grid, spec, pieces):
@@ -69,10 +69,10 @@ def _is_whole_shards(box: Box, grid: Grid) -> bool:
     return all(at % grid.shard_numel == 0 and (stop % grid.shard_numel == 0 or stop == numel) for at, stop in runs)
 
 
-def _grid_of_pieces(spec: ArraySpec, pieces: Sequence[Box]) -> Grid | None:
-    """Return the grid whose shards are the pieces; None if they are not rows, as many each but for the last."""
+def _grid_of_pieces(spec: ArraySpec, pieces: Sequence[Box], world_size: int) -> Grid | None:
+    """Return the grid whose shards are the pieces; None if they are not rows, as many each but for the last, of a rank each."""
     shard_rows = max(box.numel for box in pieces) // spec.row_numel
-    if cut_numel(pieces) != shard_rows * spec.row_numel:
+    if len(pieces) > world_size or cut_numel(pieces) != shard_rows * spec.row_numel:
         return None
     return grid_of_rows(spec.stored_shape, shard_rows)
 
