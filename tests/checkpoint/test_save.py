@@ -171,6 +171,22 @@ def test_an_empty_folder_that_is_there_becomes_the_checkpoint(folder: Path, tmp_
             save_arrays(folder, arrays, tag=tag)
 
 
+def test_a_file_that_is_put_into_the_folder_during_the_save_stays(folder: Path) -> None:
+    other = folder / "best" / "config.json"
+
+    def put(kind: str, path: Path) -> None:
+        if kind == "write_small" and not other.exists():
+            other.parent.mkdir()
+            other.write_text("{}")
+
+    arrays = make_arrays()
+    with open_world(arrays, files=[CallingFiles(put)]) as world:
+        world.save(folder, tag="best")
+    assert values(folder) == as_bytes(arrays)
+    assert other.read_text() == "{}"
+    assert sorted(path.name for path in folder.iterdir()) == ["best", "latest"]
+
+
 def test_only_the_newest_of_the_own_run_are_kept(folder: Path, run_path: Path) -> None:
     arrays = make_arrays()
     save_arrays(folder, arrays, step=1, run_id="another run")

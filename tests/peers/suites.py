@@ -24,8 +24,8 @@ class Suite:
 
     name: str
     repository: str
-    needs: str
-    """Package that is tested."""
+    needs: tuple[str, ...]
+    """The package that is tested, and those that its tests import besides."""
     fetched: tuple[str, ...]
     """Folders of the repository to fetch."""
     folder: str
@@ -51,7 +51,7 @@ class Suite:
         """Commands that bring the tests."""
         into = f"tests/peers/sources/{self.repository.rpartition('/')[2].lower()}"
         return (
-            f"{self.name}: the tests are not there, or {self.needs} is not installed (pip install 'zstore[bench]'):\n"
+            f"{self.name}: the tests are not there, or a package is missing: pip install {' '.join(self.needs)}\n"
             f"git clone --depth 1 --filter blob:none --sparse https://github.com/{self.repository} {into}\n"
             f"git -C {into} sparse-checkout set {' '.join(self.fetched)}"
         )
@@ -79,7 +79,7 @@ SUITES = (
     Suite(
         name="deepspeed",
         repository="deepspeedai/DeepSpeed",
-        needs="deepspeed",
+        needs=("deepspeed",),
         fetched=("tests/unit",),
         folder="tests",
         plugin="standing_in",
@@ -96,7 +96,7 @@ SUITES = (
     Suite(
         name="accelerate",
         repository="huggingface/accelerate",
-        needs="deepspeed",
+        needs=("deepspeed",),
         fetched=("tests/deepspeed",),
         folder="",
         plugin="standing_in",
@@ -106,7 +106,7 @@ SUITES = (
     Suite(
         name="transformers_deepspeed",
         repository="huggingface/transformers",
-        needs="deepspeed",
+        needs=("deepspeed",),
         fetched=("tests/deepspeed", "tests/trainer", "tests/fixtures"),
         folder="",
         plugin="standing_in",
@@ -117,7 +117,7 @@ SUITES = (
     Suite(
         name="dcp",
         repository="pytorch/pytorch",
-        needs="torch",
+        needs=("torch", "expecttest"),
         fetched=("test/distributed/checkpoint",),
         folder="test",
         plugin="replacing_dcp",
@@ -127,7 +127,7 @@ SUITES = (
     Suite(
         name="lightning",
         repository="Lightning-AI/pytorch-lightning",
-        needs="lightning",
+        needs=("lightning", "jsonargparse"),
         fetched=("tests",),
         folder="",
         plugin="replacing_lightning",

@@ -112,6 +112,9 @@ class Committer:
         self._files.write_small(path, record.encode(), sync=flush is None)
         os.chmod(path, READ_ONLY)
         messages: list[str] = []
+        if self.target.is_dir() and not (self.target / RECORD_FILE).exists():
+            for entry in os.scandir(self.target):  # others' files stay beside the checkpoint's
+                os.link(entry.path, self.temporary / entry.name, follow_symlinks=False)
         if flush is None:
             self._files.sync_folder(self.temporary)
         else:

@@ -52,11 +52,6 @@ class Place:
         return self.location.rpartition("/")[2]
 
     @property
-    def is_url(self) -> bool:
-        """Whether it is behind a URL."""
-        return is_url(self.location)
-
-    @property
     def shown(self) -> str:
         """The location as messages may have it."""
         return shown(self.location)
@@ -67,7 +62,7 @@ class Place:
 
     def destination(self, files: Files, save_id: str) -> Destination:
         """Return the destination of a save, for rank 0."""
-        if not self.is_url:
+        if not is_url(self.location):
             return LocalDestination(files, Path(self.location), save_id)
         folder = self.remote(self.location.rpartition("/")[0])
         return RemoteDestination(files, folder, self.tag, save_id)
