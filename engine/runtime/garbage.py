@@ -1,9 +1,8 @@
 """Python's collector of reference cycles while an engine trains: spared long-lived objects, or off.
 
-A collection walks over every object of the process at a moment of its own choosing, those of torch, transformers and the
-model among them, which takes 0.2 s; with many ranks, all wait for the one that collects. So objects that exist when an
-engine is made are frozen until it is closed. With `disable_python_gc` there are no collections: the engine's own steps
-leave no cycles behind, and a loop that does calls `gc.collect()` when it suits.
+A collection walks over every object of the process, those of torch, transformers and the model among them, which takes
+0.2 s; with many ranks, all wait for the one that collects. So objects that exist when an engine is made are frozen until
+it is closed. With `disable_python_gc` there are none: steps leave no cycles, and a loop that does calls `gc.collect()`.
 """
 
 from __future__ import annotations
@@ -16,21 +15,24 @@ import threading
 class FrozenObjects:
     """Spares the collector the objects that are there now, until `end` of this engine, or until another is made.
 
-    With several engines nothing is frozen: one that is dropped without `close()` is found by the collector alone.
+    With several engines nothing is frozen: one that is dropped without `close()` is found by the collector alone. Nor if
+    the application froze objects itself: only all can be unfrozen.
     """
 
     _lock = threading.Lock()
-    _count = 0
-    """Engines that have not ended."""
+    _count = 0  # of engines that have not ended
+    frozen_before: bool | None = None  # by the application, before its first engine
 
     def __init__(self) -> None:
         self._ended = False
         with FrozenObjects._lock:
+            if FrozenObjects.frozen_before is None:
+                FrozenObjects.frozen_before = bool(gc.get_freeze_count())
             FrozenObjects._count += 1
-            if FrozenObjects._count == 1:
+            if FrozenObjects._count > 1:
+                self.thaw()
+            elif not FrozenObjects.frozen_before:
                 gc.freeze()
-            else:
-                gc.unfreeze()
 
     def end(self) -> None:
         """Let the collector look at all objects again; a second call does nothing."""
@@ -38,7 +40,13 @@ class FrozenObjects:
             if not self._ended:
                 self._ended = True
                 FrozenObjects._count -= 1
-                gc.unfreeze()
+                self.thaw()
+
+    @classmethod
+    def thaw(cls) -> None:
+        """Unfreeze what an engine froze."""
+        if cls.frozen_before is False:
+            gc.unfreeze()
 
 
 class CollectorPause:

@@ -19,7 +19,7 @@ from tests import warm
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, step
 from zstore.engine.report.memory import MemoryStatistics
-from zstore.engine.runtime.garbage import CollectorPause
+from zstore.engine.runtime.garbage import CollectorPause, FrozenObjects
 from zstore.engine.runtime.messages import show_messages
 from zstore.testing.ranks import run_ranks
 
@@ -289,9 +289,19 @@ def test_the_collector_stands_still_until_the_end_and_steps_need_none() -> None:
         assert gc.isenabled()
 
 
-def test_what_is_there_when_an_engine_is_made_is_frozen_until_its_end() -> None:
+@pytest.fixture
+def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process that froze nothing before its first engine."""
+    monkeypatch.setattr(FrozenObjects, "frozen_before", None)
     gc.unfreeze()
     gc.collect()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_is_there_when_an_engine_is_made_is_frozen_until_its_end() -> None:
     cycle: list[object] = []
     cycle.append(cycle)
     with start(make_config()) as engine:
@@ -301,6 +311,18 @@ def test_what_is_there_when_an_engine_is_made_is_frozen_until_its_end() -> None:
         with start(make_config(), make_net()):  # one of several may be dropped, and must then be found
             assert any(thing is cycle for thing in gc.get_objects())
     assert any(thing is cycle for thing in gc.get_objects())
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_the_application_froze_stays_frozen() -> None:
+    cycle: list[object] = []
+    cycle.append(cycle)
+    gc.freeze()
+    with start(make_config()) as engine:
+        step(engine)
+        with start(make_config(), make_net()):
+            pass
+    assert not any(thing is cycle for thing in gc.get_objects())
 
 
 def test_a_collector_that_was_off_stays_off() -> None:

@@ -13,7 +13,6 @@ is that of the last step: later gradients are not in it.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import weakref
@@ -28,6 +27,7 @@ from zstore.engine import Init
 from zstore.engine.checkpoint.rng import rng_state
 from zstore.engine.engine import Engine
 from zstore.engine.initialize import initialize
+from zstore.engine.runtime.garbage import FrozenObjects
 from zstore.errors import CheckpointMismatchError, UsageError
 
 from . import content
@@ -271,7 +271,7 @@ class EngineStrategy:
             for each in module.modules():
                 if getattr(each, "_trainer", None) is not None:
                     each._trainer = trainer
-        gc.unfreeze()  # so that the collector finds a Trainer that is dropped
+        FrozenObjects.thaw()  # so that the collector finds a Trainer that is dropped
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
