@@ -27,6 +27,7 @@ pytest.register_assert_rewrite("zstore.testing.contract")
 settings.register_profile("zstore", deadline=None)
 settings.load_profile("zstore")
 
+ranks.PRELOADED.insert(0, "tests.forked")
 # What many ranks import, too: seconds in each of them that reads a model of transformers.
 ranks.PRELOADED += ["pytest", "hypothesis", "transformers.models.gpt_neo.modeling_gpt_neo", "tests.warm"]
 # What one rank or process after the other would import, or measure: together half a second of each launcher or command.
@@ -68,6 +69,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Until all is imported: that leaves no garbage to speak of, and collections meanwhile take a sixth of its time.
+    gc.disable()
     if config.getoption("--sqrt-errs"):
         os.environ["ZSTORE_TEST_SQRT_ERRS"] = "1"
         ranks.PRELOADED.append("tests.rounding")
@@ -97,3 +100,6 @@ def pytest_collection_finish() -> None:
     # What is there now stays: no collection need look at it again.
     gc.collect()
     gc.freeze()
+    gc.enable()
+    # Whichever test starts the server of this process: one without these would let each rank import them.
+    ranks.loaded_context()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -47,7 +48,7 @@ def test_a_forked_process_does_as_one_started_anew(program: str, tmp_path: Path)
     command = [sys.executable, "-c", program, "a", "b c"]
     options = {"env": {"A_VARIABLE": "value"}, "cwd": tmp_path, "start_new_session": True, "text": True}
     forked, anew = (
-        run(command, capture_output=True, check=False, timeout=60, input="some text", **options)
+        run(command, capture_output=True, check=False, timeout=200, input="some text", **options)
         for run in (warm.run, subprocess.run)
     )
     assert (forked.returncode, forked.stdout, forked.stderr) == (anew.returncode, anew.stdout, anew.stderr)
@@ -89,3 +90,14 @@ def _ends_at_once(rank: int) -> int:
 def test_a_rank_that_ends_at_once_leaves_the_others_their_connections() -> None:
     for _ in range(8):
         assert run_ranks(_ends_at_once, 3) == [0, 1, 2]
+
+
+def _ends_by_what_is_loaded() -> None:
+    sys.exit(0 if "zstore.engine" in sys.modules else "the engine is to be imported in each")
+
+
+def test_a_child_of_a_forkserver_has_all_loaded_whoever_started_the_server() -> None:
+    child = multiprocessing.get_context("forkserver").Process(target=_ends_by_what_is_loaded)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
