@@ -93,11 +93,13 @@ class Layout:
             if file.startswith(("engine/", "tools/"))
         ]
 
+    @cached_property
     def classes(self) -> list[tuple[str, int]]:
         """Return each class's name and lines."""
         nodes = [node for tree in self.trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         return [(node.name, (node.end_lineno or 0) - node.lineno + 1) for node in nodes]
 
+    @cached_property
     def prose(self) -> str:
         """Return comments, docstrings and the pages of docs/, without code."""
         parts = [text for name in self.files for text in _prose_of(self.source[name], self.trees[name])]

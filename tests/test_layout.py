@@ -28,7 +28,7 @@ def _rooms(top: str) -> tuple[int, int, int]:
 
 
 def _classes_with_several_meanings() -> int:
-    return sum(count > 1 for count in Counter(name for name, _ in _layout().classes()).values())
+    return sum(count > 1 for count in Counter(name for name, _ in _layout().classes).values())
 
 
 LIMITS = {
@@ -52,15 +52,15 @@ LIMITS = {
     "floors inside zstore": (lambda: _rooms("zstore")[2], 9),
     "circles of files": (lambda: len(circles(_layout().graph(lambda name: name))), 0),
     "class names with several meanings": (_classes_with_several_meanings, 29),
-    "classes over 300 lines": (lambda: sum(lines > 300 for _, lines in _layout().classes()), 18),
+    "classes over 300 lines": (lambda: sum(lines > 300 for _, lines in _layout().classes), 18),
     "files over 500 lines": (lambda: sum(text.count("\n") > 500 for text in _layout().source.values()), 3),
-    '"where" in 10,000 words of prose': (lambda: per_ten_thousand_words(_layout().prose(), r"\bwhere\b"), 8),
+    '"where" in 10,000 words of prose': (lambda: per_ten_thousand_words(_layout().prose, r"\bwhere\b"), 8),
     '"what is" in 10,000 words of prose': (
-        lambda: per_ten_thousand_words(_layout().prose(), r"\bwhat (is|are|was|were|has|it|they|the)\b"),
+        lambda: per_ten_thousand_words(_layout().prose, r"\bwhat (is|are|was|were|has|it|they|the)\b"),
         9,
     ),
     '"lies", "rests" and "stands" in 10,000 words of prose': (
-        lambda: per_ten_thousand_words(_layout().prose(), r"\b(lie|lies|rest|rests|stand|stands)\b"),
+        lambda: per_ten_thousand_words(_layout().prose, r"\b(lie|lies|rest|rests|stand|stands)\b"),
         2,
     ),
 }
