@@ -49,6 +49,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "WAVEFT": {"n_frequency": 64},
 }
 """Of methods whose defaults do not fit a model of 32 features."""
+OF_EACH_KIND = {
+    "LORA",
+    "IA3",
+    "LN_TUNING",
+    "OFT",
+    "POLY",
+    "PREFIX_TUNING",
+    "SHIRA",
+    "TRAINABLE_TOKENS",
+    "VERA",
+    "XLORA",
+}
+"""Low ranks, factors, parameters of the model itself, rotations, several tasks, prompts, sparse parts, rows, parts that
+layers share, adapters of adapters; `make soak` has all."""
 REFUSED = "CPT"
 """Its forward gives a parameter other memory."""
 METHODS = sorted(str(getattr(kind, "value", kind)) for kind in PEFT_TYPE_TO_CONFIG_MAPPING)
@@ -108,7 +122,14 @@ def trained_loras(folder: Path) -> dict[str, str]:
     return {str(seed): str(folder / str(seed)) for seed in range(2)}
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method != REFUSED])
+@pytest.mark.parametrize(
+    "method",
+    [
+        method if method in OF_EACH_KIND else pytest.param(method, marks=pytest.mark.soak)
+        for method in METHODS
+        if method != REFUSED
+    ],
+)
 def test_a_method_is_saved_and_loaded(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if method == "ADAMSS":
         pytest.importorskip("sklearn")

@@ -225,8 +225,17 @@ class _Full(nn.Linear):
         raise RuntimeError("CUDA out of memory.")
 
 
-@pytest.mark.parametrize("fails_in", ["forward", "backward"])
-@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize(
+    ("fails_in", "device"),
+    [
+        ("forward", "none"),
+        ("backward", "nvme"),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (("backward", "none"), ("forward", "cpu"), ("backward", "cpu"), ("forward", "nvme"))
+        ),
+    ],
+)
 def test_a_batch_size_is_found_as_trainer_alone_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_in: str, device: str
 ) -> None:
