@@ -105,7 +105,7 @@ def wait_all(handles: Sequence[SaveHandle]) -> list[SaveSummary]:
     errors: list[BaseException] = []
     for handle in handles:
         try:
-            summaries.append(handle.wait(60))
+            summaries.append(handle.wait(200))
         except BaseException as error:
             errors.append(error)
     if errors:

@@ -155,7 +155,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int
     done = {}
     for name, (folder, process) in started.items():
         try:
-            says = process.communicate(timeout=250)[1]
+            says = process.communicate(timeout=200)[1]
         finally:
             process.kill()
         done[name] = folder, process.returncode, says
@@ -198,7 +198,7 @@ def test_a_child_of_multiprocessing_completes_its_save(
     folder = tmp_path / "ckpt"
     child = multiprocessing.get_context(method).Process(target=_begin_in_child, args=(str(folder), fails))  # type: ignore[attr-defined]
     child.start()
-    child.join(60)
+    child.join(200)
     assert child.exitcode == (120 if fails else 0)
     if fails and method != "forkserver":  # whose stderr is that of its server
         assert "step-00000001 failed: OSError: [Errno 28] no room" in capfd.readouterr().err
@@ -210,7 +210,7 @@ def test_an_error_that_somebody_caught_is_no_exit_code(tmp_path: Path) -> None:
     ending = "try:\n    handle.wait()\nexcept OSError as error:\n    print('caught', error)"
     code = _PROGRAM.replace("ending.join()", "").format(ending=ending, held="raise OSError(28, 'no room')")
     words = [sys.executable, "-c", code, str(tmp_path / "ckpt")]
-    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
     assert "caught" in done.stdout
 
@@ -264,7 +264,7 @@ atexit.register(last)
 
 def test_a_journal_that_the_end_of_the_program_begins_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    done = subprocess.run([sys.executable, "-c", _JOURNAL, str(path)], check=False, capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", _JOURNAL, str(path)], check=False, capture_output=True, timeout=200)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["before", "after"]
 
@@ -277,9 +277,9 @@ kernel = KernelManager(shutdown_wait_time=float(sys.argv[1]))
 kernel.start_kernel()
 client = kernel.client()
 client.start_channels()
-client.wait_for_ready(timeout=60)
+client.wait_for_ready(timeout=200)
 try:
-    assert client.execute_interactive(sys.argv[2], timeout=60)["content"]["status"] == "ok"
+    assert client.execute_interactive(sys.argv[2], timeout=200)["content"]["status"] == "ok"
     kernel.restart_kernel()
 finally:
     kernel.shutdown_kernel(now=True)

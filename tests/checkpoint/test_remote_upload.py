@@ -84,7 +84,7 @@ class Remote:
         messages = []
         for handle in self.begin(world, **fields):
             with pytest.raises(CheckpointError) as raised:
-                handle.wait(60)
+                handle.wait(200)
             messages.append(str(raised.value))
         return messages
 
@@ -324,9 +324,9 @@ def test_a_tag_of_another_run_is_not_replaced_unasked(remote: Remote, world: Wor
     before = remote.fs.objects()
     handles = remote.begin(world, run_id="other")
     with pytest.raises(CheckpointExistsError, match=r"'step-00000001' is committed in objects://.* by another run"):
-        handles[0].wait(60)
+        handles[0].wait(200)
     with pytest.raises(CheckpointError):
-        handles[1].wait(60)
+        handles[1].wait(200)
     assert remote.fs.objects() == before
 
 
@@ -432,7 +432,7 @@ def test_a_cancelled_save_ends_soon(remote: Remote, world: World) -> None:
     for handle in handles:
         # Rank 0 may learn of the other's end before it looks whether it is to end itself.
         with pytest.raises((CheckpointError, RankError), match=r"cancelled|gave"):
-            handle.wait(60)
+            handle.wait(200)
     assert remote.tags() == []
 
 

@@ -314,7 +314,7 @@ def test_a_failing_rank_fails_the_save_on_every_rank(rank: int, folder: Path) ->
         errors: list[BaseException] = []
         for handle in handles:
             with pytest.raises((CheckpointError, RankError, StorageError)) as caught:
-                handle.wait(30)
+                handle.wait(200)
             errors.append(caught.value)
     assert isinstance(errors[rank], StorageError)
     assert all("Input/output error" in str(error) for error in errors)
@@ -344,9 +344,9 @@ def test_a_rank_that_never_comes_is_named(folder: Path) -> None:
         save_id = new_save_id()
         handles = [save_checkpoint(world.request(folder, rank, save_id, timeout_s=0.3)) for rank in (0, 2)]
         with pytest.raises(CheckpointError, match=r"ranks \[1\] did not finish"):
-            handles[0].wait(30)
+            handles[0].wait(200)
         with pytest.raises(CheckpointError, match=r"gave up the save|did not commit"):
-            handles[1].wait(30)
+            handles[1].wait(200)
     assert [name for name in leavings(folder) if ".lock-" in name] == []
 
 
@@ -357,9 +357,9 @@ def test_a_folder_that_only_rank_0_sees_is_an_error_that_says_so(tmp_path: Path)
             save_checkpoint(world.request(tmp_path / f"node{rank}", rank, save_id, timeout_s=0.3)) for rank in (0, 1)
         ]
         with pytest.raises(CheckpointError, match=r"rank 1 does not see .* local to a machine"):
-            handles[1].wait(30)
+            handles[1].wait(200)
         with pytest.raises(CheckpointError, match=r"ranks \[1\] did not finish"):
-            handles[0].wait(30)
+            handles[0].wait(200)
 
 
 def test_a_rank_waits_for_the_folder_of_its_manifest_too(folder: Path) -> None:
@@ -367,7 +367,7 @@ def test_a_rank_waits_for_the_folder_of_its_manifest_too(folder: Path) -> None:
         save_id = new_save_id()
         (folder / f"step-00000001.tmp-{save_id}").mkdir(parents=True)  # rank 0 is that far, and rank 1 has no rows
         with pytest.raises(CheckpointError, match="rank 1 does not see"):
-            save_checkpoint(world.request(folder, 1, save_id, timeout_s=0.1)).wait(60)
+            save_checkpoint(world.request(folder, 1, save_id, timeout_s=0.1)).wait(200)
 
 
 def test_a_cancelled_save_leaves_nothing(folder: Path) -> None:
@@ -376,7 +376,7 @@ def test_a_cancelled_save_leaves_nothing(folder: Path) -> None:
         rank_1 = save_checkpoint(world.request(folder, 1, new_save_id()))
         rank_1.cancel()
         with pytest.raises(CheckpointError, match="cancelled"):
-            rank_1.wait(30)
+            rank_1.wait(200)
     assert not folder.exists()
 
 
@@ -389,23 +389,23 @@ def test_a_rank_that_is_cancelled_while_rank_0_commits_harms_nothing(folder: Pat
         def cancel_rank_1(_: CheckpointReader) -> list[str]:
             rank_1.cancel()
             with pytest.raises(CheckpointError, match="cancelled"):
-                rank_1.wait(30)
+                rank_1.wait(200)
             return []
 
-        save_checkpoint(world.request(folder, 0, save_id, before_commit=cancel_rank_1)).wait(30)
+        save_checkpoint(world.request(folder, 0, save_id, before_commit=cancel_rank_1)).wait(200)
     assert values(folder) == as_bytes(arrays)
 
 
 def test_waiting_twice_says_the_same_and_a_limit_is_a_timeout(folder: Path) -> None:
     hold = threading.Event()
-    files = CallingFiles(lambda kind, path: hold.wait(30) and None)
+    files = CallingFiles(lambda kind, path: hold.wait(200) and None)
     with open_world(make_arrays(), files=[files]) as world:
         handle = world.begin_save(folder)[0]
         with pytest.raises(TimeoutError):
             handle.wait(0.01)
         assert not handle.done()
         hold.set()
-        assert handle.wait(30) is handle.wait()
+        assert handle.wait(200) is handle.wait()
         assert handle.done()
 
 
@@ -465,7 +465,7 @@ def test_two_saves_of_one_tag_at_once_leave_one_whole_checkpoint(folder: Path) -
         both_began = threading.Event()
 
         def wait_for_both(reader: CheckpointReader) -> list[str]:
-            assert both_began.wait(30)
+            assert both_began.wait(200)
             return []
 
         handles = one.begin_save(folder, before_commit=wait_for_both) + two.begin_save(folder)
@@ -473,7 +473,7 @@ def test_two_saves_of_one_tag_at_once_leave_one_whole_checkpoint(folder: Path) -
         outcomes: list[bool] = []
         for handle in handles:
             try:
-                handle.wait(30)
+                handle.wait(200)
                 outcomes.append(True)
             except StorageError:
                 outcomes.append(False)
@@ -517,7 +517,7 @@ def test_ctrl_c_in_a_save_harms_nothing(folder: Path) -> None:
         "opened = open_world({'model/w': np.ones(300000, np.float32)}, files=[CallingFiles(interrupt)])\n"
         f"opened.__enter__().begin_save(pathlib.Path({str(folder)!r}))[0].wait()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=200, capture_output=True)
     assert b"KeyboardInterrupt" in done.stderr
     assert values(folder) == {"model/w": np.ones(300000, np.float32).tobytes()}
     assert leavings(folder) == []

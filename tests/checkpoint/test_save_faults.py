@@ -354,7 +354,7 @@ files = DeadlyFiles({fail_at}, only=frozenset({{"rename"}}))
 with open_world({{"model/w": np.ones((300, 100), np.float32)}}, world_size=2, files=[files, files]) as world:
     request = world.request(pathlib.Path({folder!r}), {rank}, {save_id!r}, timeout_s={timeout_s})
     try:
-        save_checkpoint(request).wait(30)
+        save_checkpoint(request).wait(200)
     except Exception as error:
         print(error)
 """
@@ -382,7 +382,7 @@ def test_a_killed_rank_does_not_keep_the_others_waiting(killed: int, words: str,
         )
         for rank in (0, 1)
     ]
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
     assert processes[killed].returncode == -signal.SIGKILL
     assert words in outputs[1 - killed]
     assert tags(folder) == []

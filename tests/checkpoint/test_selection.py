@@ -91,7 +91,7 @@ def test_no_chunk_is_read_twice_for_a_column(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_several_groups_are_read_at_a_time() -> None:
     values = np.arange(100 * 50, dtype=np.int32).reshape(100, 50)
-    both = threading.Barrier(2, timeout=60)
+    both = threading.Barrier(2, timeout=200)
 
     class Slow(Stored):
         def read(self, first: int, stop: int, out: Array) -> None:

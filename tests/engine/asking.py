@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
+from tests.waiting import until
 from zstore.engine import Engine
 from zstore.journal import journals, read
 from zstore.journal.names import request_file, run_of
 from zstore.journal.requests import request
-
-_LIMIT_S = 20.0
 
 
 def ask(engine: Engine, folder: Path, action: str) -> str:
@@ -18,23 +16,15 @@ def ask(engine: Engine, folder: Path, action: str) -> str:
     the end of the next step."""
     run_id = engine.training_state.run_id
     made = request(folder, run_id, action)
-    deadline = time.monotonic() + _LIMIT_S
-    while (folder / request_file(run_id)).exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not (folder / request_file(run_id)).exists())
     return made.id
 
 
 def ask_and_wait(folder: Path, action: str) -> None:
     """Ask the run in `folder`, whoever's it is, and wait until its journal says that it was carried out."""
-    deadline = time.monotonic() + _LIMIT_S
-    while not (found := journals(folder) if folder.exists() else []):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    made = request(folder, str(run_of(found[0])), action)
-    while (action, made.id, False) not in actions(folder):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: folder.exists() and journals(folder))
+    made = request(folder, str(run_of(journals(folder)[0])), action)
+    until(lambda: (action, made.id, False) in actions(folder))
 
 
 def actions(folder: Path) -> list[tuple[str, str, bool]]:

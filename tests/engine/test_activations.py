@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 from tests.engine.deep import BLOCKS, INPUT_BYTES, SAMPLES, WIDTH, data, deep
 from tests.engine.fake_device import FakeDevice
 from tests.engine.runs import make_config, start, state_of
+from tests.waiting import until
 from zstore.engine import Engine
 from zstore.errors import BudgetError, ConfigError, DiskFullError, StorageError, UsageError
 from zstore.io.buffers import PAGE_BYTES
@@ -210,10 +210,12 @@ def test_errors_leave_nothing_behind(tmp_path: Path, expected: dict[str, Any]) -
 
 def settle(engine: Engine) -> None:
     """Wait until nothing rests off the device any more."""
-    deadline = time.monotonic() + 30
-    while offloaded(engine).resting_bytes:  # what is being written is let go behind that
+
+    def settled() -> bool:  # what is being written is let go behind that
         gc.collect()
-        assert time.monotonic() < deadline
+        return not offloaded(engine).resting_bytes
+
+    until(settled)
 
 
 def _raise(gradient: torch.Tensor) -> None:
@@ -241,9 +243,7 @@ def test_a_change_in_place_is_noticed_while_a_tensor_leaves(tmp_path: Path) -> N
     with start(chosen, ChangedInPlace(), _files=files) as engine:
         files.open_gate()
         kept = engine(data(0))  # makes the arrays
-        deadline = time.monotonic() + 30
-        while offloaded(engine).written_bytes < offloaded(engine).kept_bytes:
-            assert time.monotonic() < deadline
+        until(lambda: offloaded(engine).written_bytes >= offloaded(engine).kept_bytes)
         del kept
         settle(engine)
         files.close_gate()

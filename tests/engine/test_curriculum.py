@@ -212,7 +212,7 @@ def test_samples_are_drawn_within_the_difficulty_once_a_pass_at_any_world_size(t
     again = [number for step in whole[2:] for number in step]
     assert max(Counter(again).values()) == 1
     assert len(again) == 40
-    parts = run_ranks(_on_ranks, 2, str(tmp_path / "run"), values, timeout_s=90)
+    parts = run_ranks(_on_ranks, 2, str(tmp_path / "run"), values)
     assert [sorted(a + b) for a, b in zip(*parts, strict=True)] == [sorted(step) for step in whole[4:]]
     with (
         zstore.initialize(model=Weighs(), config=BASE, training_data=Numbers())[0] as engine,

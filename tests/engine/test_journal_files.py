@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import until
 from zstore.checkpoint.request import SaveSummary
 from zstore.engine.report.save_notes import SaveNotes
 from zstore.errors import CorruptionError, StorageError, UsageError
@@ -217,10 +218,7 @@ def test_lines_are_in_the_file_without_a_flush(tmp_path: Path) -> None:
         writer.open(FileSink(path))
         for number in (1, 2):
             writer.append(row(number))
-            deadline = time.monotonic() + 60
-            while len(read(tmp_path)) < number:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            until(lambda: len(read(tmp_path)) >= number)  # noqa: B023
 
 
 def test_100_000_lines_are_read_in_about_a_second(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def _run(rank: int, stage: int, changes: list[dict[str, Any]]) -> list[dict[str,
 
 def run(stage: int, *changes: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what rank 0 counted without and with each of `changes`; no bit differs."""
-    counted: list[dict[str, Any]] = run_ranks(_run, 2, stage, [{}, *changes], timeout_s=90)[0]
+    counted: list[dict[str, Any]] = run_ranks(_run, 2, stage, [{}, *changes])[0]
     for other in counted:
         assert other["bits"] == counted[0]["bits"]
     return counted

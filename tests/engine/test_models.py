@@ -261,7 +261,7 @@ def _train_all(rank: int, names: list[str], stage: int, offload: str, world_size
     [(2, "none", 2), (3, "none", 2), (3, "cpu", 1), pytest.param(3, "cpu", 2, marks=pytest.mark.soak)],
 )
 def test_models_train_to_the_bit(stage: int, offload: str, world_size: int) -> None:
-    found = run_ranks(_train_all, world_size, list(MODELS), stage, offload, world_size, timeout_s=90)
+    found = run_ranks(_train_all, world_size, list(MODELS), stage, offload, world_size)
     assert found == [{}] * world_size
 
 

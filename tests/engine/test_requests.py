@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.engine.asking import actions, ask
 from tests.engine.runs import make_config, start, step, whole
+from tests.waiting import until
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.errors import CheckpointExistsError
 from zstore.journal import read
@@ -69,8 +69,7 @@ def test_a_loop_takes_requests_itself_and_old_or_foreign_ones_are_removed(tmp_pa
         step(engine)
         assert taken == ["stop"]
         (tmp_path / request_file(run_id)).write_text("{}")
-        while (tmp_path / request_file(run_id)).exists():
-            time.sleep(0.01)
+        until(lambda: not (tmp_path / request_file(run_id)).exists())
         step(engine)
     assert taken == ["stop"]
     assert actions(tmp_path) == [("stop", asked, False)]

@@ -103,7 +103,7 @@ def _fails(rank: int, folder: str) -> tuple[bool, bool]:
                 if where == "embed" and engine.world_size == 1:  # with more ranks, what was sent counts
                     assert update is not None
                     with update._changed:
-                        assert update._changed.wait_for(lambda: update._admitted, timeout=60)
+                        assert update._changed.wait_for(lambda: update._admitted, timeout=200)
                 raise ValueError("in the middle")
 
             loss = engine(*data(1))
@@ -257,7 +257,7 @@ raise ValueError("before step()")
 
 def test_the_interpreter_ends_with_engines_left_open(nvme: Path) -> None:
     done = warm.run(
-        [sys.executable, "-c", LEFT_OPEN, str(nvme)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", LEFT_OPEN, str(nvme)], capture_output=True, text=True, timeout=200, check=False
     )
     assert (done.stdout, done.returncode) == ("the end\n", 1), done.stderr
     assert done.stderr.strip().endswith("ValueError: before step()")

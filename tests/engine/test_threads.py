@@ -29,15 +29,15 @@ def test_only_the_calling_thread_works_alone_and_only_within() -> None:
         with one_thread():
             inside.append(torch.get_num_threads())
             entered.set()
-            left.wait(60)
+            left.wait(200)
         inside.append(torch.get_num_threads())
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert entered.wait(60)
+    assert entered.wait(200)
     assert torch.get_num_threads() == 2  # here
     left.set()
-    thread.join(60)
+    thread.join(200)
     assert inside == [1, 2]
 
 
@@ -69,7 +69,7 @@ def test_an_update_from_disk_leaves_the_threads_of_all_others(overlap: str, tmp_
         assert engine.statistics().store.disk_write_bytes > 0
         thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         thread.start()
-        thread.join(60)
+        thread.join(200)
     assert (seen, torch.get_num_threads()) == ([2], 2)
 
 
@@ -77,7 +77,7 @@ def test_threads_side_by_side_take_items_in_order_and_work_alone() -> None:
     both, seen = threading.Barrier(2), dict[int, int]()
 
     def work(item: int) -> None:
-        both.wait(60)  # passes when two threads are at it
+        both.wait(200)  # passes when two threads are at it
         seen[item] = torch.get_num_threads()
 
     side_by_side(work, iter(range(6)), 2)
@@ -119,7 +119,7 @@ def test_threads_take_the_norm_beside_a_disk(tmp_path: Path, monkeypatch: pytest
     def counted(*args: Any, **settings: Any) -> torch.Tensor:
         calls.append(torch.get_num_threads())
         if len(calls) <= 2:
-            both.wait(60)  # passes when two threads are at it
+            both.wait(200)  # passes when two threads are at it
         return kernel(*args, **settings)
 
     config = {

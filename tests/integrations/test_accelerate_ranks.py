@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 import zstore.accelerate
 from zstore.errors import ConfigError, RankError, UsageError
 from zstore.testing.ranks import run_ranks
-
-SOON_S = 15.0
 
 
 def _prepared(accelerator: Any) -> tuple[Any, Any, Any]:
@@ -48,17 +45,13 @@ def _save_on_the_main_process(rank: int, folder: str) -> None:
     _steps(*plain, range(2, 3))
     ours = _prepared(zstore.accelerate.Accelerator(cpu=True, zstore_config={"zero_optimization": {"stage": 1}}))
     _steps(*ours, range(2))
-    started, said = (
-        time.monotonic(),
-        r"accelerator\.save_state\(\) was called on rank 0 while rank 1 is in .*is_main_process",
-    )
+    said = r"accelerator\.save_state\(\) was called on rank 0 while rank 1 is in .*is_main_process"
     if rank == 0:
         with pytest.raises(UsageError, match=said):
             ours[0].save_state(os.path.join(folder, "ours"))
     else:
         with pytest.raises(RankError, match=said):
             _steps(*ours, range(2, 3))
-    assert time.monotonic() - started < SOON_S
 
 
 def test_every_rank_hears_of_a_save_by_the_main_process_alone(tmp_path: Path) -> None:

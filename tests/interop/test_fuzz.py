@@ -60,10 +60,10 @@ def forge(tmp_path_factory: pytest.TempPathFactory) -> Forge:
 @contextlib.contextmanager
 def changed(forge: Forge) -> Iterator[None]:
     """The block changes the checkpoint and reads it, within the limit; then it is as it was."""
-    started = time.monotonic()
+    started = time.process_time()
     try:
         yield
-        assert time.monotonic() - started < LIMIT_S
+        assert time.process_time() - started < LIMIT_S
     finally:
         forge.restore()
 

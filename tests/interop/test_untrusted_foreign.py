@@ -252,10 +252,10 @@ def patient(
 @contextlib.contextmanager
 def treated(patient: Patient) -> Iterator[None]:
     """The block damages the checkpoint and uses it, within the limit; nothing else is there then."""
-    started = time.monotonic()
+    started = time.process_time()
     try:
         yield
-        assert time.monotonic() - started < LIMIT_S
+        assert time.process_time() - started < LIMIT_S
         assert {path.name for path in patient.root.iterdir()} <= {"ckpt", "out"}
     finally:
         patient.restore()

@@ -221,7 +221,7 @@ def test_a_checkpoint_that_is_killed_is_whole_or_absent(tag: str, stride: int, t
     def saved(number: int) -> str:
         done = warm.run(
             [sys.executable, "-c", DEADLY, str(tmp_path / str(number)), tag, str(number)],
-            check=False, timeout=60, capture_output=True, text=True,
+            check=False, timeout=200, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == (0 if number < 0 else -signal.SIGKILL), done.stderr
         return done.stdout
@@ -255,7 +255,7 @@ raise SystemExit(3)
 
 
 def test_a_program_that_ends_completes_its_checkpoint(tmp_path: Path) -> None:
-    done = warm.run([sys.executable, "-c", LEFT, str(tmp_path)], check=False, timeout=60)
+    done = warm.run([sys.executable, "-c", LEFT, str(tmp_path)], check=False, timeout=200)
     assert done.returncode == 3
     with zstore.open_checkpoint(tmp_path / "ckpt") as checkpoint:
         assert (checkpoint["a/w"].numpy() == 1).all()

@@ -20,7 +20,7 @@ class Client:
 
     base: str
     token: str | None = TOKEN
-    pool: urllib3.PoolManager = field(default_factory=lambda: urllib3.PoolManager(retries=False, timeout=30))
+    pool: urllib3.PoolManager = field(default_factory=lambda: urllib3.PoolManager(retries=False, timeout=200))
     seen: set[str] = field(default_factory=set)
     """Operations that answered as the document says, by id."""
 

@@ -31,5 +31,5 @@ def serve() -> Iterator[Serve]:
 @pytest.fixture
 def http() -> Iterator[urllib3.PoolManager]:
     """A client without retries."""
-    with urllib3.PoolManager(retries=False, timeout=30) as pool:
+    with urllib3.PoolManager(retries=False, timeout=200) as pool:
         yield pool

@@ -38,7 +38,7 @@ class Answer:
 def connect(base: str) -> socket.socket:
     """Return a connection to the service at `base`."""
     place = urlsplit(base)
-    return socket.create_connection((place.hostname, place.port), timeout=20)
+    return socket.create_connection((place.hostname, place.port), timeout=200)
 
 
 def read_all(connection: socket.socket) -> bytes:

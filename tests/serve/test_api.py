@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from tests.serve.answers import TOKEN, Client
 from tests.serve.sample import HOSTILE_ARRAY, HOSTILE_RUN, RUN, RUN_ID, make_sample
+from tests.waiting import until
 from zstore import journal
 from zstore.serve.app import make_app
 from zstore.serve.server import serving
@@ -77,13 +78,8 @@ def printed(capsys: pytest.CaptureFixture[str], run: Callable[[], int]) -> Any:
 
 def wait_for_job(client: Client, job_id: str) -> Any:
     """Return a job once it ended."""
-    deadline = time.monotonic() + 30
-    while True:
-        job = client.get(f"/api/jobs/{job_id}")
-        if job["state"] != "running":
-            return job
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: client.get(f"/api/jobs/{job_id}")["state"] != "running")
+    return client.get(f"/api/jobs/{job_id}")
 
 
 def test_runs_are_listed_by_their_journals_and_checkpoints(client: Client) -> None:
@@ -182,15 +178,11 @@ def test_freed_bytes_follow_links_that_others_make_and_remove(copy: Path) -> Non
         shutil.rmtree(copy / FIRST)
         os.link(copy / LAST / "model" / "wte.weight" / "c.0.0", copy / "kept-elsewhere")
         nbytes = (copy / "kept-elsewhere").stat().st_size
-        deadline = time.monotonic() + 10
-        while len(after := client.get(path)["checkpoints"]) != 4:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: len(client.get(path)["checkpoints"]) == 4)
+        after = client.get(path)["checkpoints"]
         assert after[-1]["freed_bytes"] == before[-1]["freed_bytes"] - nbytes
         (copy / "kept-elsewhere").unlink()
-        while client.get(path)["checkpoints"][-1]["freed_bytes"] != before[-1]["freed_bytes"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: client.get(path)["checkpoints"][-1]["freed_bytes"] == before[-1]["freed_bytes"])
 
 
 def test_a_checkpoint_and_its_arrays(client: Client, sample: Path) -> None:

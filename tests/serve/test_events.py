@@ -16,12 +16,12 @@ import urllib3
 from tests.serve.answers import TOKEN, Client
 from tests.serve.conftest import Serve
 from tests.serve.sample import RUN, RUN_ID, JournalWriter, make_sample
+from tests.waiting import GUARD_S
 from zstore.serve import server
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
 
 EVENTS = f"/api/runs/{RUN}/events"
-DEADLINE_S = 20.0
 
 
 class Listener:
@@ -54,7 +54,7 @@ class Listener:
 
     def take_until(self, name: str) -> Any:
         """Return the data of the next event of that name."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + GUARD_S
         while time.monotonic() < deadline:
             found, data = self.take()
             if found == name:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from tests.serve.answers import Client
 from tests.serve.conftest import Serve
 from tests.serve.sample import RUN_ID, JournalWriter
+from tests.waiting import until
 from zstore.checkpoint.folder import LocalFolder
 from zstore.serve.app import make_app
 from zstore.serve.models import RunList
@@ -145,10 +145,7 @@ def test_reading_for_a_client_that_went_away_is_given_up() -> None:
         return {"type": "http.disconnect"}
 
     def work(advance: Callable[[int], None]) -> RunList:
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            advance(1)
-            time.sleep(0.001)
+        until(lambda: advance(1))
         return RunList(runs=[])
 
     async def ask() -> None:

@@ -43,7 +43,7 @@ def test_the_examples_run(tmp_path: Path, serve: Serve, monkeypatch: pytest.Monk
             program, *words = shlex.split(line)
             ran.append(f"{program} {words[0]}" if program == "zstore" else program)
             if program == "curl":
-                subprocess.run([program, *words], check=True, timeout=60)
+                subprocess.run([program, *words], check=True, timeout=200)
             elif words[0] != "serve":
                 done = CliRunner().invoke(app, words)
                 assert done.exit_code == 0, done.output

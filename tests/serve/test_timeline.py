@@ -42,4 +42,4 @@ def test_folders_that_come_and_go_while_a_run_is_listed_do_not_hide_it(tmp_path:
     finally:
         ended.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(200)

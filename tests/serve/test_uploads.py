@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tests.checkpoint.checkpoints import World, open_world, save_arrays, wait_al
 from tests.serve.conftest import Serve
 from tests.serve.proxy import proxy_to
 from tests.serve.upload_kills import digests
+from tests.waiting import until
 from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.reshard import reshard_checkpoint
@@ -167,11 +167,13 @@ def test_a_client_that_ended_is_not_seen_and_its_successor_goes_on(
     assert http.request("GET", f"{url}/api/runs", headers=headers).json()["runs"] == []
     with pytest.raises(CheckpointNotFoundError):
         open_checkpoint(runs / "one")
-    deadline = time.monotonic() + 30
-    while True:  # the service may still take in what came before the end
+
+    def state_now() -> Any:
         (state,) = http.request("GET", f"{url}/api/uploads", headers=headers).json()["uploads"]
-        if state["done_bytes"] > 4_000_000 or time.monotonic() > deadline:
-            break
+        return state
+
+    until(lambda: state_now()["done_bytes"] > 4_000_000)  # the service may still take in what came before the end
+    state = state_now()
     assert 4_000_000 < state["done_bytes"] < state["total_bytes"]
     advanced: list[int] = []
     with proxy_to(int(url.rpartition(":")[2])) as proxy:

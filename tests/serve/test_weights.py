@@ -81,7 +81,7 @@ def truth(run: Path) -> dict[str, Path]:
 
 
 def get(url: str, **headers: str) -> urllib3.BaseHTTPResponse:
-    with urllib3.PoolManager(retries=False, timeout=30) as pool:
+    with urllib3.PoolManager(retries=False, timeout=200) as pool:
         return pool.request("GET", url, headers={name.replace("_", "-"): value for name, value in headers.items()})
 
 

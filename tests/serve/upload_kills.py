@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 
 from tests.checkpoint.checkpoints import save_arrays
 from tests.serve.proxy import proxy_to
+from tests.waiting import until
 from zstore.checkpoint.catalog import scan
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
@@ -99,18 +99,20 @@ class KilledUploads:
         """Start a service, and return its process once it answers."""
         process = self._context.Process(target=_serve, args=(str(self.runs), self._port, fail_at), daemon=True)
         process.start()
-        deadline = time.monotonic() + 30
-        while process.is_alive() and time.monotonic() < deadline:
+
+        def answers() -> bool:
             with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", self._port)):
-                break
-            process.join(0.01)
+                return True
+            return not process.is_alive()
+
+        until(answers)
         return process
 
     def stop(self, process: BaseProcess) -> None:
         """End a service well."""
         if process.pid is not None and process.is_alive():
             os.kill(process.pid, signal.SIGINT)
-        process.join(30)
+        process.join(200)
         assert process.exitcode is not None
         left = self._folder / _PORT_FILE
         self.operations = int(left.read_text())
@@ -188,7 +190,7 @@ class KilledUploads:
             client = self._context.Process(target=_upload, args=(str(path), url, replaces), daemon=True)
             proxy.after(after_bytes, client.kill)
             client.start()
-            client.join(60)
+            client.join(200)
             killed = client.exitcode == -signal.SIGKILL
             assert killed or client.exitcode == 0
             self._check(path, done=not killed)

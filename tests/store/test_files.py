@@ -226,7 +226,7 @@ def test_threads_that_find_the_refusal_together_report_it_once(tmp_path: Path) -
         gate = threading.Barrier(4)
 
         def _make_direct(self, fd: int) -> None:
-            self.gate.wait(30)
+            self.gate.wait(200)
             super()._make_direct(fd)
 
     files = Slow()
@@ -395,7 +395,7 @@ def test_a_gate_lets_operations_finish_in_another_order(tmp_path: Path) -> None:
             files.arrived(len(threads))
         for number in (2, 0, 1):
             files.release(number)
-            threads[number].join(30)
+            threads[number].join(200)
     assert finished == ["c", "a", "b"]
 
 

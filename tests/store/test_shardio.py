@@ -401,7 +401,7 @@ def test_writes_may_finish_in_any_order(tmp_path: Path) -> None:
         for number in reversed(range(1, 1 + count)):
             files.release(number)
         files.open_gate()
-        writer.join(30)
+        writer.join(200)
         reader = ShardReader(res, tmp_path / "s", SPEC, GRID, 0)
         assert reader.verify() == list(results[0].crcs)
         out = np.empty(SPEC.nbytes, np.uint8)

@@ -44,7 +44,7 @@ def test_threads_work_on_different_arrays_at_once(tmp_path: Path, packs: bool) -
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(60)
+                thread.join(200)
         finally:
             sys.setswitchinterval(interval)
         assert not errors

@@ -46,15 +46,15 @@ class MemoryContract(TierContract):
             done.set()
 
         updater = in_thread(update)
-        assert waiting.wait(30)
+        assert waiting.wait(200)
         bench.publish(pins[0], "one")
         pins[0].release()
         assert same_bits(bench.read(local), bench.values(local, 1))
         bench.publish(pins[1], "two")
         assert not done.is_set()
         pins[1].release()
-        assert done.wait(30)
-        updater.join(30)
+        assert done.wait(200)
+        updater.join(200)
         for name in ("one", "two"):
             assert same_bits(bench.read_published(local, name), bench.values(local, 1))
         assert same_bits(bench.read(local), bench.values(local, 2))
@@ -68,7 +68,7 @@ class MemoryContract(TierContract):
         pin.copy_when_changed()
         updater = in_thread(lambda: bench.update(local, bench.values(local, 2)))
         waiting.copy_when_changed()  # when somebody may wait for it already
-        updater.join(30)
+        updater.join(200)
         assert not updater.is_alive()
         bench.update(local, bench.values(local, 3))
         assert same_bits(bench.read(local), bench.values(local, 3))
@@ -105,7 +105,7 @@ class MemoryContract(TierContract):
             pass  # the whole pool can be had although the updater waits
         bench.publish(pin)
         pin.release()
-        updater.join(30)
+        updater.join(200)
         assert not updater.is_alive()
         disk.close()
 

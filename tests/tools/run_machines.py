@@ -98,11 +98,11 @@ def two_namespaces() -> Iterator[Mapping[str, str] | None]:
         commands.append(f"ip -n {name} addr add 10.77.0.{number}/24 dev cable")
         commands.append(f"ip -n {name} link set cable up")
     try:
-        done = subprocess.run(["sh", "-ec", "\n".join(commands)], capture_output=True, check=False, timeout=60)
+        done = subprocess.run(["sh", "-ec", "\n".join(commands)], capture_output=True, check=False, timeout=200)
         if done.returncode:
             yield None
         else:
             yield {f"TEST_NAMESPACE_10_77_0_{number}": name for number, name in enumerate(names, 1)}
     finally:
         for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False, timeout=60)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False, timeout=200)

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -178,10 +177,8 @@ def test_a_run_that_is_cut_off_keeps_what_it_has(tmp_path: Path, monkeypatch: py
 
 
 def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
-    script = "sleep 100 & echo begun; wait"  # what it started has its output, too, so that nobody else ends that
-    started = time.monotonic()
+    script = "sleep 1000 & echo begun; wait"  # what it started has its output, too, so that nobody else ends that
     assert run_group(["sh", "-c", script], 0.5, os.environ, folder=tmp_path) == "not done within 0.5 s: begun"
-    assert time.monotonic() - started < 50
     assert run_group(["sh", "-c", "echo words; exit 3"], 60, os.environ) == "exit status 3: words"
     assert run_group(["true"], 60, os.environ) is None
 

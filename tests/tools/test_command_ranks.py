@@ -346,7 +346,7 @@ if (launcher := os.fork()) == 0:
     if os.fork() == 0:
         with _ending_with_the_launcher():
             os.write(writing, b"meeting")
-            threading.Event().wait(60)
+            threading.Event().wait(200)
     os.close(writing)
     signal.pause()
 os.close(writing)
@@ -357,5 +357,5 @@ print(os.read(reading, 1))  # nothing, once the rank is gone too
 
 
 def test_a_rank_that_waits_for_others_ends_with_its_launcher() -> None:
-    done = subprocess.run([sys.executable, "-c", _LAUNCHED], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", _LAUNCHED], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout == "b''\n", done.stderr

@@ -63,7 +63,7 @@ def saved_step(tmp_path: Path) -> int:
 def finish(process: warm.Popen) -> tuple[int, str]:
     assert process.stderr is not None
     rest = process.stderr.read()
-    return process.wait(60), rest
+    return process.wait(200), rest
 
 
 ZSTORE = [sys.executable, "-m", "zstore"]

@@ -239,7 +239,7 @@ def test_uses_have_two_threads_a_core_and_more_over_a_network(
                 is_first = threading.current_thread().name not in names
                 names.add(threading.current_thread().name)
             if is_first:
-                everyone.wait(20)
+                everyone.wait(200)
 
         use_spans(reader, ranges, use, "test-use")
     assert len(names) == most

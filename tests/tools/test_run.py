@@ -91,8 +91,8 @@ def running(tmp_path: Path, environment: Mapping[str, str], *words: str, ranks: 
 
 def rest(process: Any) -> tuple[int, list[str], str]:
     """What `finish` returns. It comes when no process has the pipes any more: none of the run is left."""
-    out, err = process.communicate(timeout=30)
-    return process.wait(60), sorted(out.splitlines()), err
+    out, err = process.communicate(timeout=200)
+    return process.wait(200), sorted(out.splitlines()), err
 
 
 # -- one machine ----------------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_mpirun_starts_ranks_that_zstore_numbers(
 def test_machines_started_by_hand_meet(tmp_path: Path, environment: dict[str, str], free_port: str) -> None:
     words = [*RUN, "--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", f"127.0.0.1:{free_port}", "sums.py"]
     runs = [warm.Popen(words, stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path) for _ in range(2)]
-    told = [run.communicate(timeout=60)[0] for run in runs]
+    told = [run.communicate(timeout=200)[0] for run in runs]
     assert [run.wait() for run in runs] == [0, 0]
     assert sorted(told) == [f"{rank}/2 3 {['0', '1', None, None]} []\n" for rank in (0, 1)]
 

@@ -55,7 +55,7 @@ def _counted(rank: int) -> list[tuple[int, int, int]]:
 
 
 def test_estimates_are_what_an_engine_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    counted = run_ranks(_counted, 2, timeout_s=90)[0]
+    counted = run_ranks(_counted, 2)[0]
     model = make_net()
     rows = estimate_zero2_model_states_mem_needs_all_live(model, num_gpus_per_node=1, num_nodes=2)
     rows += estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=1, num_nodes=2)
