@@ -149,7 +149,7 @@ def check_reading(run: Run) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_state_is_read_whole(world_size: int) -> None:
-    run_ranks(_each, world_size, world_size, "check_reading", timeout_s=120)
+    run_ranks(_each, world_size, world_size, "check_reading")
 
 
 def test_a_wrong_name_is_answered_with_the_nearest() -> None:
@@ -209,7 +209,7 @@ def check_gathered_changes(run: Run) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_changes_in_a_block_train_on_as_in_the_plain_loop(world_size: int) -> None:
-    run_ranks(_each, world_size, world_size, "check_gathered_changes", timeout_s=120)
+    run_ranks(_each, world_size, world_size, "check_gathered_changes")
 
 
 def check_setting(run: Run) -> None:
@@ -238,7 +238,7 @@ def check_setting(run: Run) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_what_is_set_trains_on_as_in_the_plain_loop(world_size: int) -> None:
-    run_ranks(_each, world_size, world_size, "check_setting", timeout_s=120)
+    run_ranks(_each, world_size, world_size, "check_setting")
 
 
 def check_training_in_a_block(run: Run) -> None:
@@ -268,7 +268,7 @@ def check_training_in_a_block(run: Run) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_forward_and_backward_around_a_block(world_size: int) -> None:
-    run_ranks(_each, world_size, world_size, "check_training_in_a_block", timeout_s=120)
+    run_ranks(_each, world_size, world_size, "check_training_in_a_block")
 
 
 class Reader(nn.Module):
@@ -377,7 +377,7 @@ def check_refusals(run: Run) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_is_refused_changes_nothing(world_size: int) -> None:
-    run_ranks(_each, world_size, world_size, "check_refusals", timeout_s=120)
+    run_ranks(_each, world_size, world_size, "check_refusals")
 
 
 def check_state_dicts(run: Run) -> None:
@@ -402,7 +402,7 @@ def check_state_dicts(run: Run) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_state_dicts_of_sharded_models(world_size: int) -> None:
-    run_ranks(_each, world_size, world_size, "check_state_dicts", timeout_s=120)
+    run_ranks(_each, world_size, world_size, "check_state_dicts")
 
 
 def test_parameters_without_an_engine_are_left_alone() -> None:

@@ -46,7 +46,7 @@ def sample_cases(world_size: int, count: int) -> list[Case]:
 @pytest.mark.parametrize(("world_size", "count"), [(1, 10), (2, 10), (3, 5), (4, 2)])
 def test_bits_equal_the_plain_loop(world_size: int, count: int) -> None:
     cases = [asdict(case) for case in sample_cases(world_size, count)]
-    for failed in run_ranks(compare_all, world_size, world_size, cases, timeout_s=120):
+    for failed in run_ranks(compare_all, world_size, world_size, cases):
         assert failed == []
 
 
@@ -74,7 +74,7 @@ def all_cases() -> list[Case]:
 
 def test_an_update_within_the_backward_of_what_is_not_offloaded_takes_gradients_that_wait_in_place() -> None:
     cases = [asdict(Case(stage, "none", "bf16", 1, 0.0, 500_000_000, 100, overlap="backward")) for stage in (2, 3)]
-    for failed in run_ranks(compare_all, 2, 2, cases, timeout_s=120):
+    for failed in run_ranks(compare_all, 2, 2, cases):
         assert failed == []
 
 

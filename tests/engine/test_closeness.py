@@ -109,6 +109,6 @@ def _against_fsdp2(rank: int, precision: str) -> tuple[list[float], list[float]]
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_stage_3_follows_fsdp2(precision: str) -> None:
-    for theirs, ours in run_ranks(_against_fsdp2, 2, precision, timeout_s=120):
+    for theirs, ours in run_ranks(_against_fsdp2, 2, precision):
         np.testing.assert_allclose(ours, theirs, rtol=2e-6 if precision == "fp32" else 5e-3)
         assert theirs[-1] < theirs[0] - 0.1

@@ -161,7 +161,7 @@ def on_rank(rank: int) -> list[float]:
 
 
 def test_batch_losses_are_means_over_ranks() -> None:
-    first, second = run_ranks(on_rank, 2, timeout_s=120)
+    first, second = run_ranks(on_rank, 2)
     assert first == second
     with start() as engine:
         each = [engine.eval_batch(batches(shift=rank)).item() for rank in range(2)]

@@ -69,7 +69,7 @@ def _compare_on_fakes(rank: int, world_size: int) -> list[list[str]]:
 
 
 def test_bits_equal_the_plain_loop_on_two_ranks() -> None:
-    assert run_ranks(_compare_on_fakes, 2, 2, timeout_s=120) == [[[], [], []]] * 2
+    assert run_ranks(_compare_on_fakes, 2, 2) == [[[], [], []]] * 2
 
 
 # What is left out, and a case in which it matters: gradients as they come, parameters before use, gradients of the

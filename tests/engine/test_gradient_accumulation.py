@@ -85,7 +85,7 @@ def _norms(rank: int, count: int) -> list[float]:
 
 
 def test_the_mean_of_many_equal_gradients_is_that_gradient_on_two_ranks() -> None:
-    for norms in run_ranks(_norms, 2, 512, timeout_s=120):
+    for norms in run_ranks(_norms, 2, 512):
         assert norms == [2.0] * 2
 
 
@@ -223,7 +223,7 @@ def _saved_without_gradients(rank: int, folder: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_save_without_gradients_has_the_state_of_the_last_step(world_size: int, tmp_path: Path) -> None:
-    run_ranks(_saved_without_gradients, world_size, str(tmp_path), timeout_s=120)
+    run_ranks(_saved_without_gradients, world_size, str(tmp_path))
     engine, _, loader, _ = drops()
     with engine:
         train_on(engine, loader, 1)

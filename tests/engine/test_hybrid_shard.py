@@ -55,7 +55,7 @@ def _compare(rank: int, cases: list[Case]) -> list[str]:
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.soak)], ids=["some", "more"])
 def test_bits_are_those_of_the_plain_loop(cases: list[Case]) -> None:
-    for differences in run_ranks(_compare, RANKS, cases, timeout_s=120):
+    for differences in run_ranks(_compare, RANKS, cases):
         assert differences == []
 
 

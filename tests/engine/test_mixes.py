@@ -340,7 +340,7 @@ def _on_two_ranks(rank: int) -> Found:
 @pytest.fixture(scope="module")
 def on_two_ranks() -> list[Found]:
     """What each rank found; one start of the ranks serves all tests."""
-    return run_ranks(_on_two_ranks, WORLD_SIZE, timeout_s=120)
+    return run_ranks(_on_two_ranks, WORLD_SIZE)
 
 
 @pytest.mark.parametrize("name", [*MIXES, *(f"{name}, stage 2" for name in MIXES if "adapters" in name)])

@@ -255,7 +255,7 @@ def whole_digests(engine: Engine) -> dict[str, str]:
 
 @pytest.mark.parametrize("cases", [BITS, pytest.param(MORE_BITS, marks=pytest.mark.soak)], ids=["some", "more"])
 def test_every_stage_tier_step_mode_and_resume_has_the_same_bits(cases: list[Any], nvme: Path, tmp_path: Path) -> None:
-    for by_case in run_ranks(_bits, 2, str(nvme), str(tmp_path), cases, timeout_s=120):
+    for by_case in run_ranks(_bits, 2, str(nvme), str(tmp_path), cases):
         for found in by_case:
             assert all(one == found[0] for one in found)
 

@@ -113,7 +113,7 @@ def _exchange(rank: int, backend: str, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backend", ["gloo", over_nccl(2)])
 def test_two_ranks_exchange(backend: str, tmp_path: Path) -> None:
-    found = run_ranks(_exchange, 2, backend, str(tmp_path), timeout_s=120)
+    found = run_ranks(_exchange, 2, backend, str(tmp_path))
     everyone = [{"rank": 0, "text": "xxxxx"}, {"rank": 1, "text": "xxxxxx"}]
     for rank, one in enumerate(found):
         assert one["values"] == everyone

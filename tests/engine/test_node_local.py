@@ -91,7 +91,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ran(base: Path) -> list[dict[str, Any]]:
-    return run_ranks(_run, 2, str(base), timeout_s=120)
+    return run_ranks(_run, 2, str(base))
 
 
 def test_each_machine_loads_its_own_part(ran: list[dict[str, Any]], base: Path) -> None:

@@ -53,14 +53,14 @@ def test_bits_equal_the_plain_loop(world_size: int) -> None:
         asdict(Case(3, optimizer, *rest, parameters=parameters, overlap=overlap))
         for optimizer, parameters, *rest, overlap in CASES
     ]
-    for failed in run_ranks(compare_all, world_size, world_size, cases, timeout_s=120):
+    for failed in run_ranks(compare_all, world_size, world_size, cases):
         assert failed == []
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_key_changes_a_bit(world_size: int) -> None:
     cases = [asdict(Case(3, "nvme", "bf16", 1, 0.25, 40_000, 1000, "nvme", keys=keys)) for keys in KEYS]
-    for failed in run_ranks(compare_all, world_size, world_size, cases, timeout_s=120):
+    for failed in run_ranks(compare_all, world_size, world_size, cases):
         assert failed == []
 
 
@@ -73,7 +73,7 @@ def test_large_parameters_are_gathered_in_place() -> None:
     cases = [asdict(Case(3, "cpu", "bf16", 1, 0.25, threshold=0, parameters=tier)) for tier in ("cpu", "none")]
     # More than a bucket holds goes the other way.
     cases.append(asdict(Case(3, "cpu", "fp32", 1, 0.0, 2000, parameters="nvme")))
-    for failed in run_ranks(_compare_direct, 3, cases, timeout_s=120):
+    for failed in run_ranks(_compare_direct, 3, cases):
         assert failed == []
 
 

@@ -211,7 +211,7 @@ def test_an_optimizer_that_is_passed_is_held_to_the_same() -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    assert run_ranks(runs, 2, 2, str(tmp_path), timeout_s=120) == [[], []]
+    assert run_ranks(runs, 2, 2, str(tmp_path)) == [[], []]
     for stage in ("0", "1"):
         with open_checkpoint(tmp_path / stage, "step-00000003") as opened:
             assert verify_checkpoint(opened) == []

@@ -420,5 +420,5 @@ def _grouped(rank: int, world_size: int) -> list[tuple[int, list[str]]]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_groups_keep_their_settings_on_disk(world_size: int) -> None:
-    for failed in run_ranks(_grouped, world_size, world_size, timeout_s=120):
+    for failed in run_ranks(_grouped, world_size, world_size):
         assert failed == []

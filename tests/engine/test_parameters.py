@@ -279,7 +279,7 @@ def loads_on_every_rank(rank: int) -> list[str]:
 
 
 def test_rank_0s_state_dict_counts_on_every_rank() -> None:
-    assert run_ranks(loads_on_every_rank, 2, timeout_s=120) == [[], []]
+    assert run_ranks(loads_on_every_rank, 2) == [[], []]
 
 
 @pytest.mark.parametrize("place", STAGES)

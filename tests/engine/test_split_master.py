@@ -123,7 +123,7 @@ def test_bits_equal_the_plain_loop(world_size: int) -> None:
         asdict(Case(stage, tier, "bf16", *rest, parameters=parameters, overlap=overlap, split=True))
         for stage, tier, parameters, *rest, overlap in CASES
     ]
-    for failed in run_ranks(compare_all, world_size, world_size, cases, timeout_s=120):
+    for failed in run_ranks(compare_all, world_size, world_size, cases):
         assert failed == []
 
 

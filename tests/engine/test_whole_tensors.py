@@ -231,16 +231,16 @@ def test_what_two_ranks_saved_on_disk_is_the_same_at_any_other_size_stage_and_ti
     everything: bool, tmp_path: Path
 ) -> None:
     folder, runs = str(tmp_path / "saves"), str(tmp_path)
-    saved = run_ranks(_saved, 2, folder, runs, timeout_s=120)[0]
+    saved = run_ranks(_saved, 2, folder, runs)[0]
     if everything:
-        assert run_ranks(_loaded, 1, folder, 1, "none", runs, timeout_s=120)[0] == saved
-    assert run_ranks(_loaded, 3, folder, 2, "cpu", runs, timeout_s=120)[0] == saved
+        assert run_ranks(_loaded, 1, folder, 1, "none", runs)[0] == saved
+    assert run_ranks(_loaded, 3, folder, 2, "cpu", runs)[0] == saved
     with open_checkpoint(folder) as reader:
         shapes = {name: array.spec.shape for name, array in reader.arrays.items() if name.endswith("_var/embed.weight")}
         assert shapes == {"optimizer/row_var/embed.weight": (1203, 1), "optimizer/col_var/embed.weight": (1, 56)}
         assert verify_checkpoint(reader) == []
         reshard_checkpoint(reader, tmp_path / "three", 3)
-    assert run_ranks(_loaded, 1, str(tmp_path / "three"), 0, "none", runs, timeout_s=120)[0] == saved
+    assert run_ranks(_loaded, 1, str(tmp_path / "three"), 0, "none", runs)[0] == saved
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def _straight(rank: int, run: dict[str, Any], steps: int) -> list[str]:
 
 def uninterrupted(run: Run, steps: int) -> list[list[str]]:
     """Return the hashes by rank and step, of a loop that is not killed and takes no snapshots."""
-    return run_ranks(_straight, run.world_size, asdict(run), steps, timeout_s=120)
+    return run_ranks(_straight, run.world_size, asdict(run), steps)
 
 
 def train_until_killed(rank: int, run: dict[str, Any], folder: str, stop: int, points: list[int]) -> None:

@@ -336,5 +336,5 @@ def muon_beside_torch(rank: int, folder: str) -> list[bool]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_muon_has_the_bits_of_torchs_over_the_whole_matrix(world_size: int, tmp_path: Path) -> None:
-    for found in run_ranks(muon_beside_torch, world_size, str(tmp_path), timeout_s=120):
+    for found in run_ranks(muon_beside_torch, world_size, str(tmp_path)):
         assert found == [True] * 16

@@ -208,4 +208,4 @@ def _on_ranks(rank: int, folder: str) -> None:
 
 def test_on_two_ranks_and_resumed_with_other_adapters(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
-    run_ranks(_on_ranks, 2, os.fspath(tmp_path), timeout_s=120)
+    run_ranks(_on_ranks, 2, os.fspath(tmp_path))

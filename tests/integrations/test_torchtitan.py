@@ -123,7 +123,7 @@ def resume_alone(rank: int, folder: str) -> list[str]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("titan")
-    results = run_ranks(loops, 2, str(folder), timeout_s=120)
+    results = run_ranks(loops, 2, str(folder))
     assert results == [results[0]] * 2
     return folder, results[0]
 

@@ -144,7 +144,7 @@ def _generate(rank: int, place: Path) -> None:
 
 def test_folders_evaluation_and_generation_are_those_of_trainer_alone(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
-    run_ranks(_files_beside, 2, os.fspath(tmp_path), timeout_s=120)
+    run_ranks(_files_beside, 2, os.fspath(tmp_path))
     listed = json.loads(run("ls", os.fspath(tmp_path / "ours"), "--json").stdout)
     assert "checkpoint-3/step-3" in {one["tag"] for one in listed["checkpoints"]}
     assert [one["tag"] for one in listed["checkpoints"] if one["newest"]] == ["checkpoint-3/step-3"]

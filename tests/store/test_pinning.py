@@ -139,7 +139,7 @@ class _Away(Streams):
 
 
 def test_ranks_that_cannot_pin_say_so_once() -> None:
-    (said, *others) = run_ranks(_warned, 2, timeout_s=120)
+    (said, *others) = run_ranks(_warned, 2)
     assert others == [[]]
     assert len(said) == 1
     assert said[0].startswith("every rank: host memory is not pinned")

@@ -105,7 +105,7 @@ def test_the_ladders_figures_are_those_that_its_configs_give_in_an_engine(world_
     # In bf16 of one micro-batch, in fp32 of two.
     assert rungs[1].plan.held["gradients"].total == 2 * rungs[0].plan.held["gradients"].total
     configs = [rung.config for rung in rungs]
-    counted = _counted(0, configs) if world_size == 1 else run_ranks(_counted, world_size, configs, timeout_s=120)[0]
+    counted = _counted(0, configs) if world_size == 1 else run_ranks(_counted, world_size, configs)[0]
     for rung, found in zip(rungs, counted, strict=True):
         held = rung.plan.held
         state = sum(one.total for kind, one in held.items() if kind not in ("parameters", "gradients", "buffers"))

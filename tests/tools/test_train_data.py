@@ -70,7 +70,7 @@ def test_two_ranks_go_on_with_the_samples_of_one(text: Path, tmp_path: Path) -> 
         "validation_split": None,
     }
     words = {"path": tmp_path, "data": text, "config": config, "given": again | {"save": tmp_path / "two"}}
-    run_ranks(_resumed, 2, words, timeout_s=120)
+    run_ranks(_resumed, 2, words)
     one, two = rows(tmp_path / "m"), rows(tmp_path / "n")
     assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one[2:]], abs=0.01)
     assert two[-1]["eval_loss"] == pytest.approx(one[-1]["eval_loss"], abs=0.01)

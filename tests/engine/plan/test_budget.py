@@ -117,7 +117,7 @@ def _two_ranks(rank: int, folder: str) -> list[str]:
 
 
 def test_two_ranks_share_the_budget(tmp_path: Path) -> None:
-    assert run_ranks(_two_ranks, 2, str(tmp_path), timeout_s=120) == [[], []]
+    assert run_ranks(_two_ranks, 2, str(tmp_path)) == [[], []]
 
 
 def test_what_is_spilled_is_counted(tmp_path: Path) -> None:
@@ -210,10 +210,10 @@ def test_what_the_hosts_memory_cannot_hold_is_refused_on_every_rank() -> None:
     needed = sum(p.numel() for p in build_model("gpt-tiny", 16).parameters()) * (2 + 2 + 12)
     assert _refused(0, needed, True) == ""
     assert f"keeps {format_bytes(needed)} of this rank" in _refused(0, needed - 1, True)
-    assert run_ranks(_refused, 2, needed, True, timeout_s=120) == ["", ""]
-    for text in run_ranks(_refused, 2, needed, False, timeout_s=120):
+    assert run_ranks(_refused, 2, needed, True) == ["", ""]
+    for text in run_ranks(_refused, 2, needed, False):
         assert f"{format_bytes(2 * needed)} with the ranks beside it" in text
-    assert run_ranks(_refused, 2, 2 * needed, False, timeout_s=120) == ["", ""]
+    assert run_ranks(_refused, 2, 2 * needed, False) == ["", ""]
 
 
 def test_a_budget_that_cannot_hold_the_state_is_refused_with_numbers(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_planned_bytes_are_those_that_the_engine_counts(world_size: int, which: 
     ranks = (
         [_count(0, which, str(nvme), every)]
         if world_size == 1
-        else run_ranks(_count, world_size, which, str(nvme), every, timeout_s=120)
+        else run_ranks(_count, world_size, which, str(nvme), every)
     )
     for rank, found in enumerate(ranks):
         for number, (planned, counted) in enumerate(found):
