@@ -175,7 +175,7 @@ def _kept(out: Path) -> set[str]:
     ],
     ids=["no", "steps", "newest", "best", "weights"],
 )
-@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("looks", [pytest.param(False, marks=pytest.mark.soak), True])
 @pytest.mark.filterwarnings("default")
 def test_output_dir_has_what_trainer_alone_leaves_there(tmp_path: Path, saves: dict[str, Any], looks: bool) -> None:
     settings = {**saves, "num_train_epochs": 1}
