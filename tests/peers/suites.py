@@ -121,7 +121,7 @@ SUITES = (
         fetched=("test/distributed/checkpoint",),
         folder="test",
         plugin="replacing_dcp",
-        share=0.6,
+        share=0.75,
         variables={"OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": _TIMEOUT},
     ),
     Suite(
@@ -131,7 +131,7 @@ SUITES = (
         fetched=("tests",),
         folder="",
         plugin="replacing_lightning",
-        share=0.52,
+        share=0.64,
         ini="pyproject.toml",
         variables={"OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": _TIMEOUT},
     ),
