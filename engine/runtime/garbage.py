@@ -15,9 +15,8 @@ import threading
 class FrozenObjects:
     """Spares the collector the objects that are there now, until `end` of this engine, or until another is made.
 
-    With several engines nothing is frozen: one that is dropped without `close()` is found by the collector alone. Nor if
-    the application froze objects itself: only all can be unfrozen.
-    """
+    With several engines nothing is frozen: one that is dropped without `close()` is found by the collector alone. Nor if the
+    application froze objects itself: only all can be unfrozen."""
 
     _lock = threading.Lock()
     _count = 0  # of engines that have not ended
