@@ -230,7 +230,7 @@ def _present_bytes(store: TensorStore) -> Counter[Path]:
 
 def _groups(config: Config, sharding: Sharding, world: World) -> tuple[Groups, ...]:
     """Return the groups of ranks that hold one copy of the state, or of the parameters; the last ones are for reductions.
-    None if every rank is for itself (all ranks)."""
+    Empty if all ranks share one copy (all ranks)."""
     if sharding.num_copies == 1:
         return () if config.secondary_size is None else (make_groups(world, config.secondary_size),)
     groups = make_groups(world, sharding.copy_size)

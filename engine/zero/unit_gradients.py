@@ -348,7 +348,7 @@ class UnitGradients(Gradients):
                 'module is used more often than in the step before; set "step_overlap" to "forward" or "none"'
             )
         if not self._last or self._closing or (self.comes_in_parts and not self._arrivals.order_is_agreed):
-            return  # gradients reduced at the end of a backward may turn out to be no rank's; a first part is not known as one
+            return  # at the end of a backward it may be no rank's; and nobody knows a first part as one
         self._finish(record)
 
     def _finish(self, record: ParameterRecord) -> None:

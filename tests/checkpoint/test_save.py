@@ -427,6 +427,20 @@ def test_leavings_of_dead_saves_are_swept_and_living_ones_are_not(folder: Path) 
     assert leavings(folder) == []
 
 
+def test_what_a_dead_save_left_makes_room_for_the_next(folder: Path) -> None:
+    left = folder / "step-00000001.tmp-0123456789abcdef0123456789abcdef"
+    left.mkdir(parents=True)
+    (folder / "step-00000001.lock-0123456789abcdef0123456789abcdef").write_text("")
+
+    class SmallDrive(Files):
+        def free_bytes(self, path: str | Path) -> int:
+            return 100_000 if left.exists() else super().free_bytes(path)
+
+    with open_world(make_arrays(), files=[SmallDrive()]) as world:
+        world.save(folder, step=2)
+    assert leavings(folder) == []
+
+
 @pytest.mark.parametrize("moment", ["set aside", "renamed"])
 def test_a_checkpoint_that_was_set_aside_is_still_found_and_gets_its_name_back(folder: Path, moment: str) -> None:
     arrays = make_arrays()

@@ -235,9 +235,8 @@ def _set_aside(folder: Folder, name: str) -> TagInfo | None:
 def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
     """Return the checkpoint that `place` and `tag` mean: a tag's folder, or a folder of checkpoints and one of its tags.
 
-    Without a tag it is the newest committed one, by the records, whatever `latest` says; one that is to be loaded by its tag
-    alone if there is no other.
-    Raises CheckpointNotFoundError that lists the tags that are there.
+    Without a tag it is the newest committed one, by the records, whatever `latest` says; only if there is no other, one that
+    asks to be loaded by its tag. Raises CheckpointNotFoundError that lists the tags that are there.
     """
     folder = folder_at(place)
     own = parse_own_name(folder.name)

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import chain, islice
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DiskFullError
 from ..io.flush import Flush
 from ..io.pool import Workers, helpful_threads, in_turn
 from ..io.shards import ShardSummary
@@ -135,7 +135,12 @@ class _Save:
             replaced = self._committer.check(overwrite=request.overwrite, run=request.run_id)
             if replaced is not None and not request.overwrite:
                 self._messages.append(replaced_text(replaced))
-            request.check_room(request.folder)
+            try:
+                request.check_room(request.folder)
+            except DiskFullError:
+                # What dead saves left takes room too; else it goes behind the caller.
+                self._messages += sweep(self._files, request.folder)
+                request.check_room(request.folder)
 
     def run(self) -> SaveSummary:
         """Carry the save out. Called once, by the save's thread."""

@@ -136,7 +136,7 @@ class Store(Closing):
 
         Into `out`, if it is given: of the rows' shape and the array's data type, contiguous, in host memory; else into new
         memory, which is the caller's. With `device` it is a tensor there. Of several ranks, each has its own rows of an array
-        that they share, as a DTensor if it was put as one; `rows` are counted in the whole array, and are a tensor. Raises
+        that they share, as a DTensor if it was put as one; `rows` count in the whole array and come as a tensor. Raises
         KeyError for a name that is not there, UsageError for rows of other ranks.
         """
         with self._lock:

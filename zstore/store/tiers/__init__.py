@@ -7,15 +7,6 @@ from .host import HostTier
 from .memory import MemoryTier
 
 __all__ = [
-    "ChunkSpan",
-    "DeviceTier",
-    "DiskTier",
-    "Drives",
-    "HostTier",
-    "LocalShard",
-    "MemoryTier",
-    "Mode",
-    "PinnedShard",
-    "Tier",
-    "Tile",
-]
+    "ChunkSpan", "DeviceTier", "DiskTier", "Drives", "HostTier", "LocalShard", "MemoryTier", "Mode", "PinnedShard",
+    "Tier", "Tile",
+]  # fmt: skip
