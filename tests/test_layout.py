@@ -14,7 +14,7 @@ from pathlib import Path
 from .layout import Layout, circles, floors, inside, per_ten_thousand_words
 
 # Files that a run in the default config passes through (journeys.py).
-JOURNEYS = {"step": 34, "iteration": 41, "save": 58, "load": 67, "reshard": 44, "consolidate": 45, "initialize": 112}
+JOURNEYS = {"step": 34, "iteration": 41, "save": 58, "load": 68, "reshard": 44, "consolidate": 45, "initialize": 112}
 
 
 @cache
