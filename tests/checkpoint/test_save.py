@@ -176,7 +176,7 @@ def test_a_file_that_is_put_into_the_folder_during_the_save_stays(folder: Path) 
 
     def put(kind: str, path: Path) -> None:
         if kind == "write_small" and not other.exists():
-            other.parent.mkdir()
+            other.parent.mkdir(exist_ok=True)  # of several threads
             other.write_text("{}")
 
     arrays = make_arrays()
