@@ -93,6 +93,25 @@ def test_an_error_comes_by_its_ticket_and_by_flush_once(tmp_path: Path) -> None:
         assert (store.get("a/w").wait() == values(LARGE, seed=2)).all()
 
 
+@pytest.mark.parametrize("kind", ["open", "write"])
+def test_a_put_that_failed_leaves_nothing_that_a_later_one_builds_on(kind: Any, tmp_path: Path) -> None:
+    files = FaultyFiles()
+    tmp_path.joinpath("run").mkdir()
+    options = StoreOptions(run_path=tmp_path / "run", reserves=False)  # as `open_store` has it
+    with Store(TensorStore(options, files=files)) as store:
+        store.put("a/w", values(LARGE)).wait()
+        store.checkpoint(tmp_path / "ckpt" / "one").wait()
+        files.inject(Fault(kind=kind, error_number=errno.ENOSPC))
+        with pytest.raises(DiskFullError):
+            store.put("a/w", values(LARGE, seed=1)).wait()
+        assert (store.get("a/w").wait() == values(LARGE)).all()
+        store.put("a/w", values(LARGE, seed=2)).wait()
+        store.checkpoint(tmp_path / "ckpt" / "two").wait()
+    with zstore.open_checkpoint(tmp_path / "ckpt" / "two") as checkpoint:
+        assert checkpoint.verify() == []
+        assert (np.asarray(checkpoint.zarr()["a/w"]) == values(LARGE, seed=2)).all()
+
+
 def test_an_error_that_was_heard_does_not_come_again(tmp_path: Path) -> None:
     files = FaultyFiles()
     tmp_path.joinpath("run").mkdir()

@@ -71,8 +71,8 @@ def fill_file(res: IoResources, shard: DiskShard, file: DiskFile, data: Array) -
     if file.made:
         file.crcs = [*ShardWriter(res, *what, Priority.WRITE_BACK).write(0, layout.num_present, source)]
     else:
-        file.made = True
         file.crcs = [*write_shard(replace(res, sync=False), *what, source, Priority.WRITE_BACK).crcs]
+        file.made = True
 
 
 def read_elements(res: IoResources, shard: DiskShard, file: DiskFile, first: int, stop: int, out: Array) -> bool:
