@@ -171,12 +171,13 @@ def test_an_empty_folder_that_is_there_becomes_the_checkpoint(folder: Path, tmp_
             save_arrays(folder, arrays, tag=tag)
 
 
-def test_a_file_that_is_put_into_the_folder_during_the_save_stays(folder: Path) -> None:
-    other = folder / "best" / "config.json"
+@pytest.mark.parametrize("name", ["config.json", "tokenizer/config.json"])
+def test_a_file_that_is_put_into_the_folder_during_the_save_stays(name: str, folder: Path) -> None:
+    other = folder / "best" / name
 
     def put(kind: str, path: Path) -> None:
         if kind == "write_small" and not other.exists():
-            other.parent.mkdir(exist_ok=True)  # of several threads
+            other.parent.mkdir(parents=True, exist_ok=True)  # of several threads
             other.write_text("{}")
 
     arrays = make_arrays()

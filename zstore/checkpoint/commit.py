@@ -23,6 +23,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -113,8 +114,8 @@ class Committer:
         os.chmod(path, READ_ONLY)
         messages: list[str] = []
         if self.target.is_dir() and not (self.target / RECORD_FILE).exists():
-            for entry in os.scandir(self.target):  # others' files stay beside the checkpoint's
-                os.link(entry.path, self.temporary / entry.name, follow_symlinks=False)
+            # Others' files stay beside the checkpoint's.
+            shutil.copytree(self.target, self.temporary, symlinks=True, copy_function=os.link, dirs_exist_ok=True)
         if flush is None:
             self._files.sync_folder(self.temporary)
         else:
