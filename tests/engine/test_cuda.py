@@ -8,23 +8,29 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as torch_dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import zstore
 from tests.engine.bits import ADAM, digest, rows_at_rest
+from tests.engine.deep import SAMPLES, data, deep
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start
 from tests.reference import Reference
 from zstore.engine import Engine
 from zstore.engine.device import CudaStreams
+from zstore.engine.extras.zeropp.block_code import BlockCode
 from zstore.io.pinning import PinnedSlabs, clear_cuda_error
+from zstore.optim import Offloaded
 from zstore.tensors import as_torch
 
 DEVICE = os.environ.get("ZSTORE_TEST_DEVICE", "cuda")
@@ -264,7 +270,7 @@ def test_other_optimizers_update_on_the_device_and_on_the_host(kind: Any, nvme: 
 
 def test_gradients_that_wait_on_disk_give_the_same_bits(nvme: Path) -> None:
     config = config_of(nvme, *ON_HOST[3])
-    config["zstore"]["host_budget_bytes"] = 3 << 20
+    config["zstore"]["host_budget_bytes"] = 7 << 19
     with start(config) as engine:
         assert engine.training_state.state.spilled
         found = train(engine), bits(engine)
@@ -315,6 +321,109 @@ def test_a_checkpoint_of_the_device_is_loaded_on_disk_and_back(nvme: Path, tmp_p
     first = run(ON_DEVICE[2], None, "device")
     for found in (run(ON_HOST[3], "device", "disk"), run(ON_DEVICE[0], "disk", "back")):
         assert all(torch.equal(first[name], values) for name, values in found.items())
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_activations_off_the_device_give_the_same_bits(tier: str, nvme: Path, tmp_path: Path) -> None:
+    def after(**own: Any) -> dict[str, Any]:
+        config = make_config(3, zstore={"journal": False, **own}, train_micro_batch_size_per_gpu=SAMPLES)
+        with start(config, deep()) as engine:
+            torch.manual_seed(0)
+            for micro in range(4):
+                engine.backward(engine(data(micro).to(engine.device)))
+                engine.step()
+            found = engine.statistics().activations
+            leaves = bool(own) and (DEVICE == "cuda" or tier == "disk")  # on the CPU they are in host memory anyhow
+            assert (found is not None and found.kept_bytes > 0) == leaves
+            return bits(engine)
+
+    path = {"activations_path": str(tmp_path)} if tier == "disk" else {}
+    assert after(activations=tier, **path) == after()
+
+
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+def test_short_moments_give_the_same_bits_in_host_memory_and_on_disk(moments: str, nvme: Path) -> None:
+    def run(case: tuple[Any, ...]) -> tuple[list[float], dict[str, str]]:
+        config = config_of(nvme, *case)
+        config["zstore"]["moments"] = moments
+        return trained(config)
+
+    assert run(ON_HOST[0]) == run(ON_HOST[3])
+    on_device = run(ON_DEVICE[0])
+    assert run(ON_DEVICE[2]) == on_device
+    assert on_device[0] == pytest.approx(run(ON_HOST[0])[0], rel=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")  # of inductor
+def test_compiled_units_train_as_others(nvme: Path) -> None:
+    config = config_of(nvme, *ON_HOST[3], precision="fp32")
+    plain = trained(config)[0]
+    with start(config) as engine:
+        engine.compile()
+        assert train(engine) == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.parametrize("case", [ON_DEVICE[0], ON_DEVICE[2], ON_HOST[4]])
+def test_states_that_were_moved_away_come_back(case: tuple[Any, ...], nvme: Path) -> None:
+    expected = trained(config_of(nvme, *case))
+    with start(config_of(nvme, *case)) as engine:
+        losses = train(engine, 1)
+        held = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+        engine.offload_states()
+        if DEVICE == "cuda":
+            assert torch.cuda.memory_allocated() < held
+        engine.reload_states()
+        losses += train(engine, 1)
+        assert (losses, bits(engine)) == expected
+
+
+@pytest.mark.parametrize("coded_bits", [4, 8])
+def test_a_code_of_the_device_is_that_of_the_host(coded_bits: int) -> None:
+    code = BlockCode((256 * 7, 96), coded_bits)
+    values = torch.randn(3, sum(code.lengths), generator=torch.Generator().manual_seed(0))
+    here, there = code.encode(values), code.encode(values.to(DEVICE))
+    assert torch.equal(there.cpu(), here)
+    decoded = code.decode(there, torch.empty(values.shape, device=DEVICE))
+    assert torch.equal(decoded.cpu(), code.decode(here, torch.empty(values.shape)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("overlap", ["none", "backward", "forward"])
+def test_an_offloaded_optimizer_updates_shards_of_fsdp2(device: str, overlap: str, tmp_path: Path) -> None:
+    """Its own update on the host is the truth: FSDP2 moves the shards there, and torch's AdamW has them."""
+
+    def run(make: Callable[[nn.Module], torch.optim.Optimizer], **policy: Any) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(64, 601), nn.Tanh(), nn.Linear(601, 71)).to(DEVICE)
+        for layer in (model[0], model[2]):
+            fully_shard(layer, **policy)
+        fully_shard(model, **policy)
+        optimizer = make(model)
+        for step in range(3):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if isinstance(optimizer, Offloaded):
+            optimizer.wait()
+        found = [p.full_tensor().detach().cpu().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+        if isinstance(optimizer, Offloaded):
+            optimizer.close()
+        return found
+
+    def offloaded(model: nn.Module) -> torch.optim.Optimizer:
+        place = {"path": str(tmp_path)} if device == "nvme" else {}
+        return Offloaded(torch.optim.AdamW, model.parameters(), lr=1e-2, device=device, overlap=overlap, **place)
+
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    torch_dist.init_process_group(backend, init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        kept = run(offloaded)
+        policy: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if DEVICE == "cuda" else {}
+        moved = run(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), **policy)
+    finally:
+        torch_dist.destroy_process_group()
+    assert all(torch.equal(one, other) for one, other in zip(kept, moved, strict=True))
 
 
 @knows_cuda

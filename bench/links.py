@@ -1,0 +1,121 @@
+"""What a machine with a CUDA device allows: its links, pinning, memory, the fused update on the host, and the drive.
+
+Every other figure is set beside these. Without a device what needs one is left out.
+
+    python -m bench.links [--path FOLDER] [--gib 1] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.limits import disk_limit, limit_name
+from bench.machine import machine
+from zstore.io.pinning import PinnedSlabs
+
+_MIB = 2**20
+_ROUNDS = 5
+Rates = dict[str, float]
+"""Bytes a second, by what moves them."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to measure")
+    parser.add_argument("--gib", type=float, default=1.0, help="GiB that each measurement moves")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+    nbytes = max(1, round(options.gib * 16)) * 64 * _MIB
+    rates: Rates = {}
+    if torch.cuda.is_available():
+        rates |= _links(nbytes) | _pinning(nbytes)
+    rates |= _memory(nbytes)
+    with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as name:
+        disk_limit(Path(name), "write", nbytes)
+        for pattern in ("read", "write", "mixed"):
+            rates[f"disk {pattern}"] = disk_limit(Path(name), pattern, nbytes)
+    figures = {"machine": machine(options.path), "limit_name": limit_name(), "rates": rates}
+    print("\n".join(describe(figures)))
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def describe(figures: dict[str, Any]) -> list[str]:
+    """Return the figures for a person to read, a line each."""
+    return [f"{name}: {rate / 1e9:.2f} GB/s" for name, rate in figures["rates"].items()]
+
+
+def _rate(nbytes: int, work: Callable[[], object]) -> float:
+    """Return bytes a second, the median of some rounds after one to warm up."""
+    seconds = []
+    for _ in range(_ROUNDS + 1):
+        started = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return nbytes / statistics.median(seconds[1:])
+
+
+def _links(nbytes: int) -> Rates:
+    rates: Rates = {}
+    for block in (_MIB, 64 * _MIB):
+        host, back = (torch.ones(nbytes, dtype=torch.uint8).pin_memory().split(block) for _ in range(2))
+        there, other = (torch.ones(nbytes, dtype=torch.uint8, device="cuda").split(block) for _ in range(2))
+        up, down = partial(_copy, torch.cuda.Stream(), there, host), partial(_copy, torch.cuda.Stream(), back, other)  # type: ignore[no-untyped-call]
+        size = f"{block // _MIB} MiB"
+        rates[f"host to device, {size}"] = _rate(nbytes, up)
+        rates[f"device to host, {size}"] = _rate(nbytes, down)
+        rates[f"both directions, {size}"] = _rate(2 * nbytes, partial(_both, up, down))
+    one = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    rates["within the device, read and written"] = _rate(2 * nbytes, lambda: torch.empty_like(one).copy_(one))
+    return rates
+
+
+def _copy(stream: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    with torch.cuda.stream(stream):
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+
+
+def _both(one: Callable[[], None], other: Callable[[], None]) -> None:
+    one()
+    other()
+
+
+def _pinning(nbytes: int) -> Rates:
+    def register() -> None:
+        slabs = PinnedSlabs()
+        slabs.make(nbytes)
+        slabs.close()
+
+    def allocate() -> None:
+        torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        torch._C._host_emptyCache()
+
+    return {"registered as pinned": _rate(nbytes, register), "allocated as pinned": _rate(nbytes, allocate)}
+
+
+def _memory(nbytes: int) -> Rates:
+    """A copy, and torch's fused AdamW of fp32 state, which reads 16 bytes an element and writes 12, by all threads."""
+    source, target = torch.ones(nbytes // 4), torch.empty(nbytes // 4)
+    rates = {"host memory, read and written": _rate(2 * nbytes, lambda: target.copy_(source))}
+    parameter = torch.nn.Parameter(source)
+    parameter.grad = target
+    update = torch.optim.AdamW([parameter], fused=True)
+    rates[f"AdamW on the host, {torch.get_num_threads()} threads"] = _rate(nbytes // 4 * 28, update.step)
+    return rates
+
+
+if __name__ == "__main__":
+    main()

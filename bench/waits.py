@@ -1,0 +1,159 @@
+"""How often the host waits for the device in a step of training, by where the state rests and by the step mode.
+
+torch's own debug mode of synchronizations names each; a profiler's trace of one iteration goes to `--trace` for each mode.
+
+    python -m bench.waits [--model gpt-small] [--tokens 256] [--path FOLDER] [--trace FOLDER] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zstore
+from bench.machine import choose_device, machine
+from bench.process import synchronize
+from zstore.tools.sample.models import build_model, loss_of
+
+_ROOT = Path(__file__).resolve().parent.parent
+_WARM_UP, _STEPS = 3, 4
+MODES = {
+    "on the device": ("none", "none", "none"),
+    "host": ("cpu", "cpu", "none"),
+    "host, backward": ("cpu", "cpu", "backward"),
+    "host, forward": ("cpu", "cpu", "forward"),
+    "disk": ("nvme", "nvme", "none"),
+    "disk, backward": ("nvme", "nvme", "backward"),
+    "disk, forward": ("nvme", "nvme", "forward"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to compute on")
+    parser.add_argument("--model", default="gpt-small")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to use")
+    parser.add_argument("--trace", type=Path, help="folder for the traces of the profiler")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+    options.device = choose_device(options.device)
+    rows = []
+    for mode in MODES:
+        with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as name:
+            rows.append(measure(options, mode, Path(name)))
+        print(describe(rows[-1]), flush=True)
+    if options.json:
+        figures = {"machine": machine(options.path), "model": options.model, "tokens": options.tokens, "rows": rows}
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def describe(row: dict[str, Any]) -> str:
+    """Return a mode's figures for a person to read."""
+    most = "; ".join(f"{count} at {place}" for place, count in list(row["waits"].items())[:8])
+    waits = f"{sum(row['waits'].values())} waits a step of {row['tensors']} tensors"
+    return f"{row['mode']}: iteration {1000 * row['iteration_s']:.1f} ms, {waits}: {most}"
+
+
+def measure(options: argparse.Namespace, mode: str, folder: Path) -> dict[str, Any]:
+    """Return the waits of one step, by the line that asked for them, and the seconds of an iteration."""
+    optimizer, parameters, overlap = MODES[mode]
+    torch.manual_seed(0)
+    model = build_model(options.model, options.tokens)
+    zero: dict[str, Any] = {"stage": 3}
+    for key, tier in (("offload_optimizer", optimizer), ("offload_param", parameters)):
+        if tier != "none":
+            zero[key] = {"device": tier, "nvme_path": str(folder), "pin_memory": options.device == "cuda"}
+    config = {
+        "train_batch_size": 1,
+        "gradient_clipping": 0.0 if overlap == "backward" else 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": zero,
+        "zstore": {"step_overlap": overlap, "journal": False},
+        "steps_per_print": 10**9,
+    }
+    ids = torch.randint(0, 256, (1, options.tokens)).to(options.device)
+
+    def iterate() -> None:
+        engine.backward(loss_of(engine(input_ids=ids, labels=ids)))
+        engine.step()
+
+    engine, *_ = zstore.initialize(model=model, config=config)
+    with engine:
+        for _ in range(_WARM_UP):
+            iterate()
+        synchronize()
+        started = time.perf_counter()
+        for _ in range(_STEPS):
+            iterate()
+        synchronize()
+        iteration_s = (time.perf_counter() - started) / _STEPS
+        with waits_counted(options.device) as waits:
+            iterate()
+        if options.trace:
+            _trace(iterate, options.trace / f"{mode.replace(', ', '-').replace(' ', '-')}.json")
+    tensors = sum(1 for _ in model.parameters())
+    return {"mode": mode, "iteration_s": iteration_s, "tensors": tensors, "waits": dict(waits.most_common())}
+
+
+@contextmanager
+def waits_counted(device: str) -> Iterator[Counter[str]]:
+    """Count the operations that make the host wait for the device, by the line of ours that they come from."""
+    found: Counter[str] = Counter()
+
+    def note(message: Any, *_: Any, **__: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            found[_place()] += 1
+
+    event_wait = torch.cuda.Event.synchronize
+
+    def waited(event: Any) -> None:
+        if not event.query():
+            found[f"{_place()} (an event)"] += 1
+        event_wait(event)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.Event.synchronize = waited  # type: ignore[method-assign]
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.Event.synchronize = event_wait  # type: ignore[method-assign]
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def _place() -> str:
+    """Return the line of ours, and who called that, from which this was called."""
+    frames = [
+        frame for frame in traceback.extract_stack() if str(_ROOT) in frame.filename and "bench" not in frame.filename
+    ]
+    names = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames)]
+    return " < ".join(names[:2]) or "elsewhere"
+
+
+def _trace(iterate: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with torch.profiler.profile() as profile:
+        iterate()
+        synchronize()
+    profile.export_chrome_trace(str(path))
+
+
+if __name__ == "__main__":
+    main()
