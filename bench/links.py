@@ -70,8 +70,8 @@ def _rate(nbytes: int, work: Callable[[], object]) -> float:
 def _links(nbytes: int) -> Rates:
     rates: Rates = {}
     for block in (_MIB, 64 * _MIB):
-        host, back = (torch.ones(nbytes, dtype=torch.uint8).pin_memory().split(block) for _ in range(2))
-        there, other = (torch.ones(nbytes, dtype=torch.uint8, device="cuda").split(block) for _ in range(2))
+        host, back = (torch.split(torch.ones(nbytes, dtype=torch.uint8).pin_memory(), block) for _ in range(2))
+        there, other = (torch.split(torch.ones(nbytes, dtype=torch.uint8, device="cuda"), block) for _ in range(2))
         up, down = partial(_copy, torch.cuda.Stream(), there, host), partial(_copy, torch.cuda.Stream(), back, other)  # type: ignore[no-untyped-call]
         size = f"{block // _MIB} MiB"
         rates[f"host to device, {size}"] = _rate(nbytes, up)

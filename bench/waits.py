@@ -127,7 +127,7 @@ def waits_counted(device: str) -> Iterator[Counter[str]]:
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = note
-        torch.cuda.Event.synchronize = waited  # type: ignore[method-assign]
+        torch.cuda.Event.synchronize = waited  # type: ignore[method-assign, assignment]
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("warn")
         try:
