@@ -8,6 +8,7 @@ event    a point in the work that the device was given so far: a copy reads and 
 copy     begins after an event and ends with one. Until it is waited for, nobody touches or frees target or source.
 wait     the host waits until the event is reached: the copied values are there, for the device too, and the source may be
          reused.
+follow   the device waits, and the host goes on: the copied values are there for what the device is given from now on.
 Threads that give the device work do so on the stream of their creator, so that its order is theirs.
 
 torch casts on the host's side of a copy that it waits for, so values travel in the type of the device's side. A copy
@@ -84,6 +85,9 @@ class Streams:
     def wait(self, event: Event) -> None:
         """Return when the event is reached."""
 
+    def follow(self, event: Event) -> None:
+        """Let what this thread gives the device from now on come after the event; the host does not wait."""
+
     def query(self, event: Event) -> bool:
         """Return whether the event was reached, so that `wait` would not block."""
         return True
@@ -132,6 +136,10 @@ class CudaStreams(Streams):
         """See Streams."""
         event.synchronize()
 
+    def follow(self, event: Event) -> None:
+        """See Streams."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
     def query(self, event: Event) -> bool:
         """See Streams."""
         return bool(event.query())
@@ -172,6 +180,10 @@ class Copy:
             self._streams.wait(self._event)
             self._source = None
         return self.values
+
+    def follow(self) -> None:
+        """Let the device wait for the copy, and the host not: its work from now on sees the values."""
+        self._streams.follow(self._event)
 
     def done(self) -> bool:
         """Return whether the copy is done, so that `wait` would not block."""
@@ -235,27 +247,32 @@ class Room(threading.local):
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
 
-    def take(self, name: str, beside: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory like that of 1-D `beside`, with undefined values, until `name` is taken again."""
+    def take(self, name: str, beside: torch.Tensor, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
+        """Return memory beside 1-D `beside`, of its length or of `numel` elements, with undefined values, until `name` is
+        taken again."""
+        numel = beside.numel() if numel is None else numel
         kept = self._kept.get(name)
-        if kept is None or kept.numel() < beside.numel() or kept.dtype != dtype or kept.device != beside.device:
-            kept = self._kept[name] = torch.empty_like(beside, dtype=dtype)
-        return kept[: beside.numel()]
+        if kept is None or kept.numel() < numel or kept.dtype != dtype or kept.device != beside.device:
+            kept = self._kept[name] = beside.new_empty(numel, dtype=dtype)
+        return kept[:numel]
 
 
 class GradientTiles:
     """The rows of a gradient, tile by tile, in fp32 beside the state, copied there ahead of use if they are elsewhere. With
-    `room` each tile uses the same memory."""
+    `room` each tile uses the same memory. Several threads may take a tile each."""
 
     def __init__(self, transfers: Transfers, rows: torch.Tensor, room: Room | None = None) -> None:
+        self.rows = rows
+        self.like = rows.dtype, rows.device
         self._transfers = transfers
-        self._rows = rows
         self._room = room
-        self._ahead: tuple[int, int, Copy] | None = None
+        self._begun: dict[int, Copy | None] = {}
+        """Copies to the host, by the first element: None once a thread has one."""
+        self._lock = threading.Lock()
 
     def tile(self, first: int, stop: int, beside: torch.Tensor) -> torch.Tensor:
         """Return rows `[first, stop)` in the memory of `beside`, in fp32, for the caller to change."""
-        part = self._rows[first:stop]
+        part = self.rows[first:stop]
         link = self._transfers.link(part, beside)
         if link is None:
             if self._room is None or part.dtype == torch.float32:
@@ -265,26 +282,29 @@ class GradientTiles:
             there = torch.empty_like(beside, dtype=torch.float32)
             self._transfers.copy_into(there, part)
             return there
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead[:2] != (first, stop):
-            ahead = self._begin(first, stop)
-        # All tiles of a parameter but the last have one size.
-        following = min(2 * stop - first, self._rows.numel())
-        if following > stop:
-            self._ahead = self._begin(stop, following)
-        return self._transfers.finish(ahead[2]).float()
+        with self._lock:
+            copy = self._begun.get(first) or self._begin(first, stop)
+            self._begun[first] = None
+            # All tiles of a parameter but the last have one size.
+            following = min(2 * stop - first, self.rows.numel())
+            if following > stop and stop not in self._begun:
+                self._begun[stop] = self._begin(stop, following)
+        return self._transfers.finish(copy).float()
 
-    def _begin(self, first: int, stop: int) -> tuple[int, int, Copy]:
-        staging = self._transfers.streams.empty_host(stop - first, self._rows.dtype)
-        return first, stop, self._transfers.begin(staging, self._rows[first:stop])
+    def _begin(self, first: int, stop: int) -> Copy:
+        staging = self._transfers.streams.empty_host(stop - first, self.rows.dtype)
+        return self._transfers.begin(staging, self.rows[first:stop])
 
 
 class H2DQueue:
-    """New rows on their way to the parameters' memory: a tile is copied while the next is computed."""
+    """New rows on their way to the parameters' memory: a tile is copied while the next is computed. Several threads may put
+    rows."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
         self._under_way: deque[Copy] = deque()
+        self.most = _MOST_UP
+        """Tiles that may be under way."""
 
     def put(self, rows: torch.Tensor, master: torch.Tensor) -> None:
         """Cast `master`, which is the caller's again on return, into `rows`; they hold the values after `drain`."""
@@ -294,13 +314,18 @@ class H2DQueue:
         staging = self._transfers.streams.empty_host(rows.numel(), rows.dtype)
         staging.copy_(master)
         self._under_way.append(self._transfers.begin(rows, staging))
-        while len(self._under_way) > _MOST_UP:
-            self._transfers.finish(self._under_way.popleft())
+        while len(self._under_way) > self.most:
+            self._finish_one()
 
     def drain(self) -> None:
         """Return when all rows are there."""
         while self._under_way:
-            self._transfers.finish(self._under_way.popleft())
+            self._finish_one()
+
+    def _finish_one(self) -> None:
+        copy = _next(self._under_way)
+        if copy is not None:
+            self._transfers.finish(copy)
 
 
 Add = Callable[[torch.Tensor, torch.Tensor], None]
@@ -381,13 +406,16 @@ def threads_for(numels: Sequence[int]) -> int:
     return max(1, min(torch.get_num_threads(), numel // MEMORY_TILE_NUMEL))
 
 
-def side_by_side(work: Callable[[T], object], items: Iterable[T], num_threads: int) -> None:
+def side_by_side(
+    work: Callable[[T], object], items: Iterable[T], num_threads: int, context: StreamContext = nullcontext
+) -> None:
     """Call `work` on all `items`, each on one of `num_threads` threads, whose operations are not split among torch's threads.
 
     The threads take the items in order, never two threads the same one. So they wait for each other once, at the end, and
     do not spin as torch's threads do in each operation, the more so beside other programs. All items are there before the
     first is taken: threads that waited for each other to make them slept longer than they worked. The first error stops the
-    items that have not begun. With one thread the caller does the work, and its operations are split as usual.
+    items that have not begun. With one thread the caller does the work, and its operations are split as usual. Each thread
+    enters `context`.
     """
     if num_threads <= 1:
         for item in items:
@@ -397,7 +425,7 @@ def side_by_side(work: Callable[[T], object], items: Iterable[T], num_threads: i
 
     def serve() -> None:
         try:
-            with one_thread():
+            with one_thread(), context():
                 while (item := _next(left)) is not None:
                     work(item)
         except BaseException:

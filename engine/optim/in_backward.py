@@ -126,10 +126,6 @@ class OptimizerInBackward:
         self._guard.changed.add(record)
         torch.autograd.graph.increment_version(record.parameter)
         record.version += 1
-        squares = self._gradients.squares(record)
-        # Gradients that are not finite are not used; `step()` finds them in the norm, on every rank.
-        if squares is not None and not math.isfinite(squares):
-            return
         with self._changed:
             self._final[record] = None
             self._waiting[record] = self._gradients.waiting_bytes(record)
@@ -159,8 +155,18 @@ class OptimizerInBackward:
                 self._awaited = None
             if record not in self._final:
                 return False
-            self._admitted.add(record)
-            return True
+        if not self._is_finite(record):
+            with self._changed:
+                self._waiting.pop(record, None)
+                self._changed.notify_all()
+            return False
+        self._admitted.add(record)
+        return True
+
+    def _is_finite(self, record: ParameterRecord) -> bool:
+        """Return whether a gradient is used: if it is not finite `step()` finds that in the norm, on every rank."""
+        squares = self._gradients.squares(record)
+        return squares is None or math.isfinite(squares)
 
     def _take(self, record: ParameterRecord) -> torch.Tensor | None:
         rows = self._gradients.take(record)
@@ -182,8 +188,9 @@ class OptimizerInBackward:
         Raises UsageError if the settings `now` differ from those that the update began with.
         """
         self._updater.complete()
-        self._update([record for record in self._final if record not in self._admitted]).run()
-        self._update(list(self._final)).note_scalars(list(self._final))
+        used = [record for record in self._final if record in self._admitted or self._is_finite(record)]
+        self._update([record for record in used if record not in self._admitted]).run()
+        self._update(used).note_scalars(used)
         self._guard.changed.clear()
         self._check_settings(now)
         self.under_way = False

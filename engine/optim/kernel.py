@@ -118,7 +118,7 @@ class FusedAdam:
         self._corrects = corrects
         if amsgrad:
             self.slots = (*self.slots, "max_exp_avg_sq")
-        self._last: _FusedAdamStep | None = None
+        self._last: FusedAdamStep | None = None
 
     def arrays(self, numel: int) -> Sequence[SlotArray]:
         """See Kernel."""
@@ -142,11 +142,11 @@ class FusedAdam:
             kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
             # After endless steps there is nothing to correct.
             counted = step if self._corrects else math.inf
-            self._last = last = _FusedAdamStep(partial(kernel, **self._form, **settings), settings, step, counted)
+            self._last = last = FusedAdamStep(partial(kernel, **self._form, **settings), settings, step, counted)
         return last
 
 
-class _FusedAdamStep:
+class FusedAdamStep:
     """A step by torch's fused kernel, which takes the step count as a tensor on the device."""
 
     def __init__(self, kernel: Callable[..., Any], settings: Mapping[str, float], step: float, counted: float) -> None:
@@ -154,14 +154,25 @@ class _FusedAdamStep:
         self.step = step
         self._kernel = kernel
         self._counted = counted
-        self._counts: dict[torch.device, list[torch.Tensor]] = {}
+        self._counts: dict[torch.device, torch.Tensor] = {}
 
     def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
         """See ParameterStep."""
-        counts = self._counts.get(master.device)
-        if counts is None:
-            counts = self._counts[master.device] = [torch.tensor(self._counted, device=master.device)]
-        self._kernel([master], [gradient], [slots[0]], [slots[1]], list(slots[2:]), counts)
+        self.tiles([master], [gradient], [slots])
+
+    def tiles(
+        self,
+        masters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        slots: Sequence[Sequence[torch.Tensor]],
+    ) -> None:
+        """Update tiles of several parameters of one device at once; each gets the bits that `tile` gives it."""
+        device = masters[0].device
+        count = self._counts.get(device)
+        if count is None:  # filled there: a copy from host memory would wait for the device
+            count = self._counts[device] = torch.full((), self._counted, device=device)
+        averages, squares, *largest = zip(*slots, strict=True)
+        self._kernel(masters, gradients, averages, squares, largest[0] if largest else (), (count,) * len(masters))
 
     def scalars(self) -> Scalars:
         """See ParameterStep."""

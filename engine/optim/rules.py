@@ -17,14 +17,11 @@ from zstore.errors import UsageError
 from zstore.ranks.world import World
 
 from ..plan.plan import Slots, TensorSlot
-from .classes.lamb import Lamb
-from .classes.muon import MuonWithAdam
 from .client_step import ClientStep, WholeKernel
 from .kernel import ELEMENT_WISE, Averaging, FusedAdam, Kernel, TorchKernel, kernel_for
 from .state import OptimizerState
 from .stepper import Stepper
-from .tensor_kernel import MUON, TensorKernel
-from .tensor_step import TensorStep
+from .tensor_kernel import TensorKernel
 
 Kind = type[torch.optim.Optimizer]
 
@@ -51,12 +48,6 @@ class Rule:
     """Gives a kernel's arrays for a parameter of a shape, for the plan."""
 
 
-def _tensor_kernel(kind: Kind, group: Mapping[str, Any]) -> Kernel:
-    if kind is MuonWithAdam:
-        return TensorKernel(MUON, group) if group["use_muon"] else kernel_for(torch.optim.AdamW, group)
-    return TensorKernel(kind, group)
-
-
 TILES = Rule(kinds=ELEMENT_WISE, kernel=kernel_for)
 """Updates run over tiles."""
 CLIENT = Rule(
@@ -75,13 +66,6 @@ def register(rule: Rule) -> None:
 
 
 register(TILES)
-register(
-    Rule(
-        kinds=tuple(kind for kind in (Lamb, torch.optim.Adafactor, MUON, MuonWithAdam) if kind is not None),
-        kernel=_tensor_kernel,
-        stepper=lambda _, state, world: TensorStep(state, world),
-    )
-)
 
 
 def classes() -> dict[str, Kind]:

@@ -78,6 +78,7 @@ class OptimizerState:
         """Parameters whose gradients wait for the update on disk, and their arrays there."""
         self.gradients_on_host: set[ParameterRecord] = set()
         """Parameters whose gradients wait for the update in host memory, wherever the device is."""
+        self._off_device: set[ParameterRecord] = set()
         self._sharing: dict[ParameterRecord, bool] = {}
         self._ahead: tuple[Sequence[ParameterRecord], Stream] | None = None
         """A read ahead of an update, and the update's parameters."""
@@ -117,6 +118,8 @@ class OptimizerState:
         for slot in self.slots_of(record):
             self._create_slot(record, slot, placement.state)
         self.scalars[record] = self.kernels[record.group].initial()
+        if placement.state != "device":
+            self._off_device.add(record)
         if placement.gradient == "host":
             self.gradients_on_host.add(record)
         if placement.gradient == "disk":
@@ -355,6 +358,10 @@ class OptimizerState:
         """
         with one_thread(self.has_disk), closing(tiles):
             yield tiles
+
+    def is_off_device(self, record: ParameterRecord) -> bool:
+        """Return whether a parameter's master and slots are in host memory or on disk."""
+        return record in self._off_device
 
     def shares_files(self, record: ParameterRecord) -> bool:
         """Return whether arrays of a parameter are in files that small ones share."""

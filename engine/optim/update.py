@@ -21,7 +21,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from zstore.tensors import as_torch
 
 from ..device import GradientTiles, H2DQueue, Room, labelled, side_by_side, threads_for
 from ..params.record import ParameterRecord
-from .kernel import ParameterStep, takes_threads
+from .kernel import FusedAdamStep, ParameterStep, takes_threads
 from .moments import MomentTiles
 from .state import OptimizerState
 
@@ -75,6 +75,17 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
+class Parts(NamedTuple):
+    """Of a tile, in one memory: 1-D, of one length."""
+
+    master: torch.Tensor
+    rows: torch.Tensor
+    """Of the gradient, of any floating type."""
+    slots: list[torch.Tensor]
+    own: torch.Tensor | None
+    """The parameter's own rows, if the master is to be cast into them."""
+
+
 class _Change:
     """Phases 2 to 4 of one record; few at a time, so that the gradient's rows are free when it is done. Several threads may
     apply it to tiles if all is in the host's memory."""
@@ -91,7 +102,7 @@ class _Change:
     ) -> None:
         self.record = record
         self._state = state
-        self._room: Room = Room() if former is None else former._room
+        self.room: Room = Room() if former is None else former.room
         self._moments: MomentTiles | None = state.moment_tiles(
             record, settings.step, None if former is None else former._moments
         )
@@ -100,16 +111,41 @@ class _Change:
         """First arrays of a tile: the master, or its parts."""
         self._num_state = len(state.arrays_of(record))
         """Master and slots, the next ones."""
-        self._gradient = None if rows is None else GradientTiles(state.transfers, rows, self._room)
+        self._gradient = None if rows is None else GradientTiles(state.transfers, rows, self.room)
         """This rank's rows; None: they are in the tile."""
         casts = record.rest is None and self._num_master == 1 and not state.is_master(record)
         self._own = record.owned() if casts else None
         """The parameter's own rows, if the master is to be cast into them."""
         self._staged: GradientTiles | None = None
         """The parameter's own rows, which are the master, on their way to slots in another memory."""
-        self._step = step
-        self._factor = settings.factor_of(record)
+        self.step = step
+        self.factor = settings.factor_of(record)
         self._h2d = h2d
+
+    def goes_with(self, other: _Change) -> bool:
+        """Return whether tiles of both may be changed together."""
+        return (
+            self.step is other.step
+            and isinstance(self.step, FusedAdamStep)
+            and self.factor == other.factor
+            and self._gradient is not None
+            and other._gradient is not None
+            and self._gradient.like == other._gradient.like
+        )
+
+    def parts(self, tile: Tile) -> Parts | None:
+        """Return what a kernel changes of a tile for which nothing has to be moved or converted but by a cast within one
+        memory; None where there is more to do, by `apply`."""
+        if self._gradient is None or self._moments is not None or len(tile.views) != self._num_state:
+            return None
+        master, *slots = [as_torch(view) for view in tile.views]
+        rows, link = self._gradient.rows[tile.first : tile.stop], self._state.transfers.link
+        own = None if self._own is None else self._own[tile.first : tile.stop]
+        if self._num_master > 1 or link(rows, master) is not None or (slots and link(master, slots[0]) is not None):
+            return None
+        if own is not None and link(master, own) is not None:
+            return None
+        return Parts(master, rows, slots, own)
 
     def apply(self, tile: Tile) -> None:
         """Carry the phases out on one tile."""
@@ -118,18 +154,18 @@ class _Change:
         slots = views[self._num_master : self._num_state]
         master = self._take_master(held, slots, tile)
         if self._gradient is None:
-            rows = GradientTiles(self._state.transfers, others.pop(0), self._room)
+            rows = GradientTiles(self._state.transfers, others.pop(0), self.room)
             gradient = rows.tile(0, master.numel(), master)
         else:
             gradient = self._gradient.tile(tile.first, tile.stop, master)
-        if self._factor != 1.0:
-            gradient.mul_(self._factor)
+        if self.factor != 1.0:
+            gradient.mul_(self.factor)
         if self._moments is None:
-            self._step.tile(master, gradient, slots)
+            self.step.tile(master, gradient, slots)
         else:
-            self._moments.update(self._step, master, gradient, slots, tile.first)
+            self._moments.update(self.step, master, gradient, slots, tile.first)
         if self._staged is None:
-            self._state.put_master(master, held, self._room)
+            self._state.put_master(master, held, self.room)
         else:
             self._h2d.put(held[0], master)
         if others:
@@ -142,19 +178,65 @@ class _Change:
             if self._staged is None:
                 self._staged = GradientTiles(self._state.transfers, self.record.owned())
             return self._staged.tile(tile.first, tile.stop, slots[0])
-        return self._state.take_master(held, self._room)
+        return self._state.take_master(held, self.room)
 
 
-def _apply(each: tuple[_Change, Tile]) -> None:
-    change, tile = each
-    change.apply(tile)
+_Work = list[tuple[_Change, Tile]]
+"""Tiles that take the same step."""
+
+_TOGETHER_HERE, _TOGETHER_THERE = 64 * 1024, 16 * 1024 * 1024
+"""Elements of tiles that are changed together: in cache on the host, and in few kernels on a device."""
+
+
+def _apply(work: _Work) -> None:
+    """Carry the phases out, together where the kernel takes many tensors at once."""
+    first, parts = work[0][0], []
+    if len(work) > 1 and isinstance(first.step, FusedAdamStep):
+        parts = [each for change, tile in work if (each := change.parts(tile)) is not None]
+        if len(parts) == len(work):
+            _apply_together(parts, first.step, first.factor, first.room)
+            return
+    for change, tile in work:
+        change.apply(tile)
+
+
+def _apply_together(parts: Sequence[Parts], step: FusedAdamStep, factor: float, room: Room) -> None:
+    gradients = [each.rows for each in parts]
+    if gradients[0].dtype != torch.float32:
+        numels = [rows.numel() for rows in gradients]
+        scratch = room.take("gradients", gradients[0], torch.float32, sum(numels))
+        gradients = list(torch.split(scratch, numels))
+        torch._foreach_copy_(gradients, [each.rows for each in parts])
+    if factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
+    step.tiles([each.master for each in parts], gradients, [each.slots for each in parts])
+    if own := [(each.own, each.master) for each in parts if each.own is not None]:
+        torch._foreach_copy_([rows for rows, _ in own], [master for _, master in own])
+
+
+def _together(changes: Iterable[tuple[_Change, Tile]]) -> Iterator[_Work]:
+    """Yield neighbours that may be changed together, and all others alone."""
+    work: _Work = []
+    numel = 0
+    for change, tile in changes:
+        last = work[-1][0] if work else change
+        limit = _TOGETHER_HERE if change.record.full.device.type == "cpu" else _TOGETHER_THERE
+        numel += tile.stop - tile.first
+        if work and not (change.goes_with(last) and numel <= limit):
+            yield work
+            work, numel = [], tile.stop - tile.first
+        work.append((change, tile))
+    if work:
+        yield work
 
 
 def read_ahead(
     state: OptimizerState, records: Sequence[ParameterRecord], behind: Sequence[ParameterRecord] = ()
 ) -> None:
-    """Begin to read the first records of an update of `records`, or if there are none of those `behind`; do nothing if that
-    fails: then the update will too, with an error on all ranks."""
+    """Begin to read the first records of an update of `records` from disk, or if there are none of those `behind`; do nothing
+    if that fails: then the update will too, with an error on all ranks."""
+    if not state.has_disk:
+        return
     first = list(records or behind)
     mine = [record for record in first if record.owned_numel]
     with suppress(ZstoreError):
@@ -232,7 +314,13 @@ class Update:
                 on_end=None if done is None else ended,
             )
         with labelled("update"), passing as tiles:
-            side_by_side(_apply, self._changes(tiles, mine, h2d), 1 if done is not None else self._num_threads(mine))
+            changes = self._changes(tiles, mine, h2d)
+            # Behind the loop, and beside a disk, a parameter is done before the next one begins.
+            alone = done is not None or self._state.has_disk
+            work = ([each] for each in changes) if alone else _together(changes)
+            threads = 1 if done is not None else self._num_threads(mine)
+            h2d.most *= threads
+            side_by_side(_apply, work, threads, self._state.transfers.stream_context())
         h2d.drain()
 
     def _changes(
@@ -249,11 +337,11 @@ class Update:
 
     def _num_threads(self, mine: Sequence[ParameterRecord]) -> int:
         """Return how many threads take tiles of `mine` side by side."""
-        if not self._state.transfers.streams.device_is_host:
-            return 1
         if not all(takes_threads(self._state.kernel_of(record)[0]) for record in mine):
             return 1
-        return threads_for([record.owned_numel for record in mine])
+        # A device runs the kernels of all threads one after another.
+        on_host = self._state.transfers.streams.device_is_host
+        return threads_for([record.owned_numel for record in mine if on_host or self._state.is_off_device(record)])
 
     def _step_of(self, record: ParameterRecord) -> ParameterStep:
         found = self._steps.get(record)

@@ -2,7 +2,8 @@
 
 [Note: a fetch]
 read    rows in the store are read by the thread, behind the caller; without other ranks straight into `full`, unless
-        the store has them there.
+        the store has them there. Rows in host memory are sent to the device, which waits for them in the order of its
+        work. The host waits at the end of the iteration, or before values change, so that their memory may be written.
 send    the collectives begin. On every rank in the same order, so only the main thread calls it, at points that every
         rank reaches alike. It waits for this rank's rows.
 finish  `full` of every record has its values.
@@ -33,7 +34,7 @@ from zstore.ranks.world import World
 from zstore.store import TensorStore
 from zstore.tensors import as_torch
 
-from ..device import Event, Transfers
+from ..device import Copy, Event, Transfers
 from ..params.record import ParameterRecord
 from .collectives import Bucket, over_copy, plan_buckets, unpack
 from .exchanges import Exchanges, Gathering
@@ -56,6 +57,8 @@ class RowRead:
     start: Event
     """When the memory may be written."""
     cancelled: bool = False
+    copies: list[Copy] = field(default_factory=list)
+    """Copies to the device that the host did not wait for."""
     ticket: Ticket[None] = field(init=False)
 
 
@@ -69,6 +72,8 @@ class RowReader:
         self._workers: Workers | None = None
         self._context = transfers.stream_context()
         self.ready: Ready = _nothing
+        self.last: Copy | None = None
+        """The last copy that the host did not wait for."""
         self.read_bytes = 0
         """Bytes of rows read so far."""
 
@@ -92,17 +97,24 @@ class RowReader:
     def _carry_out(self, reading: RowRead) -> None:
         rows = [(record, memory) for record, memory in reading.rows if record.owned_numel]
         self.ready([record for record, _ in rows])
-        names = [[record.rest] for record, _ in rows if record.rest is not None]
         nbytes = sum(record.owned_numel * memory.element_size() for record, memory in rows)
         with self._store.links.moving("parameter_read", nbytes, None):
-            self._read_rows(rows, names, reading)
+            self._read_rows([(record.rest, memory) for record, memory in rows if record.rest is not None], reading)
 
-    def _read_rows(
-        self, rows: list[tuple[ParameterRecord, torch.Tensor]], names: list[list[str]], reading: RowRead
-    ) -> None:
-        for tile in self._store.stream(names, "read", pool=self._pool, ahead=reading.ahead):
-            memory = rows[tile.group][1]
-            target = memory[tile.first : tile.stop]
+    def _read_rows(self, rows: list[tuple[str, torch.Tensor]], reading: RowRead) -> None:
+        crossing, others = [], []
+        for name, memory in rows:
+            held = as_torch(self._store.memory(name)) if self._store.tier_of(name) == "host" else memory
+            if self._transfers.link(held, memory) is None:
+                others.append((name, memory))
+            else:
+                crossing.append((memory[: held.numel()], held))
+        for target, source in crossing:
+            reading.copies.append(self._transfers.begin(target, source, after=reading.start))
+            self.read_bytes += target.nbytes
+        self.last = reading.copies[-1] if reading.copies else self.last
+        for tile in self._store.stream([[name] for name, _ in others], "read", pool=self._pool, ahead=reading.ahead):
+            target = others[tile.group][1][tile.first : tile.stop]
             source = as_torch(tile.views[0])
             if self._transfers.link(source, target) is not None:
                 with self._store.links.moving("host_to_device", target.nbytes, None):
@@ -115,6 +127,12 @@ class RowReader:
             self.read_bytes += target.nbytes
             if reading.cancelled:
                 break
+
+    def settle(self) -> None:
+        """Return when no copy reads memory of the store any more; nothing is being read."""
+        last, self.last = self.last, None
+        if last is not None:
+            self._transfers.finish(last)
 
     def close(self) -> None:
         """End the thread after the pending requests."""
@@ -213,9 +231,12 @@ class Fetcher:
         self._send_rows(fetch)
 
     def _wait_for(self, reading: RowRead) -> BaseException | None:
-        """Wait for rows, and count that; returns the error."""
+        """Wait for rows, the device alone for those in host memory, and count that; returns the error."""
         with self._world.links.waiting("parameter_read", "not read yet"):
-            return reading.ticket.error()
+            error = reading.ticket.error()
+        for copy in reading.copies[-1:]:  # they are made in order
+            copy.follow()
+        return error
 
     def _send_header(self, fetch: Fetch) -> Work:
         device, world = self._world.device, self._world_of(fetch)
@@ -328,7 +349,7 @@ class Fetcher:
         """
         if fetch.reading is not None:
             fetch.reading.cancelled = True
-            fetch.reading.ticket.error()
+            self._wait_for(fetch.reading)
         if self._apart and not all(work.is_completed() for work in fetch.works):
             return False
         for work in fetch.works:
@@ -340,6 +361,11 @@ class Fetcher:
         fetch.buckets.clear()
         fetch.others.clear()
         return True
+
+    def settle(self) -> None:
+        """Return when memory of the store may be written: no fetch reads it any more. Every fetch was finished or dropped."""
+        if self._reader is not None:
+            self._reader.settle()
 
     def close(self) -> None:
         """End the reading thread."""

@@ -16,6 +16,7 @@ are taken together, and the host looks at their sums once: each look waits for t
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
@@ -23,7 +24,7 @@ import torch
 
 from zstore.ranks.world import World
 
-from ..device import Room, one_thread, side_by_side, threads_for
+from ..device import Copy, Room, Transfers, one_thread, side_by_side, threads_for
 from ..params.record import ParameterRecord
 from ..params.sharding import Sharding
 from .gradients import Gradients
@@ -44,6 +45,31 @@ def sums_of_squares(shards: Sequence[torch.Tensor]) -> list[float]:
     here = [values for values in shards if values.device.type == "cpu"]
     sums = iter(_sums_on_host(here))
     return [next(sums) if values.device.type == "cpu" else next(elsewhere) for values in shards]
+
+
+class SumOfSquares:
+    """The sum of squares of a shard's elements, which nobody waits for yet: a device that is not the host adds them behind
+    the caller, and the host when it is asked. Any thread may ask, before it changes `values`."""
+
+    def __init__(self, values: torch.Tensor, transfers: Transfers) -> None:
+        self._lock = threading.Lock()
+        self._values: torch.Tensor | None = values
+        self._copy: Copy | None = None
+        self._transfers = transfers
+        self._sum = 0.0
+        if values.device.type != "cpu" and values.numel():
+            rows = _row_sums([values])
+            self._copy = transfers.begin(transfers.streams.empty_host(rows.numel(), rows.dtype), rows)
+            self._values = None
+
+    def value(self) -> float:
+        """Return the sum; the host waits for it if it is not there yet."""
+        with self._lock:
+            if self._copy is not None:
+                self._sum, self._copy = _added_up(self._transfers.finish(self._copy).tolist()), None
+            elif self._values is not None:
+                self._sum, self._values = sum_of_squares(self._values), None
+        return self._sum
 
 
 def _sums_on_host(shards: Sequence[torch.Tensor]) -> list[float]:
@@ -84,29 +110,40 @@ def _row_norms(tile: torch.Tensor) -> list[float]:
 
 def sums_by_halves(shards: Sequence[torch.Tensor]) -> list[float]:
     """Return the sum of squares of each shard's elements, all on one device, as a device that is not the host adds them."""
+    rows = iter(_row_sums(shards).tolist())
+    return [_added_up(islice(rows, _num_rows(values))) for values in shards]
+
+
+def _num_rows(values: torch.Tensor) -> int:
+    return -(-values.numel() // ROW_NUMEL)
+
+
+def _row_sums(shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sums of squares of all rows, one after another, on the device."""
     found: list[torch.Tensor] = []
     tile: torch.Tensor | None = None
     used = 0
+    tile_rows = min(_DEVICE_TILE_ROWS, sum(map(_num_rows, shards)))
     for values in shards:
         for first in range(0, values.numel(), _DEVICE_TILE_ROWS * ROW_NUMEL):
             part = values[first : first + _DEVICE_TILE_ROWS * ROW_NUMEL]
-            rows = -(-part.numel() // ROW_NUMEL)
-            if tile is None or used + rows > _DEVICE_TILE_ROWS:
+            rows = _num_rows(part)
+            if tile is None or used + rows > tile_rows:
                 if tile is not None:
                     found.append(_rows_by_halves(tile[:used]))
-                tile, used = torch.zeros(_DEVICE_TILE_ROWS, ROW_NUMEL, device=values.device), 0
+                tile, used = torch.zeros(tile_rows, ROW_NUMEL, device=values.device), 0
             tile[used : used + rows].view(-1)[: part.numel()].copy_(part)
             used += rows
     if tile is not None:
         found.append(_rows_by_halves(tile[:used]))
-    rows_of_all = iter(torch.cat(found).tolist() if found else [])
-    sums: list[float] = []
-    for values in shards:
-        total = 0.0  # not sum(), which from Python 3.12 on gives other bits
-        for row in islice(rows_of_all, -(-values.numel() // ROW_NUMEL)):
-            total += row
-        sums.append(total)
-    return sums
+    return torch.cat(found) if found else torch.empty(0)
+
+
+def _added_up(rows: Iterable[float]) -> float:
+    total = 0.0  # not sum(), which from Python 3.12 on gives other bits
+    for row in rows:
+        total += row
+    return total
 
 
 def _rows_by_halves(tile: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ from ..params.sharding import add_in, is_narrower
 from ..params.units import Unit
 from .collectives import Reduce, Reducing, Reduction, Segment, bucket_limit, pack, plan_buckets, put_rows
 from .gradients import INCOMPLETE, GradientRules, Gradients, agree_any, forget_gradients, take_gradient, watch_gradient
-from .norm import counted, sum_of_squares
+from .norm import SumOfSquares, counted
 from .spill import GradientSpill
 
 Told = Callable[[ParameterRecord], None]
@@ -123,7 +123,7 @@ class UnitGradients(Gradients):
         self._filled: set[ParameterRecord] = set()
         """Records whose rows have values of this step."""
         self._agreed: set[ParameterRecord] = set()
-        self._squares: dict[ParameterRecord, float] = {}
+        self._squares: dict[ParameterRecord, SumOfSquares] = {}
         self._final: set[ParameterRecord] = set()
         self._lost: Exception | None = None
         """Why a gradient that belongs on disk is not there."""
@@ -354,7 +354,7 @@ class UnitGradients(Gradients):
     def _finish(self, record: ParameterRecord) -> None:
         """Tell that the gradient is final, and there to be used."""
         if self._rules.squares_at_once and record in self._rows:
-            self._squares[record] = sum_of_squares(counted(record, self._rows[record]))
+            self._squares[record] = SumOfSquares(counted(record, self._rows[record]), self._transfers)
         self._final.add(record)
         if self.on_final is None:
             return
@@ -423,7 +423,7 @@ class UnitGradients(Gradients):
             )
         self._rows[record].copy_(full[slice(*record.owned_range)])
         if record in self._squares:
-            self._squares[record] = sum_of_squares(counted(record, self._rows[record]))
+            self._squares[record] = SumOfSquares(counted(record, self._rows[record]), self._transfers)
 
     def take(self, record: ParameterRecord) -> torch.Tensor | None:
         """See Gradients."""
@@ -438,7 +438,8 @@ class UnitGradients(Gradients):
         """See Gradients."""
         if (spill := self._spill_of(record)) is not None:
             return spill.squares(record)
-        return self._squares.get(record)
+        begun = self._squares.get(record)
+        return None if begun is None else begun.value()
 
     def drop(self) -> None:
         """See Gradients."""

@@ -113,6 +113,7 @@ class ShardedUnits:
         kind, self._kind = self._kind, None
         uses = self._recorder.end()
         self.forget()
+        self.fetcher.settle()
         self.fetcher.check_arrived()
         if kind is not None and uses:
             self._schedules[kind] = make_schedule(self._agreed(uses), self._numel, self._limits)
@@ -123,6 +124,7 @@ class ShardedUnits:
         self._kind = None
         self._recorder.end()
         self.forget()
+        self.fetcher.settle()
 
     def _agreed(self, uses: Sequence[Use]) -> list[Use]:
         """Return rank 0's uses: when they ended may differ. Raises UsageError if the order differs."""
@@ -139,6 +141,8 @@ class ShardedUnits:
     def values_change(self, *, by_step: bool = False) -> None:
         """Release the values that are about to change: by a step those of trained parameters, else all (all ranks)."""
         self.forget()
+        if self._kind is not None:  # a forward without a backward
+            self.fetcher.settle()
         second = self.fetcher.second_copy
         if second is not None and by_step:
             second.expire()

@@ -102,7 +102,7 @@ class Case:
 
 
 def digest(values: torch.Tensor) -> str:
-    data = bytes(values.detach().view(torch.uint8).numpy()) if values.numel() else b""
+    data = bytes(values.detach().cpu().view(torch.uint8).numpy()) if values.numel() else b""
     return hashlib.sha256(data).hexdigest()[:16]
 
 

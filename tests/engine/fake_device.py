@@ -16,7 +16,7 @@ to the device, or the "event" that a copy comes after.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -84,6 +84,8 @@ class FakeDevice:
         """Copies begun beside the computation."""
         self.copies_now = 0
         """Copies that were waited for at once."""
+        self.waits: Counter[str] = Counter()
+        """Copies that the host waited for, by their direction."""
         self.pinned_peak_bytes = 0
 
     def __enter__(self) -> Self:
@@ -154,6 +156,12 @@ class FakeDevice:
 
     def wait(self, event: FakeEvent) -> None:
         """Carry out what is queued up to the event."""
+        if event.stream is not None and not event.reached:
+            self.waits[event.stream] += 1
+        self.follow(event)
+
+    def follow(self, event: FakeEvent) -> None:
+        """Carry out what is queued up to the event: the computation, which is never late, comes next."""
         if event.stream is None or event.stream in self._forgets:
             return
         with self._lock, self._crossing():

@@ -370,7 +370,7 @@ def test_states_that_were_moved_away_come_back(case: tuple[Any, ...], nvme: Path
         losses = train(engine, 1)
         held = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
         engine.offload_states()
-        if DEVICE == "cuda":
+        if DEVICE == "cuda" and case in ON_DEVICE:
             assert torch.cuda.memory_allocated() < held
         engine.reload_states()
         losses += train(engine, 1)

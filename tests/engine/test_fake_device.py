@@ -12,7 +12,7 @@ import torch
 
 from tests.engine.bits import Case, compare
 from tests.engine.fake_device import FakeDevice, HandOverError
-from tests.engine.models import make_net
+from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, state_of, step
 from zstore.engine.zero import norm, spill
 from zstore.errors import NonFiniteError
@@ -74,7 +74,8 @@ def test_bits_equal_the_plain_loop_on_two_ranks() -> None:
 
 # What is left out, and a case in which it matters: gradients as they come, parameters before use, gradients of the
 # update, new rows.
-FORGOTTEN = [("down", CASES[0]), ("up", CASES[0]), ("event", CASES[0]), ("down", CASES[3]), ("up", CASES[4])]
+FORGOTTEN = [(what, CASES[0]) for what in ("down", "up", "event")]
+FORGOTTEN += [("up", CASES[2]), ("down", CASES[3]), ("up", CASES[4])]
 
 
 @pytest.mark.parametrize(("forgotten", "chosen"), FORGOTTEN)
@@ -89,6 +90,25 @@ def pinned_config(nvme: Path, **keys: Any) -> dict[str, Any]:
     zero["offload_optimizer"]["pin_memory"] = True
     zero["offload_param"] = {"device": "nvme", "nvme_path": str(nvme), "pin_memory": True}
     return config
+
+
+def test_the_host_waits_for_no_parameters_between_units() -> None:
+    """Those in host memory are sent while units before them are computed, and the device waits for them."""
+    config = make_config(3, "cpu", zstore={"step_overlap": "backward"}, gradient_accumulation_steps=1)
+    config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
+    with FakeDevice() as device, start(config, _streams=device) as engine:
+        for _ in range(2):
+            step(engine)
+        pinned = device.pinned_peak_bytes
+        for number in range(2):
+            read = engine.training_state.hooks.units.statistics().read_bytes
+            before = device.waits["up"]
+            loss = engine(*batch(number, 0, 0))
+            assert device.waits["up"] == before
+            assert engine.training_state.hooks.units.statistics().read_bytes > read
+            engine.backward(loss)
+            engine.step()
+        assert device.pinned_peak_bytes == pinned
 
 
 @pytest.mark.parametrize("keys", [{}, {"zstore": {"host_budget_bytes": 40_000_000}}])

@@ -17,8 +17,6 @@ from zstore.engine.checkpoint.client_state import ClientValues
 from zstore.engine.engine import Engine
 from zstore.engine.optim.loss_scale import LossScaler
 from zstore.engine.params.record import Residency
-from zstore.engine.report.monitors import Monitors
-from zstore.engine.training import Training
 from zstore.errors import UsageError
 from zstore.remote.url import is_url
 
@@ -214,8 +212,9 @@ class DeepSpeedEngine(Engine):
     is_managed: bool
     """Whether the engine counts the micro-batches of a step."""
 
-    def __init__(self, training: Training, monitors: Monitors) -> None:
-        super().__init__(training, monitors)
+    def __init__(self, *made: Any) -> None:
+        super().__init__(*made)
+        training = self.training_state
         self.config = {}
         self.tput_timer = ThroughputTimer(self)
         self.is_managed = True

@@ -8,6 +8,7 @@ and are compiled anew.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +39,7 @@ class ForwardHooks:
             if hooks is not None:
                 hooks._before(module)
 
-        torch.compiler.reset()
+        _forget_graphs()
         self._handles: list[Any] = [register_module_forward_pre_hook(_not_compiled(before))]
 
     def _before(self, module: nn.Module) -> None:
@@ -97,6 +98,14 @@ class ForwardHooks:
 
 _GRAPHS = (torch.fx.GraphModule, torch.jit.ScriptModule)
 """Modules that read parameters of those below them without calling these."""
+
+
+def _forget_graphs() -> None:
+    """Let frames that torch.compile compiled be compiled anew. Without any, nothing is loaded of the compiler, which takes
+    seconds on a machine with a CUDA device."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is not None and getattr(frames, "FRAME_COUNTER", True):
+        torch.compiler.reset()
 
 
 def _not_compiled(before: Any) -> Any:

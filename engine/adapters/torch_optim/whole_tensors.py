@@ -12,9 +12,9 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from zstore.engine.extras.tensor_step import TensorStep
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.optim.tensor_kernel import TensorKernel
-from zstore.engine.optim.tensor_step import TensorStep
 from zstore.engine.optim.update import Update
 from zstore.errors import UsageError
 from zstore.ranks.world import World

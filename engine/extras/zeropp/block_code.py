@@ -39,7 +39,9 @@ class BlockCode:
         scales, elements = self._parts(encoded)
         for columns, blocks, size in self._tiles(values):
             tile = values[:, columns].view(values.shape[0], -1, size).float()
-            scale = tile.abs().amax(dim=-1).div_(_largest(self.bits))
+            largest = tile.abs().amax(dim=-1)
+            # By a number CUDA multiplies with the inverse, which rounds to other bits.
+            scale = largest.div_(largest.new_full((), _largest(self.bits)))
             # A block of zeros has the smallest normal number for a scale.
             scale.clamp_(min=torch.finfo(torch.float32).tiny)
             scales[:, blocks] = scale
