@@ -10,6 +10,9 @@ PYTEST_ARGS ?= -n auto --maxprocesses 16 --dist worksteal
 BENCHMARKS ?= $(basename $(notdir $(shell grep -l __main__ bench/*.py)))
 # `make gpu GPU_ARGS="--only step --redo"` runs one part anew; `--path FOLDER` names the drive.
 GPU_ARGS ?=
+# A Python with torch of the machine's own, which is used as it is, and the folder of wheels with what it lacks.
+GPU_PYTHON ?=
+GPU_WHEELS ?= build/gpu-wheels
 # Pins that replace those of constraints.txt.
 PINS ?=
 # Where `make test` leaves pytest's exit code, which make replaces with its own.
@@ -67,9 +70,16 @@ docs: $(VENV)/stamp-docs ## build the site into build/docs; a dead link or a bad
 bench: $(VENV)/stamp-test ## run the benchmarks; BENCHMARKS=disk runs one
 	@for name in $(BENCHMARKS); do echo "== bench.$$name" && $(PY) -m bench.$$name $(BENCH_ARGS) || exit 1; done
 
+ifneq ($(GPU_PYTHON),)
+# Nothing is installed: what that Python lacks comes from the wheels that bench.gpu_wheels gathered.
+gpu:
+	@rm -rf build/gpu-site && mkdir -p build/gpu-site
+	@for wheel in $(wildcard $(GPU_WHEELS)/*.whl); do $(GPU_PYTHON) -m zipfile -e $$wheel build/gpu-site || exit 1; done
+	@PYTHONPATH="$(CURDIR):$(CURDIR)/build/gpu-site" $(GPU_PYTHON) -m bench.gpu $(GPU_ARGS)
+else
 # Nothing is installed before it is known that there is a device. Without TORCH the torch of an environment that is there stays.
 gpu: GPU_TORCH = $(if $(filter file,$(origin TORCH)),$(if $(wildcard $(VENV)/stamp-torch),TORCH="$$(cat $(VENV)/stamp-torch)"))
-gpu: ## run all that needs a CUDA device, in order of worth: 40 minutes
+gpu: ## run all that needs a CUDA device, in five parts of at most 5 minutes; GPU_PYTHON=python3 uses that torch
 	@command -v nvidia-smi > /dev/null || [ -e /dev/nvidiactl ] || { echo 'make gpu: there is no NVIDIA driver here. It needs an NVIDIA GPU, and a torch with CUDA: make gpu TORCH="torch==VERSION --index-url URL"' >&2; exit 2; }
 	@$(MAKE) --no-print-directory $(VENV)/stamp-torch $(GPU_TORCH)
 	@$(PY) -m bench.gpu --check
@@ -77,6 +87,7 @@ gpu: ## run all that needs a CUDA device, in order of worth: 40 minutes
 	@$(PY) -c 'import deepspeed' 2> /dev/null || $(MAKE) --no-print-directory $(VENV)/stamp-bench $(GPU_TORCH) \
 	  PIP_FLAGS='$(PIP_FLAGS) --no-binary deepspeed' || echo 'DeepSpeed could not be installed; what is compared with it is left out'
 	@$(PY) -m bench.gpu $(GPU_ARGS)
+endif
 
 clean: ## remove the environment and all that was made
 	rm -rf $(VENV) .venv-* demo-run build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +32,10 @@ from bench.process import (
 # A spec has `contender`, `model` (shape), `config` (JSON dialect), `folder`, `out`, `steps`, `seed`, and may have `device`.
 
 
+_LONGEST = 1024
+"""Tokens of a sequence, at most."""
+
+
 class Contender(Protocol):
     """What takes steps: the three calls of an iteration, and the bytes that it counted."""
 
@@ -41,7 +46,17 @@ class Contender(Protocol):
 
 def run() -> None:
     """Do what the first argument says."""
-    serve(CONTENDERS)
+    serve({name: partial(_limited, contender) for name, contender in CONTENDERS.items()})
+
+
+def _limited(contender: Callable[..., None], spec: Spec, tell: Callable[..., None]) -> None:
+    """Run a contender with no more of the device's memory than `device_memory_bytes` of its spec."""
+    if spec.get("device_memory_bytes") and _device(spec) == "cuda":
+        import torch
+
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(spec["device_memory_bytes"] / whole)
+    contender(spec, tell)
 
 
 # -- contenders -------------------------------------------------------------------------------------------------------
@@ -83,6 +98,46 @@ def _zstore(spec: Spec, tell: Callable[..., None]) -> None:
         _take_steps(spec, tell, engine, model, started, moved)
 
 
+def _fsdp2(spec: Spec, tell: Callable[..., None]) -> None:
+    """torch's own way: FSDP2 with parameters and state offloaded to host memory, AdamW there, computing in bf16."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    device = _device(spec)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+    started = time.perf_counter()
+    model = build_model(spec["model"]).float()
+    policy: dict[str, Any] = {
+        "mesh": init_device_mesh(device, (1,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda"),
+    }
+    for block in model.transformer.h:
+        fully_shard(block, **policy)
+    fully_shard(model, **policy)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    class Loop:
+        def __call__(self, **batch: Any) -> Any:
+            return model(**batch)
+
+        def backward(self, loss: Any) -> None:
+            loss.backward()
+
+        def step(self) -> None:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    try:
+        _take_steps(spec, tell, Loop(), model, started, kernel_moved)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def _deepspeed(spec: Spec, tell: Callable[..., None]) -> None:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     import deepspeed
@@ -98,7 +153,7 @@ def _device(spec: Spec) -> str:
     return str(spec.get("device", "cpu"))
 
 
-CONTENDERS = {"compute": _compute, "zstore": _zstore, "deepspeed": _deepspeed}
+CONTENDERS = {"compute": _compute, "zstore": _zstore, "FSDP2": _fsdp2, "deepspeed": _deepspeed}
 
 
 def build_model(shape: dict[str, int], inside: AbstractContextManager[Any] | None = None) -> Any:
@@ -131,6 +186,11 @@ def build_model(shape: dict[str, int], inside: AbstractContextManager[Any] | Non
         torch.set_default_dtype(torch.float32)
 
 
+def batch_shape(tokens: int) -> tuple[int, int]:
+    """Return how many sequences of how many tokens make up so many: none is longer than 1,024."""
+    return max(1, tokens // _LONGEST), min(tokens, _LONGEST)
+
+
 def _take_steps(
     spec: Spec, tell: Callable[..., None], engine: Contender, model: Any, started: float, moved: Callable[[], Moved]
 ) -> None:
@@ -149,7 +209,7 @@ def _take_steps(
     apart = forget_peak()
     shape, generator = spec["model"], torch.Generator().manual_seed(spec["seed"])
     for _ in range(spec["steps"]):
-        ids = torch.randint(0, shape["vocab"], (1, shape["tokens"]), generator=generator).to(_device(spec))
+        ids = torch.randint(0, shape["vocab"], batch_shape(shape["tokens"]), generator=generator).to(_device(spec))
         synchronize()
         kernel, counted, times = [kernel_moved()], [moved()], [time.perf_counter()]
 

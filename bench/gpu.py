@@ -1,4 +1,4 @@
-"""Everything that needs a CUDA device, in order of worth, in under 40 minutes: `make gpu`.
+"""Everything that needs a CUDA device, in order of worth, in five parts of at most five minutes: `make gpu`.
 
     python -m bench.gpu [--only cuda,step] [--redo] [--path FOLDER] [--out FOLDER]
 
@@ -16,6 +16,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -204,6 +205,8 @@ def run_part(part: Part, record: Record, facts: Entry) -> None:
                 error = f"{type(raised).__name__}: {raised}"
             finally:
                 entry["runs"][-1] = _result(run, Path(name), error, time.monotonic() - began)
+                for kept in filter(Path.exists, (Path(name) / each for each in run.kept)):
+                    shutil.copy(kept, record.folder)
                 note()
     failed = any(each["error"] and not run.is_peer for run, each in zip(part.runs, entry["runs"], strict=True))
     entry["status"] = "failed" if failed else "passed" if part.runs else "left out"
@@ -214,7 +217,10 @@ def launch(run: Run, folder: Path, limit_s: float) -> str | None:
     """Run a process in `_ROOT` that leaves its figures in `folder`; return how it failed, None where it did not."""
     from bench.children import run_group
 
-    arguments = [each.replace(run.out, str(folder / run.out)) for each in run.arguments]
+    files = (run.out, *run.kept)
+    arguments = [
+        next((each.replace(name, str(folder / name)) for name in files if name in each), each) for each in run.arguments
+    ]
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, **run.environment}
     return run_group([sys.executable, "-m", run.module, *arguments], limit_s, environment, folder=_ROOT)

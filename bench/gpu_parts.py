@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,7 +15,7 @@ from zstore.sizes import format_bytes
 Figures = Any
 """JSON data."""
 
-_MINUTE_S = 60.0
+_LIMIT_S = 300.0
 _BYTES_PER_PARAMETER = 16
 """What an offloaded bf16 parameter takes: itself, its gradient, an fp32 master and two moments."""
 _DISK_SHARE, _MEMORY_SHARE = 0.9, 0.7
@@ -33,6 +32,8 @@ class Run:
     out: str
     """Name of the file of its figures."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+    """Names of other files that it leaves beside its figures."""
     is_peer: bool = False
     """It runs a peer alone: where that fails the part passes all the same."""
 
@@ -70,20 +71,33 @@ class Setting:
 
 
 def make_parts(setting: Setting) -> list[Part]:
-    """Return all parts, in order of worth; their limits add up to less than 40 minutes."""
-    return [
-        _cuda_tests(setting),
-        _nccl_tests(setting),
-        _step(setting),
-        _offload(setting, "1.2b", 1_229_000_000, 9 * _MINUTE_S),
-        _offload(setting, "7b", 6_850_000_000, 10 * _MINUTE_S),
-        _overhead(setting),
-        _checkpoint(setting),
+    """Return all parts, in order of worth: five of at most five minutes, each of use alone, and DeepSpeed's where it is."""
+    parts = [_ceilings(setting), _waits(setting), _speed(setting), _fits(setting), _checkpoint(setting)]
+    return [*parts, *([_deepspeed(setting)] if setting.has_deepspeed else [])]
+
+
+def _run(label: str, module: str, setting: Setting, *arguments: str, out: str = "--json", is_peer: bool = False) -> Run:
+    """Return a benchmark of ours, which takes the device and the folder on the drive."""
+    name = f"{module.removeprefix('bench.')}-{label.replace(' ', '-')}.json"
+    common = [] if module == "bench.links" else ["--device", setting.device]
+    common += [] if module == "bench.overhead" else ["--path", str(setting.path)]
+    return Run(label=label, module=module, arguments=(*common, *arguments, out, name), out=name, is_peer=is_peer)
+
+
+def _tests(label: str, file: str, setting: Setting, chosen: str, **environment: str) -> Run:
+    arguments = [
+        file,
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:benchmark",
+        "-m",
+        "not soak",
+        f"--junitxml={label}.xml",
     ]
-
-
-def _tests(label: str, file: str, setting: Setting, chosen: str) -> Run:
-    arguments = [file, "-q", "-p", "no:cacheprovider", "-n0", "-m", "not soak", f"--junitxml={label}.xml"]
     if setting.tiny:
         arguments += ["-k", chosen]
     return Run(
@@ -91,99 +105,126 @@ def _tests(label: str, file: str, setting: Setting, chosen: str) -> Run:
         module="pytest",
         arguments=tuple(arguments),
         out=f"{label}.xml",
-        environment={"ZSTORE_TEST_DEVICE": setting.device},
+        environment={"ZSTORE_TEST_DEVICE": setting.device, **environment},
     )
 
 
-def _cuda_tests(setting: Setting) -> Part:
-    run = _tests("cuda", "tests/engine/test_cuda.py", setting, "split_master_on_the_device")
-    return Part(name="cuda", title="Tests on a CUDA device", limit_s=5 * _MINUTE_S, runs=(run,))
-
-
-def _nccl_tests(setting: Setting) -> Part:
+def _ceilings(setting: Setting) -> Part:
+    """What the machine allows, and whether the engine is right on it."""
     notes = []
     if not setting.tiny and setting.num_devices < 2:
         notes.append("one device: a group of one rank; NCCL refuses two ranks on one device, so several were not run")
-    run = _tests("nccl", "tests/engine/test_nccl.py", setting, "collectives_of_one_rank and gloo")
-    return Part(name="nccl", title="Tests over NCCL", limit_s=3 * _MINUTE_S, runs=(run,), notes=tuple(notes))
-
-
-def _step(setting: Setting) -> Part:
-    sizes = (
-        ["--model", "gpt-tiny", "--steps", "1", "--tokens", "8", "--gib", "0.03"] if setting.tiny else ["--gib", "1"]
+    links = _run("links", "bench.links", setting, "--gib", "0.06" if setting.tiny else "1")
+    runs = (
+        links,
+        _tests("cuda", "tests/engine/test_cuda.py", setting, "split_master_on_the_device"),
+        _tests("nccl", "tests/engine/test_nccl.py", setting, "collectives_of_one_rank and gloo"),
+        _tests(
+            "late copies",
+            "tests/engine/test_cuda.py",
+            setting,
+            "split_master_on_the_device",
+            ZSTORE_TEST_LATE_COPIES="1",
+        ),
     )
-    runs = []
-    for tier in ("none", "cpu", "nvme"):
-        arguments = ["--tier", tier, "--device", setting.device, "--path", str(setting.path), *sizes]
-        out = f"step-{tier}.json"
-        runs.append(Run(label=tier, module="bench.step", arguments=(*arguments, "--json", out), out=out))
-    title = "Optimizer step, by where the state rests"
-    return Part(name="step", title=title, limit_s=3 * _MINUTE_S, runs=tuple(runs))
+    title = "What the machine allows, and tests on the device, over NCCL, and with late copies"
+    return Part(name="ceilings", title=title, limit_s=_LIMIT_S, runs=runs, notes=tuple(notes))
 
 
-def _offload(setting: Setting, model: str, parameters: int, limit_s: float) -> Part:
-    """Train with state and parameters in host memory and on disk, beside DeepSpeed where it is."""
-    if setting.tiny:
-        room = Room(tiers={"cpu": None, "nvme": None})
-    else:
-        disk_bytes = shutil.disk_usage(setting.path).free
-        room = room_for(parameters, disk_bytes=disk_bytes, memory_bytes=read_host_memory().available_bytes or 0)
-    notes = [*room.notes, *_without_deepspeed(setting)]
-    runs = []
-    for tier, budget_bytes in room.tiers.items():
-        arguments = ["--models", "tiny" if setting.tiny else model, "--tiers", tier, "--device", setting.device]
-        arguments += ["--path", str(setting.path), "--clip", "off", "--limit-s", str(limit_s / 2)]
-        # Of the largest model each row takes minutes.
-        arguments += ["--overlap", "none,backward" if model != "7b" and not setting.tiny else "backward"]
-        arguments += ["--compute" if model != "7b" else "--no-compute"]
-        arguments += (
-            ["--steps", "1", "--gib", "0.03"] if setting.tiny else ["--steps", "3", "--gib", "1", "--tokens", "1024"]
-        )
-        # What it would need on disk with a budget, DeepSpeed needs without.
-        arguments += ["--peer" if setting.has_deepspeed and budget_bytes is None else "--no-peer"]
-        arguments += ["--budget", "none" if budget_bytes is None else str(budget_bytes)]
-        out = f"offload-{model}-{tier}.json"
-        runs.append(Run(label=tier, module="bench.offload", arguments=(*arguments, "--out", out), out=out))
-    title = f"Training a model of {model.replace('b', ' B')} parameters with state and parameters offloaded"
-    return Part(name=f"offload-{model}", title=title, limit_s=limit_s, runs=tuple(runs), notes=tuple(notes))
+def _waits(setting: Setting) -> Part:
+    """How often the host waits for the device, and a trace of each mode."""
+    sizes = ("--model", "gpt-tiny", "--tokens", "8") if setting.tiny else ("--model", "gpt-base", "--tokens", "512")
+    run = _run("waits", "bench.waits", setting, *sizes, "--trace", "traces.zip")
+    title = "Waits of the host for the device, by mode"
+    return Part(name="waits", title=title, limit_s=_LIMIT_S, runs=(replace(run, kept=("traces.zip",)),))
 
 
-def _overhead(setting: Setting) -> Part:
+def _speed(setting: Setting) -> Part:
+    """The optimizer step, whole steps, and training with all state offloaded, each beside torch alone."""
+    small = ["--model", "gpt-tiny", "--steps", "1", "--tokens", "8", "--gib", "0.03"]
+    runs = [
+        _run(tier, "bench.step", setting, "--tier", tier, *(small if setting.tiny else ["--gib", "1"]))
+        for tier in ("none", "cpu", "nvme")
+    ]
+    runs.append(_overhead(setting, ["plain", "FSDP2"]))
+    notes: list[str] = []
+    for tokens, tier in ((1024, "cpu"), (16384, "cpu"), (1024, "nvme")):
+        beside = ["--fsdp2"] if tier == "cpu" else ["--no-compute"]
+        run, found = _offload(setting, "1.2b", 1_229_000_000, tier, tokens, [*beside, "--steps", "3"])
+        notes += found
+        runs += run
+    title = "Steps beside a plain loop and FSDP2, and 1.2 B parameters with all state offloaded beside FSDP2's"
+    return Part(name="speed", title=title, limit_s=_LIMIT_S, runs=tuple(runs), notes=tuple(notes))
+
+
+def _overhead(setting: Setting, others: Sequence[str]) -> Run:
     sizes = ["--hidden", "1536", "--layers", "12", "--vocab", "32768", "--tokens", "1024", "--pairs", "10"]
-    sizes += ["--stages", "0", "3"]
+    sizes += ["--stages", "0", "3", "--precisions", "bf16"]
     if setting.tiny:
         sizes = ["--hidden", "64", "--layers", "1", "--vocab", "64", "--batch", "1", "--tokens", "8", "--pairs", "1"]
         sizes += ["--stages", "3", "--precisions", "bf16"]
-    runs = []
-    for others in (["plain", "FSDP2"], ["DeepSpeed"]) if setting.has_deepspeed else (["plain", "FSDP2"],):
-        label = " and ".join(others)
-        out = f"overhead-{others[-1]}.json"
-        arguments = ["--processes", "1", "--others", *others, "--device", setting.device, *sizes, "--json", out]
-        is_peer = others == ["DeepSpeed"]
-        run = Run(label=label, module="bench.overhead", arguments=tuple(arguments), out=out, is_peer=is_peer)
-        runs.append(run)
-    title = "Whole steps beside a plain loop, FSDP2 and DeepSpeed"
-    return Part(
-        name="overhead", title=title, limit_s=3 * _MINUTE_S, runs=tuple(runs), notes=_without_deepspeed(setting)
-    )
+    arguments = ["--processes", "1", "--others", *others, *sizes]
+    is_peer = "DeepSpeed" in others
+    return _run(" and ".join(others), "bench.overhead", setting, *arguments, is_peer=is_peer)
+
+
+def _offload(
+    setting: Setting, model: str, parameters: int, tier: str, tokens: int, more: Sequence[str]
+) -> tuple[list[Run], tuple[str, ...]]:
+    """Return the training of a model with all state offloaded, and what is left out for lack of room."""
+    room = Room(tiers={tier: None})
+    if not setting.tiny:
+        disk_bytes = shutil.disk_usage(setting.path).free
+        memory_bytes = read_host_memory().available_bytes or 0
+        room = room_for(parameters, disk_bytes=disk_bytes, memory_bytes=memory_bytes)
+    if tier not in room.tiers:
+        return [], tuple(note for note in room.notes if note.startswith(tier))
+    budget = room.tiers[tier]
+    arguments = ["--models", "tiny" if setting.tiny else model, "--tiers", tier, "--clip", "off", "--limit-s", "150"]
+    arguments += ["--no-peer", "--overlap", "backward", *more]
+    arguments += ["--steps", "1", "--gib", "0.03"] if setting.tiny else ["--gib", "1", "--tokens", str(tokens)]
+    arguments += ["--budget", "none" if budget is None else str(budget)]
+    label = f"{model}, {tier}, {tokens} tokens"
+    return [_run(label, "bench.offload", setting, *arguments, out="--out")], ()
+
+
+def _fits(setting: Setting) -> Part:
+    """A model whose state is five times the device memory that it may take."""
+    more = ["--steps", "2", "--device-memory", "8GiB", "--no-compute"]
+    runs, notes = _offload(setting, "2.7b", 2_651_000_000, "cpu", 1024, more)
+    title = "2.7 B parameters in 8 GiB of device memory"
+    return Part(name="fits", title=title, limit_s=_LIMIT_S, runs=tuple(runs), notes=notes)
 
 
 def _checkpoint(setting: Setting) -> Part:
-    arguments = ["--device", setting.device, "--from-device", "--path", str(setting.path), "--rounds", "1"]
+    arguments = ["--from-device", "--rounds", "1"]
     if setting.tiny:
         arguments += ["--models", "tiny", "--peers", "DCP 4 threads", "--gib", "0.03"]
     else:
         arguments += ["--models", "110m", "--peers", "torch.save,DCP 1 thread,DCP 4 threads,DCP async", "--gib", "0.5"]
-    if setting.has_deepspeed:
-        arguments += ["--peer-python", sys.executable]
-    arguments += ["--out", "checkpoint.json"]
-    run = Run(label="checkpoint", module="bench.checkpoint", arguments=tuple(arguments), out="checkpoint.json")
-    title = "Saving, loading and consolidating beside torch.distributed.checkpoint and DeepSpeed"
-    return Part(name="checkpoint", title=title, limit_s=5 * _MINUTE_S, runs=(run,), notes=_without_deepspeed(setting))
+    title = "Saving, loading and consolidating beside torch.distributed.checkpoint"
+    run = _run("checkpoint", "bench.checkpoint", setting, *arguments, out="--out")
+    return Part(name="checkpoint", title=title, limit_s=_LIMIT_S, runs=(run,))
 
 
-def _without_deepspeed(setting: Setting) -> tuple[str, ...]:
-    return () if setting.has_deepspeed else ("DeepSpeed is not installed in this environment: it was not run",)
+def _deepspeed(setting: Setting) -> Part:
+    """DeepSpeed compiles its operators for minutes at its first run."""
+    arguments = [
+        "--models",
+        "1.2b",
+        "--tiers",
+        "cpu",
+        "--clip",
+        "off",
+        "--peer",
+        "--overlap",
+        "backward",
+        "--steps",
+        "3",
+    ]
+    offload = _run("1.2b", "bench.offload", setting, *arguments, "--tokens", "1024", out="--out", is_peer=True)
+    runs = (_overhead(setting, ["DeepSpeed"]), offload)
+    return Part(name="deepspeed", title="Training beside DeepSpeed", limit_s=2 * _LIMIT_S, runs=runs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,9 +255,7 @@ def room_for(parameters: int, *, disk_bytes: int, memory_bytes: int) -> Room:
     elif needed <= on_disk + in_memory:
         tiers["nvme"] = needed - on_disk
         held = format_bytes(needed - on_disk)
-        notes.append(
-            f"nvme has room for a part of the state: {held} of it rest in host memory, and DeepSpeed was not run"
-        )
+        notes.append(f"nvme has room for a part of the state: {held} of it rest in host memory")
     else:
         notes.append(
             f"nvme was left out: it takes {format_bytes(needed)}, of which {format_bytes(on_disk)} may be on disk and "
@@ -276,6 +315,8 @@ def _no_faults(figures: Figures) -> list[str]:
 
 FAULTS: dict[str, Callable[[Figures], list[str]]] = {
     "pytest": _test_faults,
+    "bench.links": _no_faults,
+    "bench.waits": _no_faults,
     "bench.step": _no_faults,
     "bench.offload": _offload_faults,
     "bench.overhead": _no_faults,
@@ -289,6 +330,14 @@ def lines_of(module: str, figures: Figures) -> Sequence[str]:
     if module == "pytest":
         skipped = [f"{count} skipped: {why}" for why, count in figures["skipped"].items()]
         return [f"{figures['passed']} of {figures['tests']} tests passed", *skipped]
+    if module == "bench.links":
+        from bench import links
+
+        return links.describe(figures)
+    if module == "bench.waits":
+        from bench import waits
+
+        return [waits.describe(row) for row in figures["rows"]]
     if module == "bench.step":
         from bench import step
 

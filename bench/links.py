@@ -25,6 +25,7 @@ from zstore.io.pinning import PinnedSlabs
 
 _MIB = 2**20
 _ROUNDS = 5
+ADAMW = "AdamW on the host"
 Rates = dict[str, float]
 """Bytes a second, by what moves them."""
 
@@ -36,10 +37,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     nbytes = max(1, round(options.gib * 16)) * 64 * _MIB
-    rates: Rates = {}
-    if torch.cuda.is_available():
-        rates |= _links(nbytes) | _pinning(nbytes)
-    rates |= _memory(nbytes)
+    rates = link_rates(nbytes) | (_pinning(nbytes) if torch.cuda.is_available() else {})
     with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as name:
         disk_limit(Path(name), "write", nbytes)
         for pattern in ("read", "write", "mixed"):
@@ -53,6 +51,21 @@ def main() -> None:
 def describe(figures: dict[str, Any]) -> list[str]:
     """Return the figures for a person to read, a line each."""
     return [f"{name}: {rate / 1e9:.2f} GB/s" for name, rate in figures["rates"].items()]
+
+
+def link_rates(nbytes: int) -> Rates:
+    """Return what the links to the device, if there is one, and the host's memory move, measured with so many bytes."""
+    return (_links(nbytes) if torch.cuda.is_available() else {}) | _memory(nbytes)
+
+
+def least_seconds(rates: Rates, parameters: int, compute_s: float, *, overlaps: bool) -> float:
+    """Return the least time of an iteration with all state in host memory: bf16 parameters come twice, gradients leave once,
+    and the update reads and writes 28 bytes a parameter there; within the computation if it `overlaps`, else behind it."""
+    down_s = 2 * parameters / rates["device to host, 64 MiB"]
+    up_s = 4 * parameters / rates["host to device, 64 MiB"]
+    update_s = 28 * parameters / rates[ADAMW]
+    around_s = max(compute_s, up_s, down_s)
+    return max(around_s, update_s) if overlaps else around_s + update_s
 
 
 def _rate(nbytes: int, work: Callable[[], object]) -> float:
@@ -113,7 +126,7 @@ def _memory(nbytes: int) -> Rates:
     parameter = torch.nn.Parameter(source)
     parameter.grad = target
     update = torch.optim.AdamW([parameter], fused=True)
-    rates[f"AdamW on the host, {torch.get_num_threads()} threads"] = _rate(nbytes // 4 * 28, update.step)
+    rates[ADAMW] = _rate(nbytes // 4 * 28, update.step)
     return rates
 
 

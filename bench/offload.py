@@ -33,7 +33,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.children import Outcome, run_contender
+from bench.contenders import batch_shape
 from bench.limits import disk_limit
+from bench.links import least_seconds, link_rates
 from bench.machine import choose_device, machine
 
 WARM_UP = 2
@@ -120,6 +122,8 @@ def _options() -> argparse.Namespace:
         default=True,
         help="run the computation alone (needs its memory)",
     )
+    parser.add_argument("--fsdp2", action="store_true", help="run torch's FSDP2 with CPU offload beside --tiers cpu")
+    parser.add_argument("--device-memory", type=byte_count, help="bytes, or 8GiB: most memory of the device")
     parser.add_argument("--peer-python", help="python of an environment with deepspeed; default: this one")
     parser.add_argument(
         "--peer-param", choices=["none", "cpu", "nvme"], default="nvme", help="where its parameters are stored"
@@ -181,6 +185,7 @@ def byte_count(text: str) -> int:
 def measure(shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
     """Yield a row for every contender; `compute` and the peer come first, for the others are compared with them."""
     compute = None
+    options.rates = link_rates(2**28) if options.device == "cuda" else None
     if options.compute:
         compute = _row(shape, options, {"contender": "compute", "tier": "none"}, {}, None)
         yield compute
@@ -198,6 +203,8 @@ def _runs_peer(shape: Shape, options: argparse.Namespace) -> bool:
 def _measure_tier(shape: Shape, options: argparse.Namespace, tier: str, compute: Row | None) -> Iterator[Row]:
     """Yield a row for the peer and for each of our modes, with state and parameters on `tier`."""
     peer = None
+    if options.fsdp2 and tier == "cpu":
+        yield _row(shape, options, {"contender": "FSDP2", "tier": tier, "clip": 0.0}, {}, compute)
     if _runs_peer(shape, options):
         peer = _row(shape, options, {"contender": "deepspeed", "tier": tier, "clip": 0.0}, {}, compute)
         yield peer
@@ -250,6 +257,7 @@ def _row(shape: Shape, options: argparse.Namespace, settings: Row, peer: Row, co
             "contender": settings["contender"],
             "device": options.device,
             "limit_s": options.limit_s,
+            "device_memory_bytes": options.device_memory,
             "model": asdict(shape),
             "config": (_peer_config if theirs else _config)(folder / "state", {**settings, "shape": shape}, options),
             "folder": str(folder / "state"),
@@ -259,11 +267,16 @@ def _row(shape: Shape, options: argparse.Namespace, settings: Row, peer: Row, co
         python, limited = options.peer_python if theirs else None, settings.get("memory_limit_bytes")
         outcome = run_contender(spec, python=python, memory_limit_bytes=limited)
         limits.append(_limits(folder, options.gib) if on_disk else UNLIMITED)
-    return settings | figures_of(outcome, mean_limits(limits), settings, compute) | _compared(outcome, peer)
+    row = settings | figures_of(outcome, mean_limits(limits), settings, compute) | _compared(outcome, peer)
+    if options.rates and settings["tier"] == "cpu" and "iteration_s" in row:
+        compute_s = 0.0 if compute is None or "iteration_s" not in compute else compute["iteration_s"]
+        overlaps = settings.get("overlap", "none") != "none"
+        row["least_s"] = least_seconds(options.rates, row["parameters"], compute_s, overlaps=overlaps)
+    return row
 
 
 def _config(folder: Path, settings: Row, options: argparse.Namespace) -> dict[str, Any]:
-    if settings["contender"] == "compute":
+    if settings["contender"] in ("compute", "FSDP2"):
         return {}
     own: dict[str, Any] = {"step_overlap": settings["overlap"], **options.zstore}
     if settings["host_budget_bytes"] is not None:
@@ -302,7 +315,7 @@ def _peer_config(folder: Path, settings: Row, options: argparse.Namespace) -> di
 
 def _common(settings: Row) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": batch_shape(settings["shape"].tokens)[0],
         "gradient_clipping": settings["clip"],
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
@@ -422,7 +435,7 @@ def _compared(outcome: Outcome, peer: Row) -> Row:
 def describe(row: Row) -> str:
     """Return a row for a person to read."""
     name = row["contender"]
-    if name == "deepspeed":
+    if name in ("deepspeed", "FSDP2"):
         name += f" {row['tier']}"
     if name == "zstore":
         budget = row["host_budget_bytes"]
@@ -432,9 +445,14 @@ def describe(row: Row) -> str:
         return f"{name}: FAILED: {row['error']}"
     parts = [
         f"{row['iteration_s']:.2f} s ({row['forward_s']:.2f} + {row['backward_s']:.2f} + {row['step_s']:.2f})",
-        f"{row['read_bytes_per_parameter']:.2f} + {row['write_bytes_per_parameter']:.2f} bytes a parameter",
-        f"{row['percent_of_limit']:.0f} % of the limit",
     ]
+    if row["io_s"]:
+        parts.append(
+            f"{row['read_bytes_per_parameter']:.2f} + {row['write_bytes_per_parameter']:.2f} bytes a parameter, "
+            f"{row['percent_of_limit']:.0f} % of the limit"
+        )
+    if "least_s" in row:
+        parts.append(f"the links and the host's memory allow {row['least_s']:.2f} s")
     if "step_percent_of_limit" in row:
         parts.append(f"step {row['step_percent_of_limit']:.0f} %")
     if reached := row.get("overlap_reached"):

@@ -1,8 +1,8 @@
 """How often the host waits for the device in a step of training, by where the state rests and by the step mode.
 
-torch's own debug mode of synchronizations names each; a profiler's trace of one iteration goes to `--trace` for each mode.
+torch's own debug mode of synchronizations names each; a profiler's trace of one iteration of each mode goes to `--trace`.
 
-    python -m bench.waits [--model gpt-small] [--tokens 256] [--path FOLDER] [--trace FOLDER] [--json FILE]
+    python -m bench.waits [--model gpt-small] [--tokens 256] [--path FOLDER] [--trace FILE.zip] [--json FILE]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 import warnings
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +46,7 @@ def main() -> None:
     parser.add_argument("--model", default="gpt-small")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to use")
-    parser.add_argument("--trace", type=Path, help="folder for the traces of the profiler")
+    parser.add_argument("--trace", type=Path, help="archive for the traces of the profiler")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     options.device = choose_device(options.device)
@@ -54,9 +55,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as name:
             rows.append(measure(options, mode, Path(name)))
         print(describe(rows[-1]), flush=True)
-    if options.json:
-        figures = {"machine": machine(options.path), "model": options.model, "tokens": options.tokens, "rows": rows}
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        if options.json:  # after each, for a run of all takes long
+            figures = {"machine": machine(options.path), "model": options.model, "tokens": options.tokens, "rows": rows}
+            options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -103,7 +104,7 @@ def measure(options: argparse.Namespace, mode: str, folder: Path) -> dict[str, A
         with waits_counted(options.device) as waits:
             iterate()
         if options.trace:
-            _trace(iterate, options.trace / f"{mode.replace(', ', '-').replace(' ', '-')}.json")
+            _trace(iterate, folder, options.trace, mode.replace(", ", "-").replace(" ", "-"))
     tensors = sum(1 for _ in model.parameters())
     return {"mode": mode, "iteration_s": iteration_s, "tensors": tensors, "waits": dict(waits.most_common())}
 
@@ -147,12 +148,14 @@ def _place() -> str:
     return " < ".join(names[:2]) or "elsewhere"
 
 
-def _trace(iterate: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _trace(iterate: Any, folder: Path, archive: Path, name: str) -> None:
+    """Add a trace of one iteration to an archive."""
     with torch.profiler.profile() as profile:
         iterate()
         synchronize()
-    profile.export_chrome_trace(str(path))
+    profile.export_chrome_trace(str(folder / "trace.json"))
+    with zipfile.ZipFile(archive, "a", zipfile.ZIP_DEFLATED) as file:
+        file.write(folder / "trace.json", f"{name}.json")
 
 
 if __name__ == "__main__":

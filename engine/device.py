@@ -247,14 +247,12 @@ class Room(threading.local):
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
 
-    def take(self, name: str, beside: torch.Tensor, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
-        """Return memory beside 1-D `beside`, of its length or of `numel` elements, with undefined values, until `name` is
-        taken again."""
-        numel = beside.numel() if numel is None else numel
+    def take(self, name: str, beside: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory like that of 1-D `beside`, with undefined values, until `name` is taken again."""
         kept = self._kept.get(name)
-        if kept is None or kept.numel() < numel or kept.dtype != dtype or kept.device != beside.device:
-            kept = self._kept[name] = beside.new_empty(numel, dtype=dtype)
-        return kept[:numel]
+        if kept is None or kept.numel() < beside.numel() or kept.dtype != dtype or kept.device != beside.device:
+            kept = self._kept[name] = torch.empty_like(beside, dtype=dtype)
+        return kept[: beside.numel()]
 
 
 class GradientTiles:
@@ -262,8 +260,7 @@ class GradientTiles:
     `room` each tile uses the same memory. Several threads may take a tile each."""
 
     def __init__(self, transfers: Transfers, rows: torch.Tensor, room: Room | None = None) -> None:
-        self.rows = rows
-        self.like = rows.dtype, rows.device
+        self._rows = rows
         self._transfers = transfers
         self._room = room
         self._begun: dict[int, Copy | None] = {}
@@ -272,7 +269,7 @@ class GradientTiles:
 
     def tile(self, first: int, stop: int, beside: torch.Tensor) -> torch.Tensor:
         """Return rows `[first, stop)` in the memory of `beside`, in fp32, for the caller to change."""
-        part = self.rows[first:stop]
+        part = self._rows[first:stop]
         link = self._transfers.link(part, beside)
         if link is None:
             if self._room is None or part.dtype == torch.float32:
@@ -286,14 +283,14 @@ class GradientTiles:
             copy = self._begun.get(first) or self._begin(first, stop)
             self._begun[first] = None
             # All tiles of a parameter but the last have one size.
-            following = min(2 * stop - first, self.rows.numel())
+            following = min(2 * stop - first, self._rows.numel())
             if following > stop and stop not in self._begun:
                 self._begun[stop] = self._begin(stop, following)
         return self._transfers.finish(copy).float()
 
     def _begin(self, first: int, stop: int) -> Copy:
-        staging = self._transfers.streams.empty_host(stop - first, self.rows.dtype)
-        return self._transfers.begin(staging, self.rows[first:stop])
+        staging = self._transfers.streams.empty_host(stop - first, self._rows.dtype)
+        return self._transfers.begin(staging, self._rows[first:stop])
 
 
 class H2DQueue:

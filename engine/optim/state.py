@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -39,6 +39,19 @@ class RowsInStore:
     array: str
     is_taken: bool = False
     """The array has become one of the parameter's own."""
+
+
+class InPlace(NamedTuple):
+    """A parameter whose update moves nothing, and converts no more than the gradient and its own rows: whole arrays in one
+    memory, 1-D, of one length."""
+
+    names: list[str]
+    master: torch.Tensor
+    slots: list[torch.Tensor]
+    rest: torch.Tensor | None
+    """The parameter's own rows, if they are in the store beside the master."""
+    casts: bool
+    """Whether the master is cast into `ParameterRecord.owned()`."""
 
 
 class OptimizerState:
@@ -79,6 +92,9 @@ class OptimizerState:
         self.gradients_on_host: set[ParameterRecord] = set()
         """Parameters whose gradients wait for the update in host memory, wherever the device is."""
         self._off_device: set[ParameterRecord] = set()
+        self._in_place: dict[ParameterRecord, InPlace | None] = {}
+        self._arrangement = 0
+        """That of the store which `_in_place` is of."""
         self._sharing: dict[ParameterRecord, bool] = {}
         self._ahead: tuple[Sequence[ParameterRecord], Stream] | None = None
         """A read ahead of an update, and the update's parameters."""
@@ -362,6 +378,29 @@ class OptimizerState:
     def is_off_device(self, record: ParameterRecord) -> bool:
         """Return whether a parameter's master and slots are in host memory or on disk."""
         return record in self._off_device
+
+    def in_place(self, record: ParameterRecord) -> InPlace | None:
+        """Return the arrays of a trained parameter if they are in one memory with its own rows, and none is converted."""
+        if self._arrangement != self.store.arrangement:
+            self._in_place.clear()
+            self._arrangement = self.store.arrangement
+        if record not in self._in_place:
+            self._in_place[record] = self._find_in_place(record)
+        return self._in_place[record]
+
+    def _find_in_place(self, record: ParameterRecord) -> InPlace | None:
+        names, rests = self.arrays_of(record), record.rest is not None and not self.is_master(record)
+        if rests and record.rest is not None:
+            names.append(record.rest)
+        on_disk = any(self.store.tier_of(name) == "disk" for name in names)
+        if on_disk or record in self.spilled or self.moments != "fp32" or self.is_split(record):
+            return None
+        arrays = [as_torch(self.store.memory(name)) for name in names]
+        casts = record.rest is None and not self.is_master(record)
+        if any(self.transfers.link(one, arrays[0]) for one in [*arrays, *([record.owned()] if casts else [])]):
+            return None
+        rest = arrays.pop() if rests else None
+        return InPlace(names, arrays[0], arrays[1:], rest, casts)
 
     def shares_files(self, record: ParameterRecord) -> bool:
         """Return whether arrays of a parameter are in files that small ones share."""

@@ -21,7 +21,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from ..device import GradientTiles, H2DQueue, Room, labelled, side_by_side, thre
 from ..params.record import ParameterRecord
 from .kernel import FusedAdamStep, ParameterStep, takes_threads
 from .moments import MomentTiles
-from .state import OptimizerState
+from .state import InPlace, OptimizerState
 
 Rows = Callable[[ParameterRecord], torch.Tensor | None]
 """Gives this rank's rows of an averaged gradient, 1-D; None if they are on disk (`OptimizerState.spilled`)."""
@@ -75,17 +75,6 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
-class Parts(NamedTuple):
-    """Of a tile, in one memory: 1-D, of one length."""
-
-    master: torch.Tensor
-    rows: torch.Tensor
-    """Of the gradient, of any floating type."""
-    slots: list[torch.Tensor]
-    own: torch.Tensor | None
-    """The parameter's own rows, if the master is to be cast into them."""
-
-
 class _Change:
     """Phases 2 to 4 of one record; few at a time, so that the gradient's rows are free when it is done. Several threads may
     apply it to tiles if all is in the host's memory."""
@@ -102,7 +91,7 @@ class _Change:
     ) -> None:
         self.record = record
         self._state = state
-        self.room: Room = Room() if former is None else former.room
+        self._room: Room = Room() if former is None else former._room
         self._moments: MomentTiles | None = state.moment_tiles(
             record, settings.step, None if former is None else former._moments
         )
@@ -111,41 +100,16 @@ class _Change:
         """First arrays of a tile: the master, or its parts."""
         self._num_state = len(state.arrays_of(record))
         """Master and slots, the next ones."""
-        self._gradient = None if rows is None else GradientTiles(state.transfers, rows, self.room)
+        self._gradient = None if rows is None else GradientTiles(state.transfers, rows, self._room)
         """This rank's rows; None: they are in the tile."""
         casts = record.rest is None and self._num_master == 1 and not state.is_master(record)
         self._own = record.owned() if casts else None
         """The parameter's own rows, if the master is to be cast into them."""
         self._staged: GradientTiles | None = None
         """The parameter's own rows, which are the master, on their way to slots in another memory."""
-        self.step = step
-        self.factor = settings.factor_of(record)
+        self._step = step
+        self._factor = settings.factor_of(record)
         self._h2d = h2d
-
-    def goes_with(self, other: _Change) -> bool:
-        """Return whether tiles of both may be changed together."""
-        return (
-            self.step is other.step
-            and isinstance(self.step, FusedAdamStep)
-            and self.factor == other.factor
-            and self._gradient is not None
-            and other._gradient is not None
-            and self._gradient.like == other._gradient.like
-        )
-
-    def parts(self, tile: Tile) -> Parts | None:
-        """Return what a kernel changes of a tile for which nothing has to be moved or converted but by a cast within one
-        memory; None where there is more to do, by `apply`."""
-        if self._gradient is None or self._moments is not None or len(tile.views) != self._num_state:
-            return None
-        master, *slots = [as_torch(view) for view in tile.views]
-        rows, link = self._gradient.rows[tile.first : tile.stop], self._state.transfers.link
-        own = None if self._own is None else self._own[tile.first : tile.stop]
-        if self._num_master > 1 or link(rows, master) is not None or (slots and link(master, slots[0]) is not None):
-            return None
-        if own is not None and link(master, own) is not None:
-            return None
-        return Parts(master, rows, slots, own)
 
     def apply(self, tile: Tile) -> None:
         """Carry the phases out on one tile."""
@@ -154,18 +118,18 @@ class _Change:
         slots = views[self._num_master : self._num_state]
         master = self._take_master(held, slots, tile)
         if self._gradient is None:
-            rows = GradientTiles(self._state.transfers, others.pop(0), self.room)
+            rows = GradientTiles(self._state.transfers, others.pop(0), self._room)
             gradient = rows.tile(0, master.numel(), master)
         else:
             gradient = self._gradient.tile(tile.first, tile.stop, master)
-        if self.factor != 1.0:
-            gradient.mul_(self.factor)
+        if self._factor != 1.0:
+            gradient.mul_(self._factor)
         if self._moments is None:
-            self.step.tile(master, gradient, slots)
+            self._step.tile(master, gradient, slots)
         else:
-            self._moments.update(self.step, master, gradient, slots, tile.first)
+            self._moments.update(self._step, master, gradient, slots, tile.first)
         if self._staged is None:
-            self._state.put_master(master, held, self.room)
+            self._state.put_master(master, held, self._room)
         else:
             self._h2d.put(held[0], master)
         if others:
@@ -178,56 +142,51 @@ class _Change:
             if self._staged is None:
                 self._staged = GradientTiles(self._state.transfers, self.record.owned())
             return self._staged.tile(tile.first, tile.stop, slots[0])
-        return self._state.take_master(held, self.room)
+        return self._state.take_master(held, self._room)
 
 
-_Work = list[tuple[_Change, Tile]]
-"""Tiles that take the same step."""
-
-_TOGETHER_HERE, _TOGETHER_THERE = 64 * 1024, 16 * 1024 * 1024
-"""Elements of tiles that are changed together: in cache on the host, and in few kernels on a device."""
+_MOST_HERE, _MOST_THERE = 64 * 1024, 16 * 1024 * 1024
+"""Most elements that are changed together: in cache on the host, and in few kernels on a device."""
 
 
-def _apply(work: _Work) -> None:
-    """Carry the phases out, together where the kernel takes many tensors at once."""
-    first, parts = work[0][0], []
-    if len(work) > 1 and isinstance(first.step, FusedAdamStep):
-        parts = [each for change, tile in work if (each := change.parts(tile)) is not None]
-        if len(parts) == len(work):
-            _apply_together(parts, first.step, first.factor, first.room)
+def _apply(each: tuple[_Change, Tile]) -> None:
+    change, tile = each
+    change.apply(tile)
+
+
+class _Together:
+    """Parameters that are changed by one call of torch's kernels for many tensors: they take the same step."""
+
+    def __init__(self, step: FusedAdamStep, factor: float, most: int) -> None:
+        self._step = step
+        self._factor = factor
+        self._most = most
+        self._numel = 0
+        self._parts: list[tuple[torch.Tensor, InPlace, torch.Tensor | None]] = []
+
+    def add(self, rows: torch.Tensor, place: InPlace, own: torch.Tensor | None) -> None:
+        """Change a parameter, sooner or later: `rows` are of its gradient, and its master is cast into its `own`."""
+        if self._numel + rows.numel() > self._most:
+            self.apply()
+        self._numel += rows.numel()
+        self._parts.append((rows, place, own))
+
+    def apply(self) -> None:
+        """Carry the phases out for all that were added."""
+        if not self._parts:
             return
-    for change, tile in work:
-        change.apply(tile)
-
-
-def _apply_together(parts: Sequence[Parts], step: FusedAdamStep, factor: float, room: Room) -> None:
-    gradients = [each.rows for each in parts]
-    if gradients[0].dtype != torch.float32:
-        numels = [rows.numel() for rows in gradients]
-        scratch = room.take("gradients", gradients[0], torch.float32, sum(numels))
-        gradients = list(torch.split(scratch, numels))
-        torch._foreach_copy_(gradients, [each.rows for each in parts])
-    if factor != 1.0:
-        torch._foreach_mul_(gradients, factor)
-    step.tiles([each.master for each in parts], gradients, [each.slots for each in parts])
-    if own := [(each.own, each.master) for each in parts if each.own is not None]:
-        torch._foreach_copy_([rows for rows, _ in own], [master for _, master in own])
-
-
-def _together(changes: Iterable[tuple[_Change, Tile]]) -> Iterator[_Work]:
-    """Yield neighbours that may be changed together, and all others alone."""
-    work: _Work = []
-    numel = 0
-    for change, tile in changes:
-        last = work[-1][0] if work else change
-        limit = _TOGETHER_HERE if change.record.full.device.type == "cpu" else _TOGETHER_THERE
-        numel += tile.stop - tile.first
-        if work and not (change.goes_with(last) and numel <= limit):
-            yield work
-            work, numel = [], tile.stop - tile.first
-        work.append((change, tile))
-    if work:
-        yield work
+        gradients, places, _ = zip(*self._parts, strict=True)
+        if gradients[0].dtype != torch.float32:
+            scratch = gradients[0].new_empty(self._numel, dtype=torch.float32)
+            wide = torch.split(scratch, [rows.numel() for rows in gradients])
+            torch._foreach_copy_(wide, gradients)
+            gradients = wide
+        if self._factor != 1.0:
+            torch._foreach_mul_(gradients, self._factor)
+        self._step.tiles([each.master for each in places], gradients, [each.slots for each in places])
+        if casts := [(own, place.master) for _, place, own in self._parts if own is not None]:
+            torch._foreach_copy_([own for own, _ in casts], [master for _, master in casts])
+        self._parts, self._numel = [], 0
 
 
 def read_ahead(
@@ -279,6 +238,8 @@ class Update:
         self.rows = rows
         self._begun = state.take_ahead(self.records)
         self._steps: dict[ParameterRecord, ParameterStep] = {}
+        self._taken: dict[ParameterRecord, torch.Tensor | None] = {}
+        """Rows of gradients that were asked for already."""
 
     def run(
         self,
@@ -292,6 +253,8 @@ class Update:
         and its new rows, are the present ones.
         """
         mine = [record for record in self.records if record.owned_numel]
+        if done is None and not self._state.has_disk and not (mine := self._change_in_place(mine)):
+            return
 
         h2d = H2DQueue(self._state.transfers)
 
@@ -314,14 +277,38 @@ class Update:
                 on_end=None if done is None else ended,
             )
         with labelled("update"), passing as tiles:
-            changes = self._changes(tiles, mine, h2d)
-            # Behind the loop, and beside a disk, a parameter is done before the next one begins.
-            alone = done is not None or self._state.has_disk
-            work = ([each] for each in changes) if alone else _together(changes)
             threads = 1 if done is not None else self._num_threads(mine)
             h2d.most *= threads
-            side_by_side(_apply, work, threads, self._state.transfers.stream_context())
+            context = self._state.transfers.stream_context()
+            side_by_side(_apply, self._changes(tiles, mine, h2d), threads, context)
         h2d.drain()
+
+    def _change_in_place(self, records: Sequence[ParameterRecord]) -> list[ParameterRecord]:
+        """Change together those of `records` whose update moves nothing, if small or on a device; return the others."""
+        state, left = self._state, []
+        groups: dict[Any, _Together] = {}
+        found: list[tuple[_Together, torch.Tensor, InPlace, torch.Tensor | None]] = []
+        for record in records:
+            place, step, factor = state.in_place(record), self._step_of(record), self.settings.factor_of(record)
+            most = _MOST_HERE if place is None or state.transfers.streams.is_host(place.master) else _MOST_THERE
+            large = most == _MOST_HERE and record.owned_numel > most
+            if place is None or large or not isinstance(step, FusedAdamStep):
+                left.append(record)
+                continue
+            rows = self.rows(record)
+            if rows is None or state.transfers.link(rows, place.master) is not None:
+                self._taken[record] = rows
+                left.append(record)
+                continue
+            key = step, factor, rows.dtype, most
+            group = groups.get(key) or groups.setdefault(key, _Together(step, factor, most))
+            found.append((group, rows, place, record.owned() if place.casts else place.rest))
+        with labelled("update"), state.store.changing([name for _, _, place, _ in found for name in place.names]):
+            for group, rows, place, own in found:
+                group.add(rows, place, own)
+            for group in groups.values():
+                group.apply()
+        return left
 
     def _changes(
         self, tiles: Iterable[Tile], mine: Sequence[ParameterRecord], h2d: H2DQueue
@@ -332,7 +319,8 @@ class Update:
             record = mine[tile.group]
             if change is None or change.record is not record:
                 step = self._step_of(record)
-                change = _Change(self._state, record, self.rows(record), step, self.settings, h2d, change)
+                rows = self._taken.pop(record) if record in self._taken else self.rows(record)
+                change = _Change(self._state, record, rows, step, self.settings, h2d, change)
             yield change, tile
 
     def _num_threads(self, mine: Sequence[ParameterRecord]) -> int:

@@ -73,6 +73,21 @@ class SumOfSquares:
 
 
 def _sums_on_host(shards: Sequence[torch.Tensor]) -> list[float]:
+    small = iter(_sums_of_small([values for values in shards if 0 < values.numel() <= ROW_NUMEL]))
+    large = iter(_sums_of_large([values for values in shards if values.numel() > ROW_NUMEL]))
+    return [next(large) if n > ROW_NUMEL else next(small) if n else 0.0 for n in map(torch.Tensor.numel, shards)]
+
+
+def _sums_of_small(shards: Sequence[torch.Tensor]) -> list[float]:
+    """Return the sums of shards of one row each, of which torch takes the norms one after another in one call."""
+    sums: list[float] = []
+    for first in range(0, len(shards), _TILE_ROWS):
+        rows = [values.float() for values in shards[first : first + _TILE_ROWS]]
+        sums += [norm * norm for norm in torch.stack(torch._foreach_norm(rows)).tolist()]
+    return sums
+
+
+def _sums_of_large(shards: Sequence[torch.Tensor]) -> list[float]:
     room, tiles = Room(), [torch.split(values, _TILE_ROWS * ROW_NUMEL) for values in shards]
     norms: list[list[list[float]]] = [[[] for _ in each] for each in tiles]
 
@@ -121,21 +136,26 @@ def _num_rows(values: torch.Tensor) -> int:
 def _row_sums(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sums of squares of all rows, one after another, on the device."""
     found: list[torch.Tensor] = []
-    tile: torch.Tensor | None = None
-    used = 0
-    tile_rows = min(_DEVICE_TILE_ROWS, sum(map(_num_rows, shards)))
+    targets: list[torch.Tensor] = []
+    parts: list[torch.Tensor] = []
+    left = sum(map(_num_rows, shards))
+    used = tile_rows = 0
     for values in shards:
         for first in range(0, values.numel(), _DEVICE_TILE_ROWS * ROW_NUMEL):
             part = values[first : first + _DEVICE_TILE_ROWS * ROW_NUMEL]
             rows = _num_rows(part)
-            if tile is None or used + rows > tile_rows:
-                if tile is not None:
-                    found.append(_rows_by_halves(tile[:used]))
-                tile, used = torch.zeros(tile_rows, ROW_NUMEL, device=values.device), 0
-            tile[used : used + rows].view(-1)[: part.numel()].copy_(part)
+            if used + rows > tile_rows:
+                if found:
+                    found[-1] = _rows_by_halves(found[-1][:used], targets, parts)
+                tile_rows, used = min(_DEVICE_TILE_ROWS, left), 0
+                found.append(torch.zeros(tile_rows, ROW_NUMEL, device=values.device))
+                targets, parts = [], []
+            targets.append(found[-1].view(-1)[used * ROW_NUMEL : used * ROW_NUMEL + part.numel()])
+            parts.append(part)
             used += rows
-    if tile is not None:
-        found.append(_rows_by_halves(tile[:used]))
+            left -= rows
+    if found:
+        found[-1] = _rows_by_halves(found[-1][:used], targets, parts)
     return torch.cat(found) if found else torch.empty(0)
 
 
@@ -146,8 +166,9 @@ def _added_up(rows: Iterable[float]) -> float:
     return total
 
 
-def _rows_by_halves(tile: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of each row, [rows, ROW_NUMEL] in fp32."""
+def _rows_by_halves(tile: torch.Tensor, targets: list[torch.Tensor], parts: list[torch.Tensor]) -> torch.Tensor:
+    """Copy `parts` to their places in a tile, [rows, ROW_NUMEL] in fp32, and return the sum of squares of each row."""
+    torch._foreach_copy_(targets, parts)
     squares = tile.square()
     while squares.shape[-1] > 1:
         half = squares.shape[-1] // 2

@@ -39,6 +39,23 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ZSTORE_TEST_LATE_COPIES=1 the device sleeps for a tenth of a millisecond before each copy beside the computation."""
+    if DEVICE != "cuda" or not os.environ.get("ZSTORE_TEST_LATE_COPIES"):
+        return
+    copy = CudaStreams.copy
+
+    def late(streams: CudaStreams, target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
+        with torch.cuda.stream(streams._down if streams.is_host(target) else streams._up):
+            torch.cuda._sleep(200_000)
+        return copy(streams, target, source, after)
+
+    monkeypatch.setattr(CudaStreams, "copy", late)
+
+
 knows_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="is of CUDA itself")
 
 

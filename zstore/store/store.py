@@ -73,6 +73,8 @@ class TensorStore(Closing):
         self._shards: dict[str, LocalShard] = {}
         self._tiers: dict[str, Tier] = {}
         self._planned: dict[Any, Sequence[Batch]] = {}
+        self.arrangement = 0
+        """Grows whenever an array is created, renamed, moved or removed: memory that `memory` gave may be another's then."""
         """Plans of former passes over whole arrays; cleared when arrays are created, removed or moved."""
         self._order = ArrayOrder()
         self._pools = [pool]
@@ -157,14 +159,18 @@ class TensorStore(Closing):
     def _at_rest(self, name: str) -> Tier:
         """Return the tier of an array once nothing is under way for it, for a call that moves or changes it."""
         self.local(name)
-        self._planned.clear()
+        self._rearrange()
         self._order.wait([name])
         self._order.forget(name)
         return self._tiers[name]
 
+    def _rearrange(self) -> None:
+        self._planned.clear()
+        self.arrangement += 1
+
     def _check_new(self, spec: ArraySpec) -> None:
         self._check_open()
-        self._planned.clear()
+        self._rearrange()
         if spec.name in self._shards:
             raise UsageError(f"array {spec.name!r} exists already")
 
@@ -365,18 +371,27 @@ class TensorStore(Closing):
     def filling(self, names: Sequence[str]) -> Iterator[list[Any]]:
         """Give the memory of shards, 1-D, without padding, for the length of a `with` block, which sets every element, in
         as many threads as the caller likes. After a failure, elements that were set stay so."""
-        self._check_open()
-        self._order.wait(names)
         if elsewhere := [name for name in names if not self.may_fill(name)]:
             raise UsageError(
                 f"array {elsewhere[0]!r} is not in host memory, which `filling` needs: use `stream` or `write`"
             )
-        tiers = [cast(MemoryTier, self._tiers[name]) for name in names]
+        with self.changing(names):
+            yield [self.memory(name) for name in names]
+
+    @contextlib.contextmanager
+    def changing(self, names: Sequence[str]) -> Iterator[None]:
+        """Let the caller change shards in memory, which it has of `memory`, for the length of a `with` block, and nobody else
+        meanwhile. What is pinned is copied first, or waited for. After a failure, elements that were set stay so."""
+        self._check_open()
+        self._order.wait(names)
+        by_tier: dict[MemoryTier, list[str]] = {}
+        for name in names:
+            by_tier.setdefault(cast(MemoryTier, self._tiers[name]), []).append(name)
         with contextlib.ExitStack() as last_to_first:
-            for tier, name in zip(tiers, names, strict=True):
-                tier.begin(name, Mode.FILL)
-                last_to_first.callback(tier.end, name, True)
-            yield [tier.view(name, 0, self.valid_numel(name)) for tier, name in zip(tiers, names, strict=True)]
+            for tier, own in by_tier.items():
+                tier.begin_all(own)
+                last_to_first.callback(tier.end_all, own)
+            yield
 
     def _pass_over(self, name: str, mode: Mode, chunks: tuple[int, int] | None = None) -> Pass:
         return Pass(groups=[[name]], mode=mode, pool=self.resources.pool, chunks=chunks)

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,13 +94,34 @@ class MemoryTier(Tier):
     def begin(self, name: str, mode: Mode) -> None:
         """See `Tier.begin`."""
         with self._unpinned:
-            if name in self._changing and (mode is not Mode.READ or self._pins[name] == 0):
-                raise being_changed(name)
             if mode is not Mode.READ:
-                self._changing.add(name)
-                if self._pins[name]:
-                    self._wait_for_unpinning(name)
-                self._versions[name] = new_version()
+                self._begin_change(name)
+            elif name in self._changing and self._pins[name] == 0:
+                raise being_changed(name)
+
+    def begin_all(self, names: Sequence[str]) -> None:
+        """Begin to change several shards, or none of them."""
+        with self._unpinned:
+            if self._changing.isdisjoint(names) and not any(map(self._pins.__getitem__, names)):
+                self._changing.update(names)
+                self._versions.update(dict.fromkeys(names, new_version()))
+                return
+            begun: list[str] = []
+            try:
+                for name in names:
+                    self._begin_change(name)
+                    begun.append(name)
+            except BaseException:
+                self._changing.difference_update(begun)
+                raise
+
+    def _begin_change(self, name: str) -> None:
+        if name in self._changing:
+            raise being_changed(name)
+        self._changing.add(name)
+        if self._pins[name]:
+            self._wait_for_unpinning(name)
+        self._versions[name] = new_version()
 
     def _wait_for_unpinning(self, name: str) -> None:
         try:
@@ -135,6 +156,11 @@ class MemoryTier(Tier):
         """See `Tier.end`; memory is changed in place, so a failed pass leaves its changes."""
         with self._unpinned:
             self._changing.discard(name)
+
+    def end_all(self, names: Sequence[str]) -> None:
+        """End a `begin_all`."""
+        with self._unpinned:
+            self._changing.difference_update(names)
 
     def pin(self, name: str) -> MemoryPin:
         """See `Tier.pin`."""
