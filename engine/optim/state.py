@@ -42,8 +42,7 @@ class RowsInStore:
 
 
 class InPlace(NamedTuple):
-    """A parameter whose update moves nothing, and converts no more than the gradient and its own rows: whole arrays in one
-    memory, 1-D, of one length."""
+    """The arrays of a parameter, whole, in one memory, of which an update converts none: 1-D, of one length."""
 
     names: list[str]
     master: torch.Tensor
@@ -380,7 +379,7 @@ class OptimizerState:
         return record in self._off_device
 
     def in_place(self, record: ParameterRecord) -> InPlace | None:
-        """Return the arrays of a trained parameter if they are in one memory with its own rows, and none is converted."""
+        """Return the arrays of a trained parameter if they are in one memory, and none is converted."""
         if self._arrangement != self.store.arrangement:
             self._in_place.clear()
             self._arrangement = self.store.arrangement
@@ -396,11 +395,10 @@ class OptimizerState:
         if on_disk or record in self.spilled or self.moments != "fp32" or self.is_split(record):
             return None
         arrays = [as_torch(self.store.memory(name)) for name in names]
-        casts = record.rest is None and not self.is_master(record)
-        if any(self.transfers.link(one, arrays[0]) for one in [*arrays, *([record.owned()] if casts else [])]):
+        if any(self.transfers.link(one, arrays[0]) for one in arrays):
             return None
         rest = arrays.pop() if rests else None
-        return InPlace(names, arrays[0], arrays[1:], rest, casts)
+        return InPlace(names, arrays[0], arrays[1:], rest, casts=record.rest is None and not self.is_master(record))
 
     def shares_files(self, record: ParameterRecord) -> bool:
         """Return whether arrays of a parameter are in files that small ones share."""

@@ -18,19 +18,21 @@ another memory than the parameter, it is copied to them in phase 1 and back in p
 from __future__ import annotations
 
 import copy
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from zstore.errors import ZstoreError
-from zstore.store import ModeName, Tile
+from zstore.store import MEMORY_TILE_NUMEL, ModeName, Tile
 from zstore.tensors import as_torch
 
-from ..device import GradientTiles, H2DQueue, Room, labelled, side_by_side, threads_for
+from ..device import GradientTiles, H2DQueue, Room, labelled, on_threads, side_by_side, threads_for
 from ..params.record import ParameterRecord
 from .kernel import FusedAdamStep, ParameterStep, takes_threads
 from .moments import MomentTiles
@@ -145,48 +147,61 @@ class _Change:
         return self._state.take_master(held, self._room)
 
 
-_MOST_HERE, _MOST_THERE = 64 * 1024, 16 * 1024 * 1024
-"""Most elements that are changed together: in cache on the host, and in few kernels on a device."""
-
-
 def _apply(each: tuple[_Change, Tile]) -> None:
     change, tile = each
     change.apply(tile)
 
 
-class _Together:
-    """Parameters that are changed by one call of torch's kernels for many tensors: they take the same step."""
+class _Placed(NamedTuple):
+    """A parameter whose arrays are in one memory, and its gradient."""
 
-    def __init__(self, step: FusedAdamStep, factor: float, most: int) -> None:
+    record: ParameterRecord
+    place: InPlace
+    rows: torch.Tensor
+    step: FusedAdamStep
+
+
+_MOST_HERE, _MOST_THERE = 64 * 1024, 16 * 1024 * 1024
+"""Most elements of small parameters that are changed together: in cache on the host, and in few kernels on a device."""
+_MOST_BEHIND = 4
+"""Threads that update behind the loop, which has the other processors, and runs Python too."""
+
+
+class _Portion:
+    """Rows of parameters in one memory that are changed by one call of each kernel: they take the same step."""
+
+    def __init__(self, step: FusedAdamStep, factor: float) -> None:
+        self.numel = 0
         self._step = step
         self._factor = factor
-        self._most = most
-        self._numel = 0
-        self._parts: list[tuple[torch.Tensor, InPlace, torch.Tensor | None]] = []
+        self._gradients: list[torch.Tensor] = []
+        self._masters: list[torch.Tensor] = []
+        self._slots: list[list[torch.Tensor]] = []
+        self._own: list[torch.Tensor | None] = []
 
-    def add(self, rows: torch.Tensor, place: InPlace, own: torch.Tensor | None) -> None:
-        """Change a parameter, sooner or later: `rows` are of its gradient, and its master is cast into its `own`."""
-        if self._numel + rows.numel() > self._most:
-            self.apply()
-        self._numel += rows.numel()
-        self._parts.append((rows, place, own))
+    def add(self, rows: torch.Tensor, place: InPlace, own: torch.Tensor | None, first: int, stop: int) -> None:
+        """Add elements `[first, stop)` of a parameter: `rows` are of its gradient, and its master is cast into its `own`."""
+        self.numel += stop - first
+        master, slots = place.master, place.slots
+        if stop - first < rows.numel():
+            rows, master, slots = rows[first:stop], master[first:stop], [slot[first:stop] for slot in slots]
+            own = None if own is None else own[first:stop]
+        self._gradients.append(rows)
+        self._masters.append(master)
+        self._slots.append(slots)
+        self._own.append(own)
 
-    def apply(self) -> None:
-        """Carry the phases out for all that were added."""
-        if not self._parts:
-            return
-        gradients, places, _ = zip(*self._parts, strict=True)
+    def apply(self, room: Room, h2d: H2DQueue) -> None:
+        """Carry the phases out."""
+        gradients = self._gradients
         if gradients[0].dtype != torch.float32:
-            scratch = gradients[0].new_empty(self._numel, dtype=torch.float32)
-            wide = torch.split(scratch, [rows.numel() for rows in gradients])
-            torch._foreach_copy_(wide, gradients)
-            gradients = wide
+            numels = [rows.numel() for rows in gradients]
+            gradients = list(torch.split(room.take("gradients", gradients[0], torch.float32, self.numel), numels))
+            torch._foreach_copy_(gradients, self._gradients)
         if self._factor != 1.0:
             torch._foreach_mul_(gradients, self._factor)
-        self._step.tiles([each.master for each in places], gradients, [each.slots for each in places])
-        if casts := [(own, place.master) for _, place, own in self._parts if own is not None]:
-            torch._foreach_copy_([own for own, _ in casts], [master for _, master in casts])
-        self._parts, self._numel = [], 0
+        self._step.tiles(self._masters, gradients, self._slots)
+        h2d.put_all(self._own, self._masters)
 
 
 def read_ahead(
@@ -253,7 +268,12 @@ class Update:
         and its new rows, are the present ones.
         """
         mine = [record for record in self.records if record.owned_numel]
-        if done is None and not self._state.has_disk and not (mine := self._change_in_place(mine)):
+        if not self._state.has_disk and done is None:
+            mine = self._change_in_place(mine)
+        elif not self._state.has_disk and done is not None and all(map(self._is_in_place, mine)):
+            self._change_one_by_one(mine, admit, done)
+            return
+        if not mine:
             return
 
         h2d = H2DQueue(self._state.transfers)
@@ -284,31 +304,104 @@ class Update:
         h2d.drain()
 
     def _change_in_place(self, records: Sequence[ParameterRecord]) -> list[ParameterRecord]:
-        """Change together those of `records` whose update moves nothing, if small or on a device; return the others."""
-        state, left = self._state, []
-        groups: dict[Any, _Together] = {}
-        found: list[tuple[_Together, torch.Tensor, InPlace, torch.Tensor | None]] = []
+        """Change those of `records` whose arrays and gradients are in one memory, and return the others."""
+        state, room, h2d = self._state, Room(), H2DQueue(self._state.transfers)
+        found: list[_Placed] = []
         for record in records:
-            place, step, factor = state.in_place(record), self._step_of(record), self.settings.factor_of(record)
-            most = _MOST_HERE if place is None or state.transfers.streams.is_host(place.master) else _MOST_THERE
-            large = most == _MOST_HERE and record.owned_numel > most
-            if place is None or large or not isinstance(step, FusedAdamStep):
-                left.append(record)
-                continue
-            rows = self.rows(record)
-            if rows is None or state.transfers.link(rows, place.master) is not None:
-                self._taken[record] = rows
-                left.append(record)
-                continue
-            key = step, factor, rows.dtype, most
-            group = groups.get(key) or groups.setdefault(key, _Together(step, factor, most))
-            found.append((group, rows, place, record.owned() if place.casts else place.rest))
-        with labelled("update"), state.store.changing([name for _, _, place, _ in found for name in place.names]):
-            for group, rows, place, own in found:
-                group.add(rows, place, own)
-            for group in groups.values():
-                group.apply()
-        return left
+            placed = self._placed(record)
+            if placed is not None and state.transfers.link(placed.rows, placed.place.master) is not None:
+                self._taken[record] = placed.rows
+            elif placed is not None:
+                found.append(placed)
+        threads = self._num_threads([each.record for each in found])
+        h2d.most *= threads
+        with labelled("update"), state.store.changing([name for each in found for name in each.place.names]):
+            side_by_side(
+                lambda portion: portion.apply(room, h2d),
+                self._portions(found),
+                threads,
+                state.transfers.stream_context(),
+            )
+            h2d.drain()
+        changed = {each.record for each in found}
+        return [record for record in records if record not in changed]
+
+    def _change_one_by_one(
+        self,
+        records: Sequence[ParameterRecord],
+        admit: Callable[[ParameterRecord, bool], bool] | None,
+        done: Callable[[ParameterRecord], None],
+    ) -> None:
+        """Change records whose arrays are in one memory, in order, several at a time on threads of their own."""
+        left, picking, room = deque(records), threading.Lock(), Room()
+
+        def pick() -> ParameterRecord | None:
+            with picking:
+                while left:
+                    record = left.popleft()
+                    if admit is None or admit(record, True):
+                        return record
+            return None
+
+        def serve() -> None:
+            try:
+                while (record := pick()) is not None:
+                    self._change_whole(record, room)
+                    done(record)
+            except BaseException:
+                left.clear()
+                raise
+
+        with labelled("update"):
+            threads = min(_MOST_BEHIND, self._num_threads(records))
+            on_threads(serve, threads, self._state.transfers.stream_context())
+
+    def _change_whole(self, record: ParameterRecord, room: Room) -> None:
+        placed, transfers = self._placed(record), self._state.transfers
+        if placed is None:
+            raise AssertionError(f"{record.name}: there is no gradient in memory")
+        link = transfers.link(placed.rows, placed.place.master)
+        if link == "device_to_host":
+            staging = transfers.streams.empty_host(placed.rows.numel(), placed.rows.dtype)
+            placed = placed._replace(rows=transfers.finish(transfers.begin(staging, placed.rows)))
+        elif link is not None:
+            there = torch.empty_like(placed.place.master, dtype=placed.rows.dtype)
+            transfers.copy_into(there, placed.rows)
+            placed = placed._replace(rows=there)
+        h2d = H2DQueue(transfers)
+        with self._state.store.changing(placed.place.names):
+            for portion in self._portions([placed]):
+                portion.apply(room, h2d)
+            h2d.drain()
+
+    def _is_in_place(self, record: ParameterRecord) -> bool:
+        return self._state.in_place(record) is not None and isinstance(self._step_of(record), FusedAdamStep)
+
+    def _placed(self, record: ParameterRecord) -> _Placed | None:
+        """Take the gradient of a record whose arrays are in one memory; None if there is more to do with it."""
+        place, step = self._state.in_place(record), self._step_of(record)
+        if place is None or not isinstance(step, FusedAdamStep):
+            return None
+        rows = self.rows(record)
+        return None if rows is None else _Placed(record, place, rows, step)
+
+    def _portions(self, found: Iterable[_Placed]) -> list[_Portion]:
+        """Cut what is changed: small parameters go together, large ones in tiles."""
+        portions: list[_Portion] = []
+        last: dict[Any, _Portion] = {}
+        for record, place, rows, step in found:
+            own = record.owned() if place.casts else place.rest
+            factor, numel = self.settings.factor_of(record), rows.numel()
+            on_host = self._state.transfers.streams.is_host(place.master)
+            most, tile = (_MOST_HERE, MEMORY_TILE_NUMEL) if on_host else (_MOST_THERE, _MOST_THERE)
+            for first in range(0, numel, tile):
+                stop = min(first + tile, numel)
+                key = step, factor, rows.dtype, on_host
+                if key not in last or last[key].numel + stop - first > most:
+                    last[key] = _Portion(step, factor)
+                    portions.append(last[key])
+                last[key].add(rows, place, own, first, stop)
+        return portions
 
     def _changes(
         self, tiles: Iterable[Tile], mine: Sequence[ParameterRecord], h2d: H2DQueue

@@ -408,8 +408,8 @@ class WholeGradients(Gradients):
         """See Gradients."""
         if record not in self._held:
             return None
-        first, stop = record.owned_range
-        return self._flat(record)[first:stop]
+        flat, (first, stop) = self._flat(record), record.owned_range
+        return flat if stop - first == flat.numel() else flat[first:stop]
 
     def replace(self, record: ParameterRecord, full: torch.Tensor) -> None:
         """See Gradients."""

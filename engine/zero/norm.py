@@ -18,8 +18,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 
+import numpy as np
 import torch
 
 from zstore.ranks.world import World
@@ -31,7 +31,7 @@ from .gradients import Gradients
 
 ROW_NUMEL = 4096
 _TILE_ROWS = 128
-_DEVICE_TILE_ROWS = 2048
+_DEVICE_TILE_ROWS = 4096
 
 
 def sum_of_squares(values: torch.Tensor) -> float:
@@ -66,7 +66,7 @@ class SumOfSquares:
         """Return the sum; the host waits for it if it is not there yet."""
         with self._lock:
             if self._copy is not None:
-                self._sum, self._copy = _added_up(self._transfers.finish(self._copy).tolist()), None
+                self._sum, self._copy = _added_up(self._transfers.finish(self._copy)), None
             elif self._values is not None:
                 self._sum, self._values = sum_of_squares(self._values), None
         return self._sum
@@ -125,8 +125,8 @@ def _row_norms(tile: torch.Tensor) -> list[float]:
 
 def sums_by_halves(shards: Sequence[torch.Tensor]) -> list[float]:
     """Return the sum of squares of each shard's elements, all on one device, as a device that is not the host adds them."""
-    rows = iter(_row_sums(shards).tolist())
-    return [_added_up(islice(rows, _num_rows(values))) for values in shards]
+    rows = _row_sums(shards).cpu()
+    return [_added_up(own) for own in torch.split(rows, [_num_rows(values) for values in shards])]
 
 
 def _num_rows(values: torch.Tensor) -> int:
@@ -159,20 +159,18 @@ def _row_sums(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(found) if found else torch.empty(0)
 
 
-def _added_up(rows: Iterable[float]) -> float:
-    total = 0.0  # not sum(), which from Python 3.12 on gives other bits
-    for row in rows:
-        total += row
-    return total
+def _added_up(rows: torch.Tensor) -> float:
+    """Return the sum in fp64, one row after another."""
+    return float(np.cumsum(rows.numpy(), dtype=np.float64)[-1]) if rows.numel() else 0.0
 
 
 def _rows_by_halves(tile: torch.Tensor, targets: list[torch.Tensor], parts: list[torch.Tensor]) -> torch.Tensor:
     """Copy `parts` to their places in a tile, [rows, ROW_NUMEL] in fp32, and return the sum of squares of each row."""
     torch._foreach_copy_(targets, parts)
-    squares = tile.square()
+    squares = tile.mul_(tile)
     while squares.shape[-1] > 1:
         half = squares.shape[-1] // 2
-        squares = squares[:, :half] + squares[:, half:]
+        squares = squares[:, :half].add_(squares[:, half:])
     return squares.flatten()
 
 
@@ -190,7 +188,7 @@ def norm_of_sums(sums: Sequence[tuple[str, Sequence[float]]]) -> float:
 def counted(record: ParameterRecord, rows: torch.Tensor) -> torch.Tensor:
     """Return those of this rank's rows whose squares it sums: all, or one shard of a copy's. See [Note: copies]."""
     first, stop = record.counted_range
-    return rows[first:stop]
+    return rows if stop - first == rows.numel() else rows[first:stop]
 
 
 def sums_over_ranks(
