@@ -36,8 +36,6 @@ _MOST_UP = 2
 _MOST_DOWN_BYTES = 256 * 1024 * 1024
 """Most memory of the device that is kept by copies on their way from it."""
 _LEAST_MEAN_NUMEL = 128 * 1024
-_MOST_THREADS = 8
-"""Threads that work on tiles: they take most of the memory's rate, and more of them wait for each other's Python."""
 
 T = TypeVar("T")
 
@@ -263,15 +261,13 @@ class Room(threading.local):
 
 class GradientTiles:
     """The rows of a gradient, tile by tile, in fp32 beside the state, copied there ahead of use if they are elsewhere. With
-    `room` each tile uses the same memory. Several threads may take a tile each."""
+    `room` each tile uses the same memory."""
 
     def __init__(self, transfers: Transfers, rows: torch.Tensor, room: Room | None = None) -> None:
-        self._rows = rows
         self._transfers = transfers
+        self._rows = rows
         self._room = room
-        self._begun: dict[int, Copy | None] = {}
-        """Copies to the host, by the first element: None once a thread has one."""
-        self._lock = threading.Lock()
+        self._ahead: tuple[int, int, Copy] | None = None
 
     def tile(self, first: int, stop: int, beside: torch.Tensor) -> torch.Tensor:
         """Return rows `[first, stop)` in the memory of `beside`, in fp32, for the caller to change."""
@@ -285,18 +281,18 @@ class GradientTiles:
             there = torch.empty_like(beside, dtype=torch.float32)
             self._transfers.copy_into(there, part)
             return there
-        with self._lock:
-            copy = self._begun.get(first) or self._begin(first, stop)
-            self._begun[first] = None
-            # All tiles of a parameter but the last have one size.
-            following = min(2 * stop - first, self._rows.numel())
-            if following > stop and stop not in self._begun:
-                self._begun[stop] = self._begin(stop, following)
-        return self._transfers.finish(copy).float()
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead[:2] != (first, stop):
+            ahead = self._begin(first, stop)
+        # All tiles of a parameter but the last have one size.
+        following = min(2 * stop - first, self._rows.numel())
+        if following > stop:
+            self._ahead = self._begin(stop, following)
+        return self._transfers.finish(ahead[2]).float()
 
-    def _begin(self, first: int, stop: int) -> Copy:
+    def _begin(self, first: int, stop: int) -> tuple[int, int, Copy]:
         staging = self._transfers.streams.empty_host(stop - first, self._rows.dtype)
-        return self._transfers.begin(staging, self._rows[first:stop])
+        return first, stop, self._transfers.begin(staging, self._rows[first:stop])
 
 
 class H2DQueue:
@@ -417,7 +413,7 @@ def threads_for(numels: Sequence[int]) -> int:
     numel = sum(numels)
     if numel < len(numels) * _LEAST_MEAN_NUMEL:
         return 1
-    return max(1, min(torch.get_num_threads(), _MOST_THREADS, numel // MEMORY_TILE_NUMEL))
+    return max(1, min(torch.get_num_threads(), numel // MEMORY_TILE_NUMEL))
 
 
 def side_by_side(

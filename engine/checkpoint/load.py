@@ -225,15 +225,17 @@ class Restore:
         """Return whether the stored elements are those of the array in the host's memory."""
         name, store = one.into[0], self._training.state.store
         alike = not one.converts and reader.array(one.stored[0]).spec.dtype == store.spec(name).dtype
-        return alike and store.may_fill(name)
+        return alike and (
+            store.tier_of(name) == "host" or (store.tier_of(name) == "device" and store.options.device == "cpu")
+        )
 
     def _load_straight(self, reader: ArraySource, arrays: list[LoadedArray]) -> set[str]:
         """Read into the arrays' own memory, by several threads at once, and cast parameters from each piece that was read;
         return the masters of these."""
         names, state = [one.into[0] for one in arrays], self._training.state
         parameters = state.rows_in_memory()
-        with state.store.filling(names) as memories:
-            masters = [as_torch(memory) for memory in memories]
+        with state.store.changing(names):
+            masters = [as_torch(state.store.memory(name)) for name in names]
 
             def cast(number: int, first: int, stop: int) -> None:
                 rows = parameters.get(names[number])

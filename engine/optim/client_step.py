@@ -33,7 +33,7 @@ class WholeKernel:
 
     slots: tuple[str, ...] = ()
 
-    def arrays(self, numel: int) -> Sequence[SlotArray]:
+    def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
         """See Kernel."""
         return ()
 

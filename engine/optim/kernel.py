@@ -74,8 +74,8 @@ class Kernel(Protocol):
     def slots(self) -> tuple[str, ...]:
         """Names of its arrays for each parameter."""
 
-    def arrays(self, numel: int) -> Sequence[SlotArray]:
-        """Return its arrays for a parameter of which this rank owns `numel` elements, in the order of `slots`."""
+    def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
+        """Return its arrays for a parameter of `shape`, of which this rank owns `numel` elements, in the order of `slots`."""
 
     def initial(self) -> Scalars:
         """Return the scalars of a parameter that was never updated."""
@@ -120,7 +120,7 @@ class FusedAdam:
             self.slots = (*self.slots, "max_exp_avg_sq")
         self._last: FusedAdamStep | None = None
 
-    def arrays(self, numel: int) -> Sequence[SlotArray]:
+    def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
         """See Kernel."""
         return fp32_arrays(self.slots)
 
@@ -194,9 +194,9 @@ class Averaging:
         self.slots: tuple[str, ...] = (*kernel.slots, EMA)
         self._weight = 1 - decay
 
-    def arrays(self, numel: int) -> Sequence[SlotArray]:
+    def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
         """See Kernel."""
-        return [*self.kernel.arrays(numel), SlotArray(EMA, entry=EMA)]
+        return [*self.kernel.arrays(numel, shape), SlotArray(EMA, entry=EMA)]
 
     def initial(self) -> Scalars:
         """See Kernel."""
@@ -274,7 +274,7 @@ class TorchKernel:
                 values[name] = self._typed(name, scalars.get(name, float(made)))
         return values
 
-    def arrays(self, numel: int) -> Sequence[SlotArray]:
+    def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
         """See Kernel."""
         return fp32_arrays(self.slots)
 

@@ -16,20 +16,13 @@ import torch
 from zstore.errors import UsageError
 from zstore.ranks.world import World
 
-from ..plan.plan import Slots, TensorSlot
+from ..plan.plan import Slots
 from .client_step import ClientStep, WholeKernel
 from .kernel import ELEMENT_WISE, Averaging, FusedAdam, Kernel, TorchKernel, kernel_for
 from .state import OptimizerState
 from .stepper import Stepper
-from .tensor_kernel import TensorKernel
 
 Kind = type[torch.optim.Optimizer]
-
-
-def _slots_of(kernel: Kernel, shape: Sequence[int]) -> Slots:
-    if isinstance(kernel, TensorKernel):
-        return tuple(TensorSlot(slot.name, slot.shape) for slot in kernel.arrays_of(shape))
-    return kernel.slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +37,7 @@ class Rule:
     """Makes the stepper, for the ranks that hold one copy of the state. None: steps run over tiles."""
     keeps_whole: bool = False
     """Whether every rank keeps whole masters and slots, on its device."""
-    slots: Callable[[Kernel, Sequence[int]], Slots] = _slots_of
+    slots: Callable[[Kernel, Sequence[int]], Slots] = lambda kernel, _: kernel.slots
     """Gives a kernel's arrays for a parameter of a shape, for the plan."""
 
 

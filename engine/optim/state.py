@@ -26,7 +26,6 @@ from ..plan.plan import EMA, Placement
 from .kernel import AVERAGED, Kernel, Scalars, SlotArray
 from .moments import MomentTiles, slots_at_rest
 from .split_master import join_master, split_master
-from .tensor_kernel import TensorKernel
 
 TierName = Literal["device", "host", "disk"]
 Tiles = Generator[Tile, None, None]
@@ -90,7 +89,6 @@ class OptimizerState:
         """Parameters whose gradients wait for the update on disk, and their arrays there."""
         self.gradients_on_host: set[ParameterRecord] = set()
         """Parameters whose gradients wait for the update in host memory, wherever the device is."""
-        self._off_device: set[ParameterRecord] = set()
         self._in_place: dict[ParameterRecord, InPlace | None] = {}
         self._arrangement = 0
         """That of the store which `_in_place` is of."""
@@ -133,8 +131,6 @@ class OptimizerState:
         for slot in self.slots_of(record):
             self._create_slot(record, slot, placement.state)
         self.scalars[record] = self.kernels[record.group].initial()
-        if placement.state != "device":
-            self._off_device.add(record)
         if placement.gradient == "host":
             self.gradients_on_host.add(record)
         if placement.gradient == "disk":
@@ -215,7 +211,7 @@ class OptimizerState:
     def kernel_slots(self, record: ParameterRecord) -> Sequence[SlotArray]:
         """Return the slots that the kernel of a trained parameter works on beside its master, in its order."""
         kernel, _ = self.kernel_of(record)
-        return kernel.arrays_of(record.shape) if isinstance(kernel, TensorKernel) else kernel.arrays(record.owned_numel)
+        return kernel.arrays(record.owned_numel, record.shape)
 
     def moment_tiles(self, record: ParameterRecord, step: int, former: MomentTiles | None = None) -> MomentTiles | None:
         """Return the converter of stored moments to a kernel's slots in step number `step`; None: they are stored as slots. It
@@ -373,10 +369,6 @@ class OptimizerState:
         """
         with one_thread(self.has_disk), closing(tiles):
             yield tiles
-
-    def is_off_device(self, record: ParameterRecord) -> bool:
-        """Return whether a parameter's master and slots are in host memory or on disk."""
-        return record in self._off_device
 
     def in_place(self, record: ParameterRecord) -> InPlace | None:
         """Return the arrays of a trained parameter if they are in one memory, and none is converted."""

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ from zstore.errors import ZstoreError
 from zstore.store import MEMORY_TILE_NUMEL, ModeName, Tile
 from zstore.tensors import as_torch
 
-from ..device import GradientTiles, H2DQueue, Room, labelled, on_threads, side_by_side, threads_for
+from ..device import GradientTiles, H2DQueue, Room, Transfers, labelled, on_threads, side_by_side, threads_for
 from ..params.record import ParameterRecord
 from .kernel import FusedAdamStep, ParameterStep, takes_threads
 from .moments import MomentTiles
@@ -163,8 +164,8 @@ class _Placed(NamedTuple):
 
 _MOST_HERE, _MOST_THERE = 64 * 1024, 16 * 1024 * 1024
 """Most elements of small parameters that are changed together: in cache on the host, and in few kernels on a device."""
-_MOST_BEHIND = 4
-"""Threads that update behind the loop, which has the other processors, and runs Python too."""
+_MOST_THREADS, _MOST_BEHIND = 8, 4
+"""Threads that update in the step, and behind the loop, which runs Python too: more wait for each other's Python."""
 
 
 class _Portion:
@@ -202,6 +203,15 @@ class _Portion:
             torch._foreach_mul_(gradients, self._factor)
         self._step.tiles(self._masters, gradients, self._slots)
         h2d.put_all(self._own, self._masters)
+
+
+def _beside(other: torch.Tensor, rows: torch.Tensor, transfers: Transfers) -> torch.Tensor:
+    """Return a copy of `rows` in the memory of `other`."""
+    if not transfers.streams.is_host(other):
+        there = torch.empty_like(other, dtype=rows.dtype)
+        transfers.copy_into(there, rows)
+        return there
+    return transfers.finish(transfers.begin(transfers.streams.empty_host(rows.numel(), rows.dtype), rows))
 
 
 def read_ahead(
@@ -255,6 +265,7 @@ class Update:
         self._steps: dict[ParameterRecord, ParameterStep] = {}
         self._taken: dict[ParameterRecord, torch.Tensor | None] = {}
         """Rows of gradients that were asked for already."""
+        self._room = Room()
 
     def run(
         self,
@@ -269,7 +280,7 @@ class Update:
         """
         mine = [record for record in self.records if record.owned_numel]
         if not self._state.has_disk and done is None:
-            mine = self._change_in_place(mine)
+            mine = self._change_in_place(mine, _MOST_THREADS, brings=False)
         elif not self._state.has_disk and done is not None and all(map(self._is_in_place, mine)):
             self._change_one_by_one(mine, admit, done)
             return
@@ -297,33 +308,33 @@ class Update:
                 on_end=None if done is None else ended,
             )
         with labelled("update"), passing as tiles:
-            threads = 1 if done is not None else self._num_threads(mine)
-            h2d.most *= threads
-            context = self._state.transfers.stream_context()
-            side_by_side(_apply, self._changes(tiles, mine, h2d), threads, context)
+            side_by_side(_apply, self._changes(tiles, mine, h2d), 1 if done is not None else self._num_threads(mine))
         h2d.drain()
 
-    def _change_in_place(self, records: Sequence[ParameterRecord]) -> list[ParameterRecord]:
-        """Change those of `records` whose arrays and gradients are in one memory, and return the others."""
-        state, room, h2d = self._state, Room(), H2DQueue(self._state.transfers)
+    def _change_in_place(
+        self, records: Sequence[ParameterRecord], most_threads: int, *, brings: bool
+    ) -> list[ParameterRecord]:
+        """Change those of `records` whose arrays are in one memory, and return the others. It `brings` gradients from another
+        memory, whole; else these are left."""
+        state, h2d = self._state, H2DQueue(self._state.transfers)
         found: list[_Placed] = []
         for record in records:
             placed = self._placed(record)
             if placed is not None and state.transfers.link(placed.rows, placed.place.master) is not None:
-                self._taken[record] = placed.rows
-            elif placed is not None:
+                if not brings:
+                    self._taken[record] = placed.rows
+                    continue
+                placed = placed._replace(rows=_beside(placed.place.master, placed.rows, state.transfers))
+            if placed is not None:
                 found.append(placed)
-        threads = self._num_threads([each.record for each in found])
+        on_host = [one.record.owned_numel for one in found if state.transfers.streams.is_host(one.place.master)]
+        threads = min(most_threads, threads_for(on_host)) if on_host else 1
         h2d.most *= threads
-        with labelled("update"), state.store.changing([name for each in found for name in each.place.names]):
-            side_by_side(
-                lambda portion: portion.apply(room, h2d),
-                self._portions(found),
-                threads,
-                state.transfers.stream_context(),
-            )
+        with labelled("update"), state.store.changing([name for one in found for name in one.place.names]):
+            work, context = partial(_Portion.apply, room=self._room, h2d=h2d), state.transfers.stream_context()
+            side_by_side(work, self._portions(found), threads, context)
             h2d.drain()
-        changed = {each.record for each in found}
+        changed = {one.record for one in found}
         return [record for record in records if record not in changed]
 
     def _change_one_by_one(
@@ -333,7 +344,7 @@ class Update:
         done: Callable[[ParameterRecord], None],
     ) -> None:
         """Change records whose arrays are in one memory, in order, several at a time on threads of their own."""
-        left, picking, room = deque(records), threading.Lock(), Room()
+        left, picking = deque(records), threading.Lock()
 
         def pick() -> ParameterRecord | None:
             with picking:
@@ -346,33 +357,14 @@ class Update:
         def serve() -> None:
             try:
                 while (record := pick()) is not None:
-                    self._change_whole(record, room)
+                    self._change_in_place([record], 1, brings=True)
                     done(record)
             except BaseException:
                 left.clear()
                 raise
 
-        with labelled("update"):
-            threads = min(_MOST_BEHIND, self._num_threads(records))
-            on_threads(serve, threads, self._state.transfers.stream_context())
-
-    def _change_whole(self, record: ParameterRecord, room: Room) -> None:
-        placed, transfers = self._placed(record), self._state.transfers
-        if placed is None:
-            raise AssertionError(f"{record.name}: there is no gradient in memory")
-        link = transfers.link(placed.rows, placed.place.master)
-        if link == "device_to_host":
-            staging = transfers.streams.empty_host(placed.rows.numel(), placed.rows.dtype)
-            placed = placed._replace(rows=transfers.finish(transfers.begin(staging, placed.rows)))
-        elif link is not None:
-            there = torch.empty_like(placed.place.master, dtype=placed.rows.dtype)
-            transfers.copy_into(there, placed.rows)
-            placed = placed._replace(rows=there)
-        h2d = H2DQueue(transfers)
-        with self._state.store.changing(placed.place.names):
-            for portion in self._portions([placed]):
-                portion.apply(room, h2d)
-            h2d.drain()
+        threads = min(_MOST_BEHIND, threads_for([record.owned_numel for record in records]))
+        on_threads(serve, threads, self._state.transfers.stream_context())
 
     def _is_in_place(self, record: ParameterRecord) -> bool:
         return self._state.in_place(record) is not None and isinstance(self._step_of(record), FusedAdamStep)
@@ -418,11 +410,11 @@ class Update:
 
     def _num_threads(self, mine: Sequence[ParameterRecord]) -> int:
         """Return how many threads take tiles of `mine` side by side."""
+        if not self._state.transfers.streams.device_is_host:
+            return 1
         if not all(takes_threads(self._state.kernel_of(record)[0]) for record in mine):
             return 1
-        # A device runs the kernels of all threads one after another.
-        on_host = self._state.transfers.streams.device_is_host
-        return threads_for([record.owned_numel for record in mine if on_host or self._state.is_off_device(record)])
+        return threads_for([record.owned_numel for record in mine])
 
     def _step_of(self, record: ParameterRecord) -> ParameterStep:
         found = self._steps.get(record)

@@ -219,10 +219,11 @@ def test_a_group_that_may_not_be_begun_can_be_read(store: TensorStore) -> None:
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_memory_is_filled_where_it_rests(store: TensorStore, tier: str) -> None:
+def test_memory_is_changed_in_place(store: TensorStore, tier: str) -> None:
     values = create(store, tier, name="model/w")
     version = store.version("model/w")
-    with store.filling(["model/w"]) as (memory,):
+    with store.changing(["model/w"]):
+        memory = store.memory("model/w")
         assert len(memory) == store.valid_numel("model/w")
         with pytest.raises(UsageError, match="being changed"):
             store.snapshot()
@@ -232,8 +233,20 @@ def test_memory_is_filled_where_it_rests(store: TensorStore, tier: str) -> None:
     store.snapshot().release()
 
 
-def test_what_rests_on_disk_has_no_memory_to_fill(store: TensorStore) -> None:
+def test_what_is_on_disk_cannot_be_changed_in_memory(store: TensorStore) -> None:
     create(store, "disk", name="model/w")
-    assert not store.may_fill("model/w")
-    with pytest.raises(UsageError, match="array 'model/w' is not in host memory"), store.filling(["model/w"]):
+    with pytest.raises(UsageError, match="array 'model/w' rests on tier 'disk'"), store.changing(["model/w"]):
         pass
+
+
+def test_arrays_are_changed_together_or_not_at_all(store: TensorStore) -> None:
+    """One that somebody changes already leaves the others as they were; what is pinned is copied out or waited for."""
+    for name in ("model/v", "model/w"):
+        create(store, "host", name=name)
+    versions = [store.version(name) for name in ("model/v", "model/w")]
+    with store.changing(["model/w"]):
+        with pytest.raises(UsageError, match="being changed"), store.changing(["model/v", "model/w"]):
+            pass
+        with store.changing(["model/v"]):
+            pass
+    assert all(store.version(name) != before for name, before in zip(("model/v", "model/w"), versions, strict=True))

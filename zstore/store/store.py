@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..closing import Closing
 from ..errors import UsageError
@@ -356,41 +356,24 @@ class TensorStore(Closing):
 
     def memory(self, name: str) -> Any:
         """Return the memory of a shard on the host or the device tier, 1-D, without padding, until it is moved or removed.
-        A caller that writes to it ensures that nobody else does."""
+        Whoever writes to it does so within `changing`, or ensures that nobody else has it."""
+        return self._memory_tier(name).view(name, 0, self.valid_numel(name))
+
+    def _memory_tier(self, name: str) -> MemoryTier:
         tier = self._tiers[self.local(name).spec.name]
         if not isinstance(tier, MemoryTier):
-            raise UsageError(f"array {name!r} rests on tier {tier.name!r}, not in memory")
-        return tier.view(name, 0, self.valid_numel(name))
-
-    def may_fill(self, name: str) -> bool:
-        """Tell whether `filling` takes the array: it is in host memory."""
-        tier = self.tier_of(name)
-        return tier == "host" or (tier == "device" and self.options.device == "cpu")
-
-    @contextlib.contextmanager
-    def filling(self, names: Sequence[str]) -> Iterator[list[Any]]:
-        """Give the memory of shards, 1-D, without padding, for the length of a `with` block, which sets every element, in
-        as many threads as the caller likes. After a failure, elements that were set stay so."""
-        if elsewhere := [name for name in names if not self.may_fill(name)]:
-            raise UsageError(
-                f"array {elsewhere[0]!r} is not in host memory, which `filling` needs: use `stream` or `write`"
-            )
-        with self.changing(names):
-            yield [self.memory(name) for name in names]
+            raise UsageError(f"array {name!r} rests on tier {tier.name!r}, not in memory: use `stream` or `write`")
+        return tier
 
     @contextlib.contextmanager
     def changing(self, names: Sequence[str]) -> Iterator[None]:
-        """Let the caller change shards in memory, which it has of `memory`, for the length of a `with` block, and nobody else
-        meanwhile. What is pinned is copied first, or waited for. After a failure, elements that were set stay so."""
+        """Let the caller alone change the `memory` of shards for the length of a `with` block, in as many threads as it likes.
+        What is pinned is copied first, or waited for. After a failure, elements that were set stay so."""
         self._check_open()
         self._order.wait(names)
-        by_tier: dict[MemoryTier, list[str]] = {}
-        for name in names:
-            by_tier.setdefault(cast(MemoryTier, self._tiers[name]), []).append(name)
         with contextlib.ExitStack() as last_to_first:
-            for tier, own in by_tier.items():
-                tier.begin_all(own)
-                last_to_first.callback(tier.end_all, own)
+            for tier in dict.fromkeys(map(self._memory_tier, names)):
+                last_to_first.enter_context(tier.changing([name for name in names if self._tiers[name] is tier]))
             yield
 
     def _pass_over(self, name: str, mode: Mode, chunks: tuple[int, int] | None = None) -> Pass:

@@ -161,7 +161,7 @@ class BlockKernel:
             )
         return form
 
-    def arrays(self, numel: int) -> tuple[SlotArray, ...]:
+    def arrays(self, numel: int, shape: Sequence[int]) -> tuple[SlotArray, ...]:
         """Return the arrays of a parameter of `numel` elements, in the order of a tile's slots."""
         return self.form(numel).arrays
 

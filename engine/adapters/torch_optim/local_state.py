@@ -10,9 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from zstore.engine.extras.whole_tensors.kernel import TensorKernel
 from zstore.engine.optim.kernel import AVERAGED, Averaging, FusedAdam, Scalars, SlotArray, TorchKernel
 from zstore.engine.optim.state import OptimizerState
-from zstore.engine.optim.tensor_kernel import TensorKernel
 from zstore.engine.plan.plan import EMA, Placement
 from zstore.errors import BudgetError, UsageError
 from zstore.format import Box, model_array, optimizer_array

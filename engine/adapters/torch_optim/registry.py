@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from zstore.engine.extras.whole_tensors.kernel import TensorKernel
 from zstore.engine.optim.kernel import ELEMENT_WISE, Averaging, FusedAdam, Scalars, TorchKernel, kernel_for
-from zstore.engine.optim.tensor_kernel import TensorKernel
 from zstore.errors import UsageError
 
 from .block_kernel import BlockKernel, Blocks
@@ -175,7 +175,7 @@ def _check_blocks(kind: OptimizerClass, kernel: BlockKernel, group: Mapping[str,
         start, block = torch.randn(numel, generator=generator), kernel.block_of(numel)
         whole = torch.nn.Parameter(start.clone())
         own, scalars = kernel.make(whole), kernel.initial()
-        slots = [torch.zeros(-(-numel // slot.block), dtype=slot.dtype) for slot in kernel.arrays(numel)]
+        slots = [torch.zeros(-(-numel // slot.block), dtype=slot.dtype) for slot in kernel.arrays(numel, (numel,))]
         cut = _CUT if block is None else numel // (2 * block) * block
         for _ in range(_STEPS):
             gradient = torch.randn(numel, generator=generator) * torch.linspace(0.1, 3.0, numel)
@@ -184,7 +184,8 @@ def _check_blocks(kind: OptimizerClass, kernel: BlockKernel, group: Mapping[str,
             step = kernel.start(group, scalars)
             for first, stop in ((0, cut), (cut, numel)):
                 parts = [
-                    s[first // a.block : -(-stop // a.block)] for s, a in zip(slots, kernel.arrays(numel), strict=True)
+                    s[first // a.block : -(-stop // a.block)]
+                    for s, a in zip(slots, kernel.arrays(numel, (numel,)), strict=True)
                 ]
                 step.tile(start[first:stop], gradient[first:stop].clone(), parts)
             scalars = step.scalars()

@@ -1,6 +1,6 @@
 """Updates that need whole matrices, as Muon's, of parameters of which a rank may have rows alone.
 
-The ranks that FSDP2 cut a parameter over take turns as owners of matrices (see [Note: owners] in `tensor_step`); a parameter
+The ranks that FSDP2 cut a parameter over take turns as owners of matrices (see [Note: owners] of the engine); a parameter
 that is whole on this rank, as in one process and under DDP, is stepped here. The memory is that of the largest matrix.
 """
 
@@ -12,9 +12,9 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from zstore.engine.extras.tensor_step import TensorStep
+from zstore.engine.extras.whole_tensors.kernel import TensorKernel
+from zstore.engine.extras.whole_tensors.step import TensorStep
 from zstore.engine.optim.state import OptimizerState
-from zstore.engine.optim.tensor_kernel import TensorKernel
 from zstore.engine.optim.update import Update
 from zstore.errors import UsageError
 from zstore.ranks.world import World

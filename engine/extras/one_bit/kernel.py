@@ -19,7 +19,7 @@ class OneBitKernel:
         self.rule = rule
         self.slots = tuple(name for name in rule.slots if name not in rule.own_slots)
 
-    def arrays(self, numel: int) -> Sequence[SlotArray]:
+    def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
         """See Kernel."""
         return fp32_arrays(self.slots)
 

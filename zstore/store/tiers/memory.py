@@ -99,21 +99,23 @@ class MemoryTier(Tier):
             elif name in self._changing and self._pins[name] == 0:
                 raise being_changed(name)
 
-    def begin_all(self, names: Sequence[str]) -> None:
-        """Begin to change several shards, or none of them."""
-        with self._unpinned:
-            if self._changing.isdisjoint(names) and not any(map(self._pins.__getitem__, names)):
-                self._changing.update(names)
-                self._versions.update(dict.fromkeys(names, new_version()))
-                return
-            begun: list[str] = []
-            try:
-                for name in names:
+    @contextlib.contextmanager
+    def changing(self, names: Sequence[str]) -> Iterator[None]:
+        """Change several shards in a `with` block, or none of them."""
+        begun: list[str] = []
+        try:
+            with self._unpinned:
+                if self._changing.isdisjoint(names) and not any(map(self._pins.__getitem__, names)):
+                    begun.extend(names)
+                    self._changing.update(names)
+                    self._versions.update(dict.fromkeys(names, new_version()))
+                for name in names if not begun else ():
                     self._begin_change(name)
                     begun.append(name)
-            except BaseException:
+            yield
+        finally:
+            with self._unpinned:
                 self._changing.difference_update(begun)
-                raise
 
     def _begin_change(self, name: str) -> None:
         if name in self._changing:
@@ -156,11 +158,6 @@ class MemoryTier(Tier):
         """See `Tier.end`; memory is changed in place, so a failed pass leaves its changes."""
         with self._unpinned:
             self._changing.discard(name)
-
-    def end_all(self, names: Sequence[str]) -> None:
-        """End a `begin_all`."""
-        with self._unpinned:
-            self._changing.difference_update(names)
 
     def pin(self, name: str) -> MemoryPin:
         """See `Tier.pin`."""

@@ -1,6 +1,6 @@
 """Kernels of optimizers whose update needs a whole tensor: its norm, the sums over its rows and columns, or the matrix.
 
-The class's own step runs over one whole tensor at a time; `tensor_step` decides on which rank, and brings it there.
+The class's own step runs over one whole tensor at a time; `step` decides on which rank, and brings it there.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from zstore.errors import UsageError
-
-from .classes.lamb import Lamb
-from .kernel import ParameterStep, Scalars, SlotArray, WholeStep, fp32_arrays
+from ...optim.classes.lamb import Lamb
+from ...optim.kernel import ParameterStep, Scalars, SlotArray, WholeStep, fp32_arrays
 
 MUON: Any = getattr(torch.optim, "Muon", None)
 """torch's Muon, or None in a torch without it."""
@@ -45,15 +43,11 @@ class TensorKernel:
         )
         self._count = "updates" if kind is MUON else "step"  # Muon keeps no step count
         self.slots = tuple(dict.fromkeys(slot.name for shape in ((1, 1), (1,)) for slot in _slots(kind, shape)))
-        """Names of all arrays that a parameter may have; see `arrays_of`."""
+        """Names of all arrays that a parameter may have."""
 
-    def arrays_of(self, shape: Sequence[int]) -> Sequence[SlotArray]:
-        """Return the arrays of a parameter of `shape`."""
+    def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
+        """See Kernel."""
         return _slots(self._kind, shape)
-
-    def arrays(self, numel: int) -> Sequence[SlotArray]:
-        """See Kernel. Raises UsageError: the arrays depend on the parameter's shape."""
-        raise UsageError("what is kept of a whole tensor follows from its shape")
 
     def initial(self) -> Scalars:
         """See Kernel."""

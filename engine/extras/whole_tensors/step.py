@@ -17,9 +17,8 @@ A rank that fails goes on through the exchanges, since the others wait in them, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -28,16 +27,13 @@ from zstore.ranks.world import World
 from zstore.store import ModeName
 from zstore.tensors import as_torch
 
-from ..device import GradientTiles
-from ..optim.classes.lamb import Lamb
-from ..optim.classes.muon import MuonWithAdam
-from ..optim.kernel import Kernel, SlotArray, kernel_for
-from ..optim.rules import Kind, Rule, register
-from ..optim.state import OptimizerState
-from ..optim.stepper import Stepper
-from ..optim.tensor_kernel import MUON, TensorKernel
-from ..optim.update import Update
-from ..params.record import ParameterRecord
+from ...device import GradientTiles
+from ...optim.kernel import SlotArray
+from ...optim.state import OptimizerState
+from ...optim.stepper import Stepper
+from ...optim.update import Update
+from ...params.record import ParameterRecord
+from .kernel import TensorKernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,18 +248,3 @@ class TensorStep(Stepper):
                     state.transfers.copy_into(views[-1], values[0])
                 elif record.rest is None and num_master == 1 and not state.is_master(record):
                     state.transfers.copy_into(record.owned()[tile.first : tile.stop], values[0])
-
-
-def _tensor_kernel(kind: Kind, group: Mapping[str, Any]) -> Kernel:
-    if kind is MuonWithAdam:
-        return TensorKernel(MUON, group) if group["use_muon"] else kernel_for(torch.optim.AdamW, group)
-    return TensorKernel(kind, group)
-
-
-register(
-    Rule(
-        kinds=tuple(kind for kind in (Lamb, torch.optim.Adafactor, MUON, MuonWithAdam) if kind is not None),
-        kernel=_tensor_kernel,
-        stepper=lambda _, state, world: TensorStep(state, world),
-    )
-)
