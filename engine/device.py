@@ -36,6 +36,10 @@ _MOST_UP = 2
 _MOST_DOWN_BYTES = 256 * 1024 * 1024
 """Most memory of the device that is kept by copies on their way from it."""
 _LEAST_MEAN_NUMEL = 128 * 1024
+_MOST_SIDE_BY_SIDE = 4
+"""Threads that work on tiles of their own: of sixteen each waited for the others' Python, longer than torch's spin."""
+_SHARE_NUMEL = 256 * 1024
+"""Elements of a tile for each of torch's threads."""
 
 T = TypeVar("T")
 
@@ -408,12 +412,18 @@ def one_thread(enabled: bool = True) -> AbstractContextManager[object]:
 
 
 def threads_for(numels: Sequence[int]) -> int:
-    """Return how many threads work on tiles of arrays of so many elements `side_by_side`: one if torch has one, if there is
-    little to do, or if arrays are so small that Python, which one thread runs at a time, takes longer."""
-    numel = sum(numels)
-    if numel < len(numels) * _LEAST_MEAN_NUMEL:
+    """Return how many threads work on tiles of arrays of so many elements `side_by_side`: one if torch has one or more than a
+    few, if there is little to do, or if arrays are so small that Python, which one thread runs at a time, takes longer."""
+    numel, threads = sum(numels), torch.get_num_threads()
+    if numel < len(numels) * _LEAST_MEAN_NUMEL or threads > _MOST_SIDE_BY_SIDE:
         return 1
-    return max(1, min(torch.get_num_threads(), numel // MEMORY_TILE_NUMEL))
+    return max(1, min(threads, numel // MEMORY_TILE_NUMEL))
+
+
+def tile_numel(num_threads: int) -> int:
+    """Return the elements of a tile in host memory for each of `num_threads` threads, or if it is one for torch's: a thread's
+    share stays in its cache."""
+    return MEMORY_TILE_NUMEL if num_threads > 1 else max(MEMORY_TILE_NUMEL, torch.get_num_threads() * _SHARE_NUMEL)
 
 
 def side_by_side(
@@ -440,12 +450,6 @@ def side_by_side(
         except BaseException:
             left.clear()
             raise
-
-    on_threads(serve, num_threads, context)
-
-
-def on_threads(serve: Callable[[], None], num_threads: int, context: StreamContext = nullcontext) -> None:
-    """Call `serve` on each of `num_threads` threads, the caller's among them, in `context`; their operations are not split."""
 
     def alone() -> None:
         with one_thread(), context():

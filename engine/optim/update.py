@@ -18,8 +18,6 @@ another memory than the parameter, it is copied to them in phase 1 and back in p
 from __future__ import annotations
 
 import copy
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -30,10 +28,19 @@ import numpy as np
 import torch
 
 from zstore.errors import ZstoreError
-from zstore.store import MEMORY_TILE_NUMEL, ModeName, Tile
+from zstore.store import ModeName, Tile
 from zstore.tensors import as_torch
 
-from ..device import GradientTiles, H2DQueue, Room, Transfers, labelled, on_threads, side_by_side, threads_for
+from ..device import (
+    GradientTiles,
+    H2DQueue,
+    Room,
+    Transfers,
+    labelled,
+    side_by_side,
+    threads_for,
+    tile_numel,
+)
 from ..params.record import ParameterRecord
 from .kernel import FusedAdamStep, ParameterStep, takes_threads
 from .moments import MomentTiles
@@ -164,8 +171,6 @@ class _Placed(NamedTuple):
 
 _MOST_HERE, _MOST_THERE = 64 * 1024, 16 * 1024 * 1024
 """Most elements of small parameters that are changed together: in cache on the host, and in few kernels on a device."""
-_MOST_THREADS, _MOST_BEHIND = 8, 4
-"""Threads that update in the step, and behind the loop, which runs Python too: more wait for each other's Python."""
 
 
 class _Portion:
@@ -280,9 +285,12 @@ class Update:
         """
         mine = [record for record in self.records if record.owned_numel]
         if not self._state.has_disk and done is None:
-            mine = self._change_in_place(mine, _MOST_THREADS, brings=False)
+            mine = self._change_in_place(mine, brings=False)
         elif not self._state.has_disk and done is not None and all(map(self._is_in_place, mine)):
-            self._change_one_by_one(mine, admit, done)
+            for record in mine:
+                if admit is None or admit(record, True):
+                    self._change_in_place([record], brings=True)
+                    done(record)
             return
         if not mine:
             return
@@ -311,9 +319,7 @@ class Update:
             side_by_side(_apply, self._changes(tiles, mine, h2d), 1 if done is not None else self._num_threads(mine))
         h2d.drain()
 
-    def _change_in_place(
-        self, records: Sequence[ParameterRecord], most_threads: int, *, brings: bool
-    ) -> list[ParameterRecord]:
+    def _change_in_place(self, records: Sequence[ParameterRecord], *, brings: bool) -> list[ParameterRecord]:
         """Change those of `records` whose arrays are in one memory, and return the others. It `brings` gradients from another
         memory, whole; else these are left."""
         state, h2d = self._state, H2DQueue(self._state.transfers)
@@ -328,43 +334,14 @@ class Update:
             if placed is not None:
                 found.append(placed)
         on_host = [one.record.owned_numel for one in found if state.transfers.streams.is_host(one.place.master)]
-        threads = min(most_threads, threads_for(on_host)) if on_host else 1
+        threads = 1 if brings else threads_for(on_host)
         h2d.most *= threads
         with labelled("update"), state.store.changing([name for one in found for name in one.place.names]):
             work, context = partial(_Portion.apply, room=self._room, h2d=h2d), state.transfers.stream_context()
-            side_by_side(work, self._portions(found), threads, context)
+            side_by_side(work, self._portions(found, tile_numel(threads)), threads, context)
             h2d.drain()
         changed = {one.record for one in found}
         return [record for record in records if record not in changed]
-
-    def _change_one_by_one(
-        self,
-        records: Sequence[ParameterRecord],
-        admit: Callable[[ParameterRecord, bool], bool] | None,
-        done: Callable[[ParameterRecord], None],
-    ) -> None:
-        """Change records whose arrays are in one memory, in order, several at a time on threads of their own."""
-        left, picking = deque(records), threading.Lock()
-
-        def pick() -> ParameterRecord | None:
-            with picking:
-                while left:
-                    record = left.popleft()
-                    if admit is None or admit(record, True):
-                        return record
-            return None
-
-        def serve() -> None:
-            try:
-                while (record := pick()) is not None:
-                    self._change_in_place([record], 1, brings=True)
-                    done(record)
-            except BaseException:
-                left.clear()
-                raise
-
-        threads = min(_MOST_BEHIND, threads_for([record.owned_numel for record in records]))
-        on_threads(serve, threads, self._state.transfers.stream_context())
 
     def _is_in_place(self, record: ParameterRecord) -> bool:
         return self._state.in_place(record) is not None and isinstance(self._step_of(record), FusedAdamStep)
@@ -377,7 +354,7 @@ class Update:
         rows = self.rows(record)
         return None if rows is None else _Placed(record, place, rows, step)
 
-    def _portions(self, found: Iterable[_Placed]) -> list[_Portion]:
+    def _portions(self, found: Iterable[_Placed], tile_on_host: int) -> list[_Portion]:
         """Cut what is changed: small parameters go together, large ones in tiles."""
         portions: list[_Portion] = []
         last: dict[Any, _Portion] = {}
@@ -385,7 +362,7 @@ class Update:
             own = record.owned() if place.casts else place.rest
             factor, numel = self.settings.factor_of(record), rows.numel()
             on_host = self._state.transfers.streams.is_host(place.master)
-            most, tile = (_MOST_HERE, MEMORY_TILE_NUMEL) if on_host else (_MOST_THERE, _MOST_THERE)
+            most, tile = (_MOST_HERE, tile_on_host) if on_host else (_MOST_THERE, _MOST_THERE)
             for first in range(0, numel, tile):
                 stop = min(first + tile, numel)
                 key = step, factor, rows.dtype, on_host

@@ -23,8 +23,9 @@ import numpy as np
 import torch
 
 from zstore.ranks.world import World
+from zstore.store import MEMORY_TILE_NUMEL
 
-from ..device import Copy, Room, Transfers, one_thread, side_by_side, threads_for
+from ..device import Copy, Room, Transfers, one_thread, side_by_side, threads_for, tile_numel
 from ..params.record import ParameterRecord
 from ..params.sharding import Sharding
 from .gradients import Gradients
@@ -88,7 +89,9 @@ def _sums_of_small(shards: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _sums_of_large(shards: Sequence[torch.Tensor]) -> list[float]:
-    room, tiles = Room(), [torch.split(values, _TILE_ROWS * ROW_NUMEL) for values in shards]
+    threads = threads_for([values.numel() for values in shards])
+    numel = tile_numel(threads)
+    room, tiles = Room(), [torch.split(values, numel) for values in shards]
     norms: list[list[list[float]]] = [[[] for _ in each] for each in tiles]
 
     def take(place: tuple[int, int]) -> None:
@@ -99,8 +102,9 @@ def _sums_of_large(shards: Sequence[torch.Tensor]) -> list[float]:
         norms[shard][number] = _row_norms(tile)
 
     places = ((shard, number) for shard, each in enumerate(tiles) for number in range(len(each)))
-    threads = threads_for([values.numel() for values in shards])
-    with one_thread():  # torch's, which spin, would take the processors from the read-ahead
+    with one_thread(
+        numel == MEMORY_TILE_NUMEL
+    ):  # torch's few, which spin, would take the processors from the read-ahead
         side_by_side(take, places, threads)
     return [_sum_of_squares(norm for tile in each for norm in tile) for each in norms]
 
