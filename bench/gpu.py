@@ -213,17 +213,21 @@ def run_part(part: Part, record: Record, facts: Entry) -> None:
     note()
 
 
+def arguments_of(run: Run, folder: Path) -> list[str]:
+    """Return the arguments of a process that leaves its files in `folder`."""
+    files = (run.out, *run.kept)
+    return [
+        next((each.replace(name, str(folder / name)) for name in files if name in each), each) for each in run.arguments
+    ]
+
+
 def launch(run: Run, folder: Path, limit_s: float) -> str | None:
     """Run a process in `_ROOT` that leaves its figures in `folder`; return how it failed, None where it did not."""
     from bench.children import run_group
 
-    files = (run.out, *run.kept)
-    arguments = [
-        next((each.replace(name, str(folder / name)) for name in files if name in each), each) for each in run.arguments
-    ]
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, **run.environment}
-    return run_group([sys.executable, "-m", run.module, *arguments], limit_s, environment, folder=_ROOT)
+    return run_group([sys.executable, "-m", run.module, *arguments_of(run, folder)], limit_s, environment, folder=_ROOT)
 
 
 def _result(run: Run, folder: Path, error: str | None, seconds: float) -> Entry:

@@ -51,6 +51,8 @@ def main() -> None:
     options = parser.parse_args()
     options.device = choose_device(options.device)
     rows = []
+    if options.trace:
+        options.trace.unlink(missing_ok=True)
     for mode in MODES:
         with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as name:
             rows.append(measure(options, mode, Path(name)))

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -25,6 +26,7 @@ from bench import (
     disk,
     durability,
     limits,
+    links,
     named_optimizers,
     offload,
     optimizer,
@@ -34,6 +36,7 @@ from bench import (
     step,
     store,
     trainer,
+    waits,
 )
 from bench.checkpoint_figures import describe, goals, medians
 from bench.children import Outcome, limited_memory, run_contender
@@ -93,6 +96,29 @@ def test_step_benchmark_counts_the_bytes_of_a_step(tmp_path: Path, monkeypatch: 
     # Master and two moments, read and written; small parameters rest in memory, padding and checksums add to the others.
     assert 20 < figures["bytes_per_parameter"] < 27
     assert 0 < figures["save_new_blocks_percent"] < 25  # of a tiny model, the small parameters are much
+
+
+def test_links_benchmark_measures_a_machine_without_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "links.json"
+    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["links", "--path", str(tmp_path), "--gib", "0.06", "--json", str(out)])
+    links.main()
+    rates = json.loads(out.read_text())["rates"]
+    expected = ["host memory, read and written", links.ADAMW, "disk read", "disk write", "disk mixed"]
+    assert list(rates) == expected
+    assert all(rate > 0 for rate in rates.values())
+
+
+def test_waits_benchmark_counts_none_without_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, archive = tmp_path / "waits.json", tmp_path / "traces.zip"
+    monkeypatch.setattr(waits, "MODES", {"on the device": ("none", "none", "none")})
+    arguments = ["--path", str(tmp_path), "--model", "gpt-tiny", "--tokens", "8", "--trace", str(archive)]
+    monkeypatch.setattr(sys, "argv", ["waits", *arguments, "--json", str(out)])
+    waits.main()
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["waits"], row["iteration_s"] > 0) == ({}, True)
+    with zipfile.ZipFile(archive) as traces:
+        assert "aten::" in traces.read("on-the-device.json").decode()
 
 
 def test_the_bare_step_moves_what_a_step_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
