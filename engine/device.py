@@ -34,7 +34,7 @@ from zstore.store import MEMORY_TILE_NUMEL
 _MOST_UP = 2
 """Tiles on their way to the device: one is copied while the next is computed."""
 _MOST_DOWN_BYTES = 256 * 1024 * 1024
-"""Most memory of the device that is kept by copies on their way from it."""
+"""Most memory of the device that is kept by copies on their way from it, or that of the two largest."""
 _LEAST_MEAN_NUMEL = 128 * 1024
 _MOST_SIDE_BY_SIDE = 4
 """Threads that work on tiles of their own: of sixteen each waited for the others' Python, longer than torch's spin."""
@@ -356,6 +356,7 @@ class D2HQueue:
         self._transfers = transfers
         self._under_way: deque[tuple[Copy, torch.Tensor, Add | None, Callable[[], None]]] = deque()
         self._nbytes = 0
+        self._most_bytes = _MOST_DOWN_BYTES
 
     def put(self, rows: torch.Tensor, part: torch.Tensor, *, add: Add | None, arrived: Callable[[], None]) -> None:
         """Copy `part`, on the device, into `rows` of any type, or `add` it to them: at once, or behind the caller if the rows
@@ -368,7 +369,8 @@ class D2HQueue:
         values = rows if straight else self._transfers.streams.empty_host(part.numel(), part.dtype)
         self._under_way.append((self._transfers.begin(values, part), rows, add, arrived))
         self._nbytes += part.nbytes
-        while self._under_way and (self._nbytes > _MOST_DOWN_BYTES or self._under_way[0][0].done()):
+        self._most_bytes = max(self._most_bytes, 2 * part.nbytes)
+        while self._under_way and (self._nbytes > self._most_bytes or self._under_way[0][0].done()):
             self._arrive()
 
     def _arrive(self) -> None:

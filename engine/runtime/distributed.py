@@ -13,6 +13,7 @@ import torch
 import torch.distributed as torch_dist
 
 from zstore.ranks.mpi import take_mpi_ranks
+from zstore.ranks.world import cuda_device
 
 _log = logging.getLogger("zstore")
 
@@ -53,7 +54,7 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
     if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(cuda_device(int(os.environ.get("LOCAL_RANK", "0"))))
     timeout = timeout or datetime.timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
     torch_dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     # Before the interpreter shuts down: gloo's threads would meet a process that is half shut down.

@@ -14,8 +14,11 @@ from tests.engine.bits import Case, compare
 from tests.engine.fake_device import FakeDevice, HandOverError
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, state_of, step
+from zstore.engine import device as device_module
+from zstore.engine.device import D2HQueue, Transfers
 from zstore.engine.zero import norm, spill
 from zstore.errors import NonFiniteError
+from zstore.io import LinkCounters
 from zstore.testing.ranks import run_ranks
 
 STEPS = 2
@@ -109,6 +112,19 @@ def test_the_host_waits_for_no_parameters_between_units() -> None:
             engine.backward(loss)
             engine.step()
         assert device.pinned_peak_bytes == pinned
+
+
+def test_the_two_largest_gradients_leave_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "_MOST_DOWN_BYTES", 1000)
+    waits = []
+    with FakeDevice() as device:
+        queue = D2HQueue(Transfers(device, LinkCounters()))
+        for value in range(4):
+            rows = device.empty_host(1000, torch.float32)
+            queue.put(rows, torch.full((1000,), float(value)), add=None, arrived=lambda: None)
+            waits.append(device.waits["down"])
+        queue.drain()
+    assert waits == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("keys", [{}, {"zstore": {"host_budget_bytes": 40_000_000}}])

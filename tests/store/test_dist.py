@@ -103,6 +103,15 @@ def test_the_backend_is_that_of_the_device_that_computes(named: str | None, tmp_
         assert (world.backend, world.device) == ("nccl", torch.device("cuda", 0))
 
 
+@pytest.mark.parametrize(("visible", "index"), [(1, 0), (4, 3)])
+def test_a_rank_that_sees_one_device_computes_on_it(visible: int, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers let each rank see its own device alone, or all of them."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    assert World.current().device == torch.device("cuda", index)
+
+
 def _one_fails(rank: int) -> list[str]:
     world = World.current()
     world.raise_together(None)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.engine.runs import make_config, start
 from zstore.engine.device import Streams
-from zstore.format.arrays import ArraySpec
+from zstore.format.arrays import ArraySpec, Bytes
 from zstore.format.partition import make_grid
+from zstore.io import Workers
 from zstore.io.pinning import PinnedSlabs
 from zstore.store import StoreOptions, TensorStore
 from zstore.testing.ranks import run_ranks
@@ -52,6 +56,40 @@ def test_slabs_are_registered_until_the_end() -> None:
     assert runtime.registered == {}
     assert slabs.pinned_bytes == 0
     slabs.close()
+    assert slabs.messages == []
+
+
+def test_processes_that_are_forked_have_no_copy_of_registered_memory() -> None:
+    """Of pinned pages the kernel makes a copy at once, for each worker of a DataLoader."""
+
+    def child_has(slab: Bytes) -> bool:
+        pid = os.fork()
+        if pid == 0:
+            lines = Path("/proc/self/maps").read_text().splitlines()
+            places = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+            os._exit(any(first <= slab.ctypes.data < stop for first, stop in places))
+        return bool(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    slabs = PinnedSlabs(Runtime())
+    large, small = slabs.make(3 * MIB), slabs.make(MIB)
+    large[:], small[:] = 1, 2
+    assert (child_has(large), child_has(small)) == (False, True)
+    slabs.close()
+    assert child_has(large)
+    assert large.sum() == large.size
+
+
+def test_slabs_are_registered_side_by_side() -> None:
+    meeting = threading.Barrier(2, timeout=60)
+
+    class Meeting(Runtime):
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            meeting.wait()
+            return super().cudaHostRegister(address, nbytes, flags)
+
+    slabs = PinnedSlabs(Meeting())
+    with Workers(2, "test") as workers:
+        workers.run([partial(slabs.make, MIB)] * 2)
     assert slabs.messages == []
 
 

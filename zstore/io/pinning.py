@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import threading
 import weakref
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..format.arrays import Bytes
-from .buffers import make_slab
+from .buffers import HUGE_PAGE_BYTES, make_slab
 
 
 class PinnedSlabs:
@@ -32,18 +34,20 @@ class PinnedSlabs:
     def make(self, nbytes: int) -> Bytes:
         """Return a slab as `make_slab` does, registered if possible."""
         slab = make_slab(nbytes)
+        if self._failed or nbytes == 0:
+            return slab
+        try:
+            # Without the lock: it takes a sixth of a second a gigabyte, and other threads have slabs of their own.
+            code = int(self._runtime.cudaHostRegister(slab.ctypes.data, slab.nbytes, 0))
+        except RuntimeError as error:  # torch's binding raises if CUDA cannot be started
+            self._give_up(str(error))
+            return slab
+        if code:
+            clear_cuda_error()
+            self._give_up(f"cudaHostRegister of {slab.nbytes} bytes gave error {code}")
+            return slab
         with self._lock:
-            if self._failed or nbytes == 0:
-                return slab
-            try:
-                code = int(self._runtime.cudaHostRegister(slab.ctypes.data, slab.nbytes, 0))
-            except RuntimeError as error:  # torch's binding raises if CUDA cannot be started
-                self._give_up(str(error))
-                return slab
-            if code:
-                clear_cuda_error()
-                self._give_up(f"cudaHostRegister of {slab.nbytes} bytes gave error {code}")
-                return slab
+            _let_forks_have(slab.ctypes.data, slab.nbytes, False)
             self._registered[slab.ctypes.data] = slab.nbytes
             self.pinned_bytes += slab.nbytes
             # Before its memory: else the next memory at this address would pass for registered.
@@ -56,17 +60,27 @@ class PinnedSlabs:
             nbytes = self._registered.pop(address, None)
             if nbytes is not None:
                 self._runtime.cudaHostUnregister(address)
+                _let_forks_have(address, nbytes, True)
                 self.pinned_bytes -= nbytes
 
     def _give_up(self, reason: str) -> None:
-        self._failed = True
-        self.messages.append(f"host memory is not pinned, so that copies to the device may wait: {reason}")
+        with self._lock:
+            if not self._failed:
+                self.messages.append(f"host memory is not pinned, so that copies to the device may wait: {reason}")
+            self._failed = True
 
     def close(self) -> None:
         """Unregister all slabs. No copy to or from them may be under way."""
         with self._lock:
             for address in list(self._registered):
                 self._release(address)
+
+
+def _let_forks_have(address: int, nbytes: int, shared: bool) -> None:
+    """Let processes that are forked have memory, or not: of pinned pages the kernel makes a copy for each, at once."""
+    advice = getattr(mmap, "MADV_DOFORK" if shared else "MADV_DONTFORK", None)
+    if advice is not None and nbytes >= HUGE_PAGE_BYTES:  # smaller slabs have pages that others use too
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)
 
 
 def _owner(slab: Bytes) -> Bytes:

@@ -96,9 +96,7 @@ class World:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         cuda = torch.cuda.is_available()
         if not (torch_dist.is_available() and torch_dist.is_initialized()):
-            return World(
-                local_rank=local_rank, device=torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-            )
+            return World(local_rank=local_rank, device=cuda_device(local_rank) if cuda else torch.device("cpu"))
         backend = _backend(cuda)
         world_size = torch_dist.get_world_size()
         return World(
@@ -107,7 +105,7 @@ class World:
             local_rank=local_rank,
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))),
             backend=backend,
-            device=torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu"),
+            device=cuda_device(local_rank) if backend == "nccl" else torch.device("cpu"),
         )
 
     def second(self) -> World:
@@ -408,6 +406,11 @@ class World:
         )
         sent_bytes = send.nbytes * (self.world_size - 1) // self.world_size
         return self._start(kind, "reduce_scatter", sent_bytes, send.nbytes, reduce)
+
+
+def cuda_device(local_rank: int) -> torch.device:
+    """Return the CUDA device of a rank: that of its number on the machine, or the only one that the process sees."""
+    return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else local_rank)
 
 
 def _backend(cuda: bool) -> str:
