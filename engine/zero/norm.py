@@ -18,10 +18,12 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
 
+from zstore.format import Array
 from zstore.ranks.world import World
 from zstore.store import MEMORY_TILE_NUMEL
 
@@ -67,7 +69,7 @@ class SumOfSquares:
         """Return the sum; the host waits for it if it is not there yet."""
         with self._lock:
             if self._copy is not None:
-                self._sum, self._copy = _added_up(self._transfers.finish(self._copy)), None
+                self._sum, self._copy = _added_up(self._transfers.finish(self._copy).numpy()), None
             elif self._values is not None:
                 self._sum, self._values = sum_of_squares(self._values), None
         return self._sum
@@ -129,49 +131,45 @@ def _row_norms(tile: torch.Tensor) -> list[float]:
 
 def sums_by_halves(shards: Sequence[torch.Tensor]) -> list[float]:
     """Return the sum of squares of each shard's elements, all on one device, as a device that is not the host adds them."""
-    rows = _row_sums(shards).cpu()
-    return [_added_up(own) for own in torch.split(rows, [_num_rows(values) for values in shards])]
+    rows, stop, sums = _row_sums(shards).cpu().numpy(), 0, list[float]()
+    for values in shards:
+        first, stop = stop, stop + _num_rows(values)
+        sums.append(_added_up(rows[first:stop]))
+    return sums
 
 
 def _num_rows(values: torch.Tensor) -> int:
     return -(-values.numel() // ROW_NUMEL)
 
 
+def _added_up(rows: Array) -> float:
+    """Return the sum in fp64, one row after another."""
+    return float(np.cumsum(rows, dtype=np.float64)[-1]) if len(rows) else 0.0
+
+
 def _row_sums(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sums of squares of all rows, one after another, on the device."""
     found: list[torch.Tensor] = []
-    targets: list[torch.Tensor] = []
     parts: list[torch.Tensor] = []
-    left = sum(map(_num_rows, shards))
-    used = tile_rows = 0
-    for values in shards:
-        for first in range(0, values.numel(), _DEVICE_TILE_ROWS * ROW_NUMEL):
-            part = values[first : first + _DEVICE_TILE_ROWS * ROW_NUMEL]
-            rows = _num_rows(part)
-            if used + rows > tile_rows:
-                if found:
-                    found[-1] = _rows_by_halves(found[-1][:used], targets, parts)
-                tile_rows, used = min(_DEVICE_TILE_ROWS, left), 0
-                found.append(torch.zeros(tile_rows, ROW_NUMEL, device=values.device))
-                targets, parts = [], []
-            targets.append(found[-1].view(-1)[used * ROW_NUMEL : used * ROW_NUMEL + part.numel()])
-            parts.append(part)
-            used += rows
-            left -= rows
-    if found:
-        found[-1] = _rows_by_halves(found[-1][:used], targets, parts)
+    used = 0
+    for part in chain.from_iterable(torch.split(v, _DEVICE_TILE_ROWS * ROW_NUMEL) for v in shards if v.numel()):
+        if used + _num_rows(part) > _DEVICE_TILE_ROWS:
+            found.append(_rows_by_halves(parts))
+            parts, used = [], 0
+        parts.append(part)
+        used += _num_rows(part)
+    if parts:
+        found.append(_rows_by_halves(parts))
     return torch.cat(found) if found else torch.empty(0)
 
 
-def _added_up(rows: torch.Tensor) -> float:
-    """Return the sum in fp64, one row after another."""
-    return float(np.cumsum(rows.numpy(), dtype=np.float64)[-1]) if rows.numel() else 0.0
-
-
-def _rows_by_halves(tile: torch.Tensor, targets: list[torch.Tensor], parts: list[torch.Tensor]) -> torch.Tensor:
-    """Copy `parts` to their places in a tile, [rows, ROW_NUMEL] in fp32, and return the sum of squares of each row."""
-    torch._foreach_copy_(targets, parts)
-    squares = tile.mul_(tile)
+def _rows_by_halves(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of squares of each row of `parts`, which begin at rows."""
+    numels = [_num_rows(part) * ROW_NUMEL for part in parts]
+    tile = torch.zeros(sum(numels), device=parts[0].device)
+    places = zip(torch.split(tile, numels), parts, strict=True)
+    torch._foreach_copy_([place[: part.numel()] for place, part in places], parts)
+    squares = tile.mul_(tile).view(-1, ROW_NUMEL)
     while squares.shape[-1] > 1:
         half = squares.shape[-1] // 2
         squares = squares[:, :half].add_(squares[:, half:])
