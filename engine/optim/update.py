@@ -13,6 +13,10 @@ parameter that had a gradient on any rank, in order:
 In fp32 without offload the master is the parameter's memory, and phase 4 has nothing to do; if its slots are in
 another memory than the parameter, it is copied to them in phase 1 and back in phase 4. A split master (see
 [Note: the split]) is joined before phase 2 and split again after phase 3, which is phase 4 too.
+
+Without a disk, parameters whose arrays are in one memory and stored as the kernel takes them need no pass: phases 2 to
+4 run over their memory, found once (`OptimizerState.in_place`), many small parameters in one call of each of torch's
+kernels for lists of tensors, large ones in tiles.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def _rows_by_halves(parts: list[torch.Tensor]) -> torch.Tensor:
     while squares.shape[-1] > 1:
         half = squares.shape[-1] // 2
         squares = squares[:, :half].add_(squares[:, half:])
-    return squares.flatten()
+    return squares[:, 0].clone()  # not a view, which would keep the tile
 
 
 def norm_of_sums(sums: Sequence[tuple[str, Sequence[float]]]) -> float:

@@ -180,6 +180,8 @@ def test_sums_by_halves_are_the_same_bits_beside_whatever_else(monkeypatch: pyte
     assert [sums_by_halves([values])[0] for values in shards] == expected
     assert expected == pytest.approx([sum_of_squares(values) for values in shards], rel=1e-6)
     assert sums_by_halves([]) == []
+    rows = norm._rows_by_halves([torch.ones(2 * 4096)])
+    assert rows.untyped_storage().nbytes() == 2 * rows.itemsize  # it keeps nothing of the size of the gradients
     assert math.isnan(sums_by_halves([torch.tensor([1.0, math.nan])])[0])
     assert math.isinf(sums_by_halves([torch.tensor([1.0, -math.inf], dtype=torch.float16)])[0])
 
