@@ -93,6 +93,8 @@ class ShardedUnits:
         self._schedules: dict[str, Schedule] = {}
         self._kind: str | None = None
         self._live_numel = 0
+        self._fetched = False
+        """Whether rows were fetched since the last `_settle`."""
         self._statistics = UnitStatistics()
 
     # -- iterations -------------------------------------------------------------------------------------------------
@@ -113,7 +115,7 @@ class ShardedUnits:
         kind, self._kind = self._kind, None
         uses = self._recorder.end()
         self.forget()
-        self.fetcher.settle()
+        self._settle()
         self.fetcher.check_arrived()
         if kind is not None and uses:
             self._schedules[kind] = make_schedule(self._agreed(uses), self._numel, self._limits)
@@ -124,7 +126,13 @@ class ShardedUnits:
         self._kind = None
         self._recorder.end()
         self.forget()
-        self.fetcher.settle()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Return when memory of the store may be written: nothing reads it any more."""
+        if self._fetched:
+            self._fetched = False
+            self.fetcher.settle()
 
     def _agreed(self, uses: Sequence[Use]) -> list[Use]:
         """Return rank 0's uses: when they ended may differ. Raises UsageError if the order differs."""
@@ -141,8 +149,7 @@ class ShardedUnits:
     def values_change(self, *, by_step: bool = False) -> None:
         """Release the values that are about to change: by a step those of trained parameters, else all (all ranks)."""
         self.forget()
-        if self._kind is not None:  # a forward without a backward
-            self.fetcher.settle()
+        self._settle()
         second = self.fetcher.second_copy
         if second is not None and by_step:
             second.expire()
@@ -283,6 +290,7 @@ class ShardedUnits:
                     self._complete(unit)
 
     def _bring(self, unit: Unit, *, ahead: bool) -> None:
+        self._fetched = True
         records = self._sharded[unit]
         missing = [record for record in records if record not in self._there and record not in self._coming]
         # Before the memory is taken: a failed start leaves a unit that can be dropped.
