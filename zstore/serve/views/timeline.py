@@ -210,16 +210,13 @@ class Timeline:
             known.catalog = replace(catalog, tags=tuple(info for info, _ in present))
             known.signature = signature
         tables = list(known.files.values())
-        self._count_again(tables, everything=changed)
-        return self._listed(tables)
-
-    def _count_again(self, tables: Sequence[FileTable], *, everything: bool = False) -> None:
-        everything = everything or time.monotonic() - self._known.counted_s > _ALL_AGAIN_S
+        shared = _share(tables)
+        everything = changed or time.monotonic() - known.counted_s > _ALL_AGAIN_S
         if everything:
-            self._known.counted_s = time.monotonic()
-        seen = _names_seen(tables)
-        for table, in_run in zip(tables, seen, strict=True):
+            known.counted_s = time.monotonic()
+        for table, in_run in zip(tables, shared.names_seen, strict=True):
             table.count_again(np.ones(table.keys.size, bool) if everything else table.names > in_run)
+        return self._listed(tables, shared)
 
     def _look_there(self) -> CheckpointList:
         catalog = self._read_catalog()
@@ -233,7 +230,7 @@ class Timeline:
             tables.append(FileTable(key, np.array([sum(found)], np.int64), one, one, "", len(found)))
         self._known.catalog = catalog
         self._known.signature = tuple((info.location, info.record.id) for info in catalog.tags)
-        return self._listed(tables)
+        return self._listed(tables, _share(tables))
 
     def _read_catalog(self) -> Catalog:
         catalog = scan(self._folder) if not self._folder.has(RECORD_FILE) else _EMPTY
@@ -241,10 +238,10 @@ class Timeline:
         tags = sorted(catalog.tags + nested.tags, key=lambda info: (info.record.committed_ns, info.record.step))
         return Catalog(tags=tuple(tags), refusals=catalog.refusals + nested.refusals)
 
-    def _listed(self, tables: Sequence[FileTable]) -> CheckpointList:
+    def _listed(self, tables: Sequence[FileTable], shared: _Shared) -> CheckpointList:
         known = self._known
         known.listed = []
-        for info, table, holders in zip(known.catalog.tags, tables, _num_holders(tables), strict=True):
+        for info, table, holders in zip(known.catalog.tags, tables, shared.num_holders, strict=True):
             record = info.record
             entry = CheckpointEntry(
                 checkpoint=checkpoint_of(info, self._folder),
@@ -266,43 +263,36 @@ class Timeline:
                 RefusedFolder(name=refusal.folder.name, reason=refusal.reason) for refusal in known.catalog.refusals
             ],
             unfinished=find_unfinished(self._folder),
-            total_bytes=_total_bytes(tables),
+            total_bytes=shared.total_bytes,
         )
 
 
-def _joined(tables: Sequence[FileTable]) -> tuple[Numbers, list[int]]:
-    """Return the keys of all tables' files, and the end of each table's."""
-    keys = np.concatenate([table.keys for table in tables]) if tables else np.zeros(0, np.int64)
-    return keys, np.cumsum([table.keys.size for table in tables]).tolist()
+@dataclass(frozen=True, kw_only=True)
+class _Shared:
+    """Of the files of several checkpoints, by table:"""
+
+    num_holders: list[Numbers]
+    """For each file the number of checkpoints that have it."""
+    names_seen: list[Numbers]
+    """For each file the number of its names in all checkpoints."""
+    total_bytes: int
+    """Bytes of all files, each once."""
 
 
-def _spread(values: Numbers, ends: Sequence[int]) -> list[Numbers]:
-    return np.split(values, ends[:-1]) if ends else []
-
-
-def _num_holders(tables: Sequence[FileTable]) -> list[Numbers]:
-    """Return for each file the number of checkpoints that have it."""
-    keys, ends = _joined(tables)
-    _, places, counts = np.unique(keys, return_inverse=True, return_counts=True)
-    return _spread(counts[places], ends)
-
-
-def _names_seen(tables: Sequence[FileTable]) -> list[Numbers]:
-    """Return for each file the number of its names in all checkpoints."""
-    keys, ends = _joined(tables)
-    if not ends:
-        return []
-    _, places = np.unique(keys, return_inverse=True)
-    names = np.concatenate([table.names_here for table in tables])
-    return _spread(np.bincount(places, weights=names).astype(np.int64)[places], ends)
-
-
-def _total_bytes(tables: Sequence[FileTable]) -> int:
-    keys, _ = _joined(tables)
-    if not keys.size:
-        return 0
-    _, first = np.unique(keys, return_index=True)
-    return int(np.concatenate([table.sizes for table in tables])[first].sum())
+def _share(tables: Sequence[FileTable]) -> _Shared:
+    if not tables:
+        return _Shared(num_holders=[], names_seen=[], total_bytes=0)
+    keys, sizes, names = (
+        np.concatenate([getattr(table, name) for table in tables]) for name in ("keys", "sizes", "names_here")
+    )
+    _, first, places, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
+    seen = np.bincount(places, weights=names).astype(np.int64)
+    ends = np.cumsum([table.keys.size for table in tables])[:-1]
+    return _Shared(
+        num_holders=np.split(counts[places], ends),
+        names_seen=np.split(seen[places], ends),
+        total_bytes=int(sizes[first].sum()),
+    )
 
 
 def _folder_signature(folder: Folder) -> Signature | None:
