@@ -8,6 +8,7 @@ the package. A browser keeps them too, and asks whether they changed (`no-cache`
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import quote
 
-import aiofiles
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -46,53 +46,34 @@ class Asset:
     etag: str
 
 
-class Assets:
-    """The files of the page by name (`views/run.js`), read from the package once."""
-
-    def __init__(self, folder: Path = ASSETS) -> None:
-        self._folder = folder
-        self._found: Mapping[str, Asset] | None = None
-
-    async def get(self, name: str) -> Asset | None:
-        """Return the file of that name; None if the page has none."""
-        if self._found is None:
-            self._found = await self._read()
-        return self._found.get(name)
-
-    async def _read(self) -> Mapping[str, Asset]:
-        found: dict[str, Asset] = {}
-        for path in await run_in_threadpool(lambda: sorted(self._folder.rglob("*"))):
-            if path.suffix in _TYPES:
-                async with aiofiles.open(path, "rb") as file:
-                    body = await file.read()
-                etag = f'"{hashlib.sha256(body).hexdigest()[:24]}"'
-                found[path.relative_to(self._folder).as_posix()] = Asset(
-                    body=body, media_type=_TYPES[path.suffix], etag=etag
-                )
-        return found
+@functools.cache
+def _assets() -> Mapping[str, Asset]:
+    """Return the files of the page by name (`views/run.js`)."""
+    found: dict[str, Asset] = {}
+    for path in sorted(ASSETS.rglob("*")):
+        if path.suffix in _TYPES:
+            body = path.read_bytes()
+            etag = f'"{hashlib.sha256(body).hexdigest()[:24]}"'
+            name = path.relative_to(ASSETS).as_posix()
+            found[name] = Asset(body=body, media_type=_TYPES[path.suffix], etag=etag)
+    return found
 
 
 def routes() -> list[Route]:
     """Return the routes of the page; the ones with a run's name come last among all of the service."""
-    assets = Assets()
-
-    async def shell(request: Request) -> Response:
-        return await _answer(assets, _SHELL, request)
-
-    async def asset(request: Request) -> Response:
-        return await _answer(assets, request.path_params["file"], request)
-
     return [
-        Route("/", shell),
-        Route("/jobs", shell),
-        Route("/run/{rest:path}", shell),
-        Route("/assets/{file:path}", asset),
+        Route("/", _answer),
+        Route("/jobs", _answer),
+        Route("/run/{rest:path}", _answer),
+        Route("/assets/{file:path}", _answer),
         Route("/{run}", _redirect),
     ]
 
 
-async def _answer(assets: Assets, name: str, request: Request) -> Response:
-    asset = await assets.get(name)
+async def _answer(request: Request) -> Response:
+    """Answer with the file that the path names, with the shell if it names none."""
+    name = request.path_params.get("file", _SHELL)
+    asset = (await run_in_threadpool(_assets)).get(name)
     if asset is None:
         return problem(404, f"the page has no file {name!r}")
     headers = {"ETag": asset.etag, "Cache-Control": "no-cache"}
