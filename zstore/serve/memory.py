@@ -10,7 +10,7 @@
     1/8     reading ahead by the two of these that run at a time
     2/16    the pools of the two verifications that run at a time, 8 to 32 MiB each
 
-Uploads are bounded by how many bodies are read at a time (`inbox.limits`), answers of JSON by the number of threads.
+Uploads are bounded by how many bodies are read at a time (`service`), answers of JSON by the number of threads.
 """
 
 from __future__ import annotations

@@ -7,11 +7,33 @@ loops that make a folder for each save `checkpoint-60/step-00000060`; `latest` m
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import PydanticSerializationError
 
 from ..open.compare import Comparison
+
+
+def json_of(model: BaseModel) -> str:
+    """Return a model as JSON in UTF-8, numbers that are not finite as null and characters that are not Unicode as `?`."""
+    try:
+        return model.model_dump_json()
+    except PydanticSerializationError:  # a lone surrogate, from a journal or the name of a file
+        return json.dumps(_encodable(model.model_dump()), separators=(",", ":"), ensure_ascii=False)
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    return [_encodable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class _Model(BaseModel):

@@ -18,8 +18,7 @@ from ..errors import (
     UsageError,
     ZstoreError,
 )
-from .json_text import json_of
-from .models import Problem
+from .models import Problem, json_of
 
 
 class ConflictError(UsageError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 
 import anyio
@@ -14,13 +15,35 @@ from .files.plans import Plans
 from .files.transfers import Transfers
 from .files.visible import VisibleCheckpoints
 from .inbox.inbox import Inbox
-from .inbox.limits import UploadLimits
 from .jobs import Jobs
 from .runs import Run
 from .settings import Settings
-from .streams import Streams
 from .views.library import Library
 from .views.readers import NUM_HEAVY
+
+_MOST_FILES = 32
+"""Files of uploads that are read at a time, with about 2 MiB each; others wait with their connections."""
+
+
+class Streams:
+    """The tasks that answer with an event stream, which has no end of its own. Used on the event loop alone."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[object]] = set()
+        self.are_closed = False
+        """Whether the service is shutting down."""
+
+    def add(self, task: asyncio.Task[object] | None) -> None:
+        """Register the task that answers a request; it is forgotten when it ends."""
+        if task is not None:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """Cancel all streams."""
+        self.are_closed = True
+        for task in list(self._tasks):
+            task.cancel()
 
 
 class Service(Library):
@@ -37,7 +60,9 @@ class Service(Library):
         self.plans = Plans()
         self.jobs = Jobs()
         self.inbox = Inbox(self.runs, self.jobs, keep_last=settings.keep_last, files=settings.files)
-        self.upload_limits = UploadLimits()
+        self.upload_files = asyncio.Semaphore(_MOST_FILES)
+        self.large_bodies = asyncio.Semaphore(1)
+        """For JSON of over a megabyte, and the objects that are made of it."""
 
     @functools.cached_property
     def heavy(self) -> anyio.CapacityLimiter:

@@ -1,18 +1,28 @@
-"""Names of dimensions in Zarr metadata, which xarray needs and checkpoints do not have. Pure.
+"""Zarr metadata for xarray: names of dimensions, which checkpoints do not have, and arrays in their own shape. Pure.
 
 [Note: names of dimensions]
 xarray opens an array only if its `zarr.json` names the dimensions, and a dataset only if a name has one size in all of it. So
 a dimension is called after its size: `n192`, and `n192_1` if the array has one of that size already. xarray also wants
 the metadata of all arrays below the group that it opens: a checkpoint has that at its root, each group gets its part of it.
+
+[Note: unfolded arrays]
+An array whose files have two extents instead of more, or one instead of none, is shown as one of plain chunks, each of
+elements that are next to each other, which the service reads from the shard files as they are asked for: chunks of these end
+anywhere in the array's own extents.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .unfolded import unfolded
+from ...format.arrays import numpy_dtype
+
+_CHUNK_BYTES = 4 * 1024 * 1024
+_KEY = re.compile(r"c((?:\.\d{1,18})*)", re.ASCII)
 
 
 def name_dimensions(shape: list[int]) -> list[str]:
@@ -59,3 +69,46 @@ def _inner(document: Mapping[str, Any]) -> dict[str, Any] | None:
     consolidated = document.get("consolidated_metadata")
     inner = consolidated.get("metadata") if isinstance(consolidated, dict) else None
     return inner if isinstance(inner, dict) else None
+
+
+def unfolded(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the `zarr.json` of an array in its own shape; any other document as it is."""
+    attributes = document.get("attributes")
+    own = attributes.get("zstore") if isinstance(attributes, dict) else None
+    shape = own.get("shape") if isinstance(own, dict) else None
+    if not isinstance(shape, list) or not all(type(n) is int for n in shape) or shape == document.get("shape"):
+        return document
+    try:
+        itemsize = numpy_dtype(str(document.get("data_type"))).itemsize
+    except ValueError:
+        return document
+    chunk_grid = {"name": "regular", "configuration": {"chunk_shape": list(_box(shape, itemsize))}}
+    codecs = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    return {**document, "shape": shape, "chunk_grid": chunk_grid, "codecs": codecs}
+
+
+def chunk_range(shape: Sequence[int], itemsize: int, key: str) -> tuple[int, int, int] | None:
+    """Return (first, stop, numel) of the flat elements of the chunk `key`, of which it has `numel` with the padding behind
+    them; None if there is no such chunk."""
+    found = _KEY.fullmatch(key)
+    places = [] if found is None else [int(text) for text in found[1].split(".")[1:]]
+    if found is None or len(places) != len(shape):
+        return None
+    box = _box(shape, itemsize)
+    first, numel = 0, 1
+    for i, (place, part, extent) in enumerate(zip(places, box, shape, strict=True)):
+        if place * part >= extent:
+            return None
+        first += place * part * math.prod(shape[i + 1 :])
+        numel *= min(part, extent - place * part)
+    return first, first + numel, math.prod(box)
+
+
+def _box(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Return the extents of a chunk: all of the last ones, a part of one before them, 1 of those before that."""
+    box: list[int] = []
+    room = _CHUNK_BYTES // itemsize
+    for extent in reversed(shape):
+        box.append(max(1, min(extent, room)))
+        room = room // extent if box[-1] == extent else 0
+    return tuple(reversed(box))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import socket
 import struct
 from dataclasses import dataclass
@@ -38,10 +37,6 @@ class ConnectionLimits:
     def protocol(self) -> type[asyncio.Protocol]:
         """Return the protocol class with these limits."""
         return type("LimitedProtocol", (_Protocol,), {"limits": self})
-
-    def replace(self, **changes: Any) -> ConnectionLimits:
-        """Return these limits, changed."""
-        return dataclasses.replace(self, **changes)
 
 
 class _Protocol(HttpToolsProtocol):

@@ -23,9 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..auth import require_token
 from ..replies import problem
-from ..service import Service
+from ..service import Service, Streams
 from ..settings import Settings
-from ..streams import Streams
 
 _log = logging.getLogger("zstore.serve")
 

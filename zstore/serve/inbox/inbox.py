@@ -121,8 +121,8 @@ class Inbox:
             folder = self._runs.folder_for_uploads(offer.run)
             upload_id = hashlib.sha256(f"upload {offer.run}\0{offer.record}".encode()).hexdigest()[:32]
             new = Upload(upload_id, offer, folder, self._files)
-            if (committed := _committed(folder, new.record)) is not None:
-                return _committed_state(new, committed)
+            if _committed(folder, new.record) is not None:
+                return new.state(files=False).model_copy(update={"state": "committed"})
             _check_free(new)
             others = [one for one in self.all() if one.folder == folder and one.id != new.id]
             for one in others:
@@ -275,11 +275,9 @@ class Inbox:
             keep = Keep(last=self._keep_last) if keep is None else replace(keep, last=min(keep.last, self._keep_last))
         if keep is None:
             return []
-
-        def remove(info: TagInfo) -> None:
-            discard(self._files, info.path)
-
-        return retire(upload.folder, keep=keep, run=upload.record.run, remove=remove)
+        return retire(
+            upload.folder, keep=keep, run=upload.record.run, remove=lambda info: discard(self._files, info.path)
+        )
 
 
 def _keep_of(rules: KeepRules | None) -> Keep | None:
@@ -312,13 +310,6 @@ def _committed(folder: Path, record: Record) -> Record | None:
         if info is not None and replace(info.record, committed_ns=record.committed_ns) == record:
             return info.record
     return None
-
-
-def _committed_state(upload: Upload, record: Record) -> UploadState:
-    return UploadState(
-        id=upload.id, run=upload.offer.run, tag=record.tag, run_id=record.run, state="committed", started_at=upload.started_at,
-        active_at=upload.active_at, done_bytes=0, total_bytes=0, files=[],
-    )  # fmt: skip
 
 
 def _check_free(upload: Upload) -> TagInfo | None:

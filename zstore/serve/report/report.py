@@ -21,8 +21,7 @@ from ..._version import __version__
 from ...errors import CheckpointNotFoundError, UsageError, ZstoreError
 from ...remote.url import is_url
 from ...sizes import format_bytes
-from ..json_text import json_of
-from ..models import ArrayEntry, ArrayList, Difference, JobList, RunList, ServiceInfo
+from ..models import ArrayEntry, ArrayList, Difference, JobList, RunList, ServiceInfo, json_of
 from ..runs import Run
 from ..settings import Root, Settings
 from ..views.arrays import array_statistics, list_arrays
@@ -198,7 +197,7 @@ class Report:
     def _difference(self, before: str, after: str) -> Difference | None:
         difference: Difference | None = None
         with self._trying(f"the difference of {before} and {after}") as adding:
-            difference = compare(self._library, self.run, (before, after))
+            difference = compare(self._library, self.run, before, after)
             adding(self._path("diff", before=before, after=after), difference)
         return difference
 
@@ -223,7 +222,7 @@ class Report:
         for name in self._changed:
             before, after = self._checkpoints[-2:]
             with self._trying(f"the difference of {name} by its values") as adding:
-                compared = compare(library, run, (before, after), name, advance)
+                compared = compare(library, run, before, after, name, advance)
                 adding(self._path("diff", before=before, after=after, array=name), compared)
 
     @contextmanager

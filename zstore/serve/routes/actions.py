@@ -3,54 +3,41 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ...journal.requests import request as ask
-from ..auth import require_action
 from ..models import Job, PruneResult, PruneRules, RunAction
 from ..replies import ConflictError
 from ..runs import Run
 from ..service import Service, run_of, service_of
 from ..views.history import LEAST_HEARTBEAT_S, has_heartbeat
 from ..views.run import fresh_history
-from .operations import Operation, Values, answer, parse_body
+from .operations import Operation, Values, answer, of_run, parse_body
 from .pruning import prune, start_verify
 from .queries import CHECKPOINT
 
 _ACCEPTED = 202
-_ACTION_PROBLEMS = (401, 403, 404, 409)
-
-
-async def _verify(request: Request, values: Values) -> Response:
-    require_action(request)
-    place = request.path_params["checkpoint"]
-    return await answer(lambda: start_verify(service_of(request), run_of(request), place), _ACCEPTED)
 
 
 async def _prune(request: Request, values: Values) -> Response:
-    require_action(request)
     rules = await parse_body(request, PruneRules)
     return await answer(lambda: prune(service_of(request), run_of(request), rules))
 
 
 def _asks(action: Literal["save", "stop"], summary: str) -> Operation:
     """Return the operation that asks a run for `action`."""
-
-    async def handle(request: Request, values: Values) -> Response:
-        require_action(request)
-        return await answer(lambda: request_of_run(service_of(request), run_of(request), action), _ACCEPTED)
-
     return Operation(
         path=f"/api/runs/{{run}}/actions/{action}",
         method="POST",
         summary=summary,
         answer=RunAction,
-        handle=handle,
+        handle=of_run(partial(request_of_run, action=action), _ACCEPTED),
         status=_ACCEPTED,
-        problems=(*_ACTION_PROBLEMS, 507),
+        problems=(507,),
         access="act",
     )
 
@@ -85,9 +72,8 @@ OPERATIONS = (
         method="POST",
         summary="Check every byte of a checkpoint, as a job",
         answer=Job,
-        handle=_verify,
+        handle=of_run(start_verify, _ACCEPTED),
         status=_ACCEPTED,
-        problems=_ACTION_PROBLEMS,
         access="act",
     ),
     Operation(
@@ -97,7 +83,6 @@ OPERATIONS = (
         answer=PruneResult,
         handle=_prune,
         body=PruneRules,
-        problems=_ACTION_PROBLEMS,
         access="act",
     ),
     _asks("save", "Have a run save at the end of its step"),

@@ -1,4 +1,4 @@
-"""The routes of queries and actions of `/api`, and the document that describes all below `/api`."""
+"""The routes of `/api`, and the document that describes all below `/api`."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from starlette.routing import Route
 
 from . import actions, events, queries, run_files, sessions, uploads
 from .openapi import document
-from .operations import Description, Operation, Values
+from .operations import Exchange, Operation, Values
 
 
 @functools.cache
 def _text() -> str:
-    return json.dumps(document((*OPERATIONS, *_ELSEWHERE)), separators=(",", ":"))
+    return json.dumps(document(OPERATIONS), separators=(",", ":"))
 
 
 async def _document(request: Request, values: Values) -> Response:
     return Response(_text(), media_type="application/json", headers={"Cache-Control": "no-cache"})
 
 
-OPERATIONS: tuple[Operation, ...] = (
+OPERATIONS: tuple[Operation | Exchange, ...] = (
     Operation(path="/api/openapi.json", summary="This document", answer=None, handle=_document),
     # `{checkpoint:path}` takes all other paths: those that end in a word of their own are tried before.
     *actions.OPERATIONS,
     *events.OPERATIONS,
     *queries.OPERATIONS,
+    *sessions.OPERATIONS,
+    # An upload has no id that is `journals` or `companions`.
+    *run_files.OPERATIONS,
+    *uploads.OPERATIONS,
 )
-
-
-_ELSEWHERE: tuple[Description, ...] = (*sessions.OPERATIONS, *uploads.OPERATIONS, *run_files.OPERATIONS)
-"""Operations that have routes of their own modules."""
 
 
 def routes() -> list[Route]:

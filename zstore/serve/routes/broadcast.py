@@ -19,8 +19,7 @@ import anyio.to_thread
 from pydantic import BaseModel
 
 from ...errors import ZstoreError
-from ..json_text import json_of
-from ..models import CheckpointsChanged, Ended, Steps
+from ..models import CheckpointsChanged, Ended, Steps, json_of
 from ..runs import Run
 from ..service import Service
 from ..views.history import JournalView
@@ -196,7 +195,8 @@ class Broadcast:
             detail = run_detail(self._service, self._run)
             events.append(("run", detail))
             if seen.run != now.run and detail.summary.state == "stopped":
-                events.append(("end", Ended(step=detail.summary.step, reason=_reason(view))))
+                reason = None if view is None else view.end_reason
+                events.append(("end", Ended(step=detail.summary.step, reason=reason)))
         if seen.listing != now.listing:
             listed = self._service.timeline(self._run).listed()
             events.append(("checkpoints", CheckpointsChanged(num_checkpoints=len(listed))))
@@ -213,10 +213,6 @@ def _of_journal(view: JournalView, seen: Cursor) -> list[tuple[str, BaseModel]]:
     events += [("save", one.event) for one in view.saves.values() if one.number > seen.saves]
     events += [("warning", one.event) for one in view.warnings if one.number > seen.warnings]
     return events
-
-
-def _reason(view: JournalView | None) -> str | None:
-    return None if view is None else view.end_reason
 
 
 def first_cursor(now: Cursor) -> Cursor:

@@ -23,11 +23,10 @@ from ...checkpoint.names import METADATA_FILE
 from ...errors import UsageError
 from ...format.arrays import numpy_dtype
 from ..cache import Cache
-from ..files.dimensions import below, is_bare_group, named
+from ..files.dimensions import below, chunk_range, is_bare_group, named
 from ..files.listing import list_place
 from ..files.opened import IsFolderError, Opened
 from ..files.ranges import choose
-from ..files.unfolded import chunk_range
 from ..files.visible import Place
 from ..service import Service, service_of
 from .files import FileResponse, answer_file, first, headers_of, open_place, parts_of, run_without_slash, with_slash

@@ -51,6 +51,5 @@ OPERATIONS = (
         answer=None,
         media="text/event-stream",
         handle=_events,
-        problems=(404,),
     ),
 )

@@ -41,8 +41,9 @@ _ABOUT = (
     "Runs, checkpoints and arrays that a service has, what it can do with them, and how checkpoints are sent to it. Files are "
     "below `/zarr`, `/xarray` and `/weights`."
 )
-_ALWAYS = {400: "The request is not as expected.", 401: "The token is missing or wrong."}
-_MEANINGS = _ALWAYS | {
+_MEANINGS = {
+    400: "The request is not as expected.",
+    401: "The token is missing or wrong.",
     403: "The service takes no actions, or has no token.",
     404: "There is no such run, checkpoint, array, job, upload or file.",
     409: "It does not fit how things are now.",
@@ -103,7 +104,7 @@ def _operation(one: Description, refs: Refs) -> dict[str, Any]:
                 "description": _MEANINGS[status],
                 "content": {"application/json": {"schema": refs[Problem]}},
             }
-            for status in sorted({*_ALWAYS, *one.problems})
+            for status in sorted(_problems(one))
         },
     }
     if one.access != "read":
@@ -112,6 +113,13 @@ def _operation(one: Description, refs: Refs) -> dict[str, Any]:
         schema = {} if one.body is None else {"schema": refs[one.body]}
         found["requestBody"] = {"required": True, "content": {one.body_media: schema}}
     return found
+
+
+def _problems(one: Description) -> set[int]:
+    found = {400, 401, *one.problems}
+    if _SEGMENT.search(one.path):
+        found.add(404)
+    return found | {403, 404, 409} if one.access == "act" else found
 
 
 def _name(one: Description) -> str:

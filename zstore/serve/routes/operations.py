@@ -18,8 +18,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...errors import UsageError, ZstoreError
+from ..auth import require_action
 from ..replies import reply
-from ..service import service_of
+from ..service import run_of, service_of
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -78,20 +79,27 @@ class Description:
     """Other statuses with the same answer, and their meanings."""
     media: str = "application/json"
     problems: tuple[int, ...] = ()
-    """Statuses of answers that it may give instead of this, beside those that all may give."""
+    """Statuses of answers that it may give instead of this, beside those that all of its kind may give."""
     access: Literal["read", "act", "open"] = "read"
     """act: needs the token, and a service that takes actions; open: needs no token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange(Description):
-    """An operation that reads its request itself."""
+    """An operation that reads its request itself, and acts unless it says otherwise."""
 
     handle: Callable[[Request], Awaitable[Response]]
+    access: Literal["read", "act", "open"] = "act"
 
     def route(self) -> Route:
         """Return its route."""
-        return Route(self.path, self.handle, methods=[self.method])
+
+        async def endpoint(request: Request) -> Response:
+            if self.access == "act":
+                require_action(request)
+            return await self.handle(request)
+
+        return Route(self.path, endpoint, methods=[self.method])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +112,10 @@ class Operation(Description):
         """Return its route."""
 
         async def endpoint(request: Request) -> Response:
-            return await self.handle(request, self.parse_query(request))
+            values = self.parse_query(request)
+            if self.access == "act":
+                require_action(request)
+            return await self.handle(request, values)
 
         middleware = _GZIP if self.media == "application/json" else []
         return Route(self.path, endpoint, methods=[self.method], middleware=middleware)
@@ -150,6 +161,24 @@ async def parse_body(request: Request, model: type[M]) -> M:
 async def answer(work: Callable[[], BaseModel], status: int = 200) -> Response:
     """Answer with the model that `work` returns; it runs in a thread, and so does making JSON of it."""
     return await anyio.to_thread.run_sync(lambda: reply(work(), status))
+
+
+def of_run(
+    work: Callable[..., BaseModel], status: int = 200, *, heavy: bool = False
+) -> Callable[[Request, Values], Awaitable[Response]]:
+    """Return the handler that answers with the result of `work` on the service, the run and, if the path names one, the
+    checkpoint; the query's parameters are passed by name. See `answer`, and if it is heavy `answer_heavy`."""
+
+    async def handle(request: Request, values: Values) -> Response:
+        service, path = service_of(request), request.path_params
+        place = [path["checkpoint"]] if "checkpoint" in path else []
+        if heavy:
+            return await answer_heavy(
+                request, lambda advance: work(service, run_of(request), *place, **values, advance=advance)
+            )
+        return await answer(lambda: work(service, run_of(request), *place, **values), status)
+
+    return handle
 
 
 class _CancelledError(ZstoreError):

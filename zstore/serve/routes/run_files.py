@@ -20,7 +20,6 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ...checkpoint.catalog import scan
 from ...errors import CheckpointExistsError, UsageError
@@ -29,7 +28,6 @@ from ...journal.names import journal_file, request_file
 from ...journal.requests import read_request
 from ...journal.writer import FileSink
 from ...weights.companions import is_companion
-from ..auth import require_action
 from ..replies import ConflictError, reply
 from ..service import Service, service_of
 from .operations import Exchange, Parameter
@@ -62,13 +60,11 @@ class JournalSize(BaseModel):
 
 
 async def _size(request: Request) -> Response:
-    require_action(request)
     run, run_id = request.path_params["run"], request.path_params["run_id"]
     return reply(await run_in_threadpool(append_lines, service_of(request), run, run_id, 0, b""))
 
 
 async def _append(request: Request) -> Response:
-    require_action(request)
     run, run_id, offset = (
         request.path_params["run"],
         request.path_params["run_id"],
@@ -93,7 +89,6 @@ async def _append(request: Request) -> Response:
 
 
 async def _put(request: Request) -> Response:
-    require_action(request)
     run, name = request.path_params["run"], request.path_params["name"]
     if not is_companion(name) or name.startswith(".") or "/" in name or "\\" in name:
         raise UsageError(f"{name!r:.100}: expected a model's config or tokenizer, as config.json")
@@ -104,7 +99,7 @@ async def _put(request: Request) -> Response:
 
 async def _small_body(request: Request, most_bytes: int) -> bytes:
     data = bytearray()
-    async with service_of(request).upload_limits.large:
+    async with service_of(request).large_bodies:
         async for piece in request.stream():
             data += piece
             if len(data) > most_bytes:
@@ -195,15 +190,12 @@ def _keep(service: Service, run: str, name: str, data: bytes) -> None:
 
 
 _JOURNAL = "/api/uploads/journals/{run}/{run_id}"
-_PROBLEMS = (403, 404, 409)
 OPERATIONS = (
     Exchange(
         path=_JOURNAL,
         summary="How much of a journal is there",
         answer=JournalSize,
         handle=_size,
-        problems=_PROBLEMS,
-        access="act",
     ),
     Exchange(
         path=_JOURNAL,
@@ -218,8 +210,7 @@ OPERATIONS = (
             Parameter(name="taken", help="Id of a request that the run has taken."),
         ),
         body_media="application/x-ndjson",
-        problems=(*_PROBLEMS, 413, 507),
-        access="act",
+        problems=(413, 507),
     ),
     Exchange(
         path="/api/uploads/companions/{run}/{name}",
@@ -229,12 +220,6 @@ OPERATIONS = (
         handle=_put,
         body_media="application/octet-stream",
         status=204,
-        problems=(*_PROBLEMS, 413, 507),
-        access="act",
+        problems=(413, 507),
     ),
 )
-
-
-def routes() -> list[Route]:
-    """Return the routes of a run's other files."""
-    return [operation.route() for operation in OPERATIONS]

@@ -7,7 +7,6 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
 
 from ...errors import UsageError
 from ..auth import SESSION_S, address_of, cookie_name, cookie_of
@@ -76,8 +75,3 @@ OPERATIONS = (
         access="open",
     ),
 )
-
-
-def routes() -> list[BaseRoute]:
-    """Return the routes of sessions."""
-    return [operation.route() for operation in OPERATIONS]

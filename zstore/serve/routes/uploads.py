@@ -25,10 +25,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ...errors import CheckpointError, CheckpointNotFoundError, UsageError
-from ..auth import require_action
 from ..inbox.models import Claims, Committed, Linked, UploadFile, UploadList, UploadOffer, UploadState
 from ..inbox.upload import Arrival, Upload
 from ..replies import problem, reply
@@ -47,13 +45,11 @@ M = TypeVar("M", bound=BaseModel)
 
 
 async def _begin(request: Request) -> Response:
-    require_action(request)
     async with _body(request, UploadOffer, _OFFER_BYTES) as offer:
         return reply(await run_in_threadpool(service_of(request).inbox.begin, offer))
 
 
 async def _list(request: Request) -> Response:
-    require_action(request)
     name = request.query_params.get("run")
     return reply(await run_in_threadpool(_listed, service_of(request), name))
 
@@ -66,7 +62,6 @@ def _listed(service: Service, name: str | None) -> UploadList:
 
 
 async def _state(request: Request) -> Response:
-    require_action(request)
     text = request.query_params.get("rank")
     if text is not None and not re.fullmatch(r"\d{1,7}", text):
         raise UsageError(f"rank is {text!r:.50}, expected a number")
@@ -75,14 +70,12 @@ async def _state(request: Request) -> Response:
 
 
 async def _plan(request: Request) -> Response:
-    require_action(request)
     upload = await _upload_of(request)
-    async with service_of(request).upload_limits.large:
+    async with service_of(request).large_bodies:
         return reply(await run_in_threadpool(service_of(request).inbox.plan, upload))
 
 
 async def _claim(request: Request) -> Response:
-    require_action(request)
     upload = await _upload_of(request)
     async with _body(request, Claims, _CLAIMS_BYTES) as claims:
 
@@ -94,29 +87,25 @@ async def _claim(request: Request) -> Response:
 
 
 async def _commit(request: Request) -> Response:
-    require_action(request)
     upload = await _upload_of(request)
     return reply(await run_in_threadpool(service_of(request).inbox.commit, upload))
 
 
 async def _give_up(request: Request) -> Response:
-    require_action(request)
     upload = await _upload_of(request)
     await run_in_threadpool(service_of(request).inbox.remove, upload)
     return Response(status_code=204)
 
 
 async def _file(request: Request) -> Response:
-    require_action(request)
     upload = await _upload_of(request)
     return reply(await run_in_threadpool(upload.file_state, request.path_params["path"]))
 
 
 async def _put(request: Request) -> Response:
     """Take a file, or its remaining bytes. Bytes from a connection that breaks stay."""
-    require_action(request)
     service = service_of(request)
-    async with service.upload_limits.files:
+    async with service.upload_files:
         upload = await _upload_of(request)
         file = request.path_params["path"]
         content = await run_in_threadpool(upload.content_of, file)
@@ -191,7 +180,7 @@ async def _body(request: Request, kind: type[M], most_bytes: int) -> AsyncIterat
     length = request.headers.get("content-length", "")
     if not re.fullmatch(r"\d{1,12}", length) or int(length) > most_bytes:
         raise UsageError(f"expected JSON of up to {most_bytes} bytes with its Content-Length, got {length[:20]!r}")
-    large = service_of(request).upload_limits.large if int(length) > _LARGE_BYTES else contextlib.nullcontext()
+    large = service_of(request).large_bodies if int(length) > _LARGE_BYTES else contextlib.nullcontext()
     async with large:
         data = bytearray()
         async for piece in request.stream():
@@ -208,7 +197,6 @@ async def _body(request: Request, kind: type[M], most_bytes: int) -> AsyncIterat
 
 _ONE = "/api/uploads/{upload}"
 _FILE = f"{_ONE}/files/{{path:path}}"
-_PROBLEMS = (403, 404, 409)
 OPERATIONS = (
     Exchange(
         path="/api/uploads",
@@ -217,8 +205,7 @@ OPERATIONS = (
         answer=UploadState,
         handle=_begin,
         body=UploadOffer,
-        problems=(*_PROBLEMS, 422, 507),
-        access="act",
+        problems=(422, 507),
     ),
     Exchange(
         path="/api/uploads",
@@ -226,8 +213,6 @@ OPERATIONS = (
         answer=UploadList,
         handle=_list,
         parameters=(Parameter(name="run", help="Those of this run; refused where it takes none."),),
-        problems=_PROBLEMS,
-        access="act",
     ),
     Exchange(
         path=_ONE,
@@ -235,8 +220,6 @@ OPERATIONS = (
         answer=UploadState,
         handle=_state,
         parameters=(Parameter(name="rank", help="Files of this rank alone.", kind="integer", most=10**7 - 1),),
-        problems=_PROBLEMS,
-        access="act",
     ),
     Exchange(
         path=_ONE,
@@ -245,8 +228,6 @@ OPERATIONS = (
         answer=None,
         handle=_give_up,
         status=204,
-        problems=_PROBLEMS,
-        access="act",
     ),
     Exchange(
         path=f"{_ONE}/plan",
@@ -254,8 +235,7 @@ OPERATIONS = (
         summary="Find out which files are wanted, once metadata and manifests are there",
         answer=UploadState,
         handle=_plan,
-        problems=(*_PROBLEMS, 422, 507),
-        access="act",
+        problems=(422, 507),
     ),
     Exchange(
         path=f"{_ONE}/claims",
@@ -264,8 +244,7 @@ OPERATIONS = (
         answer=Linked,
         handle=_claim,
         body=Claims,
-        problems=(*_PROBLEMS, 507),
-        access="act",
+        problems=(507,),
     ),
     Exchange(
         path=f"{_ONE}/commit",
@@ -273,16 +252,13 @@ OPERATIONS = (
         summary="Make the checkpoint visible, whole",
         answer=Committed,
         handle=_commit,
-        problems=(*_PROBLEMS, 422, 507),
-        access="act",
+        problems=(422, 507),
     ),
     Exchange(
         path=_FILE,
         summary="How much of a file is there",
         answer=UploadFile,
         handle=_file,
-        problems=_PROBLEMS,
-        access="act",
     ),
     Exchange(
         path=_FILE,
@@ -293,12 +269,6 @@ OPERATIONS = (
         headers=(Parameter(name="Content-Range", help="Which bytes the body is, as `bytes 0-9/10`; without it, all."),),
         body_media="application/octet-stream",
         other={201: "The file is whole, and was checked.", 202: "The file goes on behind these bytes."},
-        problems=(*_PROBLEMS, 507),
-        access="act",
+        problems=(507,),
     ),
 )
-
-
-def routes() -> list[Route]:
-    """Return the routes of uploads."""
-    return [operation.route() for operation in OPERATIONS]

@@ -15,28 +15,29 @@ from .library import Library
 def compare(
     service: Library,
     run: Run,
-    pair: tuple[str, str],
+    before: str,
+    after: str,
     array: str | None = None,
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> Difference:
-    """Return how the checkpoints of `pair` differ; with `array` that one by its values, which are read and verified.
+    """Return how two checkpoints differ; with `array` that one by its values, which are read and verified.
 
     `advance` is called with bytes as they are read; its errors end the reading. Raises CheckpointNotFoundError for an array
     that neither has, CorruptionError for damaged data.
     """
-    found = [service.timeline(run).find(checkpoint) for checkpoint in pair]
+    found = [service.timeline(run).find(checkpoint) for checkpoint in (before, after)]
     infos, places = [one.info for one in found], [one.entry.checkpoint for one in found]
     key = (*(f"{place} {info.record.id}" for place, info in zip(places, infos, strict=True)), array)
     if (kept := service.differences.get(key)) is not None:
         return kept
-    before, after = (service.readers.open(info) for info in infos)
-    if array is not None and array not in before.arrays and array not in after.arrays:
-        raise CheckpointNotFoundError(f"neither of {pair[0]!r} and {pair[1]!r} has an array {array!r}")
+    first, second = (service.readers.open(info) for info in infos)
+    if array is not None and array not in first.arrays and array not in second.arrays:
+        raise CheckpointNotFoundError(f"neither of {before!r} and {after!r} has an array {array!r}")
     try:
         names = None if array is None else [array]
-        plan = plan_comparison(before, after, values=array is not None, names=names)
+        plan = plan_comparison(first, second, values=array is not None, names=names)
         if array is not None:
-            compare_values(before, after, plan, advance)
+            compare_values(first, second, plan, advance)
     except CorruptionError:
         for info in infos:
             service.readers.forget(info)

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from ...checkpoint.folder import Folder
 from ...checkpoint.format import Record
@@ -88,8 +89,6 @@ def _find_there(folder: Folder, files: tuple[str, ...]) -> list[Unfinished]:
         if f"{own[0]}/{RECORD_FILE}" in sizes:  # the other slot is written
             sizes = folder.sizes(own_name(own[0], "old", own[2]))
         nbytes = sum(size or 0 for size in sizes.values())
-        state = "interrupted" if has_ended(data, "") else "under way"
-        found.append(
-            Unfinished(name=own[0], state="interrupted" if state == "interrupted" else "under way", nbytes=nbytes)
-        )
+        state: Literal["under way", "interrupted"] = "interrupted" if has_ended(data, "") else "under way"
+        found.append(Unfinished(name=own[0], state=state, nbytes=nbytes))
     return sorted(found, key=lambda one: one.name)
