@@ -2,6 +2,7 @@
 
 import { h, replace, svg } from "./dom.js";
 import { NOTHING, count, number, short } from "./format.js";
+import { atFrame } from "./parts/frame.js";
 import { extent, firstFrom, nearest, scale } from "./scales.js";
 
 const HEIGHT = 190;
@@ -50,8 +51,8 @@ export class LineChart {
   constructor({ title, name, format = number, axis = short, group = chartGroup(), zero = false, stacked = false, note = "" }) {
     Object.assign(this, { title, format, axis, group, zero, stacked, log: false, smooth: false });
     this.data = { x: [], series: [], levels: [], marks: [] };
-    this.frame = 0;
     this.width = 0;
+    this.draw = atFrame(() => this.drawNow());
     this.anchor = null;
     this.layers = {
       grid: svg("g", { class: "grid" }),
@@ -108,15 +109,6 @@ export class LineChart {
   close() {
     this.group.charts.delete(this);
     this.observer.disconnect();
-    cancelAnimationFrame(this.frame);
-  }
-
-  /** Draw at the next frame. */
-  draw() {
-    this.frame ||= requestAnimationFrame(() => {
-      this.frame = 0;
-      this.drawNow();
-    });
   }
 
   drawNow() {
@@ -147,13 +139,7 @@ export class LineChart {
     const whole = this.x.ticks.filter(Number.isInteger);
     replace(
       this.layers.grid,
-      this.y.ticks.map((value) => {
-        const y = this.y.to(value);
-        return [
-          svg("line", { x1: MARGIN.left, x2: right, y1: y, y2: y }),
-          svg("text", { x: MARGIN.left - 6, y: y + 4, "text-anchor": "end" }, this.axis(value)),
-        ];
-      }),
+      this.y.ticks.map((value) => ruled(MARGIN.left, right, this.y.to(value), this.axis(value))),
       whole.map((value) => svg("text", { x: this.x.to(value), y: bottom + 16, "text-anchor": "middle" }, short(value))),
       svg("line", { class: "axis", x1: MARGIN.left, x2: right, y1: bottom, y2: bottom }),
     );
@@ -350,6 +336,14 @@ export class LineChart {
   clamp(place) {
     return Math.min(Math.max(place, MARGIN.left), this.width - MARGIN.right);
   }
+}
+
+/** Return a line across a chart at `y`, and its name to the left. */
+export function ruled(left, right, y, text) {
+  return [
+    svg("line", { class: "rule", x1: left, x2: right, y1: y, y2: y }),
+    svg("text", { class: "tick", x: left - 6, y: y + 4, "text-anchor": "end" }, text),
+  ];
 }
 
 /** Return the moving average of values, in which one that lies `SMOOTH_POINTS` back counts a third of the newest. */

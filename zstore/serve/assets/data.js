@@ -21,9 +21,14 @@ export function signedOut() {
   dispatchEvent(new Event("zstore-signed-out"));
 }
 
+/** Return a path, percent-encoded between its slashes. */
+export function encoded(path) {
+  return path.split("/").map(encodeURIComponent).join("/");
+}
+
 /** Return a path of the API: segments are percent-encoded, `query` leaves out what is null. */
 export function api(segments, query = {}) {
-  const path = segments.map((segment) => segment.split("/").map(encodeURIComponent).join("/")).join("/");
+  const path = segments.map(encoded).join("/");
   const given = Object.entries(query).filter(([, value]) => value !== null && value !== undefined);
   const text = new URLSearchParams(given).toString();
   return `/api/${path}${text ? `?${text}` : ""}`;
@@ -38,13 +43,13 @@ export async function get(path, { signal } = {}) {
 }
 
 /** Send `body` as JSON and return the JSON answer. */
-export async function post(path, body = {}, { signal } = {}) {
-  return send("POST", path, body, signal);
+export async function post(path, body = {}) {
+  return ask(path, { method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json" } });
 }
 
 /** Delete what is at `path`. */
-export async function remove(path, { signal } = {}) {
-  return send("DELETE", path, undefined, signal);
+export async function remove(path) {
+  return ask(path, { method: "DELETE" });
 }
 
 /** Whether a report holds `path`; a service always may. */
@@ -104,13 +109,8 @@ export function listen(path, handlers) {
   };
 }
 
-function send(method, path, body, signal) {
-  if (isReport) return Promise.reject(new RequestError(0, "This is a report: there is no service behind it."));
-  const text = body === undefined ? undefined : JSON.stringify(body);
-  return ask(path, { method, body: text, signal, headers: text === undefined ? {} : { "Content-Type": "application/json" } });
-}
-
 async function ask(path, options) {
+  if (isReport) throw new RequestError(0, "This is a report: there is no service behind it.");
   let response;
   try {
     response = await fetch(path, { credentials: "same-origin", ...options });

@@ -21,12 +21,6 @@ export function replace(container, ...children) {
   return container;
 }
 
-/** Add `children` at the end of `container`. */
-export function append(container, ...children) {
-  container.append(...nodes(children));
-  return container;
-}
-
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes ?? {})) set(element, name, value);
   element.append(...nodes(children));

@@ -117,7 +117,7 @@ function context() {
     get service() {
       return service;
     },
-    go: (href, options) => go(href, options),
+    go,
     link,
     /** Say something to people who do not see the page. */
     announce: (text) => {

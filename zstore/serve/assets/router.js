@@ -43,8 +43,8 @@ export function here() {
 }
 
 /** Change the URL to `href`, which `link` or `runUrl` made, and show its view. */
-export function go(href, { replace = false } = {}) {
-  history[replace ? "replaceState" : "pushState"](null, "", href);
+export function go(href) {
+  history.pushState(null, "", href);
   dispatchEvent(new PopStateEvent("popstate"));
 }
 

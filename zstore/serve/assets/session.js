@@ -59,21 +59,34 @@ export function sessionButton(service, changed) {
     return h("button", { type: "button", class: "quiet", onclick: leave, test: "sign-out" }, "Sign out");
   }
   if (!service.allows_actions || service.needs_token) return null; // The view asks for it, where it is needed to read.
-  return h("button", { type: "button", class: "quiet", onclick: () => openBox(changed), test: "open-sign-in" }, "Sign in");
+  const text = "With the token you can verify and prune checkpoints, and tell a run to save or stop.";
+  const open = () => void signIn(text, "Close", changed);
+  return h("button", { type: "button", class: "quiet", onclick: open, test: "open-sign-in" }, "Sign in");
 }
 
-function openBox(changed) {
-  const dialog = h("dialog", { class: "box", "aria-label": "Sign in" });
-  const taken = async () => {
-    dialog.close();
-    await changed();
-  };
-  replace(
-    dialog,
-    askForToken(taken, "With the token you can verify and prune checkpoints, and tell a run to save or stop."),
-    h("button", { type: "button", class: "quiet", onclick: () => dialog.close() }, "Close"),
-  );
+/** Ask for the token in a box over the page; once it is closed, resolves to whether the service has taken the token. */
+export function signIn(text, close, taken) {
+  return new Promise((resolve) => {
+    let signedIn = false;
+    const done = async () => {
+      signedIn = true;
+      await taken();
+      dialog.close();
+    };
+    const dialog = openDialog(
+      "Sign in",
+      askForToken(done, text),
+      h("button", { type: "button", class: "quiet", onclick: () => dialog.close(), test: "cancel" }, close),
+    );
+    dialog.addEventListener("close", () => resolve(signedIn));
+  });
+}
+
+/** Return a box over the page, open. It is gone once it is closed. */
+export function openDialog(label, ...children) {
+  const dialog = h("dialog", { class: "box", "aria-label": label, test: "dialog" }, children);
   dialog.addEventListener("close", () => dialog.remove());
   document.body.append(dialog);
   dialog.showModal();
+  return dialog;
 }

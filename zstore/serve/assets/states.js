@@ -1,6 +1,7 @@
 // What stands in a view's place while there is nothing to show in it.
 
-import { h } from "./dom.js";
+import { get } from "./data.js";
+import { h, replace } from "./dom.js";
 
 /** A box that keeps its place while data comes. */
 export function loading(text = "Loading") {
@@ -27,6 +28,22 @@ export function problem(error, retry = null) {
     h("p", null, error.message ?? String(error)),
     retry === null ? null : h("button", { type: "button", onclick: retry, test: "retry" }, "Try again"),
   );
+}
+
+/**
+ * Get `path`, and call `show` with the answer. Meanwhile `text` stands in `place`; if it fails, what went wrong and a button to
+ * try again. Nothing happens once `signal` has ended it.
+ */
+export async function load(place, path, { signal, context, text }, show) {
+  replace(place, h("p", { class: "loading", role: "status" }, text));
+  try {
+    const answer = await get(path, { signal });
+    if (!signal.aborted) show(answer);
+  } catch (error) {
+    if (error.name === "AbortError" || signal.aborted) return;
+    if (error.status === 401) context.reload();
+    else replace(place, problem(error, () => void load(place, path, { signal, context, text }, show)));
+  }
 }
 
 const TITLES = {

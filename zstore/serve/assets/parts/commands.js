@@ -1,5 +1,6 @@
 // What to type to read an array or the weights with other tools.
 
+import { encoded } from "../data.js";
 import { h } from "../dom.js";
 
 /**
@@ -40,7 +41,7 @@ export function arrayCommands(url, withToken) {
  */
 export function weightCommands(origin, run, { checkpoint, tag }, dtype, withToken) {
   const base = `${origin}/${encodeURIComponent(run)}`;
-  const folder = checkpoint.includes("/") ? `${base}/${segments(checkpoint.split("/").slice(0, -1).join("/"))}` : base;
+  const folder = checkpoint.includes("/") ? `${base}/${encoded(checkpoint.split("/").slice(0, -1).join("/"))}` : base;
   const before = withToken ? "export ZSTORE_TOKEN=TOKEN\n" : "";
   const named = `--tag ${shellQuoted(tag)}`;
   const url = shellQuoted(weightsUrl(origin, run, checkpoint, dtype));
@@ -64,7 +65,7 @@ export function weightCommands(origin, run, { checkpoint, tag }, dtype, withToke
 
 /** URL of a checkpoint's weights as one file. */
 export function weightsUrl(origin, run, checkpoint, dtype) {
-  return `${origin}/weights/${encodeURIComponent(run)}/${segments(checkpoint)}/model.safetensors?dtype=${dtype}`;
+  return `${origin}/weights/${encodeURIComponent(run)}/${encoded(checkpoint)}/model.safetensors?dtype=${dtype}`;
 }
 
 /** Commands, each as text that can be selected, with a button that copies it. */
@@ -88,10 +89,6 @@ export function commandList(commands) {
       h("pre", { class: "command", tabindex: "0" }, text),
     );
   });
-}
-
-function segments(path) {
-  return path.split("/").map(encodeURIComponent).join("/");
 }
 
 function tokenOption(withToken) {

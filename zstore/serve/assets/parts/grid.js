@@ -4,7 +4,6 @@
 import { h, replace } from "../dom.js";
 import { VirtualList } from "./virtual.js";
 
-let made = 0;
 const ignore = () => {};
 
 /**
@@ -34,7 +33,6 @@ export class Grid {
    */
   constructor({ label, test, keyOf, most = 0, onOpen = ignore, onSelect = ignore, onSort = ignore, onActive = ignore }) {
     Object.assign(this, { keyOf, most, onOpen, onSelect, onSort, onActive });
-    this.id = `grid-${++made}`;
     this.head = h("div", { class: "rowgrid-head", role: "row", "aria-rowindex": "1" });
     this.body = h("div", { role: "rowgroup" });
     const multiple = most > 1 ? "true" : null;
@@ -44,51 +42,45 @@ export class Grid {
       h("div", { class: "rowgrid-headgroup", role: "rowgroup" }, this.head),
       this.body,
     );
-    this.list = new VirtualList(this.element, this.body, (index) => this.row(index));
+    const active = (index) => this.onActive(this.shown[index]);
+    this.list = new VirtualList(this.element, this.body, (index) => this.row(index), () => this.toggle(), active);
     this.element.addEventListener("keydown", (event) => this.press(event));
-    this.element.addEventListener("click", (event) => this.click(event));
     this.entries = [];
     this.columns = [];
     this.selected = [];
     this.sort = { key: "", down: false };
-    this.active = 0;
   }
 
   /** Show these entries under these columns. What is selected stays so, even while it is not shown. */
   show(entries, columns) {
-    const at = this.shown?.[this.active];
+    const at = this.shown?.[this.list.active];
     this.entries = entries;
     this.columns = columns;
     const widths = columns.map((column) => column.width).join(" ");
     this.element.style.setProperty("--columns", this.most > 0 ? `2.25rem ${widths}` : widths);
     const least = columns.map((column) => column.width.match(/[\d.]+rem/)[0]);
     this.element.style.setProperty("--least-width", `calc(2.25rem + ${least.join(" + ")})`);
-    this.layOut();
-    if (at !== undefined) {
-      const index = this.shown.findIndex((entry) => this.keyOf(entry) === this.keyOf(at));
-      if (index >= 0) this.active = index;
-      this.markActive();
-    }
+    this.layOut(at === undefined ? null : this.keyOf(at));
   }
 
   /** Bring an entry in sight and make it the one that keys act on. */
   reveal(key) {
     const index = this.shown.findIndex((entry) => this.keyOf(entry) === key);
-    if (index >= 0) this.moveTo(index, true);
+    if (index >= 0) this.list.moveTo(index, true);
   }
 
   close() {
     this.list.close();
   }
 
-  layOut() {
+  /** Draw all rows anew; the active one is that of the key `active`, without such a row the one in its place. */
+  layOut(active = null) {
     const column = this.columns.find((other) => other.key === this.sort.key && other.value);
     this.shown = [...this.entries];
     if (column !== undefined) {
       const sign = this.sort.down ? -1 : 1;
       this.shown.sort((a, b) => sign * compare(column.value(a), column.value(b), sign));
     }
-    this.active = Math.min(this.active, Math.max(0, this.shown.length - 1));
     this.element.setAttribute("aria-rowcount", this.shown.length + 1);
     this.element.setAttribute("aria-colcount", this.columns.length + Number(this.most > 0));
     replace(
@@ -96,8 +88,8 @@ export class Grid {
       this.most > 0 ? h("span", { role: "columnheader", class: "cell pick", "aria-label": "selected" }) : null,
       this.columns.map((other) => this.heading(other)),
     );
-    this.list.show(this.shown.length);
-    this.markActive();
+    const place = this.shown.findIndex((entry) => this.keyOf(entry) === active);
+    this.list.show(this.shown.length, place < 0 ? this.list.active : place);
   }
 
   heading(column) {
@@ -126,12 +118,10 @@ export class Grid {
     return h(
       "div",
       {
-        id: `${this.id}-${index}`,
-        class: `rowgrid-row${index === this.active ? " active" : ""}`,
+        class: "rowgrid-row",
         role: "row",
         "aria-rowindex": index + 2,
         "aria-selected": this.most > 0 ? String(selected) : null,
-        "data-index": index,
         "data-test": "grid-row",
         "data-key": key.slice(0, 200),
       },
@@ -142,48 +132,23 @@ export class Grid {
     );
   }
 
-  click(event) {
-    const row = event.target.closest("[data-index]");
-    if (row === null || event.target.closest("a, button") !== null || getSelection().type === "Range") return;
-    this.moveTo(Number(row.dataset.index));
-    this.toggle();
-  }
-
   toggle() {
-    const entry = this.shown[this.active];
+    const entry = this.shown[this.list.active];
     if (entry === undefined || this.most === 0) return;
     const key = this.keyOf(entry);
     if (this.selected.includes(key)) this.selected = this.selected.filter((other) => other !== key);
     else this.selected = [...this.selected, key].slice(-this.most);
     this.list.redraw();
-    this.markActive();
     this.onSelect(this.selected);
-  }
-
-  moveTo(index, middle = false) {
-    if (this.shown.length === 0) return;
-    this.list.element(this.active)?.classList.remove("active");
-    this.active = Math.min(Math.max(index, 0), this.shown.length - 1);
-    this.list.reveal(this.active, middle);
-    this.markActive();
-    this.onActive(this.shown[this.active]);
-  }
-
-  markActive() {
-    this.list.markActive(this.element, this.active);
   }
 
   press(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("a, button") !== null) return;
+    const entry = this.shown[this.list.active];
     const moves = {
-      ArrowDown: () => this.moveTo(this.active + 1),
-      ArrowUp: () => this.moveTo(this.active - 1),
-      Home: () => this.moveTo(0),
-      End: () => this.moveTo(this.shown.length - 1),
-      PageDown: () => this.moveTo(this.active + this.list.pageRows),
-      PageUp: () => this.moveTo(this.active - this.list.pageRows),
+      ...this.list.moves,
       " ": () => this.toggle(),
-      Enter: () => this.shown[this.active] !== undefined && this.onOpen(this.shown[this.active]),
+      Enter: () => entry !== undefined && this.onOpen(entry),
     };
     if (!Object.hasOwn(moves, event.key)) return;
     event.preventDefault();

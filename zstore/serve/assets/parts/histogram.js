@@ -1,8 +1,10 @@
 // The values of an array as bars, with their axes.
 
+import { ruled } from "../charts.js";
 import { h, replace, svg } from "../dom.js";
 import { count, number, short } from "../format.js";
 import { ticks } from "../scales.js";
+import { heading, table } from "./tables.js";
 
 const HEIGHT = 220;
 const LEFT = 52;
@@ -53,7 +55,7 @@ export class HistogramView {
     this.chart.setAttribute("aria-label", `${this.label}: ${this.summary()}`);
     replace(
       this.chart,
-      sizes.map((size) => ruled(width, yOf(size), short(size))),
+      sizes.map((size) => ruled(LEFT, width - RIGHT, yOf(size), short(size))),
       counts.map((size, index) => this.bar(index, size, yOf)),
       low < 0 && high > 0 ? svg("line", { class: "zero", x1: this.xOf(0), x2: this.xOf(0), y1: TOP, y2: yOf(0) }) : null,
       this.valueTicks(width),
@@ -111,33 +113,17 @@ export class HistogramView {
 
 /** Bins as a table, closed at first. */
 function binTable({ edges, counts }) {
-  const row = (size, index) =>
-    h(
-      "tr",
-      null,
-      h("td", { class: "num" }, number(edges[index], 6)),
-      h("td", { class: "num" }, number(edges[index + 1], 6)),
-      h("td", { class: "num" }, count(size)),
-    );
-  const head = (text) => h("th", { class: "num", scope: "col" }, text);
-  const heads = h("thead", null, h("tr", null, head("from"), head("up to"), head("elements")));
+  const row = (size, index) => {
+    const cells = [number(edges[index], 6), number(edges[index + 1], 6), count(size)];
+    return h("tr", null, cells.map((text) => h("td", { class: "num" }, text)));
+  };
+  const heads = ["from", "up to", "elements"].map((text) => heading(text, "num"));
   return h(
     "details",
     { test: "histogram-table" },
     h("summary", null, "Bins as a table"),
-    h(
-      "div",
-      { class: "scroll" },
-      h("table", null, heads, h("tbody", null, counts.map(row))),
-    ),
+    h("div", { class: "scroll" }, table(null, heads, counts.map(row))),
   );
-}
-
-function ruled(width, y, text) {
-  return [
-    svg("line", { class: "rule", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }),
-    svg("text", { class: "tick", x: LEFT - 6, y: y + 4, "text-anchor": "end" }, text),
-  ];
 }
 
 function powers(highest) {

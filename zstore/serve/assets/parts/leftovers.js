@@ -2,6 +2,7 @@
 
 import { h } from "../dom.js";
 import { bytes } from "../format.js";
+import { cell, heading, nameCell, table } from "./tables.js";
 
 /** Return the panel of saves and uploads that are not committed, null where there are none. */
 export function unfinishedPanel(unfinished) {
@@ -38,22 +39,6 @@ function panel(title, test, text, heads, rows) {
     { class: "panel", test },
     h("h2", null, title),
     h("p", { class: "muted" }, text),
-    h(
-      "div",
-      { class: "scroll" },
-      h("table", { class: "cards" }, h("thead", null, h("tr", null, heads)), h("tbody", null, rows)),
-    ),
+    h("div", { class: "scroll" }, table({ class: "cards" }, heads, rows)),
   );
-}
-
-function heading(text, kind = null) {
-  return h("th", { scope: "col", class: kind }, text);
-}
-
-function nameCell(name) {
-  return h("th", { scope: "row", class: "name" }, h("bdi", null, name));
-}
-
-function cell(label, content, kind = null) {
-  return h("td", { class: kind, "data-label": label }, content);
 }

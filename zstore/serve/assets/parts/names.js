@@ -3,6 +3,8 @@
 // A name is `group/rest` or `optimizer/slot/rest`; the rest is split at its dots. A part that holds nothing but another is
 // shown as one with it: `transformer.h`, `wte.weight`.
 
+import { fits } from "./filter.js";
+
 const DEEPEST = 16;
 
 /**
@@ -138,14 +140,12 @@ export function rowsOf(root, isOpen, isShown = null) {
  *   they are in, each with its sums over those that match; null for no words.
  */
 export function match(root, text) {
-  const words = text.toLowerCase().split(/\s+/).filter((word) => word !== "");
-  if (words.length === 0) return null;
+  if (text.trim() === "") return null;
   const found = new Map();
   const visit = (node) => {
     let sums = null;
     if (node.item !== null) {
-      const name = node.path.toLowerCase();
-      if (!words.every((word) => name.includes(word))) return null;
+      if (!fits(node.path, text)) return null;
       sums = node;
     }
     for (const child of node.children) {

@@ -4,6 +4,7 @@ import { h } from "../dom.js";
 import { bytes, count, counted, duration, when, zone } from "../format.js";
 import { runUrl } from "../router.js";
 import { stateTag } from "./runstate.js";
+import { cell, heading, table } from "./tables.js";
 
 /** The saves of a run, the newest first. */
 export function savesPanel(run, saves) {
@@ -13,13 +14,13 @@ export function savesPanel(run, saves) {
       "tr",
       null,
       h("th", { scope: "row", class: "name" }, save.tag),
-      cell(head[1], count(save.step)),
-      h("td", { "data-label": head[2] }, stateTag(save.state), save.problem ? h("span", { class: "bad" }, ` ${save.problem}`) : null),
-      cell(head[3], when(save.at)),
-      cell(head[4], duration(save.stall_s)),
-      cell(head[5], duration(save.elapsed_s)),
-      cell(head[6], bytes(save.linked_bytes)),
-      cell(head[7], bytes(save.written_bytes)),
+      cell(head[1], count(save.step), "num"),
+      cell(head[2], [stateTag(save.state), save.problem ? h("span", { class: "bad" }, ` ${save.problem}`) : null]),
+      cell(head[3], when(save.at), "num"),
+      cell(head[4], duration(save.stall_s), "num"),
+      cell(head[5], duration(save.elapsed_s), "num"),
+      cell(head[6], bytes(save.linked_bytes), "num"),
+      cell(head[7], bytes(save.written_bytes), "num"),
     ),
   );
   return h(
@@ -31,7 +32,7 @@ export function savesPanel(run, saves) {
       : h(
           "div",
           { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "Saves" },
-          h("table", { class: "cards" }, h("thead", null, h("tr", null, head.map((text, index) => h("th", { scope: "col", class: index === 0 || index === 2 ? null : "num" }, text)))), h("tbody", null, rows)),
+          table({ class: "cards" }, head.map((text, index) => heading(text, index === 0 || index === 2 ? null : "num")), rows),
         ),
   );
 }
@@ -75,8 +76,4 @@ function process(session, runs) {
     h("div", null, h("span", { class: "muted" }, when(session.started_at)), ` ${session.loop}, from step ${count(session.first_step)}, ${counted(session.world_size, "rank")}, ${session.host}:${session.pid}; ${end}`),
     h("details", null, h("summary", null, "Versions and settings"), h("p", { class: "hint name" }, versions.join(", ")), h("pre", { class: "command" }, JSON.stringify(session.config, null, 2))),
   );
-}
-
-function cell(label, text) {
-  return h("td", { class: "num", "data-label": label }, text);
 }

@@ -103,11 +103,6 @@ export class LiveSteps {
     }
   }
 
-  /** How many rows are kept. */
-  get size() {
-    return this.base.length + this.live.length;
-  }
-
   /** The newest rows, each of one step where live ones came. */
   get newest() {
     return this.live.length > 0 ? this.live : this.base;

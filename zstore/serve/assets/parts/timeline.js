@@ -1,5 +1,6 @@
 // The chart of a run's checkpoints: what each shares, and what removing it alone would free.
 
+import { ruled } from "../charts.js";
 import { h, replace, svg } from "../dom.js";
 import { bytes, count, counted, short, when } from "../format.js";
 import { ticks } from "../scales.js";
@@ -64,7 +65,7 @@ export class Timeline {
     this.chart.setAttribute("aria-label", this.summary(placed));
     replace(
       this.chart,
-      ticks(0, highest, 4).map((size) => gridLine(width, yOf(size), bytes(size))),
+      ticks(0, highest, 4).map((size) => ruled(LEFT, width - RIGHT, yOf(size), bytes(size))),
       this.axis(placed, width, byTime),
       this.slots.map((slot) => this.bar(slot, yOf)),
     );
@@ -141,13 +142,6 @@ function roundSteps(low, high, most) {
   return ticks(low, high, most)
     .filter((step) => Number.isInteger(step))
     .map((step) => ({ at: step, text: short(step) }));
-}
-
-function gridLine(width, y, text) {
-  return [
-    svg("line", { class: "rule", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }),
-    svg("text", { class: "tick", x: LEFT - 8, y: y + 4, "text-anchor": "end" }, text),
-  ];
 }
 
 function legend(slots) {

@@ -7,7 +7,6 @@ import { VirtualList } from "./virtual.js";
 
 const ROWS_AT_FIRST = 24;
 const TYPING_MS = 700;
-let made = 0;
 
 /** A tree over `buildTree`'s root. */
 export class TreeView {
@@ -18,18 +17,23 @@ export class TreeView {
    * @param {(item: object | null, sums: {count: number, nbytes: number, tally: Record<string, number>}) => HTMLElement[]}
    *   options.cells What stands in a row behind the label: of an array, or, of all that are shown in a group, the sums.
    * @param {(item: object) => void} options.onOpen Called when an array is chosen.
+   * @param {string} [options.kind] Class that sets the widths of columns.
    */
-  constructor({ label, test, cells, onOpen }) {
-    this.cells = cells;
-    this.onOpen = onOpen;
-    this.id = `tree-${++made}`;
+  constructor({ label, test, cells, onOpen, kind = "" }) {
+    Object.assign(this, { cells, onOpen, kind });
     this.body = h("div", { role: "presentation" });
-    this.element = h("div", { class: "tree", role: "tree", tabindex: "0", "aria-label": label, test }, this.body);
-    this.list = new VirtualList(this.element, this.body, (index) => this.row(index));
+    this.element = h("div", { class: `tree ${kind}`, role: "tree", tabindex: "0", "aria-label": label, test }, this.body);
+    this.list = new VirtualList(this.element, this.body, (index) => this.row(index), () => this.choose());
     this.element.addEventListener("keydown", (event) => this.press(event));
-    this.element.addEventListener("click", (event) => this.click(event));
     this.typed = { text: "", at: -Infinity };
     this.setRoot({ children: [] });
+  }
+
+  /** Return the tree below the heads of its columns, texts and classes, with `detail` beside it. */
+  beside(detail, heads, hint) {
+    const cells = heads.map(([text, kind]) => h("span", { class: `cell ${kind}` }, text));
+    const head = h("div", { class: `tree-head ${this.kind}`, "aria-hidden": "true" }, cells);
+    return h("div", { class: "two-panes" }, h("div", null, head, this.element, h("p", { class: "hint" }, hint)), detail);
   }
 
   /** Show another tree. */
@@ -38,19 +42,18 @@ export class TreeView {
     this.open = firstOpen(root, ROWS_AT_FIRST);
     this.found = null;
     this.selected = null;
-    this.active = 0;
+    this.list.active = 0;
     this.layOut();
   }
 
   /** Show only arrays whose names hold all words of `text`. Returns how many do, null where there is no word. */
   filter(text) {
-    const at = this.rows[this.active]?.node ?? null;
+    const at = this.rows[this.list.active]?.node ?? null;
     this.found = match(this.root, text);
     this.closed = new Set();
     this.element.scrollTop = 0;
     this.layOut(at);
-    this.list.reveal(this.active);
-    this.markActive();
+    this.list.moveTo(this.list.active);
     return this.found === null ? null : (this.found.get(this.root)?.count ?? 0);
   }
 
@@ -65,7 +68,7 @@ export class TreeView {
       }
       this.layOut();
       const index = this.rows.findIndex((row) => row.node === node);
-      if (index >= 0) this.moveTo(index, true);
+      if (index >= 0) this.list.moveTo(index, true);
     }
     this.list.redraw();
     return node !== null;
@@ -80,10 +83,8 @@ export class TreeView {
     const isOpen = (node) => (this.found === null ? this.open.has(node.path) : !this.closed.has(node.path));
     const isShown = this.found === null ? null : (node) => this.found.has(node);
     this.rows = rowsOf(this.root, isOpen, isShown);
-    const place = active === null ? this.active : this.rows.findIndex((row) => row.node === active);
-    this.active = Math.max(0, Math.min(place, this.rows.length - 1));
-    this.list.show(this.rows.length);
-    this.markActive();
+    const place = active === null ? this.list.active : this.rows.findIndex((row) => row.node === active);
+    this.list.show(this.rows.length, place);
   }
 
   row(index) {
@@ -91,15 +92,13 @@ export class TreeView {
     return h(
       "div",
       {
-        id: `${this.id}-${index}`,
-        class: `tree-row${index === this.active ? " active" : ""}`,
+        class: "tree-row",
         role: "treeitem",
         "aria-level": level,
         "aria-posinset": position,
         "aria-setsize": siblings,
         "aria-expanded": open === null ? null : String(open),
         "aria-selected": String(node.item !== null && node.path === this.selected),
-        "data-index": index,
         "data-test": node.item === null ? "tree-group" : "tree-array",
         "data-name": node.path.slice(0, 200),
       },
@@ -113,16 +112,9 @@ export class TreeView {
     );
   }
 
-  click(event) {
-    const row = event.target.closest("[data-index]");
-    if (row === null || getSelection().type === "Range") return;
-    this.moveTo(Number(row.dataset.index));
-    this.choose();
-  }
-
   /** Open or close a group, or choose an array. */
   choose() {
-    const row = this.rows[this.active];
+    const row = this.rows[this.list.active];
     if (row === undefined) return;
     if (row.open !== null) {
       this.setOpen(row.node, !row.open);
@@ -143,30 +135,12 @@ export class TreeView {
     this.list.update();
   }
 
-  moveTo(index, middle = false) {
-    if (this.rows.length === 0) return;
-    const before = this.active;
-    this.active = Math.min(Math.max(index, 0), this.rows.length - 1);
-    this.list.element(before)?.classList.remove("active");
-    this.list.reveal(this.active, middle);
-    this.markActive();
-  }
-
-  markActive() {
-    this.list.markActive(this.element, this.active);
-  }
-
   press(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const row = this.rows[this.active];
+    const row = this.rows[this.list.active];
     if (row === undefined) return;
     const moves = {
-      ArrowDown: () => this.moveTo(this.active + 1),
-      ArrowUp: () => this.moveTo(this.active - 1),
-      Home: () => this.moveTo(0),
-      End: () => this.moveTo(this.rows.length - 1),
-      PageDown: () => this.moveTo(this.active + this.list.pageRows),
-      PageUp: () => this.moveTo(this.active - this.list.pageRows),
+      ...this.list.moves,
       ArrowRight: () => this.into(row),
       ArrowLeft: () => (row.open === true ? this.setOpen(row.node, false) : this.toParent(row)),
       Enter: () => this.choose(),
@@ -183,12 +157,12 @@ export class TreeView {
 
   into(row) {
     if (row.open === false) this.setOpen(row.node, true);
-    else if (row.open === true) this.moveTo(this.active + 1);
+    else if (row.open === true) this.list.moveTo(this.list.active + 1);
   }
 
   toParent(row) {
     const index = this.rows.findIndex((other) => other.node === row.node.parent);
-    if (index >= 0) this.moveTo(index);
+    if (index >= 0) this.list.moveTo(index);
   }
 
   openSiblings(row) {
@@ -198,7 +172,7 @@ export class TreeView {
       else this.closed.delete(node.path);
     }
     this.layOut();
-    this.moveTo(this.rows.findIndex((other) => other.node === row.node));
+    this.list.moveTo(this.rows.findIndex((other) => other.node === row.node));
   }
 
   /** Go to the next row whose label begins with what was typed. */
@@ -206,10 +180,10 @@ export class TreeView {
     const now = performance.now();
     const going = now - this.typed.at < TYPING_MS;
     this.typed = { text: (going ? this.typed.text : "") + key.toLowerCase(), at: now };
-    const from = going ? this.active : this.active + 1;
+    const from = this.list.active + (going ? 0 : 1);
     for (let step = 0; step < this.rows.length; step++) {
       const index = (from + step) % this.rows.length;
-      if (this.rows[index].node.label.toLowerCase().startsWith(this.typed.text)) return this.moveTo(index);
+      if (this.rows[index].node.label.toLowerCase().startsWith(this.typed.text)) return this.list.moveTo(index);
     }
   }
 }

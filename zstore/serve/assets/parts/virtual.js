@@ -1,6 +1,8 @@
-// Lists of which only the rows in sight are in the document, so that ten thousand scroll as ten do.
+// Lists of which only the rows in sight are in the document, so that ten thousand scroll as ten do. One row is active: keys
+// act on it.
 
 const SPARE_ROWS = 6;
+let made = 0;
 
 /** Rows of one height in a box that scrolls. The owner of the list gives the box its height. */
 export class VirtualList {
@@ -8,26 +10,54 @@ export class VirtualList {
    * @param {HTMLElement} box It scrolls; rows become children of `body`.
    * @param {HTMLElement} body In the box; it gets the height of all rows.
    * @param {(index: number) => HTMLElement} renderRow
+   * @param {() => void} choose Called when a row was clicked, which is active then.
+   * @param {(index: number) => void} [onActive] Called when another row became active.
    */
-  constructor(box, body, renderRow) {
-    this.box = box;
-    this.body = body;
-    this.renderRow = renderRow;
-    this.count = 0;
-    this.rowHeight = 0;
-    this.rows = new Map();
+  constructor(box, body, renderRow, choose, onActive = () => {}) {
+    Object.assign(this, { box, body, renderRow, onActive, count: 0, active: 0, rowHeight: 0, rows: new Map() });
+    this.id = `list-${++made}`;
     body.classList.add("virtual-body");
     box.addEventListener("scroll", () => this.update(), { passive: true });
+    box.addEventListener("click", (event) => {
+      const row = event.target.closest("[data-index]");
+      if (row === null || event.target.closest("a, button") !== null || getSelection().type === "Range") return;
+      this.moveTo(Number(row.dataset.index));
+      choose();
+    });
     this.observer = new ResizeObserver(() => this.measure());
     this.observer.observe(box);
   }
 
-  /** Show `count` rows, all drawn anew. */
-  show(count) {
+  /** Show `count` rows, all drawn anew, with that of `active`, or the one closest to it, as the active one. */
+  show(count, active) {
     this.count = count;
+    this.active = Math.max(0, Math.min(active, count - 1));
     for (const row of this.rows.values()) row.remove();
     this.rows.clear();
     this.measure();
+    this.markActive();
+  }
+
+  /** Make a row the active one, the first or last for one beyond them, and bring it in sight; see `reveal`. */
+  moveTo(index, middle = false) {
+    if (this.count === 0) return;
+    this.rows.get(this.active)?.classList.remove("active");
+    this.active = Math.min(Math.max(index, 0), this.count - 1);
+    this.reveal(this.active, middle);
+    this.markActive();
+    this.onActive(this.active);
+  }
+
+  /** What keys do that move, by their names. */
+  get moves() {
+    return {
+      ArrowDown: () => this.moveTo(this.active + 1),
+      ArrowUp: () => this.moveTo(this.active - 1),
+      Home: () => this.moveTo(0),
+      End: () => this.moveTo(this.count - 1),
+      PageDown: () => this.moveTo(this.active + this.pageRows),
+      PageUp: () => this.moveTo(this.active - this.pageRows),
+    };
   }
 
   /** Draw the rows in sight anew. */
@@ -57,17 +87,12 @@ export class VirtualList {
     return Math.max(1, Math.floor((this.box.clientHeight - this.body.offsetTop) / (this.rowHeight || 1)) - 1);
   }
 
-  /** The row's element where it is in the document. */
-  element(index) {
-    return this.rows.get(index) ?? null;
-  }
-
-  /** Mark a row as the active one of `owner`, which has the focus and tells of it by the row's id. */
-  markActive(owner, index) {
-    const row = this.element(index);
+  /** Mark the active row, of which the box, that has the focus, tells by its id. */
+  markActive() {
+    const row = this.rows.get(this.active);
     row?.classList.add("active");
-    if (row === null) owner.removeAttribute("aria-activedescendant");
-    else owner.setAttribute("aria-activedescendant", row.id);
+    if (row === undefined) this.box.removeAttribute("aria-activedescendant");
+    else this.box.setAttribute("aria-activedescendant", row.id);
   }
 
   close() {
@@ -107,7 +132,10 @@ export class VirtualList {
 
   place(index) {
     const row = this.renderRow(index);
+    row.id = `${this.id}-${index}`;
+    row.dataset.index = index;
     row.classList.add("virtual-row");
+    row.classList.toggle("active", index === this.active);
     row.style.top = `${index * this.rowHeight}px`;
     return row;
   }

@@ -7,17 +7,19 @@
 import { api, get, has, isReport } from "../data.js";
 import { h, replace } from "../dom.js";
 import { bytes, count, counted, number, shape } from "../format.js";
-import { here, note, runUrl } from "../router.js";
-import { problem } from "../states.js";
+import { note, runUrl } from "../router.js";
+import { load } from "../states.js";
 import { actionButton, whyNot } from "../parts/act.js";
 import { arrayCommands, commandList, weightCommands, weightsUrl } from "../parts/commands.js";
 import { date, fact, marked } from "../parts/facts.js";
+import { filterField, filterText } from "../parts/filter.js";
 import { HistogramView } from "../parts/histogram.js";
 import { buildTree } from "../parts/names.js";
 import { TreeView } from "../parts/tree.js";
 import { valueList } from "../parts/values.js";
 import { startVerify } from "../parts/verify.js";
 
+const HEADS = [["Name", ""], ["Type", "wide"], ["Shape", "wide"], ["Size", "num"]];
 const DTYPES = ["bf16", "fp16", "fp32"];
 /** Of a name, encoded: a service takes no URL that is much longer. */
 const MOST_URL_LENGTH = 6000;
@@ -66,8 +68,7 @@ class CheckpointView {
   start() {
     if (this.arrays === null) return;
     this.tree.setRoot(buildTree(this.arrays));
-    const filter = this.query.get("filter") ?? "";
-    if (filter !== "") this.filter(filter);
+    if (filterText() !== "") this.filter(filterText());
     const name = this.query.get("array");
     if (name === null) {
       replace(this.array, h("p", { class: "hint" }, "Choose an array to see its values."));
@@ -145,38 +146,17 @@ class CheckpointView {
         h("p", { class: "muted" }, "Not in this report. Open it in the service that the report was made from."),
       );
     }
-    const input = h("input", {
-      type: "search",
-      value: this.query.get("filter") ?? "",
-      placeholder: "Filter by name",
-      "aria-label": "Filter arrays by name",
-      oninput: () => {
-        note({ filter: input.value });
-        this.filter(input.value);
-      },
-      onkeydown: (event) => {
-        if (event.key !== "ArrowDown" && event.key !== "Enter") return;
-        event.preventDefault();
-        this.tree.element.focus();
-      },
-      test: "arrays-filter",
+    const input = filterField({ label: "Filter arrays by name", test: "arrays-filter" }, (text) => this.filter(text));
+    input.addEventListener("keydown", (event) => {
+      if (event.key !== "ArrowDown" && event.key !== "Enter") return;
+      event.preventDefault();
+      this.tree.element.focus();
     });
     return h(
       "section",
       { class: "panel", "aria-label": "Arrays" },
       h("div", { class: "row toolbar" }, h("h2", null, "Arrays"), input, this.found),
-      h(
-        "div",
-        { class: "two-panes" },
-        h(
-          "div",
-          { class: "tree-pane" },
-          arraysHead(),
-          this.tree.element,
-          h("p", { class: "hint" }, "Arrows move and open, typing finds a name, Enter shows an array."),
-        ),
-        this.array,
-      ),
+      this.tree.beside(this.array, HEADS, "Arrows move and open, typing finds a name, Enter shows an array."),
     );
   }
 
@@ -192,24 +172,16 @@ class CheckpointView {
     this.histogram?.close();
     this.histogram = null;
     note({ array: encodeURIComponent(entry.name).length > MOST_URL_LENGTH ? null : entry.name });
-    const values = h("div", { class: "array-values" }, h("p", { class: "loading", role: "status" }, "Reading its values"));
+    const values = h("div", { class: "array-values" });
     replace(this.array, arrayHead(entry), values, this.arrayTools(entry));
     if (chosen && matchMedia("(max-width: 900px)").matches) this.array.scrollIntoView({ block: "start" });
     await this.loadValues(entry, values);
   }
 
   async loadValues(entry, place) {
-    const { signal } = this.opened;
     const path = api(["runs", this.run, "checkpoints", this.checkpoint, "stats"], { array: entry.name });
-    try {
-      const stats = await get(path, { signal });
-      if (signal.aborted) return;
-      replace(place, statsFacts(stats), this.histogramOf(stats));
-    } catch (error) {
-      if (error.name === "AbortError" || signal.aborted) return;
-      if (error.status === 401) this.context.reload();
-      else replace(place, problem(error, () => void this.loadValues(entry, place)));
-    }
+    const options = { signal: this.opened.signal, context: this.context, text: "Reading its values" };
+    await load(place, path, options, (stats) => replace(place, statsFacts(stats), this.histogramOf(stats)));
   }
 
   histogramOf({ array, histogram }) {
@@ -284,12 +256,6 @@ function arrayCells(item, { count: arrays, nbytes }) {
   if (item === null) return [h("span", { class: "cell both wide" }, counted(arrays, "array")), size];
   const text = shape(item.shape);
   return [h("span", { class: "cell wide" }, item.dtype), h("span", { class: "cell wide", title: text }, text), size];
-}
-
-function arraysHead() {
-  const name = (text, kind = "") => h("span", { class: `cell ${kind}` }, text);
-  const names = [name("Name"), name("Type", "wide"), name("Shape", "wide"), name("Size", "num")];
-  return h("div", { class: "tree-head", "aria-hidden": "true" }, names);
 }
 
 function arrayHead(entry) {

@@ -12,6 +12,7 @@ import { empty } from "../states.js";
 import { actionButton, whyNot } from "../parts/act.js";
 import { RunActions } from "../parts/actions.js";
 import { age, fact } from "../parts/facts.js";
+import { filterField, filterText, fits } from "../parts/filter.js";
 import { Grid } from "../parts/grid.js";
 import { refusedPanel, unfinishedPanel } from "../parts/leftovers.js";
 import { PrunePanel } from "../parts/prune.js";
@@ -32,7 +33,7 @@ class CheckpointsView {
   constructor({ run, query }, context) {
     Object.assign(this, { run, query, context });
     this.axis = query.get("axis") === "time" ? "time" : "step";
-    this.filterText = query.get("filter") ?? "";
+    this.filterText = filterText();
     this.doomed = new Set();
     this.closing = [];
     this.makeParts();
@@ -61,10 +62,17 @@ class CheckpointsView {
     this.leavings = h("div", { class: "view" });
     this.found = h("span", { class: "muted", role: "status" });
     this.trouble = h("p", { class: "bad", role: "alert", hidden: true });
+    const filter = filterField(
+      { label: "Filter checkpoints by name or step", placeholder: "Filter by name or step", test: "checkpoints-filter" },
+      (text) => {
+        this.filterText = text;
+        this.drawRows();
+      },
+    );
     this.tablePanel = h(
       "section",
       { class: "panel", "aria-label": "Table of checkpoints" },
-      h("div", { class: "row toolbar" }, this.filterField(), this.found, h("span", { class: "spring" }), this.toolbar),
+      h("div", { class: "row toolbar" }, filter, this.found, h("span", { class: "spring" }), this.toolbar),
       this.grid.element,
       h("p", { class: "hint" }, "Arrows move, space selects one or two, Enter opens."),
     );
@@ -210,32 +218,14 @@ class CheckpointsView {
     this.drawTimeline();
   }
 
-  filterField() {
-    const filter = (event) => {
-      this.filterText = event.target.value;
-      note({ filter: this.filterText });
-      this.drawRows();
-    };
-    return h("input", {
-      type: "search",
-      value: this.filterText,
-      placeholder: "Filter by name or step",
-      "aria-label": "Filter checkpoints by name or step",
-      oninput: filter,
-      test: "checkpoints-filter",
-    });
-  }
-
   drawRows() {
-    const words = this.filterText.toLowerCase().split(/\s+/).filter(Boolean);
     const all = this.list.checkpoints;
-    const textOf = (entry) => `${entry.checkpoint} ${entry.tag} ${entry.step}`.toLowerCase();
-    const shown = all.filter((entry) => words.every((word) => textOf(entry).includes(word)));
+    const shown = all.filter((entry) => fits(`${entry.checkpoint} ${entry.tag} ${entry.step}`, this.filterText));
     const keys = new Set(all.map((entry) => entry.checkpoint));
     this.grid.selected = this.grid.selected.filter((key) => keys.has(key));
     // The newest first, as long as nobody sorts otherwise.
     this.grid.show([...shown].reverse(), this.columns());
-    this.found.textContent = words.length > 0 ? `${count(shown.length)} of ${counted(all.length, "checkpoint")}` : "";
+    this.found.textContent = this.filterText.trim() ? `${count(shown.length)} of ${counted(all.length, "checkpoint")}` : "";
     this.shownEntries = shown;
     this.drawTimeline();
     this.drawToolbar();

@@ -7,12 +7,16 @@ import { api, get, has } from "../data.js";
 import { h, replace } from "../dom.js";
 import { count, counted, number, percent } from "../format.js";
 import { note, runUrl } from "../router.js";
-import { empty, problem } from "../states.js";
+import { empty, load } from "../states.js";
 import { buildTree } from "../parts/names.js";
 import { fact, marked } from "../parts/facts.js";
+import { filterField } from "../parts/filter.js";
 import { TreeView } from "../parts/tree.js";
 
+const HEADS = [["Name", ""], ["Difference", ""], ["Chunks changed", "num wide"]];
 const STATUSES = ["values", "shape", "dtype", "added", "removed", "unknown"];
+/** The colours of statuses. */
+const COLOURS = { values: 0, shape: 3, dtype: 6, added: 2, removed: 4, unknown: 7 };
 const WORDS = {
   same: "the same",
   values: "values changed",
@@ -55,6 +59,7 @@ class CompareView {
     this.tree = new TreeView({
       label: "Arrays that differ",
       test: "compare-tree",
+      kind: "compare",
       cells: differenceCells,
       onOpen: (entry) => this.openArray(entry, true),
     });
@@ -62,26 +67,9 @@ class CompareView {
     this.counts = h("div", { class: "row", test: "compare-counts" });
     this.found = h("span", { class: "muted", role: "status" });
     this.detail = h("div", { class: "array-detail", test: "difference-detail" });
-    this.filterField = this.makeFilter();
-    this.panes = h(
-      "div",
-      { class: "two-panes" },
-      h(
-        "div",
-        { class: "tree-pane" },
-        h(
-          "div",
-          { class: "tree-head compare", "aria-hidden": "true" },
-          h("span", { class: "cell" }, "Name"),
-          h("span", { class: "cell" }, "Difference"),
-          h("span", { class: "cell num wide" }, "Chunks changed"),
-        ),
-        this.tree.element,
-        h("p", { class: "hint" }, "Arrows move and open, typing finds a name, Enter compares an array by its values."),
-      ),
-      this.detail,
-    );
-    this.tree.element.classList.add("compare");
+    this.filterField = filterField({ label: "Filter arrays by name", test: "compare-filter" }, () => this.filter());
+    const hint = "Arrows move and open, typing finds a name, Enter compares an array by its values.";
+    this.panes = this.tree.beside(this.detail, HEADS, hint);
     this.place = h("div", { class: "view" });
     this.element = h("div", { class: "view", test: "compare" }, this.pickers(), this.place);
   }
@@ -125,38 +113,18 @@ class CompareView {
     this.context.go(runUrl(this.run, "compare", chosen));
   }
 
-  makeFilter() {
-    const input = h("input", {
-      type: "search",
-      value: this.query.get("filter") ?? "",
-      placeholder: "Filter by name",
-      "aria-label": "Filter arrays by name",
-      oninput: () => {
-        note({ filter: input.value });
-        this.filter();
-      },
-      test: "compare-filter",
-    });
-    return input;
-  }
-
   async load() {
-    const { signal } = this.loading;
-    replace(this.place, h("p", { class: "loading", role: "status" }, "Comparing checksums"));
     const path = api(["runs", this.run, "diff"], { before: this.before, after: this.after });
     if (!has(path)) {
       const text = "This comparison is not in the report. Open it in the service that the report was made from.";
       replace(this.place, h("p", { class: "panel muted" }, text));
       return;
     }
-    try {
-      this.difference = await get(path, { signal });
-      if (!signal.aborted) this.draw();
-    } catch (error) {
-      if (error.name === "AbortError" || signal.aborted) return;
-      if (error.status === 401) this.context.reload();
-      else replace(this.place, problem(error, () => void this.load()));
-    }
+    const options = { signal: this.loading.signal, context: this.context, text: "Comparing checksums" };
+    await load(this.place, path, options, (difference) => {
+      this.difference = difference;
+      this.draw();
+    });
   }
 
   draw() {
@@ -201,9 +169,8 @@ class CompareView {
       STATUSES.filter((status) => counts[status]).map((status) => {
         const pressed = String(this.statuses.has(status));
         const attributes = { type: "button", class: "small", "aria-pressed": pressed, test: `count-${status}` };
-        const swatch = h("span", { class: `swatch status-${status}` });
         const text = `${count(counts[status])} ${WORDS[status]}`;
-        return h("button", { ...attributes, onclick: toggle(status) }, swatch, text);
+        return h("button", { ...attributes, onclick: toggle(status) }, swatch(status), text);
       }),
       h("span", { class: "muted", test: "count-same" }, `${count(counts.same ?? 0)} the same`),
     );
@@ -232,7 +199,7 @@ class CompareView {
     replace(
       this.detail,
       h("h3", { class: "array-name mono", title: entry.name }, h("bdi", null, entry.name)),
-      h("p", null, h("span", { class: `tag status-${entry.status}` }, WORDS[entry.status])),
+      h("p", null, h("span", { class: `tag coloured c${COLOURS[entry.status]}` }, WORDS[entry.status])),
       h(
         "dl",
         { class: "facts" },
@@ -247,17 +214,9 @@ class CompareView {
   }
 
   async loadValues(entry, place) {
-    const { signal } = this.opened;
-    replace(place, h("p", { class: "loading", role: "status" }, "Comparing its values"));
     const path = api(["runs", this.run, "diff"], { before: this.before, after: this.after, array: entry.name });
-    try {
-      const { arrays } = await get(path, { signal });
-      if (!signal.aborted) replace(place, valueFacts({ ...entry, ...known(arrays[0]) }));
-    } catch (error) {
-      if (error.name === "AbortError" || signal.aborted) return;
-      if (error.status === 401) this.context.reload();
-      else replace(place, problem(error, () => void this.loadValues(entry, place)));
-    }
+    const options = { signal: this.opened.signal, context: this.context, text: "Comparing its values" };
+    await load(place, path, options, ({ arrays }) => replace(place, valueFacts({ ...entry, ...known(arrays[0]) })));
   }
 }
 
@@ -291,8 +250,11 @@ function meter(share) {
   return h("div", { class: "meter", role: "img", "aria-label": `${percent(share)} of the elements changed` }, bar);
 }
 
+function swatch(status) {
+  return h("span", { class: `swatch c${COLOURS[status]}` });
+}
+
 function differenceCells(item, { tally }) {
-  const swatch = (status) => h("span", { class: `swatch status-${status}` });
   if (item === null) {
     const statuses = STATUSES.filter((status) => tally[status]);
     const title = statuses.map((status) => `${count(tally[status])} ${WORDS[status]}`).join(", ");

@@ -3,7 +3,7 @@
 import { api, get } from "../data.js";
 import { h, replace } from "../dom.js";
 import { bytes, count, counted } from "../format.js";
-import { here, note } from "../router.js";
+import { filterField, filterText, fits } from "../parts/filter.js";
 import { Grid } from "../parts/grid.js";
 import { colours, treeOf } from "../parts/placement.js";
 import { planPanel } from "../parts/planbars.js";
@@ -45,6 +45,7 @@ class MemoryView {
     this.grid.sort = { key: "nbytes", down: true };
     this.grid.show(this.arrays, this.columns);
     this.shown = h("span", { class: "hint", role: "status" }, counted(this.arrays.length, "array"));
+    const field = filterField({ label: "Filter arrays", placeholder: "Filter by name, kind or tier" }, (text) => this.filter(text));
     this.element = h(
       "div",
       { class: "view" },
@@ -52,34 +53,17 @@ class MemoryView {
         "section",
         { class: "panel memory" },
         h("div", { class: "row" }, h("h2", null, "Where bytes rest, on rank 0"), h("span", { class: "spring" }), legend(kinds)),
-        h("div", { class: "memory-parts" }, this.map.element, h("div", { class: "memory-list" }, this.tools(), this.grid.element)),
+        h("div", { class: "memory-parts" }, this.map.element, h("div", { class: "memory-list" }, h("div", { class: "row" }, field, this.shown), this.grid.element)),
       ),
       planPanel(placement, kinds),
     );
-    this.filter(here().query.get("filter") ?? "");
-  }
-
-  tools() {
-    const field = h("input", {
-      type: "search",
-      "aria-label": "Filter arrays",
-      placeholder: "Filter by name, kind or tier",
-      value: here().query.get("filter") ?? "",
-      oninput: (event) => {
-        note({ filter: event.target.value });
-        this.filter(event.target.value);
-      },
-      test: "filter",
-    });
-    return h("div", { class: "row" }, field, this.shown);
+    this.filter(filterText());
   }
 
   filter(text) {
-    const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-    const fits = (array) => words.every((word) => `${array.name} ${array.kind} ${array.tier}`.toLowerCase().includes(word));
-    const found = words.length === 0 ? this.arrays : this.arrays.filter(fits);
+    const found = this.arrays.filter((array) => fits(`${array.name} ${array.kind} ${array.tier}`, text));
     const kept = new Set(found);
-    this.map.filter(words.length === 0 ? null : (array) => kept.has(array));
+    this.map.filter(text.trim() === "" ? null : (array) => kept.has(array));
     this.grid.show(found, this.columns);
     const size = found.reduce((sum, array) => sum + array.nbytes, 0);
     const number = found.length === this.arrays.length ? count(found.length) : `${count(found.length)} of ${count(this.arrays.length)}`;

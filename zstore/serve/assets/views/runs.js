@@ -4,6 +4,7 @@ import { get, isReport } from "../data.js";
 import { h, replace } from "../dom.js";
 import { ago, count, counted, number, short, when } from "../format.js";
 import { here, note, runUrl } from "../router.js";
+import { filterField, filterText } from "../parts/filter.js";
 import { repeat } from "../parts/poll.js";
 import { stateTag } from "../parts/runstate.js";
 import { empty } from "../states.js";
@@ -42,7 +43,7 @@ class RunTable {
     const { query } = here();
     this.runs = [];
     this.rows = new Map();
-    this.filter = query.get("filter") ?? "";
+    this.filter = filterText();
     const sort = query.get("sort") ?? "-updated";
     this.key = COLUMNS.some((column) => column.key === sort.replace("-", "")) ? sort.replace("-", "") : "updated";
     this.down = sort.startsWith("-");
@@ -53,16 +54,12 @@ class RunTable {
       h(
         "th",
         { scope: "col", class: column.num ? "num" : null },
-        h("button", { type: "button", class: "sort", onclick: () => this.sortBy(column.key), test: `sort-${column.key}` }, column.text),
+        h("button", { type: "button", class: "heading", onclick: () => this.sortBy(column.key), test: `sort-${column.key}` }, column.text),
       ),
     );
-    const field = h("input", {
-      type: "search",
-      "aria-label": "Filter runs",
-      placeholder: "Filter",
-      value: this.filter,
-      oninput: (event) => this.setFilter(event.target.value),
-      test: "filter",
+    const field = filterField({ label: "Filter runs", placeholder: "Filter" }, (text) => {
+      this.filter = text;
+      this.draw();
     });
     this.none = h("p", { class: "hint", hidden: true }, "No run matches the filter.");
     this.table = h(
@@ -88,12 +85,6 @@ class RunTable {
   setLost(text) {
     this.lost.hidden = text === null;
     this.lost.title = text ?? "";
-  }
-
-  setFilter(text) {
-    this.filter = text;
-    note({ filter: text });
-    this.draw();
   }
 
   sortBy(key) {
