@@ -35,17 +35,23 @@ def load_rng_state(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(words), gauss))
     kind, key, *rest = state["numpy"]
     np.random.set_state((kind, np.array(key, dtype=np.uint32), *rest))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_decode(state["cuda"]))
+    if torch.cuda.is_available():
+        if "cuda" in state:
+            torch.cuda.set_rng_state(_decode(state["cuda"]))
+        else:  # saved without a device: resumes agree with each other all the same
+            torch.cuda.manual_seed(_number(state["torch"]))
 
 
 def derive_rng_state(seed: int, step: int, rank: int) -> None:
     """Seed this rank's generators from the three numbers alone."""
-    digest = hashlib.sha256(f"zstore {seed} {step} {rank}".encode()).digest()
-    number = int.from_bytes(digest[:8], "little") >> 1
+    number = _number(f"zstore {seed} {step} {rank}")
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number % 2**32)
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def _encode(state: torch.Tensor) -> str:

@@ -23,7 +23,7 @@ from ..device import Room, Transfers, one_thread
 from ..params.record import ParameterRecord
 from ..params.sharding import GradientTypes
 from ..plan.plan import EMA, Placement
-from .kernel import AVERAGED, Kernel, Scalars, SlotArray
+from .kernel import AVERAGED, FusedAdam, Kernel, Scalars, SlotArray
 from .moments import MomentTiles, slots_at_rest
 from .split_master import join_master, split_master
 
@@ -371,7 +371,7 @@ class OptimizerState:
             yield tiles
 
     def in_place(self, record: ParameterRecord) -> InPlace | None:
-        """Return the arrays of a trained parameter if they are in one memory, and none is converted."""
+        """Return the arrays of a trained parameter if torch's fused kernel takes them as they are, in one memory."""
         if self._arrangement != self.store.arrangement:
             self._in_place.clear()
             self._arrangement = self.store.arrangement
@@ -384,7 +384,8 @@ class OptimizerState:
         if rests and record.rest is not None:
             names.append(record.rest)
         on_disk = any(self.store.tier_of(name) == "disk" for name in names)
-        if on_disk or record in self.spilled or self.moments != "fp32" or self.is_split(record):
+        converts = self.moments != "fp32" or self.is_split(record)
+        if on_disk or converts or record in self.spilled or not isinstance(self.kernel_of(record)[0], FusedAdam):
             return None
         arrays = [as_torch(self.store.memory(name)) for name in names]
         if any(self.transfers.link(one, arrays[0]) for one in arrays):

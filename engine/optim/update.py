@@ -159,11 +159,6 @@ class _Change:
         return self._state.take_master(held, self._room)
 
 
-def _apply(each: tuple[_Change, Tile]) -> None:
-    change, tile = each
-    change.apply(tile)
-
-
 class _Placed(NamedTuple):
     """A parameter whose arrays are in one memory, and its gradient."""
 
@@ -288,17 +283,16 @@ class Update:
         and its new rows, are the present ones.
         """
         mine = [record for record in self.records if record.owned_numel]
-        if not self._state.has_disk and done is None:
-            mine = self._change_in_place(mine, brings=False)
-        elif not self._state.has_disk and done is not None and all(map(self._is_in_place, mine)):
-            for record in mine:
-                if admit is None or admit(record, True):
-                    self._change_in_place([record], brings=True)
-                    done(record)
-            return
-        if not mine:
-            return
-
+        if not self._state.has_disk:
+            if done is None and not (mine := self._change_in_place(mine, brings=False)):
+                return
+            if done is not None and all(map(self._state.in_place, mine)):
+                for record in mine:
+                    if admit is None or admit(record, True):
+                        if self._change_in_place([record], brings=True):
+                            raise AssertionError(f"the gradient of {record.name} is not in memory")
+                        done(record)
+                return
         h2d = H2DQueue(self._state.transfers)
 
         def ended(group: int) -> None:
@@ -320,7 +314,8 @@ class Update:
                 on_end=None if done is None else ended,
             )
         with labelled("update"), passing as tiles:
-            side_by_side(_apply, self._changes(tiles, mine, h2d), 1 if done is not None else self._num_threads(mine))
+            threads = 1 if done is not None else self._num_threads(mine)
+            side_by_side(lambda each: each[0].apply(each[1]), self._changes(tiles, mine, h2d), threads)
         h2d.drain()
 
     def _change_in_place(self, records: Sequence[ParameterRecord], *, brings: bool) -> list[ParameterRecord]:
@@ -346,9 +341,6 @@ class Update:
             h2d.drain()
         changed = {one.record for one in found}
         return [record for record in records if record not in changed]
-
-    def _is_in_place(self, record: ParameterRecord) -> bool:
-        return self._state.in_place(record) is not None and isinstance(self._step_of(record), FusedAdamStep)
 
     def _placed(self, record: ParameterRecord) -> _Placed | None:
         """Take the gradient of a record whose arrays are in one memory; None if there is more to do with it."""

@@ -123,6 +123,22 @@ def test_random_states_come_back() -> None:
     assert draw() == first
 
 
+def test_a_checkpoint_of_a_machine_without_a_device_seeds_the_devices_generator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two resumes draw the same there, and two checkpoints do not."""
+    states = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        states.append(rng_state())
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
+    for state in (states[0], states[0], states[1]):
+        load_rng_state({name: values for name, values in state.items() if name != "cuda"})
+    assert seeds[0] == seeds[1] != seeds[2]
+
+
 def test_derived_random_states_differ_by_step_and_rank() -> None:
     seen = set()
     for step, rank in [(0, 0), (0, 1), (1, 0), (0, 0)]:
