@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zstore.dcp
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.dcp.place import Place
+from zstore.dcp.destination import Place
 from zstore.dcp.save import Save
 from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.io.flush import Flush

@@ -31,7 +31,7 @@ from zstore.io.shards import open_resources
 from zstore.testing.faults import Fault, FaultyFiles, short_files
 from zstore.tools.consolidate import consolidate_command
 from zstore.weights.cast import Castor, cast_into, castors
-from zstore.weights.file import BLOCK_BYTES, BlockFile
+from zstore.weights.file import BLOCK_BYTES, BlockFile, make_file
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 from zstore.weights.layout import Weight, plan_files
 
@@ -285,6 +285,7 @@ def test_a_file_filled_in_any_order_has_every_byte(
     content = np.random.default_rng(nbytes).integers(0, 256, nbytes).astype(np.uint8)
     path = tmp_path_factory.mktemp("blocks") / "file"
     files = short_files(1 << 20) if data.draw(st.booleans()) else FaultyFiles()
+    make_file(files, path, nbytes)
     file = BlockFile(files, path, nbytes, Slabs(BLOCK_BYTES))
     for first, stop in data.draw(st.permutations(list(itertools.pairwise(cuts)))):
         assert not file.is_filled

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zstore.checkpoint import (
     MANIFEST_FOLDER,
@@ -20,13 +22,16 @@ from zstore.checkpoint import (
     TagInfo,
     scan,
     sweep,
+    tag_text,
     temporary_folder,
 )
-from zstore.errors import CheckpointError
+from zstore.errors import CheckpointError, UsageError
 from zstore.io import Files, Flush, Workers
 from zstore.remote.commit import RemoteCommitter
-from zstore.remote.folder import RemoteFolder
+from zstore.remote.folder import RemoteFolder, open_fsspec_folder
+from zstore.remote.retries import PATIENT
 from zstore.remote.target import NUM_THREADS, send_all
+from zstore.remote.url import is_url, shown
 
 from .work import PIECES_FOLDER
 
@@ -154,25 +159,64 @@ class RemoteDestination:
 
     def commit(self, record: Record) -> None:
         """Upload rank 0's files, and publish the checkpoint."""
-        files = self._documents()
+        documents = [path for path in self.folder.rglob("*") if path.is_file()]
+        files = {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in documents}
+        del files[METADATA_FILE]  # which is written last
         with Workers(NUM_THREADS, "zstore-dcp-upload") as workers:
             send_all(workers, self.folder, self._committer.target, files, lambda _: None)
         metadata = (self.folder / METADATA_FILE).read_bytes()
         self._committer.commit(record, metadata, self._sizes | files)
-
-    def _documents(self) -> dict[str, int]:
-        """Return path and bytes of manifests and metadata, but for the one that is written last."""
-        found = {
-            os.path.relpath(path, self.folder): os.stat(path).st_size
-            for root, _, names in os.walk(self.folder)
-            for path in (os.path.join(root, name) for name in names)
-        }
-        del found[METADATA_FILE]
-        return found
 
     def abandon(self) -> None:
         """Remove all files uploaded, unless they were committed. Never raises."""
         self._committer.abort()
 
 
-Destination = LocalDestination | RemoteDestination
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The place of a checkpoint, as data that another process may be given."""
+
+    location: str
+    """Absolute path, or URL, of the checkpoint's own folder."""
+    storage_options: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Place:
+        """Return the place that `path` names. Raises UsageError if it is no checkpoint's own folder."""
+        text = os.fspath(path)
+        if not is_url(text):
+            if "://" in text:
+                raise UsageError(f"expected a path or URL, as s3://bucket/run/step-100, got {text}")
+            text = os.path.abspath(text)
+        text = text.rstrip("/")
+        place = cls(location=text, storage_options=storage_options)
+        tag_text(place.tag)
+        if text.startswith(("http://", "https://")):
+            raise UsageError(
+                f"{shown(text)}: DCP saves to folders and storages like s3://bucket/run/step-100; to a service of zstore "
+                "upload what it saved in a folder, with `zstore reshard FOLDER --to URL`"
+            )
+        if is_url(text):
+            open_fsspec_folder(text.rpartition("/")[0], storage_options)
+        return place
+
+    @property
+    def tag(self) -> str:
+        """The checkpoint's tag."""
+        return self.location.rpartition("/")[2]
+
+    @property
+    def shown(self) -> str:
+        """The location as messages may have it."""
+        return shown(self.location)
+
+    def remote(self, url: str) -> RemoteFolder:
+        """Return the folder `url`, of the same file system."""
+        return open_fsspec_folder(url, self.storage_options, retries=PATIENT)
+
+    def destination(self, files: Files, save_id: str) -> LocalDestination | RemoteDestination:
+        """Return the destination of a save, for rank 0."""
+        if not is_url(self.location):
+            return LocalDestination(files, Path(self.location), save_id)
+        folder = self.remote(self.location.rpartition("/")[0])
+        return RemoteDestination(files, folder, self.tag, save_id)

@@ -48,6 +48,11 @@ def is_resting(value: object) -> TypeGuard[Resting]:
     return hasattr(type(value), "pin_shard")
 
 
+def box_of(piece: TensorWriteData) -> Box:
+    """Return which part of its array a piece is."""
+    return Box(tuple(piece.size), tuple(piece.chunk.offsets), tuple(piece.chunk.sizes))
+
+
 def shard_of(local: LocalShard, spec: ArraySpec, grid: Grid, box: Box) -> int | None:
     """Return the shard of an array on `grid` that the file of `local` may be as it is; None if there is none.
 
@@ -76,7 +81,7 @@ def resting_grid(spec: ArraySpec, pieces: Sequence[TensorWriteData]) -> Grid | N
 
 
 def _is_shard(piece: RestingWrite, grid: Grid) -> bool:
-    box = Box(tuple(piece.size), tuple(piece.chunk.offsets), tuple(piece.chunk.sizes))
+    box = box_of(piece)
     base, numel = piece.shard * grid.shard_numel, grid.shard_valid_numel(piece.shard)
     return 0 < box.numel == numel and sum(run.numel for run in box.overlap(base, base + numel)) == numel
 

@@ -12,15 +12,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 
 from zstore.checkpoint import COMPLETE, CheckpointBuilder, CheckpointPlan, TagInfo, new_save_id
 from zstore.errors import UsageError
-from zstore.format import ArrayLayout, ArraySpec, Box, client_array, lay_out, make_grid, tiles
+from zstore.format import ArrayLayout, ArraySpec, client_array, lay_out, make_grid, tiles
 from zstore.interop.dcp_names import STATE, Names, name_arrays
 from zstore.interop.dcp_names import Path as KeyPath
 from zstore.interop.dcp_values import make_document
 from zstore.io import Files, ShardSummary
 from zstore.tensors import dtype_name
 
-from .place import Place
-from .resting import resting_grid
+from .destination import Place
+from .resting import box_of, resting_grid
 from .work import Share, Wrote, assemble
 
 
@@ -85,7 +85,7 @@ class Save:
             spec = ArraySpec(
                 name=self._names.arrays[key], shape=shape, dtype=dtype_name(pieces[0].properties.dtype, key)
             )
-            boxes = [Box(shape, tuple(piece.chunk.offsets), tuple(piece.chunk.sizes)) for piece in pieces]
+            boxes = [box_of(piece) for piece in pieces]
             if not tiles(shape, boxes):
                 held = sum(box.numel for box in boxes)
                 raise UsageError(

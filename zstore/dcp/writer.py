@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -38,10 +38,9 @@ from zstore.io import Files, IoResources, Workers, helpful_threads, open_resourc
 from zstore.remote.url import is_url
 from zstore.tensors import bytes_of, dtype_name
 
-from .destination import SCRATCH_NAME
+from .destination import SCRATCH_NAME, Place
 from .ending import complete_at_the_end, told_at_the_end
-from .place import Place
-from .resting import is_resting
+from .resting import box_of, is_resting
 from .save import Save, Stored
 from .upload import UploadingRankWriter
 from .work import RankWriter, Share, Wrote
@@ -214,12 +213,8 @@ def _written(writer: RankWriter, plan: SavePlan, planner: SavePlanner) -> list[t
         if written is not None:
             value = planner.lookup_object(item.index) if isinstance(planner, DefaultSavePlanner) else None
             if not is_resting(value):
-                found.append((writer.share.arrays[item.index.fqn], _box(written)))
+                found.append((writer.share.arrays[item.index.fqn], box_of(written)))
     return found
-
-
-def _box(written: TensorWriteData) -> Box:
-    return Box(tuple(written.size), tuple(written.chunk.offsets), tuple(written.chunk.sizes))
 
 
 def _passes(writer: RankWriter, item: WriteItem) -> bool:
@@ -234,7 +229,7 @@ def _write_item(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> Wr
     if written is None:
         raise UsageError(f"{item.index.fqn!r} is not a tensor")
     layout = writer.share.arrays[item.index.fqn]
-    box = _box(written)
+    box = box_of(written)
     found: Any = planner.resolve_data(item)
     pin = found.pin_shard() if box.numel and is_resting(found) else None
     wrote: list[Wrote] = []

@@ -23,7 +23,8 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ..checkpoint.catalog import (
@@ -31,12 +32,13 @@ from ..checkpoint.catalog import (
     NOT_REMOVED,
     TagInfo,
     check_tag_is_free,
-    find_tag,
     is_committed,
     noting,
     replaced_text,
     stamped,
 )
+from ..checkpoint.commit import discard
+from ..checkpoint.folder import Folder
 from ..checkpoint.format import Record
 from ..checkpoint.lock import FOREIGN_LIFE_S, owner_document, process_ended
 from ..checkpoint.names import (
@@ -51,6 +53,7 @@ from ..checkpoint.names import (
     tag_folder,
 )
 from ..errors import CheckpointError, ZstoreError
+from ..io.files import Files
 from .folder import RemoteFolder
 
 
@@ -142,14 +145,6 @@ class RemoteCommitter:
                 if ended:
                     self.folder.remove(self._lock)
 
-    def is_committed(self) -> bool:
-        """Return whether the tag's checkpoint is this upload's."""
-        try:
-            info = find_tag(self.folder, self._tag)
-        except ZstoreError:
-            return False
-        return info is not None and info.record.id == self.save_id
-
 
 def _lock_document(run_id: str) -> bytes:
     return owner_document(run=run_id, since_s=int(time.time()))
@@ -205,6 +200,15 @@ def _remove_set_aside(folder: RemoteFolder, name: str) -> None:
         if own is not None and own[:2] == (name, SET_ASIDE):
             folder.child(entry).remove(RECORD_FILE)
             folder.remove_tree(entry)
+
+
+def remover(place: Folder) -> Callable[[TagInfo], None]:
+    """Return a function that removes a committed checkpoint in the folder `place`, here or behind a URL: half of it never
+    looks like a checkpoint."""
+    if isinstance(place, RemoteFolder):
+        return partial(remove_checkpoint, place)
+    files = Files()
+    return lambda info: discard(files, info.path)
 
 
 def remove_checkpoint(folder: RemoteFolder, info: TagInfo) -> None:

@@ -154,19 +154,19 @@ class _Upload:
 
     def _all_sent(self) -> bool:
         """Return whether every other rank's files are there; raises CheckpointError if one says that they are not."""
-        missing = False
-        for rank in range(1, self._request.world_size):
-            told = self._rendezvous.posted(_rank_file(rank))
-            if told is None:
-                missing = True
-            elif told.get("outcome") != _COMPLETE:
-                raise CheckpointError(f"rank {rank} could not upload its part: {told.get('outcome')}")
-        return not missing
+        outcomes = self._outcomes()
+        for rank, outcome in outcomes.items():
+            if outcome not in (None, _COMPLETE):
+                raise CheckpointError(f"rank {rank} could not upload its part: {outcome}")
+        return None not in outcomes.values()
+
+    def _outcomes(self) -> dict[int, str | None]:
+        """Return how each other rank's part ended, None for those that did not."""
+        told = {rank: self._rendezvous.posted(_rank_file(rank)) for rank in range(1, self._request.world_size)}
+        return {rank: None if each is None else str(each.get("outcome")) for rank, each in told.items()}
 
     def _ranks_missing(self) -> str:
-        missing = [
-            rank for rank in range(1, self._request.world_size) if self._rendezvous.posted(_rank_file(rank)) is None
-        ]
+        missing = [rank for rank, outcome in self._outcomes().items() if outcome is None]
         return f"ranks {missing[:20]} did not upload their part within {self._request.timeout_s} s"
 
     def _clean_up(self, summary: SaveSummary) -> None:
@@ -186,15 +186,12 @@ class _Upload:
             self._rendezvous.post(ABORT_FILE, {"reason": f"{type(error).__name__}: {error}"})
         self._local.cancel()
         deadline = time.monotonic() + _END_S
-        while not (ended := self._all_ended()) and time.monotonic() < deadline:
+        while not (ended := None not in self._outcomes().values()) and time.monotonic() < deadline:
             time.sleep(MOST_PAUSE_S)
         self._target.abort(ended=ended, cancelled=self._cancelled.is_set())
         if self._request.world_size == 1:
             with contextlib.suppress(OSError):
                 self._files.remove_tree(self._rendezvous.folder)
-
-    def _all_ended(self) -> bool:
-        return all(self._rendezvous.posted(_rank_file(rank)) is not None for rank in range(1, self._request.world_size))
 
     # -- the other ranks --------------------------------------------------------------------------------------------
 

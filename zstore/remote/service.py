@@ -26,6 +26,7 @@ from ..errors import (
     DiskFullError,
     StorageError,
     UsageError,
+    ZstoreError,
 )
 from .retries import Retries
 from .service_url import ServiceUrl
@@ -45,6 +46,13 @@ _READ_S = 120.0
 _MOST_PROBLEM_BYTES = 64 * 1024
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses that another try may not meet."""
+_REFUSALS: dict[int, type[ZstoreError]] = {
+    **dict.fromkeys((400, 403, 405), UsageError),
+    **dict.fromkeys((404, 410), CheckpointNotFoundError),
+    409: CheckpointExistsError,
+    422: CheckpointError,
+    507: DiskFullError,
+}
 
 
 class ServiceBusyError(OSError):
@@ -244,21 +252,11 @@ class ServiceConnection:
 def refuse(status: int, problem: str, *, path: str, has_token: bool) -> NoReturn:
     """Raise the error that a status means: one of ours, or ServiceBusyError if the request may be repeated."""
     text = f"{path}: {problem}" if problem else f"{path}: the answer was {status}"
-    if status in (404, 410):
-        raise CheckpointNotFoundError(text)
     if status == 401:
         what = "does not accept the token given" if has_token else "needs a token"
         raise UsageError(f"{path.partition('://')[2].partition('/')[0]} {what}: give it by {WHERE_TOKENS_GO}")
-    if status == 403:
-        raise UsageError(text)
-    if status == 409:
-        raise CheckpointExistsError(text)
-    if status == 507:
-        raise DiskFullError(text)
-    if status in (400, 405):
-        raise UsageError(text)
-    if status == 422:
-        raise CheckpointError(text)
+    if status in _REFUSALS:
+        raise _REFUSALS[status](text)
     if status in _PASSING:
         raise ServiceBusyError(text)
     raise StorageError(text if problem else f"{text}, which zstore does not expect")

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ..checkpoint.catalog import find_tag
 from ..checkpoint.names import RECORD_FILE, tag_folder
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.retention import Keep
@@ -84,11 +83,9 @@ class ServiceTarget(UploadTarget):
     """An upload to the run at `place`. Usable from any thread."""
 
     def __init__(self, place: ServicePlace, retries: Retries, tag: str, save_id: str) -> None:
-        self.location = place.location_of(tag_folder(tag))
+        super().__init__(place.location_of(tag_folder(tag)), tag, save_id)
         self._place = place
         self._retries = retries
-        self._tag = tag
-        self._save_id = save_id
         self._options: dict[str, Any] = {}
         self._offered: dict[str, Any] = {}
         self._upload = ""
@@ -155,9 +152,7 @@ class ServiceTarget(UploadTarget):
             # One answer for one rank, and one for all.
             query = f"?rank={ranks[0]}" if len(ranks) == 1 and 0 not in ranks else ""
             wanted = {each["path"]: each for each in self._ask("GET", f"{self._path}{query}")["files"]}
-        files = extra_files(reader) if 0 in ranks else {}
-        for rank in ranks:
-            files |= shard_files(reader, rank)
+        files = (extra_files(reader) if 0 in ranks else {}) | shard_files(reader, ranks)
         for file, size in files.items():
             if file not in wanted:
                 advance(size)
@@ -245,14 +240,6 @@ class ServiceTarget(UploadTarget):
         if cancelled and self._upload and not self._committed:
             with contextlib.suppress(OSError, ZstoreError):
                 self._connection.request("DELETE", self._path)
-
-    def is_committed(self) -> bool:
-        """See `UploadTarget.is_committed`."""
-        try:
-            info = find_tag(self._folder, self._tag)
-        except ZstoreError:
-            return False
-        return info is not None and info.record.id == self._save_id
 
     def files_at_a_time(self, largest_bytes: int, memory_bytes: int | None) -> int:
         """See `UploadTarget.files_at_a_time`; a file takes a quarter of a megabyte."""

@@ -8,10 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.catalog import find_tag
+from ..checkpoint.folder import Folder
 from ..checkpoint.names import METADATA_FILE
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.retention import Keep, retire
-from ..errors import BudgetError
+from ..errors import BudgetError, ZstoreError
 from ..io.pool import Workers
 from .commit import RemoteCommitter, remove_checkpoint
 from .folder import RemoteFolder
@@ -33,8 +35,16 @@ class UploadTarget(ABC):
     (rank 0)       `commit` and `retire`, or `abort` if anything fails
     """
 
-    location: str
-    """URL of the tag, as people name it."""
+    def __init__(self, location: str, tag: str, save_id: str) -> None:
+        self.location = location
+        """URL of the tag, as people name it."""
+        self._tag = tag
+        self._save_id = save_id
+
+    @property
+    @abstractmethod
+    def _folder(self) -> Folder:
+        """The folder of checkpoints."""
 
     @abstractmethod
     def begin(self, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None) -> list[str]:
@@ -72,9 +82,13 @@ class UploadTarget(ABC):
     def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:
         """Give up. Never raises. `ended`: no rank sends any more; `cancelled`: nobody will resume it."""
 
-    @abstractmethod
     def is_committed(self) -> bool:
         """Return whether the tag's checkpoint is this upload's."""
+        try:
+            info = find_tag(self._folder, self._tag)
+        except ZstoreError:
+            return False
+        return info is not None and info.record.id == self._save_id
 
     @abstractmethod
     def files_at_a_time(self, largest_bytes: int, memory_bytes: int | None) -> int:
@@ -89,10 +103,13 @@ class FileSystemTarget(UploadTarget):
 
     def __init__(self, folder: RemoteFolder, tag: str, save_id: str, run_id: str) -> None:
         self._committer = RemoteCommitter(folder, tag, save_id, run_id)
-        self._folder = folder
+        super().__init__(self._committer.location, tag, save_id)
         self._run_id = run_id
         self._keep: Keep | None = None
-        self.location = self._committer.location
+
+    @property
+    def _folder(self) -> RemoteFolder:
+        return self._committer.folder
 
     def begin(self, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None) -> list[str]:
         """See `UploadTarget.begin`."""
@@ -112,16 +129,12 @@ class FileSystemTarget(UploadTarget):
 
     def send(self, workers: Workers, reader: CheckpointReader, ranks: Sequence[int], advance: Advance) -> int:
         """See `UploadTarget.send`."""
-        files = dict(common_files(reader)) if 0 in ranks else {}
-        for rank in ranks:
-            files |= shard_files(reader, rank)
+        files = (common_files(reader) if 0 in ranks else {}) | shard_files(reader, ranks)
         return send_all(workers, reader.path, self._committer.target, files, advance)
 
     def commit(self, reader: CheckpointReader) -> list[str]:
         """See `UploadTarget.commit`; that all files arrived is checked by a listing."""
-        sizes = common_files(reader)
-        for rank in range(reader.record.world_size):
-            sizes |= shard_files(reader, rank)
+        sizes = common_files(reader) | shard_files(reader, range(reader.record.world_size))
         return self._committer.commit(reader.record, reader.folder.read_small(METADATA_FILE), sizes)
 
     def retire(self) -> list[str]:
@@ -133,10 +146,6 @@ class FileSystemTarget(UploadTarget):
     def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:
         """See `UploadTarget.abort`; the sent files are removed."""
         self._committer.abort(ended=ended)
-
-    def is_committed(self) -> bool:
-        """See `UploadTarget.is_committed`."""
-        return self._committer.is_committed()
 
     def files_at_a_time(self, largest_bytes: int, memory_bytes: int | None) -> int:
         """See `UploadTarget.files_at_a_time`."""

@@ -73,11 +73,10 @@ def upload_checkpoint(
         try:
             messages = target.begin(overwrite=overwrite)
             target.offer(reader)
-            files = common_files(reader)
-            for rank in range(record.world_size):
-                files |= shard_files(reader, rank)
+            ranks = range(record.world_size)
+            files = common_files(reader) | shard_files(reader, ranks)
             with Workers(target.files_at_a_time(max(files.values()), memory_bytes), "zstore-upload") as workers:
-                target.send(workers, reader, range(record.world_size), advance or (lambda _: None))
+                target.send(workers, reader, ranks, advance or (lambda _: None))
             messages += target.commit(reader)
         except BaseException:
             target.abort()

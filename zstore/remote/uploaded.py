@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 from ..checkpoint.names import METADATA_FILE, RECORD_FILE, manifest_file
 from ..checkpoint.reader import CheckpointReader
 
 
-def shard_files(reader: CheckpointReader, rank: int) -> dict[str, int]:
-    """Return path and bytes of the shard files that rank `rank` of the saving run wrote."""
-    return {
-        reader.array(entry.array).shard_file(entry.shard): entry.file_bytes for entry in reader.manifest(rank).shards
-    }
+def shard_files(reader: CheckpointReader, ranks: Iterable[int]) -> dict[str, int]:
+    """Return path and bytes of the shard files that `ranks` of the saving run wrote."""
+    entries = (entry for rank in ranks for entry in reader.manifest(rank).shards)
+    return {reader.array(entry.array).shard_file(entry.shard): entry.file_bytes for entry in entries}
 
 
 def document_files(reader: CheckpointReader) -> dict[str, int]:

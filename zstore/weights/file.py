@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,16 +26,16 @@ class _Block:
 
 
 def make_file(files: Files, path: Path, nbytes: int) -> None:
-    """Make the file that several `BlockFile` fill a part of."""
+    """Make the file that one `BlockFile` fills, or several fill a part of."""
     with files.opened(path, write=True, create=True) as file:
         files.allocate(file, round_up(nbytes, PAGE_BYTES))
 
 
 class BlockFile:
-    """The new file `path` of `nbytes`. Every byte is filled once; a block is written when it is complete.
+    """The file `path` of `nbytes`, which `make_file` made. Every byte is filled once; a block is written when it is complete.
 
     Filling roughly in order needs memory for a few blocks only. Complete and durable once `finish` returned. With
-    `part`, bytes `[start, stop)` in whole blocks, the file was made before by `make_file`, and this fills only those.
+    `part`, bytes `[start, stop)` in whole blocks, this fills only those.
     """
 
     def __init__(
@@ -49,14 +49,8 @@ class BlockFile:
         self._lock = threading.Lock()
         start, self._stop = part or (0, nbytes)
         self._missing_bytes = self._stop - start
-        self._cleanup = contextlib.ExitStack()
-        self._file: OpenFile = self._cleanup.enter_context(files.opened(path, write=True, create=part is None))
-        try:
-            if part is None:
-                files.allocate(self._file, round_up(nbytes, PAGE_BYTES))
-        except BaseException:
-            self._cleanup.close()
-            raise
+        self._cleanup = ExitStack()
+        self._file: OpenFile = self._cleanup.enter_context(files.opened(path, write=True))
 
     @property
     def is_filled(self) -> bool:

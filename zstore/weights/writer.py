@@ -37,8 +37,7 @@ class WeightsWriter(Closing):
     """Writes the files `layouts` into `folder`; usable from several threads. Close it, or use it in a `with` block.
 
     Every element of every weight is put once, roughly in the order of the layouts; then `finish`. Raises DiskFullError
-    if the folder's file system lacks room. Of several processes each has the `parts` of files that `make_files` made, and
-    puts the elements in them.
+    if the folder's file system lacks room. With `parts` it writes only those, of files that `make_files` made.
     """
 
     def __init__(
@@ -51,10 +50,9 @@ class WeightsWriter(Closing):
         parts: Sequence[FilePart] | None = None,
     ) -> None:
         if parts is None:
-            _require_room(files, layouts, folder)
-        self._are_made = parts is not None
-        whole = [FilePart(layout=layout, start=0, stop=layout.file_bytes) for layout in layouts]
-        self._parts = {part.layout.name: part for part in (whole if parts is None else parts)}
+            make_files(files, layouts, folder)
+            parts = [FilePart(layout=layout, start=0, stop=layout.file_bytes) for layout in layouts]
+        self._parts = {part.layout.name: part for part in parts}
         self._files = files
         self._layouts = layouts
         self._folder = folder
@@ -109,7 +107,7 @@ class WeightsWriter(Closing):
         with self._lock:
             if layout.name not in self._open:
                 part = self._parts[layout.name]
-                bounds = (part.start, part.stop) if self._are_made else None
+                bounds = (part.start, part.stop)
                 file = BlockFile(self._files, self._folder / layout.name, layout.file_bytes, self._slabs, bounds)
                 self._open[layout.name] = file
                 header = np.frombuffer(layout.header, np.uint8)[part.start : part.stop]
@@ -119,10 +117,10 @@ class WeightsWriter(Closing):
             return self._open[layout.name]
 
     def finish(self) -> list[str]:
-        """Make all files durable, with an index if there are several; return their names, the index last.
+        """Make its parts durable; return the names of all files, with that of an index if there are several.
 
-        Of several processes each does so for its parts, and the one that has the first writes the index. Does nothing and
-        returns no name if values could not be held and overflow is "error".
+        The writer that has the first part writes the index. Does nothing and returns no name if values could not be held
+        and overflow is "error".
         """
         if self._is_refused:
             return []
@@ -147,15 +145,11 @@ class WeightsWriter(Closing):
 
 
 def make_files(files: Files, layouts: Sequence[FileLayout], folder: Path) -> None:
-    """Make the files that several processes fill. Raises DiskFullError if the folder's file system lacks room."""
-    _require_room(files, layouts, folder)
-    for layout in layouts:
-        make_file(files, folder / layout.name, layout.file_bytes)
-
-
-def _require_room(files: Files, layouts: Sequence[FileLayout], folder: Path) -> None:
+    """Make the files that are filled then. Raises DiskFullError if the folder's file system lacks room."""
     needed = sum(layout.file_bytes for layout in layouts)
     files.require_room(folder, needed, f"the weights need {needed} bytes")
+    for layout in layouts:
+        make_file(files, folder / layout.name, layout.file_bytes)
 
 
 def lost_text(lost: Sequence[Lost], dtype: str, advice: str) -> str:

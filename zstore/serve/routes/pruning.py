@@ -13,7 +13,7 @@ from ...checkpoint.usage import bytes_freed
 from ...checkpoint.verify import VerifyFault, verify_checkpoint
 from ...errors import CorruptionError, StorageError, UsageError
 from ...io.shards import open_resources
-from ...remote.removal import remover
+from ...remote.commit import remover
 from .. import models
 from ..jobs import RunningJob
 from ..models import Job, PruneResult, PruneRules
