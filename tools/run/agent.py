@@ -23,6 +23,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from .ending import STOPPED_EXIT_CODE, RunEnd
 from .guard import LauncherGuard
@@ -106,7 +107,8 @@ class Agent(LocalElasticAgent):
             if self._ending:
                 raise NeverStarted
             self._first = self._end_at = None
-            pids: dict[int, Any] = super()._start_workers(worker_group)
+            with _told(self._guard):
+                pids: dict[int, Any] = super()._start_workers(worker_group)
             self._guard.watch(pids.values())
         return pids
 
@@ -137,6 +139,24 @@ class Agent(LocalElasticAgent):
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _told(guard: LauncherGuard) -> Iterator[None]:
+    """Tell the guard of each rank as it starts: this process may be killed before torch's agent has started the others."""
+    module: Any = subprocess_handler
+    popen = module.Popen
+
+    def start(*args: Any, **options: Any) -> Any:
+        process = popen(*args, **options)
+        guard.add(process.pid)
+        return process
+
+    module.Popen = start
+    try:
+        yield
+    finally:
+        module.Popen = popen
 
 
 @contextlib.contextmanager

@@ -34,6 +34,10 @@ class LauncherGuard:
         """End these ranks, each the leader of a process group, if this process dies; they replace the former ones."""
         self._tell("".join(["forget\n", *(f"rank {pid}\n" for pid in pids)]))
 
+    def add(self, pid: int) -> None:
+        """End this rank too."""
+        self._tell(f"rank {pid}\n")
+
     def close(self) -> None:
         """Let go of the ranks and end the guard."""
         self._tell("forget\n")
