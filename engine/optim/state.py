@@ -380,12 +380,12 @@ class OptimizerState:
         return self._in_place[record]
 
     def _find_in_place(self, record: ParameterRecord) -> InPlace | None:
-        names, rests = self.arrays_of(record), record.rest is not None and not self.is_master(record)
-        if rests and record.rest is not None:
-            names.append(record.rest)
-        on_disk = any(self.store.tier_of(name) == "disk" for name in names)
-        converts = self.moments != "fp32" or self.is_split(record)
-        if on_disk or converts or record in self.spilled or not isinstance(self.kernel_of(record)[0], FusedAdam):
+        rests = [record.rest] if record.rest is not None and not self.is_master(record) else []
+        names = self.arrays_of(record) + rests
+        converts = (
+            self.moments != "fp32" or self.is_split(record) or not isinstance(self.kernel_of(record)[0], FusedAdam)
+        )
+        if converts or record in self.spilled or any(self.store.tier_of(name) == "disk" for name in names):
             return None
         arrays = [as_torch(self.store.memory(name)) for name in names]
         if any(self.transfers.link(one, arrays[0]) for one in arrays):

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from zstore.store import ModeName, Tile
 from zstore.tensors import as_torch
 
 from ..device import (
+    Copy,
     GradientTiles,
     H2DQueue,
     Room,
@@ -159,17 +160,10 @@ class _Change:
         return self._state.take_master(held, self._room)
 
 
-class _Placed(NamedTuple):
-    """A parameter whose arrays are in one memory, and its gradient."""
-
-    record: ParameterRecord
-    place: InPlace
-    rows: torch.Tensor
-    step: FusedAdamStep
-
-
 _MOST_HERE, _MOST_THERE = 64 * 1024, 16 * 1024 * 1024
 """Most elements of small parameters that are changed together: in cache on the host, and in few kernels on a device."""
+_MOST_AT_ONCE, _MOST_BEHIND = 256 * 1024 * 1024, 4 * 1024 * 1024
+"""Most elements of parameters whose gradients are taken together in the step, and behind the loop."""
 
 
 class _Portion:
@@ -209,13 +203,38 @@ class _Portion:
         h2d.put_all(self._own, self._masters)
 
 
-def _beside(other: torch.Tensor, rows: torch.Tensor, transfers: Transfers) -> torch.Tensor:
-    """Return a copy of `rows` in the memory of `other`."""
-    if not transfers.streams.is_host(other):
-        there = torch.empty_like(other, dtype=rows.dtype)
-        transfers.copy_into(there, rows)
-        return there
-    return transfers.finish(transfers.begin(transfers.streams.empty_host(rows.numel(), rows.dtype), rows))
+def _beside(other: torch.Tensor, rows: torch.Tensor, transfers: Transfers, coming: list[Copy]) -> torch.Tensor:
+    """Return memory beside `other` that has the values of `rows` once all of `coming` came."""
+    link = transfers.link(rows, other)
+    if link is None:
+        return rows
+    if link == "device_to_host":
+        coming.append(transfers.begin(transfers.streams.empty_host(rows.numel(), rows.dtype), rows))
+        return coming[-1].values
+    there = torch.empty_like(other, dtype=rows.dtype)
+    transfers.copy_into(there, rows)
+    return there
+
+
+def _nothing(record: ParameterRecord) -> None:
+    """Nobody waits for a parameter of a step alone."""
+
+
+def _admitted(
+    records: Sequence[ParameterRecord], admit: Callable[[ParameterRecord, bool], bool] | None, most: int
+) -> Iterator[list[ParameterRecord]]:
+    """Yield the admitted records in order, those together that need not be waited for, with `most` elements or one."""
+    some: list[ParameterRecord] = []
+    for record in records:
+        ready = admit is None or admit(record, not some)
+        if some and (not ready or sum(one.owned_numel for one in some) + record.owned_numel > most):
+            yield some
+            some = []
+            ready = ready or (admit is not None and admit(record, True))
+        if ready:
+            some.append(record)
+    if some:
+        yield some
 
 
 def read_ahead(
@@ -267,8 +286,6 @@ class Update:
         self.rows = rows
         self._begun = state.take_ahead(self.records)
         self._steps: dict[ParameterRecord, ParameterStep] = {}
-        self._taken: dict[ParameterRecord, torch.Tensor | None] = {}
-        """Rows of gradients that were asked for already."""
         self._room = Room()
 
     def run(
@@ -282,23 +299,22 @@ class Update:
         `admit(record, wait)` is asked before a record's state is touched; `done(record)` is called when its new state,
         and its new rows, are the present ones.
         """
-        mine = [record for record in self.records if record.owned_numel]
+        mine, tell = [record for record in self.records if record.owned_numel], done or _nothing
         if not self._state.has_disk:
-            if done is None and not (mine := self._change_in_place(mine, brings=False)):
-                return
-            if done is not None and all(map(self._state.in_place, mine)):
-                for record in mine:
-                    if admit is None or admit(record, True):
-                        if self._change_in_place([record], brings=True):
-                            raise AssertionError(f"the gradient of {record.name} is not in memory")
-                        done(record)
+            placed = {record: place for record in mine if (place := self._state.in_place(record)) is not None}
+            if done is None or len(placed) == len(mine):
+                for some in _admitted(list(placed), admit, _MOST_AT_ONCE if done is None else _MOST_BEHIND):
+                    self._change_in_place({record: placed[record] for record in some}, behind=done is not None)
+                    for record in some:
+                        tell(record)
+                mine = [record for record in mine if record not in placed]
+            if not mine:
                 return
         h2d = H2DQueue(self._state.transfers)
 
         def ended(group: int) -> None:
             h2d.drain()
-            if done is not None:
-                done(mine[group])
+            tell(mine[group])
 
         admitted = None if admit is None else (lambda group, wait: admit(mine[group], wait))
         begun = self._begun
@@ -318,47 +334,36 @@ class Update:
             side_by_side(lambda each: each[0].apply(each[1]), self._changes(tiles, mine, h2d), threads)
         h2d.drain()
 
-    def _change_in_place(self, records: Sequence[ParameterRecord], *, brings: bool) -> list[ParameterRecord]:
-        """Change those of `records` whose arrays are in one memory, and return the others. It `brings` gradients from another
-        memory, whole; else these are left."""
-        state, h2d = self._state, H2DQueue(self._state.transfers)
-        found: list[_Placed] = []
-        for record in records:
-            placed = self._placed(record)
-            if placed is not None and state.transfers.link(placed.rows, placed.place.master) is not None:
-                if not brings:
-                    self._taken[record] = placed.rows
-                    continue
-                placed = placed._replace(rows=_beside(placed.place.master, placed.rows, state.transfers))
-            if placed is not None:
-                found.append(placed)
-        on_host = [one.record.owned_numel for one in found if state.transfers.streams.is_host(one.place.master)]
-        threads = 1 if brings else threads_for(on_host)
+    def _change_in_place(self, placed: Mapping[ParameterRecord, InPlace], *, behind: bool) -> None:
+        """Change parameters whose arrays are in one memory; one thread does so `behind` the loop."""
+        transfers, h2d = self._state.transfers, H2DQueue(self._state.transfers)
+        found: list[tuple[ParameterRecord, InPlace, torch.Tensor]] = []
+        coming: list[Copy] = []
+        for record, place in placed.items():
+            rows = self.rows(record)
+            if rows is None:
+                raise AssertionError(f"the gradient of {record.name} is not in memory")
+            found.append((record, place, _beside(place.master, rows, transfers, coming)))
+        for each in coming:
+            transfers.finish(each)
+        on_host = [rows.numel() for _, _, rows in found if transfers.streams.is_host(rows)]
+        threads = 1 if behind else threads_for(on_host)
         h2d.most *= threads
-        with labelled("update"), state.store.changing([name for one in found for name in one.place.names]):
-            work, context = partial(_Portion.apply, room=self._room, h2d=h2d), state.transfers.stream_context()
-            side_by_side(work, self._portions(found, tile_numel(threads)), threads, context)
+        with labelled("update"), self._state.store.changing([name for one in placed.values() for name in one.names]):
+            work = partial(_Portion.apply, room=self._room, h2d=h2d)
+            side_by_side(work, self._portions(found, threads), threads, transfers.stream_context())
             h2d.drain()
-        changed = {one.record for one in found}
-        return [record for record in records if record not in changed]
 
-    def _placed(self, record: ParameterRecord) -> _Placed | None:
-        """Take the gradient of a record whose arrays are in one memory; None if there is more to do with it."""
-        place, step = self._state.in_place(record), self._step_of(record)
-        if place is None or not isinstance(step, FusedAdamStep):
-            return None
-        rows = self.rows(record)
-        return None if rows is None else _Placed(record, place, rows, step)
-
-    def _portions(self, found: Iterable[_Placed], tile_on_host: int) -> list[_Portion]:
+    def _portions(self, found: Iterable[tuple[ParameterRecord, InPlace, torch.Tensor]], threads: int) -> list[_Portion]:
         """Cut what is changed: small parameters go together, large ones in tiles."""
         portions: list[_Portion] = []
         last: dict[Any, _Portion] = {}
-        for record, place, rows, step in found:
+        for record, place, rows in found:
             own = record.owned() if place.casts else place.rest
+            step = cast(FusedAdamStep, self._step_of(record))  # of the kernel that `InPlace` is for
             factor, numel = self.settings.factor_of(record), rows.numel()
             on_host = self._state.transfers.streams.is_host(place.master)
-            most, tile = (_MOST_HERE, tile_on_host) if on_host else (_MOST_THERE, _MOST_THERE)
+            most, tile = (_MOST_HERE, tile_numel(threads)) if on_host else (_MOST_THERE, _MOST_THERE)
             for first in range(0, numel, tile):
                 stop = min(first + tile, numel)
                 key = step, factor, rows.dtype, on_host
@@ -377,17 +382,14 @@ class Update:
             record = mine[tile.group]
             if change is None or change.record is not record:
                 step = self._step_of(record)
-                rows = self._taken.pop(record) if record in self._taken else self.rows(record)
-                change = _Change(self._state, record, rows, step, self.settings, h2d, change)
+                change = _Change(self._state, record, self.rows(record), step, self.settings, h2d, change)
             yield change, tile
 
     def _num_threads(self, mine: Sequence[ParameterRecord]) -> int:
         """Return how many threads take tiles of `mine` side by side."""
-        if not self._state.transfers.streams.device_is_host:
-            return 1
-        if not all(takes_threads(self._state.kernel_of(record)[0]) for record in mine):
-            return 1
-        return threads_for([record.owned_numel for record in mine])
+        takes = all(takes_threads(self._state.kernel_of(record)[0]) for record in mine)
+        on_host = self._state.transfers.streams.device_is_host
+        return threads_for([record.owned_numel for record in mine]) if on_host and takes else 1
 
     def _step_of(self, record: ParameterRecord) -> ParameterStep:
         found = self._steps.get(record)

@@ -72,8 +72,6 @@ class RowReader:
         self._workers: Workers | None = None
         self._context = transfers.stream_context()
         self.ready: Ready = _nothing
-        self.last: Copy | None = None
-        """The last copy that the host did not wait for."""
         self.read_bytes = 0
         """Bytes of rows read so far."""
 
@@ -112,7 +110,6 @@ class RowReader:
         for target, source in crossing:
             reading.copies.append(self._transfers.begin(target, source, after=reading.start))
             self.read_bytes += target.nbytes
-        self.last = reading.copies[-1] if reading.copies else self.last
         for tile in self._store.stream([[name] for name, _ in others], "read", pool=self._pool, ahead=reading.ahead):
             target = others[tile.group][1][tile.first : tile.stop]
             source = as_torch(tile.views[0])
@@ -127,12 +124,6 @@ class RowReader:
             self.read_bytes += target.nbytes
             if reading.cancelled:
                 break
-
-    def settle(self) -> None:
-        """Return when no copy reads memory of the store any more; nothing is being read."""
-        last, self.last = self.last, None
-        if last is not None:
-            self._transfers.finish(last)
 
     def close(self) -> None:
         """End the thread after the pending requests."""
@@ -181,6 +172,8 @@ class Fetcher:
         """Whether the ranks were found to gather different units: collectives under way may never complete."""
         self.ready: Ready = _nothing
         """See Ready."""
+        self._last: Copy | None = None
+        """The last copy to the device that the host did not wait for."""
 
     @property
     def read_bytes(self) -> int:
@@ -234,8 +227,9 @@ class Fetcher:
         """Wait for rows, the device alone for those in host memory, and count that; returns the error."""
         with self._world.links.waiting("parameter_read", "not read yet"):
             error = reading.ticket.error()
-        for copy in reading.copies[-1:]:  # they are made in order
-            copy.follow()
+        if reading.copies:  # they are made in order
+            self._last = reading.copies[-1]
+            self._last.follow()
         return error
 
     def _send_header(self, fetch: Fetch) -> Work:
@@ -364,8 +358,9 @@ class Fetcher:
 
     def settle(self) -> None:
         """Return when memory of the store may be written: no fetch reads it any more. Every fetch was finished or dropped."""
-        if self._reader is not None:
-            self._reader.settle()
+        last, self._last = self._last, None
+        if last is not None:
+            last.wait()
 
     def close(self) -> None:
         """End the reading thread."""

@@ -6,6 +6,7 @@ import errno
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from zstore.engine.checkpoint.record import plain, restored
 from zstore.engine.checkpoint.rng import derive_rng_state, load_rng_state, rng_state
 from zstore.engine.config.resolve import BatchSizes
 from zstore.engine.data.loader import TrainingLoader
+from zstore.engine.optim.update import _admitted
 from zstore.engine.params.record import ParameterRecord, make_record, named_parameters
 from zstore.engine.params.sharding import Sharding
 from zstore.engine.params.units import find_units
@@ -151,6 +153,26 @@ def test_buckets_are_small_on_gloo_alone() -> None:
     assert bucket_limit(World(world_size=2, backend="gloo"), 500_000_000) == 4 * 2**20
     assert bucket_limit(World(world_size=2, backend="gloo"), 1000) == 1000
     assert bucket_limit(World(world_size=2, backend="nccl"), 500_000_000) == 500_000_000
+
+
+# -- update -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_the_admitted_are_changed_in_order_and_those_that_are_ready_together(data: st.DataObject) -> None:
+    numels = data.draw(st.lists(st.integers(1, 9), max_size=12))
+    kinds = data.draw(st.lists(st.sampled_from(["ready", "late", "never"]), min_size=len(numels), max_size=len(numels)))
+    records: Any = [SimpleNamespace(owned_numel=numel, kind=kind) for numel, kind in zip(numels, kinds, strict=True)]
+
+    def admit(record: Any, wait: bool) -> bool:
+        return record.kind == "ready" or (wait and record.kind == "late")
+
+    groups = list(_admitted(records, admit, 10))
+    assert [one for some in groups for one in some] == [one for one in records if one.kind != "never"]
+    for some in groups:
+        assert sum(one.owned_numel for one in some) <= 10
+        assert all(one.kind == "ready" for one in some[1:])  # nobody is waited for while others are held
+    assert [one for some in _admitted(records, None, 10) for one in some] == records
 
 
 # -- norm -------------------------------------------------------------------------------------------------------------
