@@ -23,7 +23,7 @@ from zstore.ranks.team import ALONE, Team
 from zstore.sizes import format_bytes, format_count
 from zstore.weights.companions import copy_companions
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
-from zstore.weights.layout import plan_files
+from zstore.weights.layout import MAX_FILE_BYTES, plan_files
 from zstore.weights.writer import Lost, lost_text
 
 from .export import write_state_dict
@@ -32,9 +32,6 @@ from .opening import DEFAULTS, Common, open_location, reporting
 from .options import Dtype, Tag
 from .progress import Progress
 from .reshard import reshard_into
-
-_MAX_FILE_BYTES = 5 * 10**9
-"""Of a safetensors file."""
 
 
 class Target(StrEnum):
@@ -200,7 +197,7 @@ def _to_torch(source: ArraySource, out: Path, options: ConvertOptions, show: _Sh
 
 
 def _to_safetensors(source: ArraySource, out: Path, options: ConvertOptions, show: _Showing) -> dict[str, Any]:
-    layouts, copied = plan_files(list_weights(source, options.stored_dtype), _MAX_FILE_BYTES), ""
+    layouts, copied = plan_files(list_weights(source, options.stored_dtype), MAX_FILE_BYTES), ""
     with new_folder_of(show.team, source.resources.files, out) as folder:
         advance = show.progress.advance
         _refuse(write_weights(source, layouts, folder, overflow="error", advance=advance, team=show.team), options)

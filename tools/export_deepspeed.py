@@ -41,7 +41,7 @@ def write_universal(
                 files.make_folder(folder / folder_of(name))
     with team.agreeing():
         own = items_of((_nbytes(document) for _, document in everything), team.rank, team.world_size)
-        _Writer(source, files, advance).write([(folder / everything[n][0], everything[n][1]) for n in own])
+        _write(source, files, [(folder / everything[n][0], everything[n][1]) for n in own], advance)
     with team.agreeing():
         if team.rank == 0:
             files.write_small(root / HINT, source.tag.encode())
@@ -61,33 +61,28 @@ def _nbytes(document: Document) -> int:
     return sum(stored.nbytes for stored in document.storages)
 
 
-class _Writer:
-    def __init__(self, source: ArraySource, files: Files, advance: Advance) -> None:
-        self._source = source
-        self._files = files
-        self._advance = advance
+def _write(source: ArraySource, files: Files, documents: list[tuple[Path, Document]], advance: Advance) -> None:
+    """Write files one after the other; their contents are read ahead."""
+    stored = [each for _, document in documents for each in document.storages if each.array]
+    ranges = [(each.array, 0, source.array(each.array).spec.numel) for each in stored]
+    with ReadAhead(source, ranges) as ahead:
+        for path, document in documents:
+            with ExitStack() as opened:
+                sink = NewFile(files, path, opened)
+                parts = ((each.nbytes, _parts(source, ahead, each, advance)) for each in document.storages)
+                write_archive(sink, document.value, parts)
+                sink.finish()
 
-    def write(self, documents: list[tuple[Path, Document]]) -> None:
-        """Write the files one after the other; their contents are read ahead."""
-        stored = [each for _, document in documents for each in document.storages if each.array]
-        ranges = [(each.array, 0, self._source.array(each.array).spec.numel) for each in stored]
-        with ReadAhead(self._source, ranges) as ahead:
-            for path, document in documents:
-                with ExitStack() as opened:
-                    sink = NewFile(self._files, path, opened)
-                    parts = ((each.nbytes, self._parts(ahead, each)) for each in document.storages)
-                    write_archive(sink, document.value, parts)
-                    sink.finish()
 
-    def _parts(self, ahead: ReadAhead, stored: Stored) -> Iterator[Bytes]:
-        if not stored.array:
-            yield np.frombuffer(stored.data, np.uint8)
-            return
-        numel = self._source.array(stored.array).spec.numel
-        for data, lost in values_of(self._source, ahead, stored.array, numel, stored.dtype, self._advance):
-            if lost:
-                raise CheckpointError(
-                    f"array {stored.array!r} has {lost} values that {stored.dtype}, in which the model computes, cannot hold: "
-                    "the run diverged; convert an earlier checkpoint"
-                )
-            yield data
+def _parts(source: ArraySource, ahead: ReadAhead, stored: Stored, advance: Advance) -> Iterator[Bytes]:
+    if not stored.array:
+        yield np.frombuffer(stored.data, np.uint8)
+        return
+    numel = source.array(stored.array).spec.numel
+    for data, lost in values_of(source, ahead, stored.array, numel, stored.dtype, advance):
+        if lost:
+            raise CheckpointError(
+                f"array {stored.array!r} has {lost} values that {stored.dtype}, in which the model computes, cannot hold: "
+                "the run diverged; convert an earlier checkpoint"
+            )
+        yield data

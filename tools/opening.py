@@ -138,19 +138,15 @@ def _open(place: str, tag: str | None, resources: IoResources, common: Common) -
 def _check_memory(source: ArraySource, common: Common) -> None:
     """Raise BudgetError if the metadata does not fit in a limit that was given; the default may be exceeded."""
     num_chunks = sum(array.grid.num_shards * array.grid.chunks_per_shard for array in source.arrays.values())
-    metadata_bytes = len(source.arrays) * _ARRAY_BYTES + (num_chunks * _CHUNK_BYTES if source.record.id else 0)
+    check_arrays(len(source.arrays), source.location, common, num_chunks if source.record.id else 0)
+
+
+def check_arrays(num_arrays: int, location: str, common: Common, num_chunks: int = 0) -> None:
+    """Raise BudgetError if a limit that was given is too small for the metadata of so many arrays and checksums of chunks."""
+    metadata_bytes = num_arrays * _ARRAY_BYTES + num_chunks * _CHUNK_BYTES
     least = LEAST_MEMORY_BYTES + common.num_pools * max(0, metadata_bytes - BESIDE_BYTES // 4)
-    text = f"{source.location} has {len(source.arrays)} arrays, whose metadata takes about {metadata_bytes} bytes"
+    text = f"{location} has {num_arrays} arrays, whose metadata takes about {metadata_bytes} bytes"
     require_memory(common, least, text)
-
-
-def check_arrays(num_arrays: int, location: str, common: Common) -> None:
-    """Raise BudgetError if a limit that was given is too small for the metadata of so many arrays."""
-    metadata_bytes = num_arrays * _ARRAY_BYTES
-    least = LEAST_MEMORY_BYTES + max(0, metadata_bytes - BESIDE_BYTES // 4)
-    require_memory(
-        common, least, f"{location} has {num_arrays} arrays, whose metadata takes about {metadata_bytes} bytes"
-    )
 
 
 def require_memory(common: Common, least_bytes: int, why: str) -> None:

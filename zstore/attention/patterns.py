@@ -19,6 +19,8 @@ from zstore.errors import ConfigError
 
 Layout = npt.NDArray[np.bool_]
 Direction = Literal["unidirectional", "bidirectional"]
+_LEAST = {"num_random_blocks": 0, "num_sliding_window_blocks": 1}
+"""The least values of arguments that several patterns have."""
 
 
 def _require(sound: bool, message: str) -> None:
@@ -44,6 +46,8 @@ class Pattern(ABC):
         _require(self.block >= 1, f"block must be at least 1, got {self.block}")
         allowed = ("unidirectional", "bidirectional")
         _require(self.attention in allowed, f"attention must be one of {', '.join(allowed)}, got {self.attention!r}")
+        for name, least in _LEAST.items():
+            _require(getattr(self, name, least) >= least, f"{name} must be at least {least}")
 
     @property
     def is_causal(self) -> bool:
@@ -133,26 +137,56 @@ class Fixed(Pattern):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variable(Pattern):
+class _WithGlobalBlocks(Pattern):
+    """Among others, global blocks at given places."""
+
+    global_block_indices: tuple[int, ...] = (0,)
+    """Blocks that all others attend to; the starts of ranges of them if `global_block_end_indices` is given."""
+    global_block_end_indices: tuple[int, ...] | None = None
+    """Ends of those ranges, exclusive."""
+
+    def __post_init__(self) -> None:
+        """See Pattern."""
+        super().__post_init__()
+        starts, ends = self.global_block_indices, self.global_block_end_indices
+        _require(min(starts, default=0) >= 0, "global_block_indices: each must be at least 0")
+        if ends is None:
+            return
+        _require(
+            len(ends) == len(starts),
+            f"global_block_end_indices has {len(ends)} entries, but global_block_indices {len(starts)}",
+        )
+        _require(
+            all(start < end for start, end in zip(starts, ends, strict=True)),
+            "global_block_end_indices: each end must be after its start",
+        )
+
+    def _with_global_blocks(self, chosen: Layout, *, horizontal: bool) -> Layout:
+        """Return the layout with its global blocks; `horizontal`: they attend to all others too."""
+        starts = self.global_block_indices
+        stops = self.global_block_end_indices or [start + 1 for start in starts]
+        for start, stop in zip(starts, stops, strict=True):
+            chosen[:, start:stop] = True
+            if horizontal:
+                chosen[start:stop] = True
+        return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable(_WithGlobalBlocks):
     """Windows of given sizes, random blocks, and global blocks at given places."""
 
     num_random_blocks: int = 0
     """Random blocks that each block attends to."""
     local_window_blocks: tuple[int, ...] = (4,)
     """Sizes of the windows in blocks, from the first on; the last repeats."""
-    global_block_indices: tuple[int, ...] = (0,)
-    """Blocks that all others attend to; the starts of ranges of them if `global_block_end_indices` is given."""
-    global_block_end_indices: tuple[int, ...] | None = None
-    """Ends of those ranges, exclusive."""
     horizontal_global_attention: bool = False
     """Whether global blocks also attend to all others; with "bidirectional" alone."""
 
     def __post_init__(self) -> None:
         """See Pattern."""
         super().__post_init__()
-        _require(self.num_random_blocks >= 0, "num_random_blocks must be at least 0")
         _require(min(self.local_window_blocks, default=0) >= 1, "local_window_blocks: each must be at least 1")
-        _require_ranges(self.global_block_indices, self.global_block_end_indices)
         _require_horizontal(self.attention, self.horizontal_global_attention)
 
     def _of_head(self, head: int, num_blocks: int) -> Layout:
@@ -162,11 +196,7 @@ class Variable(Pattern):
             size = self.local_window_blocks[min(number, len(self.local_window_blocks) - 1)]
             chosen[start : start + size, start : start + size] = True
             start, number = start + size, number + 1
-        for columns in _ranges(self.global_block_indices, self.global_block_end_indices):
-            chosen[:, columns] = True
-            if self.horizontal_global_attention:
-                chosen[columns] = True
-        return chosen
+        return self._with_global_blocks(chosen, horizontal=self.horizontal_global_attention)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +213,6 @@ class BigBird(Pattern):
     def __post_init__(self) -> None:
         """See Pattern."""
         super().__post_init__()
-        _require(self.num_random_blocks >= 0, "num_random_blocks must be at least 0")
-        _require(self.num_sliding_window_blocks >= 1, "num_sliding_window_blocks must be at least 1")
         _require(self.num_global_blocks >= 0, "num_global_blocks must be at least 0")
 
     def _of_head(self, head: int, num_blocks: int) -> Layout:
@@ -196,28 +224,14 @@ class BigBird(Pattern):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BSLongformer(Pattern):
+class BSLongformer(_WithGlobalBlocks):
     """A sliding window, and global blocks at given places, which attend to all and all attend to."""
 
     num_sliding_window_blocks: int = 3
     """Width of the window in blocks: half of it before a block and half after."""
-    global_block_indices: tuple[int, ...] = (0,)
-    """Global blocks; the starts of ranges of them if `global_block_end_indices` is given."""
-    global_block_end_indices: tuple[int, ...] | None = None
-    """Ends of those ranges, exclusive."""
-
-    def __post_init__(self) -> None:
-        """See Pattern."""
-        super().__post_init__()
-        _require(self.num_sliding_window_blocks >= 1, "num_sliding_window_blocks must be at least 1")
-        _require_ranges(self.global_block_indices, self.global_block_end_indices)
 
     def _of_head(self, head: int, num_blocks: int) -> Layout:
-        chosen: Layout = self._around(num_blocks, self.num_sliding_window_blocks)
-        for columns in _ranges(self.global_block_indices, self.global_block_end_indices):
-            chosen[columns] = True
-            chosen[:, columns] = True
-        return chosen
+        return self._with_global_blocks(self._around(num_blocks, self.num_sliding_window_blocks), horizontal=True)
 
 
 MODES: dict[str, type[Pattern]] = {
@@ -251,22 +265,3 @@ def _require_horizontal(attention: str, horizontal: bool) -> None:
         not horizontal or attention == "bidirectional",
         'horizontal_global_attention needs "attention": "bidirectional": global blocks would attend to later tokens',
     )
-
-
-def _require_ranges(starts: tuple[int, ...], ends: tuple[int, ...] | None) -> None:
-    _require(min(starts, default=0) >= 0, "global_block_indices: each must be at least 0")
-    if ends is None:
-        return
-    _require(
-        len(ends) == len(starts),
-        f"global_block_end_indices has {len(ends)} entries, but global_block_indices {len(starts)}",
-    )
-    _require(
-        all(start < end for start, end in zip(starts, ends, strict=True)),
-        "global_block_end_indices: each end must be after its start",
-    )
-
-
-def _ranges(starts: tuple[int, ...], ends: tuple[int, ...] | None) -> list[slice]:
-    stops = [start + 1 for start in starts] if ends is None else ends
-    return [slice(start, stop) for start, stop in zip(starts, stops, strict=True)]

@@ -1,9 +1,10 @@
-"""A rank's part of arrays, in the shards of a store: the work of its threads, one after the other for each array."""
+"""A rank's part of arrays, in the shards of a store, and in memory ahead of their use: the work of its threads, one after the
+other for each array."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 from ..checkpoint.source import ArraySource
 from ..errors import UsageError
 from ..format.arrays import Array, numpy_dtype
+from ..io.buffers import Budget
+from ..io.queue import Ticket
 from ..store import TensorStore
 from ..store.store import TierName
 from ..store.tiers.views import copy_into
@@ -99,6 +102,34 @@ class HeldArrays:
     def move(self, name: str, tier: TierName, wait: Callable[[], None]) -> None:
         """Move an array to another tier."""
         _unpinned(partial(self._shards.move, name, tier, copy_view), wait)
+
+
+class Ahead:
+    """Whole arrays in memory that `budget` counts, or on their way there. For one thread at a time."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._coming: dict[str, tuple[Ticket[Array], int]] = {}
+
+    def begin(self, wanted: Mapping[str, int], read: Callable[[str], Ticket[Array]]) -> list[Ticket[Array]]:
+        """Begin to read arrays of so many bytes that are not read ahead already; return the tickets of all.
+
+        Raises BudgetError if there is no room for all of them: then none is read.
+        """
+        new = {name: nbytes for name, nbytes in wanted.items() if name not in self._coming}
+        self._budget.require(sum(new.values()), "what is read ahead")
+        for name, nbytes in new.items():
+            self._budget.take(nbytes)
+            self._coming[name] = read(name), nbytes
+        return [self._coming[name][0] for name in wanted]
+
+    def take(self, name: str) -> Ticket[Array] | None:
+        """Return the elements of an array that was read ahead, the caller's from now on; None if it was not."""
+        if name not in self._coming:
+            return None
+        ticket, nbytes = self._coming.pop(name)
+        ticket.when_done(partial(self._budget.release, nbytes))
+        return ticket
 
 
 def _unpinned(operation: Callable[[], None], wait: Callable[[], None]) -> None:

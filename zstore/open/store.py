@@ -32,8 +32,7 @@ from ..store.order import ArrayOrder
 from ..store.snapshot import Snapshot
 from ..store.statistics import StoreStatistics
 from ..store.store import TierName
-from .ahead import Ahead
-from .arrays import HeldArrays
+from .arrays import Ahead, HeldArrays
 from .checkpoint import Checkpoint, open_checkpoint
 from .lazy import LazyArray
 from .ranks import ALONE, HeldArray, Ranks

@@ -64,8 +64,6 @@ Content = KnownContent | ShardContent
 class UploadPlan:
     """All files of a checkpoint except the record, by path inside it."""
 
-    record: Record
-    arrays: Mapping[str, StoredArray]
     shards: Mapping[str, ShardContent]
     of_rank: Mapping[int, tuple[str, ...]]
     """The shard files that each rank wrote."""
@@ -135,7 +133,7 @@ def make_plan(record: Record, folder: Path, extras: Mapping[str, KnownContent]) 
                     f"{manifest_file(shard)} does not name shard {shard} of array {array.spec.name!r:.200}: the checkpoint is "
                     "not whole"
                 )
-    return UploadPlan(record=record, arrays=arrays, shards=shards, of_rank=of_rank, copies=documents)
+    return UploadPlan(shards=shards, of_rank=of_rank, copies=documents)
 
 
 def _read_arrays(record: Record, folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, StoredArray]]:

@@ -23,7 +23,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -52,14 +51,6 @@ _NUM_SEARCHED = 4
 """The newest checkpoints, in which shards that did not change are looked for."""
 
 
-@dataclass
-class _Writer:
-    """A connection that sends a file; a later one takes its place."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    ended: bool = False
-
-
 class Upload:
     """An upload into the run's folder `folder`. Usable from any thread; calls block on the drive."""
 
@@ -85,7 +76,7 @@ class Upload:
         check_extras(self._extras)
         self._plan: UploadPlan | None = None
         self._candidates: dict[str, Path] = {}
-        self._writers: dict[str, _Writer] = {}
+        self._arrivals: dict[str, Arrival] = {}
 
     # -- on disk ----------------------------------------------------------------------------------------------------
 
@@ -126,8 +117,8 @@ class Upload:
 
     def remove(self) -> None:
         """Remove all files that came. Connections that still send end with an error."""
-        for file in list(self._writers):
-            self._end_writer(file)
+        for file in list(self._arrivals):
+            self._end_arrival(file)
         self._files.remove_tree(self.path)
         with contextlib.suppress(OSError):
             os.rmdir(self.path.parent)
@@ -210,7 +201,7 @@ class Upload:
         if self.is_whole(file) or not part.exists() or part.stat().st_size < content.num_bytes:
             return
         with self.lock:
-            self._end_writer(file)  # which may be checking it: it has ended when this returns
+            self._end_arrival(file)  # which may be checking it: it has ended when this returns
             if not self.is_whole(file) and part.exists():
                 with contextlib.suppress(CorruptionError), self._files.opened(part, direct=False) as opened:
                     self.take(file, content, opened)
@@ -299,8 +290,8 @@ class Upload:
         """
         content = self.content_of(file)
         with self.lock:
-            self._end_writer(file)
-            writer = self._writers[file] = _Writer()
+            self._end_arrival(file)
+            arrival = self._arrivals[file] = Arrival(self, file, content, offset)
         part = self._part(file)
         try:
             if self.is_whole(file):
@@ -311,16 +302,16 @@ class Upload:
             with self._files.opened(part, write=True, create=not part.exists(), direct=False) as opened:
                 if offset == 0 and there:
                     os.ftruncate(opened.fd, 0)
-                yield Arrival(self, file, content, opened, writer, offset)
+                arrival.opened = opened
+                yield arrival
         finally:
             with self.lock:
-                if self._writers.get(file) is writer:
-                    del self._writers[file]
+                if self._arrivals.get(file) is arrival:
+                    del self._arrivals[file]
 
-    def _end_writer(self, file: str) -> None:
-        if (former := self._writers.pop(file, None)) is not None:
-            with former.lock:
-                former.ended = True
+    def _end_arrival(self, file: str) -> None:
+        if (former := self._arrivals.pop(file, None)) is not None:
+            former.end()
 
     def note(self, opened: OpenFile, data: bytes | bytearray, offset: int) -> None:
         """Write bytes of a file that came."""
@@ -367,13 +358,14 @@ class Upload:
 
 
 class Arrival:
-    """Takes the bytes of one file as they come."""
+    """Takes the bytes of one file as they come over a connection, from `offset` on; a later connection takes its place."""
 
-    def __init__(
-        self, upload: Upload, file: str, content: Content, opened: OpenFile, writer: _Writer, offset: int
-    ) -> None:
+    opened: OpenFile
+
+    def __init__(self, upload: Upload, file: str, content: Content, offset: int) -> None:
         self._upload, self._file, self._content = upload, file, content
-        self._opened, self._writer = opened, writer
+        self._lock = threading.Lock()
+        self._ended = False
         self.offset = offset
         """Bytes of the file that are there."""
         self.most = content.num_bytes
@@ -382,18 +374,26 @@ class Arrival:
         """Write the next bytes. Raises UsageError for more bytes than the file has, DiskFullError if there is no room."""
         if self.offset + len(data) > self.most:
             raise UsageError(f"{self._file} has {self.most} bytes, more were sent")
-        with self._writer.lock:
-            if self._writer.ended:
-                raise CheckpointError(f"another connection sends {self._file}, or the upload was given up")
-            self._upload.note(self._opened, data, self.offset)
+        with self._going_on():
+            self._upload.note(self.opened, data, self.offset)
             self.offset += len(data)
 
     def finish(self) -> bool:
         """Return whether the file is whole now: then it is durable, and was checked. See `Upload.take`."""
         if self.offset < self.most:
             return False
-        with self._writer.lock:
-            if self._writer.ended:
-                raise CheckpointError(f"another connection sends {self._file}, or the upload was given up")
-            self._upload.take(self._file, self._content, self._opened)
+        with self._going_on():
+            self._upload.take(self._file, self._content, self.opened)
         return True
+
+    def end(self) -> None:
+        """Refuse the bytes that still come."""
+        with self._lock:
+            self._ended = True
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        with self._lock:
+            if self._ended:
+                raise CheckpointError(f"another connection sends {self._file}, or the upload was given up")
+            yield

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -61,12 +61,22 @@ def _listed(service: Service, name: str | None) -> UploadList:
     return UploadList(uploads=[state for state in states if name in (None, state.run)])
 
 
-async def _state(request: Request) -> Response:
+def _of_upload(work: Callable[[Request, Upload], BaseModel | None]) -> Callable[[Request], Awaitable[Response]]:
+    """Return the function that answers with the result of `work` on the upload of a request, in a thread."""
+
+    async def handle(request: Request) -> Response:
+        upload = await _upload_of(request)
+        found = await run_in_threadpool(work, request, upload)
+        return Response(status_code=204) if found is None else reply(found)
+
+    return handle
+
+
+def _state(request: Request, upload: Upload) -> UploadState:
     text = request.query_params.get("rank")
     if text is not None and not re.fullmatch(r"\d{1,7}", text):
         raise UsageError(f"rank is {text!r:.50}, expected a number")
-    upload = await _upload_of(request)
-    return reply(await run_in_threadpool(lambda: upload.state(rank=None if text is None else int(text))))
+    return upload.state(rank=None if text is None else int(text))
 
 
 async def _plan(request: Request) -> Response:
@@ -84,22 +94,6 @@ async def _claim(request: Request) -> Response:
             return Linked(linked=[file for file, sha256 in claims.files.items() if upload.link(file, sha256)])
 
         return reply(await run_in_threadpool(link))
-
-
-async def _commit(request: Request) -> Response:
-    upload = await _upload_of(request)
-    return reply(await run_in_threadpool(service_of(request).inbox.commit, upload))
-
-
-async def _give_up(request: Request) -> Response:
-    upload = await _upload_of(request)
-    await run_in_threadpool(service_of(request).inbox.remove, upload)
-    return Response(status_code=204)
-
-
-async def _file(request: Request) -> Response:
-    upload = await _upload_of(request)
-    return reply(await run_in_threadpool(upload.file_state, request.path_params["path"]))
 
 
 async def _put(request: Request) -> Response:
@@ -218,7 +212,7 @@ OPERATIONS = (
         path=_ONE,
         summary="What is missing of an upload",
         answer=UploadState,
-        handle=_state,
+        handle=_of_upload(_state),
         parameters=(Parameter(name="rank", help="Files of this rank alone.", kind="integer", most=10**7 - 1),),
     ),
     Exchange(
@@ -226,7 +220,7 @@ OPERATIONS = (
         method="DELETE",
         summary="Give an upload up",
         answer=None,
-        handle=_give_up,
+        handle=_of_upload(lambda request, upload: service_of(request).inbox.remove(upload)),
         status=204,
     ),
     Exchange(
@@ -251,14 +245,14 @@ OPERATIONS = (
         method="POST",
         summary="Make the checkpoint visible, whole",
         answer=Committed,
-        handle=_commit,
+        handle=_of_upload(lambda request, upload: service_of(request).inbox.commit(upload)),
         problems=(422, 507),
     ),
     Exchange(
         path=_FILE,
         summary="How much of a file is there",
         answer=UploadFile,
-        handle=_file,
+        handle=_of_upload(lambda request, upload: upload.file_state(request.path_params["path"])),
     ),
     Exchange(
         path=_FILE,
