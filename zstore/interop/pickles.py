@@ -116,14 +116,6 @@ def _mapping(*args: Any) -> dict[Any, Any]:
     return {_key(key): value for key, value in (pairs.items() if isinstance(pairs, dict) else pairs)}
 
 
-def _default_mapping(*_: Any) -> dict[Any, Any]:
-    return {}
-
-
-def _list(items: Any = ()) -> list[Any]:
-    return list(_sequence(items))
-
-
 def _set(items: Any = ()) -> set[Any]:
     return {_key(item) for item in _sequence(items)}
 
@@ -147,10 +139,10 @@ def _builtin(name: str, make: Maker | None) -> dict[str, Maker | None]:
 
 PLAIN: Table = {
     "collections.OrderedDict": _mapping,
-    "collections.defaultdict": _default_mapping,
+    "collections.defaultdict": lambda *_: {},
     "_codecs.encode": _encode,
     **_builtin("dict", _mapping),
-    **_builtin("list", _list),
+    **_builtin("list", lambda items=(): list(_sequence(items))),
     **_builtin("set", _set),
     **_builtin("frozenset", _set),
     **_builtin("bytes", _encode),
@@ -356,17 +348,13 @@ class _Machine:
             )
         self._stack.append(Global(name, self._table[name]))
 
+    def _call_with_keywords(self) -> None:
+        if self._stack.pop():
+            raise ValueError("an object is made with keywords")
+        self._call()
+
     def _call(self) -> None:
         args, target = self._stack.pop(), self._stack.pop()
-        self._stack.append(self._made(target, args))
-
-    def _call_with_keywords(self) -> None:
-        keywords, args, target = self._stack.pop(), self._stack.pop(), self._stack.pop()
-        if keywords:
-            raise ValueError("an object is made with keywords")
-        self._stack.append(self._made(target, args))
-
-    def _made(self, target: Any, args: Any) -> Any:
         if not isinstance(target, Global) or type(args) is not tuple:
             raise ValueError(f"a {type(target).__name__} is called")
         if target.make is None:
@@ -375,7 +363,7 @@ class _Machine:
         self._copied += sum(len(arg) for arg in args if isinstance(arg, _SIZED))
         if self._copied > 2 * self.done + _SMALL_COPIES:
             raise CorruptionError(f"{self._where}: the pickle copies its parts to more than its own size")
-        return target.make(*args)
+        self._stack.append(target.make(*args))
 
     def _build(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]

@@ -71,7 +71,7 @@ def _emit(value: Any, out: bytearray) -> None:
         text = value.encode("utf-8", "surrogatepass")
         out += b"X" + struct.pack("<I", len(text)) + text
     elif kind is bytes:
-        _emit_call("_codecs", "encode", (value.decode("latin1"), "latin1"), out)
+        _emit_call("_codecs.encode", (value.decode("latin1"), "latin1"), out)
     elif kind in _CONTAINERS:
         opening, closing = _CONTAINERS[kind]
         out += opening
@@ -81,34 +81,29 @@ def _emit(value: Any, out: bytearray) -> None:
     elif isinstance(value, Tensor):
         _emit_tensor(value, out)
     elif isinstance(value, Global):
-        _emit_global(*_place(value.name), out)
+        _emit_global(value.name, out)
     elif isinstance(value, PickledObject):
         _emit_object(value, out)
     else:
         raise UsageError(f"a {kind.__module__}.{kind.__qualname__} cannot be written for torch: expected plain data")
 
 
-def _emit_global(module: str, name: str, out: bytearray) -> None:
-    out += f"c{module}\n{name}\n".encode()
+def _emit_global(name: str, out: bytearray) -> None:
+    module, _, rest = name.rpartition(".")
+    out += f"c{module}\n{rest}\n".encode()
 
 
-def _emit_call(module: str, name: str, args: tuple[Any, ...], out: bytearray) -> None:
-    _emit_global(module, name, out)
+def _emit_call(name: str, args: tuple[Any, ...], out: bytearray) -> None:
+    _emit_global(name, out)
     _emit(args, out)
     out += b"R"
 
 
-def _place(name: str) -> tuple[str, str]:
-    """Return the module and the name in it."""
-    module, _, rest = name.rpartition(".")
-    return module, rest
-
-
 def _emit_object(value: PickledObject, out: bytearray) -> None:
     if value.state is None:
-        _emit_call(*_place(value.name), value.args, out)
+        _emit_call(value.name, value.args, out)
         return
-    _emit_global(*_place(value.name), out)
+    _emit_global(value.name, out)
     _emit(value.args, out)
     out += b"\x81"
     _emit(value.state, out)
@@ -117,22 +112,19 @@ def _emit_object(value: PickledObject, out: bytearray) -> None:
 
 def _emit_tensor(tensor: Tensor, out: bytearray) -> None:
     typed = tensor.dtype in _CLASSES
-    _emit_global("torch._utils", "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3", out)
+    _emit_global(f"torch._utils._rebuild_tensor_v{2 if typed else 3}", out)
     out += b"(("
     _emit("storage", out)
-    if typed:
-        _emit_global("torch", _CLASSES[tensor.dtype], out)
-    else:
-        _emit_global("torch.storage", "UntypedStorage", out)
+    _emit_global(f"torch.{_CLASSES[tensor.dtype]}" if typed else "torch.storage.UntypedStorage", out)
     for part in (str(tensor.storage), "cpu", tensor.numel if typed else tensor.nbytes):
         _emit(part, out)
     out += b"tQ"
     strides = tuple(math.prod(tensor.shape[dim + 1 :]) for dim in range(len(tensor.shape)))
     for rest in (0, tensor.shape, strides, False):
         _emit(rest, out)
-    _emit_call("collections", "OrderedDict", (), out)
+    _emit_call("collections.OrderedDict", (), out)
     if not typed:
-        _emit_global("torch", tensor.dtype, out)
+        _emit_global(f"torch.{tensor.dtype}", out)
     out += b"tR"
 
 

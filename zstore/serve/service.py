@@ -9,9 +9,8 @@ import anyio
 from starlette.requests import Request
 
 from .auth import Permissions
-from .files.downloads import Downloads
+from .files.downloads import Downloads, Plans
 from .files.opened import RemoteSizes
-from .files.plans import Plans
 from .files.transfers import Transfers
 from .files.visible import VisibleCheckpoints
 from .inbox.inbox import Inbox

@@ -55,7 +55,7 @@ class Settings:
     hosts: tuple[str, ...] = ()
     """Names by which the service is reached, beside the address that it listens on and those of this machine."""
     memory_bytes: int = 512 * 1024 * 1024
-    """Most that buffers and cached metadata take together; see `zstore.serve.memory`."""
+    """Most that buffers and cached metadata take together; see `zstore.serve.views.readers`."""
     files: Files = field(default_factory=Files, repr=False)
     """Writes uploads."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)

@@ -18,7 +18,18 @@ from ..pickles import brief
 from ..torchfile import Storage, TorchTensor, load_torch_file
 from .folder import CheckpointFiles, check_ranks, refusal
 from .pieces import MASTER, Elements, Joined, Part, Shapes, States, Striped, TrainedParameter, Vector, whole
-from .values import CLASSES, Fields, enum_value, flat_of, number_of, scalars_of, shapes_of, table_of, tensor_of
+from .values import (
+    CLASSES,
+    Fields,
+    enum_value,
+    flat_of,
+    indices_of,
+    number_of,
+    scalars_of,
+    shapes_of,
+    table_of,
+    tensor_of,
+)
 from .whole import WholeStates
 
 
@@ -238,7 +249,7 @@ class _Stage2(_Layout):
             return table_of(_item(base, number, rank.where))
         fields = Fields(base, f"{rank.where}: base_optimizer_state")
         group = table_of(_item(fields.items("param_groups"), number, rank.where))
-        indices = _indices(group)
+        indices = indices_of(group)
         key = indices[0] if len(indices) == 1 else number
         return table_of(table_of(fields.get("state")).get(key))
 
@@ -250,7 +261,7 @@ class _Stage3(_Layout):
         """Fill in the parameters."""
         bases = [rank.fields("optimizer_state_dict") for rank in self.ranks]
         self.states.groups = [table_of(group) for group in bases[0].items("param_groups")]
-        owners = {key: group for group in self.states.groups for key in _indices(group)}
+        owners = {key: group for group in self.states.groups for key in indices_of(group)}
         for number, shapes in enumerate(groups):
             states = [table_of(table_of(base.get("state")).get(number)) for base in bases]
             self._sub_group(number, shapes, states, owners.get(number, {}))
@@ -304,11 +315,6 @@ def _vector(parts: Sequence[TorchTensor], where: str) -> Vector:
     if len({part.dtype for part in parts}) > 1:
         raise CorruptionError(f"{where}: the ranks' parts have different types")
     return Vector(parts)
-
-
-def _indices(group: Mapping[Any, Any]) -> list[int]:
-    params = group.get("params")
-    return [key for key in params if type(key) is int] if isinstance(params, list) else []
 
 
 def _item(items: Sequence[Any], number: int, where: str) -> Any:

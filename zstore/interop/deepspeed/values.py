@@ -123,6 +123,12 @@ def scalars_of(state: Mapping[Any, Any], group: Mapping[Any, Any], files: Files)
     return {key: value for key, value in found.items() if value is not None}
 
 
+def indices_of(group: Mapping[Any, Any]) -> list[int]:
+    """Return the numbers of the parameters in a parameter group."""
+    params = group.get("params")
+    return [key for key in params if type(key) is int] if isinstance(params, list) else []
+
+
 def buffer_names(model: Fields) -> set[str]:
     """Return which entries of the module's state are buffers."""
     names = model.get("buffer_names")

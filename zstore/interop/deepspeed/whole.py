@@ -20,7 +20,7 @@ from ...format.arrays import numpy_dtype
 from ...io.files import Files
 from ..torchfile import TorchTensor
 from .pieces import MASTER, Joined, States, TrainedParameter, Vector, whole
-from .values import Fields, buffer_names, scalars_of, table_of
+from .values import Fields, buffer_names, indices_of, scalars_of, table_of
 
 _COMPARED_NUMEL = 4096
 
@@ -120,13 +120,11 @@ class WholeStates:
         candidates = self._candidates()
         shapes_of_groups: list[set[tuple[int, ...]]] = []
         for number, group in enumerate(states.groups):
-            params = group.get("params")
-            indices = [key for key in params if type(key) is int] if isinstance(params, list) else []
             given = group.get("param_names")
             own_masters = masters[number] if isinstance(masters, list) and number < len(masters) else None
             names = list(candidates)
             shapes_of_groups.append(set())
-            for position, index in enumerate(indices):
+            for position, index in enumerate(indices_of(group)):
                 own = table_of(state.get(index))
                 slots = {key: v for key, v in own.items() if isinstance(v, TorchTensor) and v.shape and key != "step"}
                 if not own:

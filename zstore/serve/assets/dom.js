@@ -15,6 +15,11 @@ export function svg(tag, attributes, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
+/** Return a row that begins with a title, and has `rest` at its end. */
+export function titled(title, ...rest) {
+  return h("div", { class: "row" }, title, h("span", { class: "spring" }), rest);
+}
+
 /** Put `children` into `container` in place of what it held. */
 export function replace(container, ...children) {
   container.replaceChildren(...nodes(children));

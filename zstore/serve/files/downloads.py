@@ -1,4 +1,5 @@
-"""Weights on their way to clients: blocks made ahead in threads, and the memory of all of them together.
+"""Weights on their way to clients: the files that they are laid out in, blocks made ahead in threads, and the memory of all
+of them together.
 
 [Note: memory of downloads]
 Memory is counted in units of 1 MiB. A download has room for two blocks while it lasts: one that is sent, one that is made.
@@ -16,6 +17,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 from anyio import CapacityLimiter, to_thread
 
+from ...checkpoint.reader import CheckpointReader
+from ...weights.from_checkpoint import DTYPES, list_weights
+from ...weights.layout import FileLayout, plan_files
+from ..cache import Cache
+
 UNIT_BYTES = 1024 * 1024
 _LARGE, _SMALL = 4, 1
 """Units of a block."""
@@ -23,6 +29,8 @@ _OWN_BLOCKS = 2
 _MOST_BLOCKS = 6
 _NUM_THREADS = 4
 _WAIT_S = 20.0
+_MOST_PLANS = 8
+_MOST_REFUSED = 256
 
 Make = Callable[[], memoryview]
 """Makes a block's bytes; called in a thread."""
@@ -105,6 +113,28 @@ class Downloads:
         """Give memory back."""
         self._free += units
         self._wake()
+
+
+class Plans:
+    """The layouts that were asked for last, by checkpoint, and which weights fit no type. Usable from any thread."""
+
+    def __init__(self) -> None:
+        self._layouts: Cache[tuple[str, str, int], list[FileLayout]] = Cache(_MOST_PLANS)
+        self._refused: Cache[tuple[str, str], str] = Cache(_MOST_REFUSED)
+
+    def layouts(self, reader: CheckpointReader, dtype: str, max_file_bytes: int) -> list[FileLayout]:
+        """Return the files of the model, as `zstore consolidate` writes them."""
+        key = (reader.record.id, dtype, max_file_bytes)
+        found = self._layouts.get(key)
+        return found or self._layouts.put(key, plan_files(list_weights(reader, DTYPES[dtype]), max_file_bytes))
+
+    def refuse(self, reader: CheckpointReader, dtype: str, reason: str) -> None:
+        """Remember why the weights cannot be written as `dtype`, which is found out on the way."""
+        self._refused.put((reader.record.id, dtype), reason)
+
+    def refused(self, reader: CheckpointReader, dtype: str) -> str | None:
+        """Return why the weights cannot be written as `dtype`; None as far as is known."""
+        return self._refused.get((reader.record.id, dtype))
 
 
 class Download:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from ..cache import Cache
-from ..memory import Memory
 from ..models import ArrayStatistics, Difference
 from ..runs import Run, Runs
 from ..settings import Settings
 from .history import History
-from .readers import Readers
+from .readers import Memory, Readers
 from .summaries import JournalSummaries
 from .timeline import Timeline
 

@@ -1,11 +1,12 @@
 // The curves of a run: which charts there are, and what each draws of the columns of its steps.
 
 import { LineChart, chartGroup } from "../charts.js";
-import { h, replace } from "../dom.js";
+import { h, replace, titled } from "../dom.js";
 import { bytes, duration, number, percent, rate, short } from "../format.js";
 
 const TIERS = ["device", "host", "disk", "buffers", "process", "cuda"];
 const NEAR = 4;
+const KEYS = "Drag to zoom. Keyboard: arrows read, Shift+arrows and Enter zoom, Esc resets";
 const LEAST_SHARE = 1e-3;
 
 const one = (label, name) => (steps) => (steps.has(name) ? [{ label, values: steps.column(name) }] : []);
@@ -41,16 +42,7 @@ export class Curves {
     this.element = h(
       "section",
       { class: "view", "aria-label": "Curves" },
-      h(
-        "div",
-        { class: "row" },
-        h("h2", null, "Curves"),
-        h("span", { class: "spring" }),
-        h("span", { class: "hint keys" }, "Drag to zoom. Keyboard: arrows read, Shift+arrows and Enter zoom, Esc resets"),
-        this.smooth,
-        this.log,
-        this.all,
-      ),
+      titled(h("h2", null, "Curves"), h("span", { class: "hint keys" }, KEYS), this.smooth, this.log, this.all),
       this.grid,
     );
   }

@@ -4,7 +4,7 @@
 // prune-result, prune-fates, prune-remove, prune-job.
 
 import { api, post } from "../data.js";
-import { h, replace } from "../dom.js";
+import { h, replace, titled } from "../dom.js";
 import { bytes, count, counted } from "../format.js";
 import { note, runUrl } from "../router.js";
 import { act, actionButton, confirmed } from "./act.js";
@@ -44,13 +44,7 @@ export class PrunePanel {
     this.element = h(
       "section",
       { class: "panel prune", "aria-label": "Prune", test: "prune" },
-      h(
-        "div",
-        { class: "row" },
-        h("h2", null, "Prune"),
-        h("span", { class: "spring" }),
-        h("button", { type: "button", class: "quiet small", onclick: onClose, test: "close-prune" }, "Close"),
-      ),
+      titled(h("h2", null, "Prune"), h("button", { type: "button", class: "quiet small", onclick: onClose, test: "close-prune" }, "Close")),
       h("p", { class: "muted" }, INTRODUCTION),
       h(
         "form",

@@ -5,7 +5,7 @@
 // histogram-table, array-nan, array-inf, array-log, command-<tool>, weights-download, weights-dtype.
 
 import { api, get, has, isReport } from "../data.js";
-import { h, replace } from "../dom.js";
+import { h, replace, titled } from "../dom.js";
 import { bytes, count, counted, number, shape } from "../format.js";
 import { note, runUrl } from "../router.js";
 import { load } from "../states.js";
@@ -101,11 +101,8 @@ class CheckpointView {
     return h(
       "section",
       { class: "panel", "aria-label": "The checkpoint" },
-      h(
-        "div",
-        { class: "row" },
+      titled(
         h("h2", { class: "name", test: "checkpoint-tag" }, h("bdi", null, entry.tag)),
-        h("span", { class: "spring" }),
         isReport ? null : actionButton("Verify", "verify", () => this.verify(), whyNot(this.context.service)),
         h("a", compare, "Compare"),
       ),

@@ -5,7 +5,7 @@
 // unfinished, refused, verify-job (see parts/job.js), and the buttons of parts/actions.js.
 
 import { api, get, has, isReport, listen } from "../data.js";
-import { h, replace } from "../dom.js";
+import { h, replace, titled } from "../dom.js";
 import { bytes, count, counted, number } from "../format.js";
 import { here, note, runUrl } from "../router.js";
 import { empty } from "../states.js";
@@ -198,13 +198,7 @@ class CheckpointsView {
     return h(
       "section",
       { class: "panel", "aria-label": "Sizes of checkpoints" },
-      h(
-        "div",
-        { class: "row" },
-        h("h2", null, "Size on disk"),
-        h("span", { class: "spring" }),
-        Object.values(this.axisButtons),
-      ),
+      titled(h("h2", null, "Size on disk"), Object.values(this.axisButtons)),
       this.timeline.element,
     );
   }

@@ -3,7 +3,7 @@
 // For tests: jobs-list with job (data-job: its id) and job-state, job-progress, job-lines, job-problem; jobs-filter.
 
 import { get } from "../data.js";
-import { h, replace } from "../dom.js";
+import { h, replace, titled } from "../dom.js";
 import { note } from "../router.js";
 import { empty } from "../states.js";
 import { JobView } from "../parts/job.js";
@@ -41,8 +41,7 @@ class JobsView {
     });
     this.list = h("div", { class: "view", test: "jobs-list" });
     this.trouble = h("p", { class: "bad", role: "alert", hidden: true });
-    const head = h("div", { class: "row" }, h("h1", null, "Jobs"), h("span", { class: "spring" }), this.select);
-    this.element = h("div", { class: "view" }, head, this.trouble, this.list);
+    this.element = h("div", { class: "view" }, titled(h("h1", null, "Jobs"), this.select), this.trouble, this.list);
   }
 
   take(jobs) {

@@ -1,7 +1,7 @@
 // Where every byte of a run rests: the map of tiers, kinds and arrays, the arrays as a list, and the plan beside what was measured.
 
 import { api, get } from "../data.js";
-import { h, replace } from "../dom.js";
+import { h, replace, titled } from "../dom.js";
 import { bytes, count, counted } from "../format.js";
 import { filterField, filterText, fits } from "../parts/filter.js";
 import { Grid } from "../parts/grid.js";
@@ -52,7 +52,7 @@ class MemoryView {
       h(
         "section",
         { class: "panel memory" },
-        h("div", { class: "row" }, h("h2", null, "Where bytes rest, on rank 0"), h("span", { class: "spring" }), legend(kinds)),
+        titled(h("h2", null, "Where bytes rest, on rank 0"), legend(kinds)),
         h("div", { class: "memory-parts" }, this.map.element, h("div", { class: "memory-list" }, h("div", { class: "row" }, field, this.shown), this.grid.element)),
       ),
       planPanel(placement, kinds),

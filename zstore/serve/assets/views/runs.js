@@ -1,7 +1,7 @@
 // The list of runs: what each does now, and its newest checkpoint.
 
 import { get, isReport } from "../data.js";
-import { h, replace } from "../dom.js";
+import { h, replace, titled } from "../dom.js";
 import { ago, count, counted, number, short, when } from "../format.js";
 import { here, note, runUrl } from "../router.js";
 import { filterField, filterText } from "../parts/filter.js";
@@ -73,7 +73,7 @@ class RunTable {
       "The served folders have no checkpoints and no journals. Training with zstore writes both. Serve the folder that it saves to:",
       "zstore serve runs/my-run",
     );
-    this.tools = h("div", { class: "row" }, h("h1", null, "Runs"), this.count, this.lost, h("span", { class: "spring" }), field);
+    this.tools = titled([h("h1", null, "Runs"), this.count, this.lost], field);
     this.element = h("div", { class: "view" }, this.tools, this.table, this.missing);
   }
 
