@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -99,13 +100,7 @@ def measure_drive(path: Path, max_bytes: int = RATE_BYTES) -> DriveReport | None
     slab[:] = np.random.default_rng(0).integers(0, 256, slab.size, dtype=np.uint8)
     with _scratch(path) as folder, files.opened(folder / "rate", write=True, create=True) as file:
         files.allocate(file, num_blocks * BLOCK_BYTES)
-
-        def write(block: Bytes, offset: int) -> None:
-            files.write_from(file, block, offset)
-
-        def read(block: Bytes, offset: int) -> None:
-            files.read_into(file, block, offset)
-
+        write, read = partial(files.write_from, file), partial(files.read_into, file)
         write_new, num_blocks = _pass(write, slab, num_blocks, lambda: files.sync_data(file))
         rewrite, _ = _pass(write, slab, num_blocks, lambda: files.sync_data(file))
         _drop_cache(file)

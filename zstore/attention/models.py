@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -38,7 +39,7 @@ def apply(model: nn.Module, pattern: Pattern) -> int:
     count = 0
     for module in model.modules():
         if isinstance(module, TakesAttention):
-            module.use_attention(_with_pattern(pattern))
+            module.use_attention(partial(attend, pattern=pattern))
             count += 1
     for holder in _transformers_models(model):
         _use_in_transformers(holder, pattern)
@@ -50,13 +51,6 @@ def apply(model: nn.Module, pattern: Pattern) -> int:
             "or give its attention modules a method use_attention(attend)"
         )
     return count
-
-
-def _with_pattern(pattern: Pattern) -> Attend:
-    def attend_sparsely(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
-        return attend(query, key, value, pattern, **options)
-
-    return attend_sparsely
 
 
 def _transformers_models(model: nn.Module) -> list[nn.Module]:

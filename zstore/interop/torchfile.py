@@ -29,7 +29,7 @@ import numpy.typing as npt
 from ..errors import CheckpointMismatchError, CorruptionError, storage_error
 from ..format.arrays import Bytes, Shaped, numpy_dtype
 from ..io.files import Files
-from .pickles import MAX_PICKLE_BYTES, Global, Maker, Table, inert, load_pickle
+from .pickles import MAX_PICKLE_BYTES, Global, Table, inert, load_pickle
 
 _MAX_READ_BYTES = 32 * 1024 * 1024
 _MAX_END_BYTES = 1024 * 1024
@@ -261,21 +261,14 @@ def _dtype_of(value: Any) -> str:
     return name
 
 
-def _size(shape: Any = ()) -> tuple[Any, ...]:
-    return tuple(shape)
-
-
-_TENSOR_MAKERS: dict[str, Maker | None] = {
+TORCH: Table = {
     "torch._utils._rebuild_tensor": _rebuild_tensor,
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
     "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
     "torch._utils._rebuild_parameter": _rebuild_parameter,
     "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
-    "torch.Size": _size,
-}
-TORCH: Table = {
-    **_TENSOR_MAKERS,
+    "torch.Size": lambda shape=(): tuple(shape),
     **{f"torch.{name}Storage": None for name in STORAGES},
     **dict.fromkeys(["torch.UntypedStorage", "torch.storage.UntypedStorage"]),
     **dict.fromkeys(["torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter"]),

@@ -1,8 +1,7 @@
 // Curves over steps, as SVG: several charts move together, are read by pointer or keyboard, and have a table beside them.
 
-import { h, replace, svg } from "./dom.js";
+import { atFrame, h, replace, svg } from "./dom.js";
 import { NOTHING, count, number, short } from "./format.js";
-import { atFrame } from "./parts/frame.js";
 import { extent, firstFrom, nearest, scale } from "./scales.js";
 
 const HEIGHT = 190;

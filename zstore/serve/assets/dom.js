@@ -26,6 +26,17 @@ export function replace(container, ...children) {
   return container;
 }
 
+/** Return a function that calls `work` at the next frame, once however often it was asked. */
+export function atFrame(work) {
+  let frame = 0;
+  return () => {
+    frame ||= requestAnimationFrame(() => {
+      frame = 0;
+      work();
+    });
+  };
+}
+
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes ?? {})) set(element, name, value);
   element.append(...nodes(children));

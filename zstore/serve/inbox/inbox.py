@@ -140,7 +140,8 @@ class Inbox:
     def _begun(self, new: Upload) -> Upload:
         uploads = self.all()
         upload = next((one for one in uploads if one.id == new.id), None)
-        if upload is not None and _files_of(upload.offer) != _files_of(new.offer):
+        files = new.offer.documents, new.offer.extras
+        if upload is not None and (upload.offer.documents, upload.offer.extras) != files:
             self.remove(upload)
             upload = None
         if upload is None:
@@ -285,10 +286,6 @@ def _keep_of(rules: KeepRules | None) -> Keep | None:
     if rules is None:
         return None
     return Keep(last=rules.last, every=rules.every, best=rules.best, tags=tuple(rules.tags))
-
-
-def _files_of(offer: UploadOffer) -> tuple[object, ...]:
-    return offer.documents, offer.extras
 
 
 def _device_of(folder: Path) -> int | None:

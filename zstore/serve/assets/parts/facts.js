@@ -1,7 +1,17 @@
-// Numbers with their names, and times.
+// Numbers with their names, times, and states.
 
 import { h } from "../dom.js";
 import { ago, when, zone } from "../format.js";
+
+const KINDS = {
+  training: "good",
+  committed: "good",
+  uploaded: "good",
+  done: "good",
+  begun: "warn",
+  running: "warn",
+  failed: "bad",
+};
 
 /** An entry of a list of facts; `hint` is said when the pointer rests on it. */
 export function fact(name, value, { test = null, hint = null } = {}) {
@@ -21,6 +31,11 @@ export function date(at) {
 /** A number, marked where it is not zero. */
 export function marked(value, text) {
   return h("span", { class: value > 0 ? "tag bad dot" : null }, text);
+}
+
+/** What state a run, a save or a job is in, as a small word with a colour. */
+export function stateTag(state) {
+  return h("span", { class: `tag dot ${KINDS[state] ?? ""}`, test: "state" }, state);
 }
 
 function iso(at) {

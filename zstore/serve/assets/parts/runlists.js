@@ -3,7 +3,7 @@
 import { h } from "../dom.js";
 import { bytes, count, counted, duration, when, zone } from "../format.js";
 import { runUrl } from "../router.js";
-import { stateTag } from "./runstate.js";
+import { stateTag } from "./facts.js";
 import { cell, heading, table } from "./tables.js";
 
 /** The saves of a run, the newest first. */

@@ -4,7 +4,7 @@ import { isReport } from "../data.js";
 import { h, replace } from "../dom.js";
 import { ago, count, counted, duration, number, percent, when } from "../format.js";
 import { runUrl } from "../router.js";
-import { stateTag } from "./runstate.js";
+import { stateTag } from "./facts.js";
 import { Saving } from "./saving.js";
 
 const RECENT_STEPS = 50;

@@ -4,8 +4,7 @@ import { ruled } from "../charts.js";
 import { h, replace, svg } from "../dom.js";
 import { bytes, count, counted, short, when } from "../format.js";
 import { ticks } from "../scales.js";
-import { layOut, slotAt } from "./slots.js";
-import { roundTimes } from "./times.js";
+import { layOut, roundTimes, slotAt } from "./slots.js";
 
 const HEIGHT = 200;
 const LEFT = 64;

@@ -1,10 +1,9 @@
 // The map of memory: tiers, in them kinds of state, in these arrays, each as large as its bytes. Drawn on a canvas, so that
 // ten thousand arrays are drawn in one go; what is pointed at, or reached by keys, is said in words beside it.
 
-import { h } from "../dom.js";
+import { atFrame, h } from "../dom.js";
 import { bytes, counted, percent } from "../format.js";
 import { colour, onTheme } from "../themes.js";
-import { atFrame } from "./frame.js";
 import { squarify } from "./squarify.js";
 
 const TITLE_PX = 20;

@@ -1,12 +1,11 @@
 // A run as it trains: where it is, its curves, its saves, its warnings and the processes that took part.
 
 import { api, get, isReport, listen } from "../data.js";
-import { h, replace } from "../dom.js";
+import { atFrame, h, replace } from "../dom.js";
 import { counted } from "../format.js";
 import { note } from "../router.js";
 import { RunActions } from "../parts/actions.js";
 import { Curves } from "../parts/curves.js";
-import { atFrame } from "../parts/frame.js";
 import { savesPanel, sessionsPanel, warningsPanel } from "../parts/runlists.js";
 import { RunStatus } from "../parts/runstatus.js";
 import { LiveSteps, StepColumns } from "../parts/steps.js";

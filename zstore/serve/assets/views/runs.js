@@ -4,9 +4,9 @@ import { get, isReport } from "../data.js";
 import { h, replace, titled } from "../dom.js";
 import { ago, count, counted, number, short, when } from "../format.js";
 import { here, note, runUrl } from "../router.js";
+import { stateTag } from "../parts/facts.js";
 import { filterField, filterText } from "../parts/filter.js";
 import { repeat } from "../parts/poll.js";
-import { stateTag } from "../parts/runstate.js";
 import { empty } from "../states.js";
 
 const EVERY_S = 3;
