@@ -218,8 +218,8 @@ class _Block:
         direct = self._is_plain and target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype
         self._buffer = target if direct else torch.empty(tuple(self.item.lengths), dtype=dtype)
 
-    def put(self, span: Span) -> None:
-        """Take the block's part of a span; of disjoint ones from several threads."""
+    def put(self, ahead: ReadAhead, span: Span) -> None:
+        """Take the block's part of a span, and release that; of disjoint ones from several threads."""
         out: Any = self._buffer.reshape(-1).view(torch.uint8).numpy()
         size = self._buffer.itemsize
         stored = span.data.view(numpy_dtype(self.source.arrays[self.name].spec.dtype))
@@ -228,6 +228,7 @@ class _Block:
             for at, in_box, numel in self.box.overlap(first, first + values.size):
                 start = (at - first) * size
                 out[in_box * size : (in_box + numel) * size] = data[start : start + numel * size]
+        ahead.release(span)
 
     def finish(self) -> None:
         """Copy the block into its tensor, and commit it, once all its spans were put."""
@@ -251,11 +252,5 @@ def _read_blocks(source: ArraySource, blocks: list[_Block], num_threads: int) ->
                 while left and len(batch) < _MOST_TAKEN and (span := ahead.take()) is not None:
                     batch.append(span)
                     left -= span.stop - span.first
-                tasks: list[Callable[[], None]] = [partial(_put, ahead, block, span) for span in batch]
-                workers.run(tasks)
+                workers.run([partial(block.put, ahead, span) for span in batch])
             block.finish()
-
-
-def _put(ahead: ReadAhead, block: _Block, span: Span) -> None:
-    block.put(span)
-    ahead.release(span)

@@ -213,7 +213,8 @@ class _Upload:
                 self._rendezvous.post(_rank_file(rank), {"outcome": f"{type(error).__name__}: {error}"})
             raise
         self._rendezvous.post(_rank_file(rank), {"outcome": _COMPLETE})
-        self._rendezvous.wait_until(self._is_over, self._request.timeout_s, self._not_committed)
+        timeout_s = self._request.timeout_s
+        self._rendezvous.wait_until(self._is_over, timeout_s, lambda: f"rank 0 did not commit within {timeout_s} s")
         return self._summarise(summary, nbytes)
 
     def _wait_for_local(self) -> SaveSummary:
@@ -233,9 +234,6 @@ class _Upload:
 
     def _not_begun(self) -> str:
         return f"rank 0 did not begin the upload: {self._rendezvous.folder} is not seen"
-
-    def _not_committed(self) -> str:
-        return f"rank 0 did not commit within {self._request.timeout_s} s"
 
     # -- all ranks --------------------------------------------------------------------------------------------------
 

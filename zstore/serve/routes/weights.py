@@ -39,14 +39,14 @@ from ...weights.from_checkpoint import DTYPES
 from ...weights.layout import MAX_FILE_BYTES, SUFFIX, FileLayout, index_document, index_file
 from ...weights.parts import cut_blocks, read_block
 from ..files.downloads import BusyError, Download, Make
-from ..files.opened import Opened, open_local
+from ..files.opened import Opened
 from ..files.ranges import Part, choose
 from ..files.visible import Place
 from ..models import WeightsFile, WeightsFolder
 from ..replies import problem, reply, status_of
 from ..runs import Run
 from ..service import Service, run_of, service_of
-from .files import FileResponse, disconnected
+from .files import FileResponse, disconnected, headers_of, open_place
 
 _log = logging.getLogger(__name__)
 _VERSION = 1
@@ -164,7 +164,7 @@ def _answer(request: Request, checkpoint: str, name: str, wanted: Wanted) -> Res
     """Return the answer to a request for a file. Raises CheckpointNotFoundError if there is none of that name,
     CheckpointMismatchError if the weights are known not to fit their type."""
     source = _find(request, checkpoint)
-    headers = {key.lower(): value for key, value in request.headers.items()}
+    headers = headers_of(request)
     if checkpoint == LATEST_FILE and not {"if-range", "if-match"} & headers.keys():
         headers.pop("range", None)
     files = {file.name: file for file in _files(source, wanted)}
@@ -182,13 +182,14 @@ def _answer(request: Request, checkpoint: str, name: str, wanted: Wanted) -> Res
     part = choose(request.method, headers, file.etag, file.size)
     place = "/".join(quote(each, safe="/") for each in ("/weights", source.run.name, source.checkpoint, name))
     own = {"ETag": file.etag, "Accept-Ranges": "bytes", "Cache-Control": "private, no-cache", "Content-Location": place}
+    own |= part.headers
     if part.status in (412, 416):
-        return Response(None, part.status, own | part.headers)
+        return Response(None, part.status, own)
     if request.method == "HEAD" or part.status == 304:
-        return Response(None, part.status, own | part.headers, _media_type(name))
+        return Response(None, part.status, own, _media_type(name))
     if file.layout is None:
-        return Response(file.data[part.start : part.stop], part.status, own | part.headers, _media_type(name))
-    return _WeightsResponse(_Work(source, file.layout, part, wanted), own | part.headers)
+        return Response(file.data[part.start : part.stop], part.status, own, _media_type(name))
+    return _WeightsResponse(_Work(source, file.layout, part, wanted), own)
 
 
 def _some(names: Iterable[str]) -> str:
@@ -228,8 +229,7 @@ def _companion(source: _Source, name: str) -> Opened:
         raise CheckpointNotFoundError(
             f"{source.info.location} has no weights or files beside them that are called {name!r}"
         )
-    place = Place(folder=folder, path=name, info=None, is_folder=False)
-    return open_local(place) if folder.is_local else source.service.remote_sizes.open(place)
+    return open_place(source.service, Place(folder=folder, path=name, info=None, is_folder=False))
 
 
 @dataclass(frozen=True)
