@@ -138,9 +138,9 @@ class ArrayStats:
         if other.histogram is not None:
             self.histogram = other.histogram if self.histogram is None else self.histogram.merged(other.histogram)
 
-    def document(self) -> dict[str, Any]:
-        """Return it as JSON; null if there is no finite value."""
-        edges, counts = ([], []) if self.histogram is None else self.histogram.columns(32)
+    def document(self, most_columns: int = 32) -> dict[str, Any]:
+        """Return it as JSON, the histogram in at most so many columns; null if there is no finite value."""
+        edges, counts = ([], []) if self.histogram is None else self.histogram.columns(most_columns)
         return {
             "min": self.low if self.finite else None,
             "max": self.high if self.finite else None,

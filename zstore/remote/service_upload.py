@@ -231,10 +231,6 @@ class ServiceTarget(UploadTarget):
             return []
         return [str(message) for message in answer["messages"]]
 
-    def retire(self) -> list[str]:
-        """Do nothing: the service did."""
-        return []
-
     def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:
         """See `UploadTarget.abort`; unless it was cancelled, received files stay, for the next try to resume."""
         if cancelled and self._upload and not self._committed:

@@ -74,9 +74,12 @@ class UploadTarget(ABC):
     def commit(self, reader: CheckpointReader) -> list[str]:
         """Publish the checkpoint, once every rank has sent its files; return a message for each failure after that."""
 
-    @abstractmethod
     def retire(self) -> list[str]:
-        """Remove the checkpoints that `keep` does not keep; return a message for each checkpoint that could not be removed."""
+        """Remove the checkpoints that `keep` does not keep; return a message for each checkpoint that could not be removed.
+
+        A target that does so as it commits has none left.
+        """
+        return []
 
     @abstractmethod
     def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from urllib.parse import quote
 
 from ...errors import CheckpointNotFoundError, CorruptionError
-from ...open.stats import ArrayStats, collect_stats
+from ...open.stats import collect_stats
 from ...weights.layout import natural_key
-from ..models import ArrayEntry, ArrayList, ArrayStatistics, HistogramData
+from ..models import ArrayEntry, ArrayList, ArrayStatistics
 from ..runs import Run
 from .library import Library
 
@@ -50,22 +50,9 @@ def array_statistics(
     if array not in reader.arrays:
         raise CheckpointNotFoundError(f"checkpoint {checkpoint!r} has no array {array!r}: see its list of arrays")
     try:
-        found = _describe(array, collect_stats(reader, [array], advance)[array])
+        stats = collect_stats(reader, [array], advance)[array]
     except CorruptionError:
         service.readers.forget(info)
         raise
+    found = ArrayStatistics(array=array, **stats.document(_NUM_COLUMNS))
     return service.statistics.put((info.record.id, array), found)
-
-
-def _describe(array: str, stats: ArrayStats) -> ArrayStatistics:
-    edges, counts = ([], []) if stats.histogram is None else stats.histogram.columns(_NUM_COLUMNS)
-    return ArrayStatistics(
-        array=array,
-        min=stats.low if stats.finite else None,
-        max=stats.high if stats.finite else None,
-        mean=stats.mean,
-        norm=stats.norm,
-        nan=stats.nan,
-        inf=stats.inf,
-        histogram=HistogramData(edges=edges, counts=counts),
-    )
