@@ -25,7 +25,7 @@ from zstore.io.pinning import PinnedSlabs
 
 _MIB = 2**20
 _ROUNDS = 5
-ADAMW = "AdamW on the host"
+ADAMW, WITHIN = "AdamW on the host", "within the device, read and written"
 Rates = dict[str, float]
 """Bytes a second, by what moves them."""
 
@@ -91,7 +91,7 @@ def _links(nbytes: int) -> Rates:
         rates[f"device to host, {size}"] = _rate(nbytes, down)
         rates[f"both directions, {size}"] = _rate(2 * nbytes, partial(_both, up, down))
     one = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    rates["within the device, read and written"] = _rate(2 * nbytes, lambda: torch.empty_like(one).copy_(one))
+    rates[WITHIN] = _rate(2 * nbytes, lambda: torch.empty_like(one).copy_(one))
     return rates
 
 

@@ -27,6 +27,7 @@ import torch
 
 import zstore
 from bench.limits import disk_limit, limit_name
+from bench.links import ADAMW, WITHIN, link_rates
 from bench.machine import choose_device
 from bench.plain import plain_step
 from bench.process import device_peak_bytes, disk_bytes, synchronize
@@ -50,6 +51,10 @@ def main() -> None:
     if options.tier != "nvme":
         figures["plain_step_s"] = _plain_step_s(options)
         figures["times_plain"] = figures["step_s"] / figures["plain_step_s"]
+        rates = link_rates(2**28)
+        on_device = options.tier == "none" and options.device == "cuda"
+        # AdamW on fp32 reads and writes 28 bytes a parameter.
+        figures["memory_s"] = 28 * figures["parameters"] / rates[WITHIN if on_device else ADAMW]
     print(describe(figures))
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
@@ -64,11 +69,17 @@ def describe(figures: dict[str, Any]) -> str:
         compared += f", {figures['core_s_per_gb']:.3f} core-seconds a GB"
     else:
         compared += f", {figures['times_plain']:.2f} times a plain loop's {figures['plain_step_s']:.4f} s"
+        compared += f"; AdamW alone at the rate of its memory: {figures['memory_s']:.4f} s"
+    traffic = (
+        f", {figures['bytes_per_parameter']:.2f} bytes of disk traffic a parameter and step"
+        if "percent" in figures
+        else ""
+    )
     device_peak = figures["device_peak_bytes"]
     peak = "" if device_peak is None else f"\npeak of the device's memory {device_peak / 1e9:.2f} GB"
     return (
         f"{figures['model']}, state: {figures['tier']}, computed on {figures['device']}: {figures['parameters'] / 1e6:.0f} M "
-        f"parameters, {figures['bytes_per_parameter']:.2f} bytes of disk traffic a parameter and step\n"
+        f"parameters{traffic}\n"
         f"optimizer step {compared} (median of {figures['steps']})\n"
         f"forward {figures['forward_s']:.4f} s, backward {figures['backward_s']:.4f} s\n"
         f"save (wait=False): stall {figures['save_stall_ms']:.1f} ms, new disk blocks "
