@@ -59,6 +59,7 @@ def test_slabs_are_registered_until_the_end() -> None:
     assert slabs.messages == []
 
 
+@pytest.mark.filterwarnings("ignore:.*is multi-threaded:DeprecationWarning")  # from Python 3.12 on
 def test_processes_that_are_forked_have_no_copy_of_registered_memory() -> None:
     """Of pinned pages the kernel makes a copy at once, for each worker of a DataLoader."""
 
