@@ -5,6 +5,7 @@ These take `Training` whole: the record has a little of each of its parts.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from .client_state import understood
 if TYPE_CHECKING:
     from ..training import Training
     from .load_plan import LoadPlan
+
+_log = logging.getLogger("zstore")
 
 _ITEMS = "$items"
 _MOST_RANKS = 2**16
@@ -36,6 +39,7 @@ def engine_record(training: Training, *, gradients: bool = True) -> dict[str, An
         "batch": asdict(training.accumulation.batch),
         "seed": training.config.settings.seed,
         "precision": training.config.precision,
+        "offload_ratio": _ratio(training),
         "scalars": {record.name: dict(scalars) for record, scalars in training.state.scalars.items()},
         "groups": [_settings(group) for group in training.optimizer.param_groups],
         "loss_scale": training.scaler.state() | {"rules": training.scaler.rules()},
@@ -43,6 +47,13 @@ def engine_record(training: Training, *, gradients: bool = True) -> dict[str, An
         "data_position": None if training.loader is None else training.loader.position,
         "data_draws": None if training.loader is None else training.loader.state(),
     }
+
+
+def _ratio(training: Training) -> float | None:
+    """Return the share of the optimizer state that is updated off a device that rounds otherwise; None: there is no such
+    share."""
+    settings = training.plan.settings
+    return None if settings.device_is_host or settings.optimizer == "none" else settings.ratio
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,6 +89,14 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
         training.state.scalars[parameter] = training.state.averaging(parameter, scalars)
     if options.schedule:
         _apply_groups(training, record["groups"], whole=options.optimizer)
+    saved_ratio, ratio = record.get("offload_ratio"), _ratio(training)
+    if ratio != saved_ratio and None not in (ratio, saved_ratio) and training.world.rank == 0:
+        _log.warning(
+            'resumed with offload_optimizer "ratio": %s from a checkpoint of %s: more or less of the state is updated on the '
+            "device, which rounds otherwise than the CPU, so that bits differ from those of the run that saved it",
+            ratio,
+            saved_ratio,
+        )
     # In another precision it is 1, and not a scale that was tried out.
     if options.optimizer and record["precision"] == "fp16":
         training.scaler.load(record["loss_scale"])

@@ -257,6 +257,11 @@ class Config:
         return _offload(self.zero.offload_optimizer)
 
     @property
+    def fills_device(self) -> bool:
+        """Whether the memory of the device decides how much of the optimizer state is updated there."""
+        return self.offload_optimizer.device != "none" and self.zero.offload_optimizer.ratio == "auto"
+
+    @property
     def offload_param(self) -> OffloadConfig:
         """Where parameters are kept between their uses: below stage 3 on the device, whatever the section says."""
         if self.stage < 3:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from .keys import Section, built, no_effect, not_built, refused
-from .values import Auto, Bool, Count, Drives, Fraction, Names, OneOf, Position, Positive, Unread
+from .values import Auto, Bool, Count, Drives, Fraction, Names, OneOf, Position, Positive, Unread, Words
 
 Stage = Annotated[Literal[0, 1, 2, 3], OneOf()]
 Device = Annotated[Literal["none", "cpu", "nvme"], OneOf()]
@@ -33,8 +33,10 @@ class OffloadOptimizerSection(Section):
     """fp32 elements of one buffer, 4 bytes each; a key that DeepSpeed does not have. A request to the disk is no larger
     (nor than aio.block_size)."""
     fast_init: Bool = no_effect(False, "new moments are not written at all: what was never written reads as zeros")
-    ratio: Fraction = built(1.0)
-    """Share of the optimizer state that is updated off the device, in whole parameters; 0.3 keeps 70 % on it."""
+    ratio: Fraction | Annotated[Auto, Words('"auto"')] = built(1.0)
+    """Share of the optimizer state that is updated off the device, in whole parameters; 0.3 keeps 70 % on it. "auto": as much
+    stays on a GPU as it has memory for beside the rest, a micro-batch of the model's longest sequences included. CPU and GPU
+    round differently: bits depend on the share, which the log and the checkpoint name."""
     pipeline_read: Bool = no_effect(False, _PIPELINE)
     pipeline_write: Bool = no_effect(False, _PIPELINE)
     super_offload: Bool = not_built(

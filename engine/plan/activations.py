@@ -4,13 +4,14 @@ before the first step, to report a lack of memory before the kernel kills the ra
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 _BYTES_PER_TOKEN_AND_WIDTH = 34
 """Bytes of one layer in 16 bits; see `Activations`."""
 _KEPT_PER_TOKEN_AND_WIDTH = 2
 _FP32_BYTES = 4
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_positions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,19 @@ class Activations:
         again = self._of_layer(_BYTES_PER_TOKEN_AND_WIDTH) if self.checkpointing else 0
         logits = self.tokens * self.width.vocab_size * (self.itemsize + 2 * _FP32_BYTES)
         return self.kept_bytes + again + logits
+
+    def bytes_on_device(self, rest: Literal["device", "host", "disk"]) -> int:
+        """Return those of a device of its own memory, if kept tensors wait for the backward on `rest`."""
+        return self.total_bytes - (0 if rest == "device" else self.kept_bytes)
+
+    @classmethod
+    def of_longest(cls, model: Any, *, samples: int, itemsize: int, checkpointing: bool) -> Activations | None:
+        """Return those of a forward of so many samples as long as the model allows; None if its config does not say."""
+        config, width = getattr(model, "config", None), Width.of(model)
+        length = next((value for name in _LENGTHS if (value := getattr(config, name, None)) is not None), None)
+        if width is None or length is None:
+            return None
+        return cls(width=width, tokens=samples * int(length), itemsize=itemsize, checkpointing=checkpointing)
 
     def _of_layer(self, per_token_and_width: int) -> int:
         return per_token_and_width * self.tokens * self.width.hidden * self.itemsize // 2

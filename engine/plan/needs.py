@@ -140,11 +140,13 @@ def prefetch_limits(config: Config) -> PrefetchLimits:
 
 
 def placement_settings(config: Config, *, budget_bytes: int | None, device_is_host: bool) -> PlacementSettings:
-    """Return the settings of a resolved config; `budget_bytes` is one rank's share of the machine's budget."""
+    """Return the settings of a resolved config; `budget_bytes` is one rank's share of the machine's budget. With a ratio
+    "auto" nothing of the optimizer state is on the device: see `fill_device`."""
     zero = config.settings.zero_optimization
+    ratio = zero.offload_optimizer.ratio
     return PlacementSettings(
         optimizer=config.offload_optimizer.device,
-        ratio=zero.offload_optimizer.ratio,
+        ratio=1.0 if ratio == "auto" else ratio,
         parameters=config.offload_param.device,
         max_in_cpu_numel=zero.offload_param.max_in_cpu,
         budget_bytes=budget_bytes,

@@ -21,6 +21,7 @@ state does not, the state has a master of its own.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,6 +53,8 @@ from .report import over_budget
 _HOST_ALIGN_BYTES = 64
 """The host tier gives shards memory in multiples of this."""
 _PAGE_BYTES = 4096
+HEADROOM_PERCENT = 10
+"""Of a memory that is to be filled: left for the process itself, the allocator's gaps, and errors of the estimates."""
 
 
 def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Sequence[Sequence[str]] = ()) -> Plan:
@@ -98,6 +101,20 @@ def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Seq
         gathered_bytes=_gathered_bytes(needs, units),
         update_bytes=max((need.update_bytes for need in set(needs.values())), default=0),
     )
+
+
+def fill_device(
+    plan: Plan, needs: Mapping[str, Need], units: Sequence[Sequence[str]], usable_bytes: int
+) -> PlacementSettings:
+    """Return the settings of `plan`, which has no optimizer state on the device, with the smallest ratio, in thousandths, that
+    `usable_bytes` of the device allow beside the plan's arrays, two units that are gathered and a unit's gradients."""
+    full = make_plan(needs, replace(plan.settings, ratio=0.0), units)
+    more_bytes = full.held_total.device - plan.held_total.device
+    sizes = {name: need.numel * numpy_dtype(need.gradient_dtype).itemsize for name, need in needs.items()}
+    in_backward = plan.gathered_bytes + max((sum(sizes.get(name, 0) for name in unit) for unit in units), default=0)
+    room_bytes = usable_bytes - plan.held_total.device - max(in_backward, full.update_bytes)
+    missing_bytes = max(0, more_bytes - max(0, room_bytes))
+    return replace(plan.settings, ratio=math.ceil(1000 * missing_bytes / max(more_bytes, 1)) / 1000)
 
 
 _Group = tuple[Need, Placement]

@@ -29,7 +29,7 @@ def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1, notes: bo
     lines = [f"where the {what}{whose}:", *_table(plan), *_budget(plan), *_traffic(plan, local_ranks, trains)]
     lines += _sent(plan, world_size)
     if notes:
-        lines += [*_order(plan), *_beside(plan), *_drive(plan, local_ranks)]
+        lines += [*_order(plan), *_split(plan), *_beside(plan), *_drive(plan, local_ranks)]
     return "\n".join(lines)
 
 
@@ -152,6 +152,15 @@ def _sent(plan: Plan, world_size: int) -> list[str]:
     sent, groups = plan.sent_total, world_size // plan.group_size
     within = f"each step sends {format_bytes(sent.within)} from each rank within its group of {plan.group_size}"
     return [f"  {within} and {format_bytes(sent.between)} to other groups ({groups} groups)"]
+
+
+def _split(plan: Plan) -> list[str]:
+    """Say how much of the optimizer state is updated on a device that rounds in its own way."""
+    settings = plan.settings
+    if settings.device_is_host or settings.optimizer == "none" or settings.ratio == 1:
+        return []
+    share = f"{1 - settings.ratio:.1%} of the optimizer state is updated on the device, the rest on the CPU"
+    return [f'  {share}: they round differently, so that bits depend on this share ("ratio": {settings.ratio:g})']
 
 
 def _beside(plan: Plan) -> list[str]:

@@ -6,12 +6,14 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from zstore.errors import DiskFullError, UsageError
+from zstore.format import numpy_dtype
 from zstore.io import HostMemory, read_host_memory
 from zstore.ranks.world import World
 from zstore.sizes import format_bytes
@@ -21,8 +23,9 @@ from zstore.tensors import dtype_name
 from ..config.config import DTYPES, Config
 from ..params.record import named_parameters
 from ..params.units import called_parameters, unit_parameters
+from .activations import Activations
 from .needs import ParameterShape, find_needs, placement_settings
-from .placement import make_plan
+from .placement import HEADROOM_PERCENT, fill_device, make_plan
 from .plan import Plan, Slots
 from .report import check_device, check_host, describe
 from .sent import with_sent
@@ -70,7 +73,7 @@ def units_of_model(model: nn.Module, live_numel: int | None = None) -> list[list
     return [[names[p] for p in parameters] for _, _, parameters in unit_parameters(model, live_numel)]
 
 
-def plan_run(
+def plan_run(  # noqa: PLR0913 - the last two stand in for the memory of this machine
     model: nn.Module,
     config: Config,
     world: World,
@@ -79,8 +82,10 @@ def plan_run(
     *,
     device_is_host: bool,
     memory: HostMemory | None = None,
+    device_bytes: int | None = None,
 ) -> Plan:
-    """Return the places of all state (all ranks). Nothing is changed.
+    """Return the places of all state (all ranks). Nothing is changed. `device_bytes` is the memory of a device that is not
+    the host; a CUDA device's own, by default.
 
     `slots` are the optimizer's for each parameter that it updates. Raises BudgetError, on every rank, if the state does not
     fit into the host budget, the device or the host's memory (`memory`; this system's, by default).
@@ -89,6 +94,8 @@ def plan_run(
         shapes_of_model(model, config.precision),
         units_of_model(model, config.zero.stage3_max_live_parameters),
     )
+    if device_bytes is None and world.device.type == "cuda":
+        device_bytes = torch.cuda.mem_get_info(world.device)[1]
     with world.agreeing():
         needs = find_needs(
             shapes,
@@ -100,6 +107,12 @@ def plan_run(
             local_world_size=world.local_world_size,
         )
         settings = placement_settings(config, budget_bytes=budget_bytes, device_is_host=device_is_host)
+        if fills := device_bytes is not None and config.fills_device:
+            usable_bytes = device_bytes * (100 - HEADROOM_PERCENT) // 100 - _activation_bytes(model, config)
+            settings = fill_device(make_plan(needs, settings, units), needs, units, usable_bytes)
+    if fills:
+        settings = replace(settings, ratio=max(world.all_gather_object(settings.ratio)))
+    with world.agreeing():
         plan = with_sent(
             make_plan(needs, settings, units),
             needs,
@@ -108,9 +121,25 @@ def plan_run(
             native=world.backend != "gloo",
             local_world_size=world.local_world_size,
         )
-        check_device(plan, torch.cuda.mem_get_info(world.device)[1] if world.device.type == "cuda" else None)
+        check_device(plan, device_bytes)
     _check_host(plan, world, memory or read_host_memory())
     return plan
+
+
+def _activation_bytes(model: nn.Module, config: Config) -> int:
+    """Return the bytes on the device of the activations of a micro-batch as long as the model allows."""
+    kept = Activations.of_longest(
+        model,
+        samples=config.batch.micro_batch_size,
+        itemsize=numpy_dtype(DTYPES[config.precision]).itemsize,
+        checkpointing=config.own.gradient_checkpointing,
+    )
+    if kept is None:
+        raise UsageError(
+            'offload_optimizer.ratio "auto": expected a model whose config has its hidden size, layers, vocabulary and longest '
+            "sequence, from which the memory of activations follows: write a number from 0 to 1"
+        )
+    return kept.bytes_on_device(config.activations)
 
 
 def tell_plan(plan: Plan, config: Config, world: World) -> None:

@@ -203,3 +203,23 @@ def test_the_parts_of_a_split_master_meet_beside_the_low_bits(chosen: tuple[Any,
             one = replace(one, keys={"offload_param": {"pin_memory": True}})
         assert compare(one, 0, 1, STEPS, _streams=device) == []
         assert device.num_under_way == 0
+
+
+def test_a_checkpoint_names_the_share_that_the_device_updates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """CPU and GPU round differently, so that a run with another share has other bits than the one that it goes on with."""
+
+    def config(ratio: float) -> dict[str, Any]:
+        made = make_config(2, "cpu")
+        made["zero_optimization"]["offload_optimizer"]["ratio"] = ratio
+        return made
+
+    with FakeDevice() as device, start(config(0.5), _streams=device) as engine:
+        step(engine)
+        engine.save_checkpoint(str(tmp_path), "a")
+    for ratio, warnings in ((0.5, 0), (1.0, 1)):
+        caplog.clear()
+        with FakeDevice() as device, start(config(ratio), _streams=device) as engine:
+            engine.load_checkpoint(str(tmp_path), "a")
+        assert (
+            caplog.text.count(f'resumed with offload_optimizer "ratio": {ratio} from a checkpoint of 0.5') == warnings
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 import zstore
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
+from zstore.engine.plan.run import plan_run
 from zstore.engine.plan.rungs import next_rung
 from zstore.errors import UsageError
+from zstore.ranks.world import World
 from zstore.tools.plan.choices import Outcome, changed_config, ladder, plan_of, weigh_given
 from zstore.tools.plan.command import plan_command
 from zstore.tools.plan.estimate import activations_of
@@ -23,6 +26,7 @@ from zstore.tools.plan.given import differences
 from zstore.tools.plan.job import Choice, make_job
 from zstore.tools.plan.options import PlanOptions, Precision
 from zstore.tools.plan.report import headline
+from zstore.tools.plan.slots import slots_of_module
 from zstore.tools.run.memory import MemoryWatch
 from zstore.tools.sample.models import build_model
 
@@ -56,6 +60,35 @@ def test_a_config_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (found["instead"], found["changes"]) == (None, [])
     assert plan_command(chosen) == 0
     assert "it fits" in capsys.readouterr().out
+
+
+def test_a_ratio_that_fills_the_device_fits_and_is_as_the_engine_takes_it(tmp_path: Path) -> None:
+    shares = {}
+    for gpu_memory in (95_000_000, 105_000_000, GB):
+        zero = {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": "auto"}}
+        job = make_job(options(tmp_path, BASE | {"zero_optimization": zero}, gpu_memory=gpu_memory, seq_length=1024))
+        mine = weigh_given(job)
+        assert mine.fits
+        shares[gpu_memory] = mine.plan.settings.ratio
+        with torch.device("meta"):
+            model = build_model("gpt-tiny", 1024)
+        resolved = load_config(mine.config).resolve(ResolveContext(world_size=1))
+        plan = plan_run(
+            model,
+            resolved,
+            World.current(),
+            slots_of_module(model, resolved.optimizer, None),
+            None,
+            device_is_host=False,
+            device_bytes=gpu_memory,
+        )
+        assert plan.placements == mine.plan.placements
+        # As much as possible: one thousandth more of the state would not fit.
+        if 0 < mine.plan.settings.ratio < 1:
+            more = copy.deepcopy(zero)
+            more["offload_optimizer"]["ratio"] = max(0.0, mine.plan.settings.ratio - 0.4)
+            assert not weigh_given(replace(job, base=BASE | {"zero_optimization": more})).fits
+    assert 1 > shares[95_000_000] > shares[105_000_000] > shares[GB] == 0
 
 
 def test_of_one_that_does_not_fit_it_says_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

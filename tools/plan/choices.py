@@ -13,7 +13,7 @@ from typing import Any
 from zstore.engine.config.config import Config, load_config
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.plan.needs import find_needs, placement_settings
-from zstore.engine.plan.placement import make_plan
+from zstore.engine.plan.placement import HEADROOM_PERCENT, fill_device, make_plan
 from zstore.engine.plan.plan import OffloadTier, Plan
 from zstore.engine.plan.sent import with_sent
 from zstore.errors import BudgetError
@@ -23,9 +23,6 @@ from .estimate import BUCKET_NUMEL, Seconds, activations_of, step_seconds, trans
 from .job import Choice, GroupKey, PlannedJob
 from .machine import PlannedMachine
 from .slots import slots_of
-
-HEADROOM_PERCENT = 10
-"""Of every memory: left for the process itself, the allocator's gaps, and errors of the estimates."""
 
 _BUDGET_PERCENT = 60
 
@@ -123,19 +120,22 @@ def _drive_rates(job: PlannedJob) -> dict[str, int]:
 def weigh_given(job: PlannedJob) -> Outcome:
     """Return the needs of the job's own config, as it is written, and which of them this machine lacks."""
     raw = dict(job.base or {})
-    resolved = _resolved(job, json.dumps(raw))
-    choice = Choice(
+    choice = _choice_of(_resolved(job, json.dumps(raw)))
+    plan, too_small = _planned(job, raw)
+    outcome = _outcome(job, choice, "as it is written", raw, plan)
+    if too_small is None:
+        return outcome
+    return replace(outcome, lacking=(f"host budget: {too_small}", *outcome.lacking))
+
+
+def _choice_of(resolved: Config) -> Choice:
+    return Choice(
         stage=resolved.stage,
         optimizer=resolved.offload_optimizer.device,
         parameters=resolved.offload_param.device,
         micro_batch=resolved.batch.micro_batch_size,
         checkpointing=resolved.own.gradient_checkpointing,
     )
-    plan, too_small = _planned(job, raw)
-    outcome = _outcome(job, choice, "as it is written", raw, plan)
-    if too_small is None:
-        return outcome
-    return replace(outcome, lacking=(f"host budget: {too_small}", *outcome.lacking))
 
 
 def _planned(job: PlannedJob, config: dict[str, Any]) -> tuple[Plan, BudgetError | None]:
@@ -241,8 +241,11 @@ def plan_of(job: PlannedJob, config: dict[str, Any]) -> Plan:
 
 
 def _text(config: Mapping[str, Any]) -> str:
-    """Return a config as text, without the key that changes nothing in a plan: many choices differ by that alone."""
-    own = {key: value for key, value in (config.get("zstore") or {}).items() if key != "gradient_checkpointing"}
+    """Return a config as text, without the key that changes nothing in a plan unless that fills the device: many choices
+    differ by it alone."""
+    offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    unread = () if offload.get("ratio") == "auto" else ("gradient_checkpointing",)
+    own = {key: value for key, value in (config.get("zstore") or {}).items() if key not in unread}
     return json.dumps({**config, "zstore": own})
 
 
@@ -266,6 +269,10 @@ def _plan(job: PlannedJob, text: str) -> Plan:
         local_world_size=machine.num_ranks,
     )
     plan = make_plan(needs, settings, units)
+    if resolved.fills_device and not machine.device_is_host:
+        usable_bytes = _usable(machine.gpu_bytes)
+        usable_bytes -= activations_of(job, _choice_of(resolved)).bytes_on_device(resolved.activations)
+        plan = make_plan(needs, fill_device(plan, needs, units, usable_bytes), units)
     return with_sent(plan, needs, resolved, ranks, native=native, local_world_size=machine.num_ranks)
 
 

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from zstore.engine.plan.placement import HEADROOM_PERCENT
 from zstore.engine.plan.report import describe
 from zstore.sizes import format_bytes
 
 from ..printing import make_console, make_table
-from .choices import HEADROOM_PERCENT, Outcome
+from .choices import Outcome
 from .estimate import ASSUMED, activations_of
 from .job import Choice, PlannedJob
 

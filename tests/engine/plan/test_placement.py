@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from zstore.engine.plan.placement import make_plan
+from zstore.engine.plan.placement import fill_device, make_plan
 from zstore.engine.plan.plan import FP32, DriveRates, Need, Placement, PlacementSettings, Plan
 from zstore.engine.plan.report import check_device, check_host, describe
 from zstore.errors import BudgetError, ConfigError
@@ -203,6 +203,21 @@ def test_two_units_in_a_row_are_gathered() -> None:
     units = [["0.weight"], ["1.weight", "2.weight"], ["2.weight", "3.weight"], ["4.weight"]]
     plan = make_plan({**EIGHT, "head": need((64, 64), gathered=True)}, asked(), [*units, ["head"]])
     assert plan.gathered_bytes == 3 * 2 * 512 * 512
+
+
+def test_a_device_is_filled_with_as_much_state_as_it_has_room_for() -> None:
+    units = [[name] for name in EIGHT]
+    none = make_plan(EIGHT, asked(optimizer="cpu", device_is_host=False), units)
+    # 4 MiB of parameters, two units of half a MiB and a unit's gradients are there anyway. Of each parameter there may be
+    # the state, 3 MiB, and the gradient, which then waits there too: half a MiB.
+    beside = 4 * MB + 3 * MB // 2
+    rows = [(2 * MB, 0), (beside, 0), (beside + 7 * MB // 2, 1), (beside + 4 * 7 * MB // 2, 4), (100 * MB, 8)]
+    for usable_bytes, wanted in rows:
+        plan = make_plan(EIGHT, fill_device(none, EIGHT, units, usable_bytes), units)
+        assert [place.state for place in plan.placements.values()].count("device") == wanted
+        assert plan.held_total.device + 3 * MB // 2 <= max(usable_bytes, beside)
+        share = f"{wanted / 8:.1%} of the optimizer state is updated on the device" if wanted else "not in this table"
+        assert share in describe(plan)
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------------
