@@ -8,8 +8,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 from .layout import Layout, circles, floors, inside, per_ten_thousand_words
 
@@ -20,6 +23,13 @@ JOURNEYS = {"step": 34, "iteration": 41, "save": 58, "load": 68, "reshard": 44, 
 @cache
 def _layout() -> Layout:
     return Layout()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_trees_are_left() -> Iterator[None]:
+    """Of every source file: each collection of later tests would walk over a million objects."""
+    yield
+    _layout.cache_clear()
 
 
 def _rooms(top: str) -> tuple[int, int, int]:

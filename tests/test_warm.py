@@ -43,6 +43,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_a_forked_process_does_as_one_started_anew(program: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, "a", "b c"]

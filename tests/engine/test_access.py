@@ -147,7 +147,9 @@ def check_reading(run: Run) -> None:
     assert run.differences() == []
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)]
+)
 def test_state_is_read_whole(world_size: int) -> None:
     run_ranks(_each, world_size, world_size, "check_reading")
 
@@ -207,7 +209,7 @@ def check_gathered_changes(run: Run) -> None:
     assert run.differences() == []
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_changes_in_a_block_train_on_as_in_the_plain_loop(world_size: int) -> None:
     run_ranks(_each, world_size, world_size, "check_gathered_changes")
 
@@ -236,7 +238,7 @@ def check_setting(run: Run) -> None:
     assert run.differences() == []
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_what_is_set_trains_on_as_in_the_plain_loop(world_size: int) -> None:
     run_ranks(_each, world_size, world_size, "check_setting")
 
@@ -266,7 +268,7 @@ def check_training_in_a_block(run: Run) -> None:
     assert run.differences() == []
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_forward_and_backward_around_a_block(world_size: int) -> None:
     run_ranks(_each, world_size, world_size, "check_training_in_a_block")
 
@@ -311,7 +313,7 @@ def _within_a_forward(rank: int, checkpoint: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("checkpoint", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_block_within_a_forward(checkpoint: bool) -> None:
     plain = Reader()
     optimizer = torch.optim.AdamW(plain.parameters(), fused=True, **ADAM)
@@ -375,7 +377,7 @@ def check_refusals(run: Run) -> None:
     assert run.differences() == []
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_what_is_refused_changes_nothing(world_size: int) -> None:
     run_ranks(_each, world_size, world_size, "check_refusals")
 
@@ -400,7 +402,7 @@ def check_state_dicts(run: Run) -> None:
     assert run.differences() == []
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_state_dicts_of_sharded_models(world_size: int) -> None:
     run_ranks(_each, world_size, world_size, "check_state_dicts")
 

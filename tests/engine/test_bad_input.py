@@ -228,7 +228,7 @@ def test_a_loss_that_is_nan_leaves_every_bit_as_it_was(tmp_path: Path, stage: in
     poison(0, str(tmp_path), stage, tier, precision, 0)
 
 
-@pytest.mark.parametrize(("stage", "tier"), [(1, "none"), (3, "nvme")])
+@pytest.mark.parametrize(("stage", "tier"), [pytest.param(1, "none", marks=pytest.mark.soak), (3, "nvme")])
 def test_a_loss_that_is_nan_on_one_rank_is_an_error_on_all(tmp_path: Path, stage: int, tier: str) -> None:
     run_ranks(poison, 2, str(tmp_path), stage, tier, "bf16", 1)
 

@@ -226,7 +226,7 @@ with start(make_config(3, tier, nvme), make_net(width=192, layers=3)) as engine:
 """
 
 
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("tier", [pytest.param("cpu", marks=pytest.mark.soak), "nvme"])
 def test_ctrl_c_in_a_save_harms_neither_checkpoint_nor_engine(tier: str, tmp_path: Path) -> None:
     folder, nvme, count = tmp_path / "ckpt", tmp_path / "nvme", 6
     nvme.mkdir()
@@ -246,7 +246,7 @@ def test_ctrl_c_in_a_save_harms_neither_checkpoint_nor_engine(tier: str, tmp_pat
     assert named == ["again", "first", "last", "latest"]
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_ctrl_c_in_a_save_of_the_train_command_resumes(nproc: int, train: Any, tmp_path: Path) -> None:
     save = tmp_path / "ckpt"
     words = ["--config", tmp_path / "ds.json", "--model", "gpt-tiny", "--seq-len", 32, "--save", save]

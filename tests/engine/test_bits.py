@@ -43,7 +43,10 @@ def sample_cases(world_size: int, count: int) -> list[Case]:
     return cases[:count]
 
 
-@pytest.mark.parametrize(("world_size", "count"), [(1, 10), (2, 10), (3, 5), (4, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "count"),
+    [(1, 10), pytest.param(2, 10, marks=pytest.mark.soak), (3, 5), pytest.param(4, 2, marks=pytest.mark.soak)],
+)
 def test_bits_equal_the_plain_loop(world_size: int, count: int) -> None:
     cases = [asdict(case) for case in sample_cases(world_size, count)]
     for failed in run_ranks(compare_all, world_size, world_size, cases):

@@ -72,8 +72,8 @@ def _resume(rank: int, folder: str, stage: int, tier: str, precision: str) -> di
         (1, 0, "none", "fp32"),
         (1, 3, "nvme", "fp16"),
         (2, 3, "nvme", "bf16"),
-        (2, 0, "none", "bf16"),
-        (3, 1, "cpu", "fp32"),
+        pytest.param(2, 0, "none", "bf16", marks=pytest.mark.soak),
+        pytest.param(3, 1, "cpu", "fp32", marks=pytest.mark.soak),
     ],
 )
 def test_resume_is_exact(tmp_path: Path, world_size: int, stage: int, tier: str, precision: str) -> None:
@@ -103,7 +103,11 @@ def _load_elsewhere(rank: int, folder: str, stage: int, tier: str) -> tuple[list
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, 3, "nvme"), (1, 1, "cpu")), ((1, 0, "none"), (3, 2, "nvme")), ((3, 3, "cpu"), (2, 0, "none"))],
+    [
+        ((2, 3, "nvme"), (1, 1, "cpu")),
+        pytest.param((1, 0, "none"), (3, 2, "nvme"), marks=pytest.mark.soak),
+        pytest.param((3, 3, "cpu"), (2, 0, "none"), marks=pytest.mark.soak),
+    ],
 )
 def test_another_world_size(tmp_path: Path, before: tuple[int, int, str], after: tuple[int, int, str]) -> None:
     whole = run_ranks(_save, before[0], str(tmp_path), *before[1:])

@@ -42,7 +42,8 @@ def _curve(rank: int, world_size: int, stage: int, precision: str) -> list[float
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision"), [(1, "fp32"), pytest.param(3, "fp32", marks=pytest.mark.soak), (3, "bf16")]
+    ("stage", "precision"),
+    [pytest.param(1, "fp32", marks=pytest.mark.soak), pytest.param(3, "fp32", marks=pytest.mark.soak), (3, "bf16")],
 )
 def test_four_ranks_follow_one(stage: int, precision: str) -> None:
     (alone,) = run_ranks(_curve, 1, 1, 0, "fp32")
@@ -107,7 +108,7 @@ def _against_fsdp2(rank: int, precision: str) -> tuple[list[float], list[float]]
     return theirs, ours
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.soak), "bf16"])
 def test_stage_3_follows_fsdp2(precision: str) -> None:
     for theirs, ours in run_ranks(_against_fsdp2, 2, precision):
         np.testing.assert_allclose(ours, theirs, rtol=2e-6 if precision == "fp32" else 5e-3)

@@ -41,8 +41,10 @@ def _frozen_later(rank: int, stage: int, precision: str) -> list[float]:
 SGD = {"type": "SGD", "params": {"lr": 0.25}}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world_size", "stage"),
+    [(1, 2), (2, 3), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((1, 1), (1, 3), (2, 1), (2, 2)))],
+)
 def test_a_parameter_is_frozen_before_the_first_backward(world_size: int, stage: int) -> None:
     torch.manual_seed(0)
     bias = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))[1].bias.detach()

@@ -74,6 +74,7 @@ def check_elastic(folder: Path, saved: Iterable[Layout], loaded: Iterable[Layout
                 assert different == [], (tag, layout)
 
 
+@pytest.mark.soak
 def test_a_sample_of_layouts_loads_at_others(tmp_path: Path) -> None:
     check_elastic(tmp_path, [(4, 3), (1, 0)], [(3, 2)])
 
@@ -95,7 +96,8 @@ def _save_wide(rank: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded", "stage"), [pytest.param(2, 2, 1, marks=pytest.mark.soak), (3, 2, 2), (1, 3, 3)]
+    ("saved", "loaded", "stage"),
+    [pytest.param(2, 2, 1, marks=pytest.mark.soak), (3, 2, 2), pytest.param(1, 3, 3, marks=pytest.mark.soak)],
 )
 def test_each_rank_reads_only_its_own_rows(tmp_path: Path, saved: int, loaded: int, stage: int) -> None:
     run_ranks(_save_wide, saved, str(tmp_path))

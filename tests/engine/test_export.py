@@ -50,7 +50,7 @@ def _save_both(rank: int, folder: str, cases: list[tuple[int, str, str]]) -> Non
     [
         (1, [(0, "none", "bf16"), (3, "nvme", "fp16")]),
         (2, [(1, "cpu", "bf16"), (3, "none", "fp16")]),
-        (3, [(2, "none", "bf16"), (3, "nvme", "bf16")]),
+        pytest.param(3, [(2, "none", "bf16"), (3, "nvme", "bf16")], marks=pytest.mark.soak),
     ],
 )
 def test_files_are_those_of_consolidate(tmp_path: Path, world_size: int, cases: list[Any]) -> None:

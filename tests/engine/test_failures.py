@@ -92,16 +92,15 @@ def _run(rank: int, folder: str, stage: int, where: str, what: str, mode: str) -
 
 CASES = [
     (3, 3, "forward", "kill", "none"),
-    (3, 2, "backward", "kill", "forward"),
     (3, 2, "step", "kill", "backward"),
-    (1, 2, "step", "kill", "none"),
     (1, 2, "forward", "raise", "none"),
-    (3, 2, "backward", "raise", "none"),
-    (3, 2, "reduce", "raise", "none"),
     (3, 2, "read", "raise", "none"),
     (3, 3, "forward", "stop", "none"),
 ]
 MORE_CASES = [
+    (3, 2, "backward", "kill", "forward"),
+    (1, 2, "step", "kill", "none"),
+    *((3, 2, where, "raise", "none") for where in ("backward", "reduce")),
     *((3, 3, where, "kill", "none") for where in ("backward", "step")),
     *((3, 2, where, "kill", "forward") for where in ("forward", "step")),
     *((3, 2, "backward", "kill", mode) for mode in ("none", "backward")),

@@ -157,7 +157,7 @@ def check_text(engine: Engine, rank: int) -> None:
         assert torch.equal(engine.generate(prompts, **chosen), expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_frozen_engines_run_beside_one_that_trains(tmp_path: Path, world_size: int) -> None:
     llama().bfloat16().save_pretrained(tmp_path / "llama")
     if world_size == 1:

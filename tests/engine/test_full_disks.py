@@ -25,12 +25,11 @@ def _steps(engine: Engine, count: int) -> None:
 # Parameters are on disk too: their files, or those of the state.
 FULL = [
     ("allocate", "none", "*.shard"),
-    ("write", "forward", "*.shard"),
     ("write", "backward", "*/parameter*.shard"),
-    ("allocate", "forward", "*/model*.shard"),
 ]
 MORE_FULL = [
-    *(("write", mode, "*.shard") for mode in ("none", "backward")),
+    ("allocate", "forward", "*/model*.shard"),
+    *(("write", mode, "*.shard") for mode in ("none", "forward", "backward")),
     *(("write", mode, "*/parameter*.shard") for mode in ("none", "forward")),
 ]
 

@@ -211,7 +211,7 @@ def _rank(rank: int, zeros: list[dict[str, Any]], act: Act, folder: str) -> list
     return [(seen, {name: value.numpy() for name, value in state.items()}) for seen, state in found]
 
 
-@pytest.mark.parametrize("act", [_clip, _scale_some])
+@pytest.mark.parametrize("act", [_clip, pytest.param(_scale_some, marks=pytest.mark.soak)])
 def test_two_ranks_act_on_the_mean(act: Act, tmp_path: Path) -> None:
     zeros: list[dict[str, Any]] = [{"stage": stage} for stage in range(4)] + [SHARDED["stage 3, disk"]]
     for found in run_ranks(_rank, 2, zeros, act, str(tmp_path)):

@@ -185,6 +185,7 @@ def _load_and_save(rank: int, folder: str, keys: dict[str, Any], loads: str, sav
         train(engine, 1)
 
 
+@pytest.mark.soak
 def test_checkpoints_of_copies_are_written_once_and_load_anywhere(tmp_path: Path) -> None:
     folder = str(tmp_path)
     for linked, expected, resumed in run_ranks(_save_copies, RANKS, folder):

@@ -440,7 +440,7 @@ def _changed_by_rank_1(rank: int, stage: int) -> list[list[float]]:
         return [plain, *(value.flatten().tolist() for value in model.parameters())]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_gather_takes_one_ranks_values_of_small_parameters(stage: int) -> None:
     torch.manual_seed(0)
     small, large = nn.Linear(3, 2), nn.Linear(4, 4)

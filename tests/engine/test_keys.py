@@ -60,7 +60,7 @@ def run(stage: int, *changes: dict[str, Any]) -> list[dict[str, Any]]:
     return counted
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak), 3])
 def test_sizes_of_buckets(stage: int) -> None:
     usual, reduce, gather = run(stage, {"reduce_bucket_size": 20_000}, {"allgather_bucket_size": 20_000})
     assert reduce["operations"]["reduce_scatter"] > usual["operations"]["reduce_scatter"]
@@ -69,7 +69,7 @@ def test_sizes_of_buckets(stage: int) -> None:
     assert gather["sent"]["all_gather"] == usual["sent"]["all_gather"]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_without_reduce_scatter_gradients_are_all_reduced(stage: int) -> None:
     on, off = run(stage, {"reduce_scatter": False})
     assert "all_reduce" not in on["sent"]
@@ -79,7 +79,7 @@ def test_without_reduce_scatter_gradients_are_all_reduced(stage: int) -> None:
     assert off["sent"]["all_reduce"] == sent
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak), 3])
 def test_overlap_comm_runs_collectives_beside_the_computation(stage: int) -> None:
     bucket = {"reduce_bucket_size": 20_000}
     _, on, off = run(stage, bucket, bucket | {"overlap_comm": False})

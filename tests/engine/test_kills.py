@@ -30,7 +30,12 @@ def _points(run: Run, rng: random.Random) -> list[int]:
     return [rng.randrange(1000) if rank == chosen else -1 for rank in range(run.world_size)]
 
 
-@pytest.mark.parametrize("name", RUNS)
+MORE = ("disk", "device", "backward", "two in memory")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name in MORE else name for name in RUNS]
+)
 def test_a_killed_run_goes_on_at_its_last_finished_step(name: str, tmp_path: Path) -> None:
     run, rng = RUNS[name], random.Random(name)
     killing = Killing(train_until_killed, run, tmp_path / "run", uninterrupted(run, STEPS))

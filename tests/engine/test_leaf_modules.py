@@ -92,7 +92,7 @@ def _plain() -> list[list[float]]:
 @pytest.mark.parametrize(
     ("leaf_module", "live_numel"),
     [
-        (None, 1_000_000_000),
+        pytest.param(None, 1_000_000_000, marks=pytest.mark.soak),
         ({"classes": "Mixture", "names": ["first"]}, 1_000_000_000),
         ({"classes": [f"{__name__}.Special"], "name_suffixes": ["cond"]}, 1),
     ],

@@ -85,7 +85,15 @@ def _expected(precision: str, world_size: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(("precision", "world_size"), [("fp32", 2), ("bf16", 2), ("fp16", 2), ("fp32", 3)])
+@pytest.mark.parametrize(
+    ("precision", "world_size"),
+    [
+        pytest.param("fp32", 2, marks=pytest.mark.soak),
+        ("bf16", 2),
+        pytest.param("fp16", 2, marks=pytest.mark.soak),
+        ("fp32", 3),
+    ],
+)
 def test_the_mean_of_whole_gradients_is_the_sum_in_rank_order_rounded_once(precision: str, world_size: int) -> None:
     expected = _expected(precision, world_size)
     itemsize = TYPES[precision].itemsize

@@ -258,7 +258,12 @@ def _train_all(rank: int, names: list[str], stage: int, offload: str, world_size
 
 @pytest.mark.parametrize(
     ("stage", "offload", "world_size"),
-    [(2, "none", 2), (3, "none", 2), (3, "cpu", 1), pytest.param(3, "cpu", 2, marks=pytest.mark.soak)],
+    [
+        pytest.param(2, "none", 2, marks=pytest.mark.soak),
+        (3, "none", 2),
+        (3, "cpu", 1),
+        pytest.param(3, "cpu", 2, marks=pytest.mark.soak),
+    ],
 )
 def test_models_train_to_the_bit(stage: int, offload: str, world_size: int) -> None:
     found = run_ranks(_train_all, world_size, list(MODELS), stage, offload, world_size)

@@ -234,7 +234,9 @@ if who == "own":
 """
 
 
-@pytest.mark.parametrize("who", ["ours", "own", "unclosed"])
+@pytest.mark.parametrize(
+    "who", ["ours", pytest.param("own", marks=pytest.mark.soak), pytest.param("unclosed", marks=pytest.mark.soak)]
+)
 def test_wandb_offline(who: str, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     environment = os.environ | {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}

@@ -47,7 +47,7 @@ KEYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_bits_equal_the_plain_loop(world_size: int) -> None:
     cases = [
         asdict(Case(3, optimizer, *rest, parameters=parameters, overlap=overlap))
@@ -57,7 +57,7 @@ def test_bits_equal_the_plain_loop(world_size: int) -> None:
         assert failed == []
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_no_key_changes_a_bit(world_size: int) -> None:
     cases = [asdict(Case(3, "nvme", "bf16", 1, 0.25, 40_000, 1000, "nvme", keys=keys)) for keys in KEYS]
     for failed in run_ranks(compare_all, world_size, world_size, cases):
@@ -307,7 +307,10 @@ def _read_error(rank: int, folder: str, bad_rank: int, steps_before: int) -> tup
         return message, found == state_of(engine)
 
 
-@pytest.mark.parametrize(("world_size", "steps_before"), [(1, 0), (1, 1), (2, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "steps_before"),
+    [(1, 0), pytest.param(1, 1, marks=pytest.mark.soak), pytest.param(2, 0, marks=pytest.mark.soak), (2, 1)],
+)
 def test_an_error_of_the_drive_fails_every_rank(nvme: Path, world_size: int, steps_before: int) -> None:
     bad = world_size - 1
     messages, went_on = zip(*run_ranks(_read_error, world_size, str(nvme), bad, steps_before), strict=True)
@@ -379,7 +382,7 @@ def _fickle(rank: int, tier: str, folder: str) -> tuple[list[float], dict[str, i
         return losses, {"orders": units.orders, "dropped": units.dropped, "ahead": units.gathered_ahead}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_an_order_that_changes_is_recorded_anew(nvme: Path, world_size: int) -> None:
     expected, _ = run_ranks(_fickle, 1, "none", str(nvme))[0]
     for losses, units in run_ranks(_fickle, world_size, "cpu", str(nvme)):
@@ -429,7 +432,7 @@ def _torn(rank: int, steps_before: int, order: list[int]) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("steps_before", [pytest.param(0, marks=pytest.mark.soak), 2])
 def test_ranks_that_run_other_modules_are_told(steps_before: int) -> None:
     for message in run_ranks(_torn, 2, steps_before, [0, 2, 1, 3]):
         assert "every rank must run the same modules in the same order" in message

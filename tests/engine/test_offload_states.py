@@ -107,7 +107,7 @@ def check_ranks(rank: int, world_size: int, folder: str) -> None:
     check(Path(folder), rank, SETUPS[2:5:2] + SETUPS[3:4])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_states_come_back_with_the_same_bits(tmp_path: Path, world_size: int) -> None:
     if world_size == 1:
         check(tmp_path, 0, SETUPS)

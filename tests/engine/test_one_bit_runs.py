@@ -210,6 +210,7 @@ def test_an_optimizer_that_is_passed_is_held_to_the_same() -> None:
         assert (engine.zero_optimization_stage(), engine.global_steps) == (1, 3)
 
 
+@pytest.mark.soak
 def test_two_ranks(tmp_path: Path) -> None:
     assert run_ranks(runs, 2, 2, str(tmp_path)) == [[], []]
     for stage in ("0", "1"):

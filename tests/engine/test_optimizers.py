@@ -418,7 +418,7 @@ def _grouped(rank: int, world_size: int) -> list[tuple[int, list[str]]]:
     return [one for one in found if one[1]]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_groups_keep_their_settings_on_disk(world_size: int) -> None:
     for failed in run_ranks(_grouped, world_size, world_size):
         assert failed == []

@@ -235,6 +235,7 @@ def _trained(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: run for name, run in found.items() if "sent" in run}
 
 
+@pytest.mark.soak
 def test_the_bytes_sent_are_those_of_the_formula_and_of_the_plan(runs: list[dict[str, dict[str, Any]]]) -> None:
     for found in runs:
         for name, run in _trained(found).items():

@@ -246,7 +246,7 @@ def _frozen_on_ranks(rank: int, folder: str, stage: int) -> list[str]:
     return [name for name, is_linked in linked(Path(folder), "at-2", rank).items() if not is_linked]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.soak), 3])
 def test_ranks_link_their_shards_while_older_checkpoints_go(tmp_path: Path, stage: int) -> None:
     found = run_ranks(_frozen_on_ranks, 2, str(tmp_path), stage)
     assert found == [["model/gain"], []]

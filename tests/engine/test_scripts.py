@@ -107,7 +107,7 @@ def disk(folder: Path, stage: int) -> dict[str, Any]:
     return {"stage": stage, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder / "nvme")}}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_script_resumes_where_client_sd_says_at_another_world_size(world_size: int, tmp_path: Path) -> None:
     words = ["--deepspeed", "--deepspeed_config"]
     zero: tuple[Any, Any] = (True, disk(tmp_path, stage=3)) if world_size == 1 else (disk(tmp_path, stage=2), False)
@@ -149,7 +149,13 @@ def test_calls_that_do_not_belong_in_the_loop_change_nothing_and_are_answered(tm
 
 
 @pytest.mark.parametrize(
-    ("world_size", "stage", "dtype"), [(1, 0, "fp32"), (1, 3, "bf16"), (2, 2, "fp16"), (2, 3, "bf16")]
+    ("world_size", "stage", "dtype"),
+    [
+        (1, 0, "fp32"),
+        pytest.param(1, 3, "bf16", marks=pytest.mark.soak),
+        (2, 2, "fp16"),
+        pytest.param(2, 3, "bf16", marks=pytest.mark.soak),
+    ],
 )
 def test_a_script_with_a_process_group_of_its_own(world_size: int, stage: int, dtype: str) -> None:
     done = run("image_classifier", "--stage", str(stage), "--dtype", dtype, world_size=world_size)
@@ -162,7 +168,7 @@ def test_a_script_with_a_process_group_of_its_own(world_size: int, stage: int, d
     assert all(float(done.after("accuracy", rank)[0]) > 0.5 for rank in range(world_size))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_script_with_an_optimizer_a_scheduler_and_a_loader(world_size: int, tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     words = ["--stage", str(world_size + 1), "--nvme_path", str(tmp_path / "nvme")]
@@ -194,7 +200,7 @@ def test_a_second_step_of_ones_own_scheduler_is_answered_once_and_by_one_rank() 
     assert "Traceback" not in done.errors
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_script_that_builds_its_model_in_shards_and_gathers_weights(world_size: int, tmp_path: Path) -> None:
     done = run("sharded_init", "--nvme_path", str(tmp_path), world_size=world_size)
     losses = done.losses()

@@ -118,14 +118,16 @@ def _accumulated(rank: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_gradients_that_accumulate_take_four_bytes(world_size: int) -> None:
     for by_stage in run_ranks(_accumulated, world_size):
         for numel, *counted in by_stage:
             assert counted == [4 * numel] * 3
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "world_size", [1, pytest.param(2, marks=pytest.mark.soak), 3, pytest.param(4, marks=pytest.mark.soak)]
+)
 def test_bytes_held_and_sent(world_size: int) -> None:
     threshold = 50
     results = run_ranks(_count, world_size, [0, 1, 2, 3], threshold)

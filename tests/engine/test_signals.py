@@ -147,7 +147,11 @@ def whole(folder: Path) -> tuple[str, int, object]:
 
 @pytest.mark.parametrize(
     ("world_size", "stage", "signalled", "number"),
-    [(1, 1, 0, signal.SIGTERM), (2, 0, 1, signal.SIGUSR1), (2, 3, 0, signal.SIGTERM)],
+    [
+        (1, 1, 0, signal.SIGTERM),
+        pytest.param(2, 0, 1, signal.SIGUSR1, marks=pytest.mark.soak),
+        (2, 3, 0, signal.SIGTERM),
+    ],
 )
 def test_one_signal_saves_and_stops_all(
     tmp_path: Path, world_size: int, stage: int, signalled: int, number: signal.Signals
@@ -188,7 +192,7 @@ def test_a_skipped_step_heeds_the_signal(tmp_path: Path) -> None:
     assert whole(tmp_path) == ("step-00000002", 2, {"seen": 1})
 
 
-@pytest.mark.parametrize("how", ["a save failed", "a snapshot failed"])
+@pytest.mark.parametrize("how", ["a save failed", pytest.param("a snapshot failed", marks=pytest.mark.soak)])
 def test_a_save_that_failed_before_does_not_keep_this_one_from_being_made(tmp_path: Path, how: str) -> None:
     folder = tmp_path / "ckpt"
     with running(folder, 2, 1, how) as ranks:

@@ -117,7 +117,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_bits_equal_the_plain_loop(world_size: int) -> None:
     cases = [
         asdict(Case(stage, tier, "bf16", *rest, parameters=parameters, overlap=overlap, split=True))
@@ -217,12 +217,12 @@ def run_of(rank: int, folder: str, nvme: str, saves: bool, loads: bool, stage: i
 @pytest.mark.parametrize(
     ("world_size", "stage", "saves", "loads"),
     [
-        (1, 1, True, True),
+        pytest.param(1, 1, True, True, marks=pytest.mark.soak),
         (1, 1, True, False),
         (1, 1, False, True),
         pytest.param(2, 3, True, True, marks=pytest.mark.soak),
         (2, 3, True, False),
-        (2, 3, False, True),
+        pytest.param(2, 3, False, True, marks=pytest.mark.soak),
     ],
 )
 def test_load_with_and_without(

@@ -85,7 +85,7 @@ def _non_finite(rank: int, folder: str) -> str:
         return str(caught.value)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_gradients_that_are_not_finite_tear_the_state_on_every_rank(world_size: int, nvme: Path) -> None:
     for message in run_ranks(_non_finite, world_size, str(nvme)):
         assert 'with "step_overlap": "backward" parameters were changed before it was known: load' in message

@@ -39,7 +39,7 @@ def named_cases() -> list[dict[str, Any]]:
     return cases
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_step_has_the_micro_batches_that_the_caller_gives_it(world_size: int) -> None:
     for failed in run_ranks(compare_all, world_size, world_size, named_cases(), STEPS, timeout_s=180):
         assert failed == []

@@ -386,8 +386,15 @@ def _without_error(rank: int, folder: str) -> dict[str, str]:
         return engine_digests(engine)
 
 
-@pytest.mark.parametrize("mode", ["forward", "backward"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("world_size", "mode"),
+    [
+        (1, "backward"),
+        (2, "forward"),
+        pytest.param(1, "forward", marks=pytest.mark.soak),
+        pytest.param(2, "backward", marks=pytest.mark.soak),
+    ],
+)
 def test_a_disk_error_is_raised_on_every_rank_and_a_load_mends(world_size: int, mode: str, tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     good = run_ranks(_without_error, world_size, str(tmp_path / "nvme"))

@@ -107,7 +107,7 @@ def _rank(rank: int, act: Act, folder: str) -> list[Any]:
     return [(losses, {name: value.numpy() for name, value in state.items()}) for losses, state in found]
 
 
-@pytest.mark.parametrize("act", [_clamp, _initialise])
+@pytest.mark.parametrize("act", [pytest.param(_clamp, marks=pytest.mark.soak), _initialise])
 def test_changed_weights_at_two_ranks(act: Act, tmp_path: Path) -> None:
     losses, wanted = _plain(act, 2)
     first, second = run_ranks(_rank, 2, act, str(tmp_path))

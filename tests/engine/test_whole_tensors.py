@@ -163,7 +163,7 @@ MORE_WHOLE = [("Adafactor", SETTINGS[3])]
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
-        (1, WHOLE),
+        pytest.param(1, WHOLE, marks=pytest.mark.soak),
         (2, SHARDED),
         pytest.param(1, SHARDED + MORE_WHOLE, marks=pytest.mark.soak),
         pytest.param(2, WHOLE + MORE_WHOLE, marks=pytest.mark.soak),

@@ -329,7 +329,7 @@ def _own_gradients(rank: int, config: dict[str, Any]) -> list[list[float]]:
         return [value.flatten().tolist() for value in (*found, mean, whole)]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)])
 def test_gradients_are_each_ranks_own_until_the_block_ends(stage: int) -> None:
     """The truth is a plain loop on each rank's samples."""
     config = {**STEP, "train_batch_size": 2, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}

@@ -111,7 +111,7 @@ def _ask(rank: int, trainer: Any, folder: Path) -> None:
     assert (records[-1]["kind"], records[-1]["reason"]) == ("end", "done")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_an_epoch_from_disk_has_the_losses_of_trainer_alone(tmp_path: Path, world_size: int) -> None:
     (tmp_path / "nvme").mkdir()
     run_ranks(_beside, world_size, os.fspath(tmp_path), world_size)
@@ -206,7 +206,7 @@ def _one_after_the_other(rank: int, folder: str) -> None:
         found[2].close()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_second_trainer_takes_the_model_over(tmp_path: Path, world_size: int) -> None:
     (tmp_path / "nvme").mkdir()
     run_ranks(_one_after_the_other, world_size, os.fspath(tmp_path))

@@ -97,7 +97,7 @@ def test_the_losses_go_on_as_deepspeeds_own(case: str, tmp_path: Path) -> None:
     [
         ("stage3-bf16-groups-2", 2, {}),
         ("stage1-fp32-2", 3, {}),
-        ("stage3-fp32-3", 2, {"offload_optimizer": {"device": "cpu"}}),
+        pytest.param("stage3-fp32-3", 2, {"offload_optimizer": {"device": "cpu"}}, marks=pytest.mark.soak),
     ],
 )
 def test_they_do_at_any_world_size(case: str, world_size: int, zero: dict[str, Any]) -> None:

@@ -234,7 +234,7 @@ print(len(files.operations))
 """
 
 
-@pytest.mark.parametrize("tag", ["new", "old"])
+@pytest.mark.parametrize("tag", ["new", pytest.param("old", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_checkpoint_that_is_killed_is_whole_or_absent(tag: str, stride: int, tmp_path: Path) -> None:
     def saved(number: int) -> str:

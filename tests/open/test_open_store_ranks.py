@@ -142,7 +142,9 @@ def test_other_programs_read_what_ranks_saved_together(saved: Path) -> None:
             assert list(group[name].metadata.dimension_names) == [f"d{i}" for i in range(whole(name).ndim)]
 
 
-@pytest.mark.parametrize(("world_size", "has_mesh"), [(1, False), (2, False), (3, True)])
+@pytest.mark.parametrize(
+    ("world_size", "has_mesh"), [pytest.param(1, False, marks=pytest.mark.soak), (2, False), (3, True)]
+)
 def test_any_number_of_ranks_loads_it(world_size: int, has_mesh: bool, saved: Path) -> None:
     run_ranks(_load, world_size, str(saved), world_size, has_mesh)
     with zstore.open_checkpoint(saved / "again", str(world_size)) as checkpoint:

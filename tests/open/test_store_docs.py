@@ -84,7 +84,7 @@ def _plain(rank: int, world_size: int, steps: int) -> dict[str, bytes]:
 SLOTS = ("exp_avg", "exp_avg_sq")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_the_training_loop_has_the_bits_of_torch(world_size: int, tmp_path: Path) -> None:
     path = EXAMPLES / "store_adamw.py"
     assert len(path.read_text().splitlines()) <= 60

@@ -79,7 +79,7 @@ def _alone(rank: int, what: str) -> None:
                 watch.require_sound()
 
 
-@pytest.mark.parametrize("what", ["own", "foreign", "left"])
+@pytest.mark.parametrize("what", ["own", pytest.param("foreign", marks=pytest.mark.soak), "left"])
 def test_a_rank_that_is_alone_in_a_call_ends_all(what: str) -> None:
     run_ranks(_alone, 2, what)
 

@@ -12,6 +12,7 @@ import typer
 import zstore
 from tests.tools.commands import run
 from zstore.tools import options
+from zstore.tools.cli import app
 
 COMMANDS = ("train", "plan", "doctor", "ls", "inspect", "verify", "diff", "consolidate", "reshard")
 
@@ -61,12 +62,14 @@ def test_the_installed_script_is_the_same_command() -> None:
     ],
     ids=" ".join,
 )
-def test_wrong_usage_ends_with_2_and_talks_on_stderr(words: list[str]) -> None:
-    done = run(*words)
-    assert done.returncode == 2, (done.stdout, done.stderr)
+def test_wrong_usage_ends_with_2_and_talks_on_stderr(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app(words)
+    assert ended.value.code == 2
+    said = capfd.readouterr()
     if words:
-        assert done.stdout == ""
-        assert "Usage" in done.stderr
+        assert said.out == ""
+        assert "Usage" in said.err
 
 
 def test_too_little_memory_is_an_error_that_says_the_least() -> None:

@@ -297,7 +297,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("kind", "who", "point"), [("weights", 1, 3), ("weights", 0, 12), ("reshard", 1, 9)])
+@pytest.mark.parametrize(
+    ("kind", "who", "point"),
+    [
+        pytest.param("weights", 1, 3, marks=pytest.mark.soak),
+        ("weights", 0, 12),
+        pytest.param("reshard", 1, 9, marks=pytest.mark.soak),
+    ],
+)
 def test_a_killed_rank_ends_all_with_its_name_and_nothing_half_written(
     kind: str, who: int, point: int, base: Path, tmp_path: Path
 ) -> None:

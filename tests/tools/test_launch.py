@@ -71,7 +71,11 @@ ZSTORE = [sys.executable, "-m", "zstore"]
 
 @pytest.mark.parametrize(
     ("more", "number"),
-    [((), signal.SIGTERM), (("--nproc", 2), signal.SIGTERM), (("--nproc", 2), signal.SIGUSR1)],
+    [
+        pytest.param((), signal.SIGTERM, marks=pytest.mark.soak),
+        (("--nproc", 2), signal.SIGTERM),
+        pytest.param(("--nproc", 2), signal.SIGUSR1, marks=pytest.mark.soak),
+    ],
 )
 def test_a_signal_saves_and_ends_with_75(
     tmp_path: Path, text: Path, more: tuple[object, ...], number: signal.Signals

@@ -269,7 +269,7 @@ def test_nodes_of_a_job_of_slurm_are_one_run(tmp_path: Path, environment: dict[s
     assert out == [f"{rank}/2 3 {['0', '1', None, None]} []" for rank in (0, 1)]
 
 
-@pytest.mark.parametrize(("launcher", "code"), [("openmpi", 0), ("mpich", 3)])
+@pytest.mark.parametrize(("launcher", "code"), [("openmpi", 0), pytest.param("mpich", 3, marks=pytest.mark.soak)])
 def test_mpirun_starts_ranks_that_zstore_numbers(
     tmp_path: Path, environment: dict[str, str], free_port: str, launcher: str, code: int
 ) -> None:

@@ -64,7 +64,7 @@ def _spilled(engine: Engine) -> int:
 @pytest.mark.parametrize(
     ("accumulation", "overlap"),
     [
-        (1, "backward"),
+        pytest.param(1, "backward", marks=pytest.mark.soak),
         (3, "forward"),
         *(
             pytest.param(*rest, marks=pytest.mark.soak)

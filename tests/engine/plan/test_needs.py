@@ -141,7 +141,7 @@ def _unused_bytes(engine: Any) -> int:
 @pytest.mark.parametrize(
     ("world_size", "which", "every"),
     [
-        (1, "net", 1),
+        pytest.param(1, "net", 1, marks=pytest.mark.soak),
         (2, "net", 2),
         (1, "gpt-tiny", 2),
         pytest.param(2, "net", 1, marks=pytest.mark.soak),
