@@ -1,10 +1,12 @@
 """What the machine can do of an optimizer step from disk: a bare program of the same bytes, beside the disk's limit.
 
 Files laid out as the store's hold fp32 masters and moments of a model. A few plain threads call preadv and pwritev and nothing
-else; one takes what was read chunk by chunk: it verifies the crc32c, casts the bf16 gradient, runs torch's fused AdamW, casts
-the master into bf16 rows, and seals. There is no queue by priority, no budget, no version, no pin and no second drive.
+else; others, one by default, take what was read chunk by chunk: they verify the crc32c, cast the bf16 gradient, run torch's
+fused AdamW, cast the master into bf16 rows, and seal. There is no queue by priority, no budget, no version, no pin and no
+second drive.
 
-    python -m bench.bare_step [--path FOLDER] [--model gpt-base] [--steps 6] [--threads 8] [--span-kib 2048] [--json FILE]
+    python -m bench.bare_step [--path FOLDER] [--model gpt-base] [--steps 6] [--threads 8] [--consumers 1] [--span-kib 2048]
+        [--json FILE]
 """
 
 from __future__ import annotations
@@ -157,12 +159,13 @@ def _norm(gradients: list[torch.Tensor]) -> float:
     return total
 
 
-def step(model: Model, slabs: list[Bytes], num_threads: int, number: int) -> None:
+def step(model: Model, slabs: list[Bytes], num_threads: int, consumers: int, number: int) -> None:
     """Take one step: the norm, then all spans once, each in the slab of one that was written before."""
     _norm(model.gradients)
     left, count = iter(model.spans), torch.tensor(float(number))
     asked: queue.SimpleQueue[tuple[Span | None, Bytes] | None] = queue.SimpleQueue()
     ready: queue.SimpleQueue[tuple[Span, Bytes] | None] = queue.SimpleQueue()
+    done: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def serve() -> None:
         while (job := asked.get()) is not None:
@@ -170,26 +173,30 @@ def step(model: Model, slabs: list[Bytes], num_threads: int, number: int) -> Non
             if span is not None:
                 _write(span, slab)
             following = next(left, None)
-            if following is not None:
+            if following is None:
+                done.put(None)
+            else:
                 _read(following, slab)
-            ready.put(None if following is None else (following, slab))
+                ready.put((following, slab))
 
-    threads = [threading.Thread(target=serve) for _ in range(num_threads)]
-    for thread in threads:
+    def consume() -> None:
+        while (job := ready.get()) is not None:
+            _update(*job, count)
+            asked.put(job)
+
+    servers = [threading.Thread(target=serve) for _ in range(num_threads)]
+    updaters = [threading.Thread(target=consume) for _ in range(consumers)]
+    for thread in servers + updaters:
         thread.start()
     for slab in slabs:
         asked.put((None, slab))
-    under_way = len(slabs)
-    while under_way:
-        job = ready.get()
-        if job is None:
-            under_way -= 1
-        else:
-            _update(*job, count)
-            asked.put(job)
-    for _ in threads:
+    for _ in slabs:
+        done.get()
+    for _ in servers:
         asked.put(None)
-    for thread in threads:
+    for _ in updaters:
+        ready.put(None)
+    for thread in servers + updaters:
         thread.join()
 
 
@@ -206,7 +213,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         rows: list[tuple[float, float, float]] = []
         for number in itertools.islice(itertools.count(1), options.steps + 1):
             cores, started = time.process_time(), time.perf_counter()
-            step(model, slabs, options.threads, number)
+            step(model, slabs, options.threads, options.consumers, number)
             rows.append((time.perf_counter() - started, time.process_time() - cores, limit()))
     finally:
         model.close()
@@ -214,6 +221,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {
         "model": options.model,
         "steps": options.steps,
+        "consumers": options.consumers,
         "moved_bytes": moved,
         "step_s": statistics.median(row[0] for row in rows[1:]),
         "core_s_per_gb": statistics.median(1e9 * row[1] / moved for row in rows[1:]),
@@ -229,6 +237,7 @@ def main() -> None:
     parser.add_argument("--model", default="gpt-base")
     parser.add_argument("--steps", type=int, default=6, help="measured steps, after a warm-up step")
     parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--consumers", type=int, default=1, help="threads that update what was read")
     parser.add_argument("--span-kib", type=int, default=2048, help="KiB of one request, about")
     parser.add_argument("--pool-mib", type=int, default=64, help="MiB of buffers, about")
     parser.add_argument("--gib", type=float, default=2.0, help="GiB of the file that measures the limit")

@@ -124,7 +124,7 @@ def test_waits_benchmark_counts_none_without_a_device(tmp_path: Path, monkeypatc
 def test_the_bare_step_moves_what_a_step_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "bare.json"
     monkeypatch.setattr(limits.shutil, "which", lambda _: None)
-    arguments = ["--model", "gpt-tiny", "--steps", "1", "--gib", "0.03"]
+    arguments = ["--model", "gpt-tiny", "--steps", "1", "--gib", "0.03", "--consumers", "2"]
     monkeypatch.setattr(sys, "argv", ["bare_step", "--path", str(tmp_path), *arguments, "--json", str(out)])
     bare_step.main()
     num_parameters = sum(parameter.numel() for parameter in build_model("gpt-tiny", 64).parameters())
