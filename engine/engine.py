@@ -177,10 +177,11 @@ class Engine(nn.Module):
         if self.curriculum is not None and self.module.training:
             args, kwargs = self.curriculum.cut(args, kwargs, self.global_steps + 1)
         self.require_parameters()
-        self.report.look_at((*args, *kwargs.values()))
+        trains = self.report.look_at((*args, *kwargs.values()))
         activations = self.training_state.activations
         around = contextlib.nullcontext() if activations is None else activations.around_forward()
-        with self._timed("forward_s"), self.access.during("forward"), around:
+        timed = self._timed("forward_s") if trains else contextlib.nullcontext()
+        with timed, self.access.during("forward"), around:
             return self._loss_backward.watch(self.module(*args, **kwargs))
 
     @_phase("backward")
@@ -243,6 +244,7 @@ class Engine(nn.Module):
             if boundary:
                 if self.requests.finder is not None and self.requests.finder.found is not None:
                     self.requests.tell()
+                self.report.step_begins()
                 with self._timed("optimizer_s"):
                     self.value_sample.check()
                     training.step()
@@ -644,6 +646,11 @@ class Engine(nn.Module):
         """The run's journal, which a loop tells things unknown to the engine, with `note(tokens=..., total_steps=...)`."""
         return self.report.journal
 
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Add numbers of a loop's own to the run's journal, for the step that ended last: an accuracy, an evaluation's loss
+        ("eval_loss"), a share of experts. Tensors of one element are read; what is no number is left out. Rank 0's count."""
+        self.journal.logged(values)
+
     @property
     def load_report(self) -> LoadReport | None:
         """Bytes that the last load read and linked on this rank, and the missing and unexpected keys; None before the first."""
@@ -965,7 +972,7 @@ class Engine(nn.Module):
         if value is not None:
             self.world.escaped(value)
             if not isinstance(value, SystemExit):
-                self.journal.stops("stopped" if isinstance(value, KeyboardInterrupt) else "failed")
+                self.journal.stops("stopped" if isinstance(value, KeyboardInterrupt) else "failed", value)
         self.close()
 
     def __getattr__(self, name: str) -> Any:

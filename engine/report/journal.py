@@ -36,10 +36,10 @@ from zstore.remote.service_upload import ServicePlace
 from ..config.keys import acting
 from ..plan.rungs import advice
 from .placement import plan_record
-from .records import Samples, Warnings, has_uncaught_error, start_record
+from .records import Samples, Warnings, error_text, start_record, uncaught_error
 from .save_notes import SaveNotes
 from .statistics import link_statistics
-from .step import PhaseTimes
+from .step import PhaseTimes, number_of
 
 if TYPE_CHECKING:
     from zstore.remote.upload import UploadPlace
@@ -112,6 +112,7 @@ class RunJournal:
         self._tokens: int | None = None
         self._total_steps: int | None = None
         self._reason = "done"
+        self._error: str | None = None
         self.saves_s: Callable[[], Mapping[str, float]] = dict
         """Returns the seconds for which saves delayed training, by their kind."""
         self._warnings = Warnings(self.writer)
@@ -277,8 +278,21 @@ class RunJournal:
     def evaluated(self, loss: float, perplexity: float, samples: int) -> None:
         """Record an evaluation after the last step: the mean loss of so many samples over all ranks."""
         if self.enabled:
-            record = {"kind": "eval", "at": time.time(), "step": self._training.counters.global_steps, "loss": loss}
-            self.writer.append(record | {"perplexity": perplexity, "samples": samples})
+            self._add("eval", loss=loss, perplexity=perplexity, samples=samples)
+
+    def logged(self, values: Mapping[str, Any]) -> None:
+        """Record numbers of the loop's own after the last step; see `Engine.log`."""
+        found = {name: value for name, given in values.items() if (value := number_of(given)) is not None}
+        if self.enabled and found:
+            self._add("metrics", values=found)
+
+    def leave_out(self, seconds: float) -> None:
+        """Let so many seconds before now be no part of the step under way."""
+        if self._step_ended_s is not None:
+            self._step_ended_s += seconds
+
+    def _add(self, kind: str, **values: Any) -> None:
+        self.writer.append({"kind": kind, "at": time.time(), "step": self._training.counters.global_steps, **values})
 
     def acted(self, action: str, request_id: str, problem: str | None = None) -> None:
         """Record that a request was carried out, or why it was not."""
@@ -286,9 +300,9 @@ class RunJournal:
             record = {"kind": "action", "at": time.time(), "action": action, "id": request_id}
             self.writer.append(record | ({} if problem is None else {"problem": problem}))
 
-    def stops(self, reason: str) -> None:
-        """Set the reason for the run's end: "done" (by default), "stopped" or "failed"."""
-        self._reason = reason
+    def stops(self, reason: str, error: BaseException | None = None) -> None:
+        """Set the reason for the run's end: "done" (by default), "stopped" or "failed", and the error behind it."""
+        self._reason, self._error = reason, error_text(error)
 
     # -- the file ---------------------------------------------------------------------------------------------------
 
@@ -397,8 +411,9 @@ class RunJournal:
         self.enabled = False
         _log.removeFilter(self._warnings)
         if self._sink is not None:
-            failed = self._reason == "done" and has_uncaught_error()
-            self.writer.append(self._end_record("failed" if failed else self._reason))
+            uncaught = uncaught_error() if self._reason == "done" else None
+            record = self._end_record("failed" if uncaught else self._reason)
+            self.writer.append(record | {"problem": error_text(uncaught) or self._error})
             self._send()
         self.writer.close()
         self._sink = None

@@ -2,7 +2,7 @@
 
 [Note: metrics]
 One value per name and optimizer step, against the samples seen so far over all ranks. The names are DeepSpeed's:
-`Train/Samples/` and `train_loss` (mean over this rank's micro-batches of the step), `lr` (of the first group, for the
+`Train/Samples/` and `train_loss` (mean over the micro-batches of the step, of all ranks), `lr` (of the first group, for the
 next step), `loss_scale` (fp16 alone), `elapsed_time_ms_forward`, `_backward`, `_step`; and `grad_norm`, which it does
 not write. CSV files and TensorBoard's have everything when `write` returns, so that a killed run keeps it; wandb hands
 it to a process of its own, which writes every 15 seconds.

@@ -57,6 +57,9 @@ class RunReport:
             self._watch_computation(counts=says)
         self._looks = training.world.local_rank == 0
         self._losses = StepLosses()
+        self._loss: Loss = None
+        self._aside_s: float | None = None
+        """When the evaluation under way began."""
         self._last_step = PhaseTimes()
         self._last_line = PhaseTimes()
         self._line_step = training.counters.global_steps
@@ -64,12 +67,22 @@ class RunReport:
         if training.config.settings.dump_state and training.world.rank == 0:
             _log.info("state at the start:\n%s", state_text(training.config.settings, training.state, training.world))
 
-    def look_at(self, inputs: Iterable[Any]) -> None:
-        """Warn before the first forward of training if it needs more memory than there is."""
-        if self._looks and torch.is_grad_enabled() and self._training.model.training:
+    def look_at(self, inputs: Iterable[Any]) -> bool:
+        """Return whether a forward is one of training: the time of evaluations is no step's. Warn before the first if it
+        needs more memory than there is."""
+        trains = self._training.model.training
+        now_s = time.perf_counter()
+        if not trains:
+            self._aside_s = self._aside_s or now_s
+        elif self._aside_s is not None:
+            aside_s, self._aside_s = now_s - self._aside_s, None
+            self.journal.leave_out(aside_s)
+            self.utilisation.leave_out(aside_s)
+        if self._looks and torch.is_grad_enabled() and trains:
             self._looks = False
             if told := lack_of_memory(self._training, inputs):
                 _log.warning("%s", told)
+        return trains
 
     def add_loss(self, loss: torch.Tensor, *, is_part: bool = False) -> None:
         """Note the loss of a micro-batch, before its backward; one that `is_part` of the step's is divided already."""
@@ -85,6 +98,20 @@ class RunReport:
             self.enabled = self.utilisation.measures = True
             self._watch_computation(counts=True)
 
+    def step_begins(self) -> None:
+        """Let the loss of the step travel to all ranks with its update, at whose end the device has computed it (all
+        ranks)."""
+        taken = self._losses.take()  # the next step's may not be known
+        world = self._training.world
+        self._loss = value_of(taken) if self.enabled and world.world_size == 1 else None
+        world.told.clear()
+        if world.world_size > 1:
+            world.tells = lambda: None if taken is None else float(taken)
+
+    def _mean_loss(self) -> Loss:
+        told = self._training.world.told
+        return sum(told) / len(told) if told else self._loss
+
     def step_ended(self) -> None:
         """Report an optimizer step, taken or skipped."""
         prints = self._every > 0 and self._training.counters.global_steps % self._every == 0
@@ -94,16 +121,13 @@ class RunReport:
             self.computation.step_ended()
             self.computation = None if self.computation.is_done else self.computation
         self.utilisation.step_ended()
-        taken = self._losses.take()  # the next step's may not be known
-        loss: Loss = None
+        loss = self._mean_loss()
         if self.monitors or prints:
-            loss = number = None if taken is None else float(taken)
+            loss = number = loss() if callable(loss) else loss
             if self.monitors:
                 self._write(number)
             if prints:
                 self._print(number)
-        elif self.journal.enabled:
-            loss = value_of(taken)
         if self.journal.enabled:
             self.journal.step_ended(loss)
 

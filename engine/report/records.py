@@ -16,6 +16,7 @@ import torch
 
 from zstore._version import __version__
 from zstore.io import LinkStatistics
+from zstore.journal.names import pid_namespace
 from zstore.journal.writer import JournalWriter
 
 from .memory import memory_now
@@ -44,6 +45,7 @@ def start_record(world: World, **values: Any) -> dict[str, Any]:
         "world_size": world.world_size,
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "pid_namespace": pid_namespace(),
         "versions": _versions(),
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type,
         **values,
@@ -59,10 +61,15 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def has_uncaught_error() -> bool:
-    """Return whether the interpreter ends because of an error that nobody caught."""
-    ends = not threading.main_thread().is_alive()
-    return ends and (getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)) is not None
+def uncaught_error() -> BaseException | None:
+    """Return the error that nobody caught, if the interpreter ends because of one."""
+    found: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return None if threading.main_thread().is_alive() else found
+
+
+def error_text(error: BaseException | None) -> str | None:
+    """Return the first 2,000 characters of an error for people."""
+    return None if error is None else f"{type(error).__name__}: {error}"[:2000]
 
 
 class Samples:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -54,6 +55,16 @@ def value_of(loss: torch.Tensor | None) -> Loss:
         return float(here)
 
     return wait
+
+
+def number_of(value: Any) -> float | None:
+    """Return a number of a loop's as a float: of a tensor of one element its value; None if it is none."""
+    if isinstance(value, bool | str | bytes) or (isinstance(value, torch.Tensor) and value.numel() != 1):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 @dataclass(kw_only=True)

@@ -239,7 +239,7 @@ def test_how_a_process_ended(tmp_path: Path) -> None:
     fails, killed = process("error"), process("killed")
     fails.communicate(timeout=200)
     (end,) = of_kind(tmp_path / "error", "end")
-    assert (end["step"], end["reason"]) == (3, "failed")
+    assert (end["step"], end["reason"], end["problem"]) == (3, "failed", "RuntimeError: as a bug would")
     assert killed.stdout.readline() == b"ready\n"
     until(lambda: len(of_kind(tmp_path / "killed", "step")) >= 3)
     killed.send_signal(signal.SIGKILL)

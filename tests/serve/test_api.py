@@ -85,7 +85,7 @@ def wait_for_job(client: Client, job_id: str) -> Any:
 def test_runs_are_listed_by_their_journals_and_checkpoints(client: Client) -> None:
     hostile, run = client.get("/api/runs")["runs"]
     assert (hostile["name"], run["name"]) == (HOSTILE_RUN, RUN)
-    assert (run["state"], run["run_id"], run["step"], run["total_steps"]) == ("stopped", RUN_ID, 300, 1000)
+    assert (run["state"], run["run_id"], run["step"], run["total_steps"]) == ("done", RUN_ID, 300, 1000)
     assert run["num_checkpoints"] == 5
     assert run["newest"]["checkpoint"] == LAST
     assert (hostile["newest"]["checkpoint"], hostile["newest"]["step"]) == ("checkpoint-40/step-00000040", 40)

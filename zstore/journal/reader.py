@@ -8,7 +8,7 @@ from ..checkpoint.folder import Folder, FolderLike, folder_at
 from .lines import Record, decode
 from .names import CHECKPOINT_FOLDER, journal_file, run_of
 
-KINDS = frozenset({"start", "plan", "step", "save", "load", "eval", "action", "warning", "end"})
+KINDS = frozenset({"start", "plan", "step", "save", "load", "eval", "metrics", "action", "warning", "end"})
 """Records of other kinds are passed over."""
 
 _MOST_BYTES = 64 * 1024 * 1024

@@ -77,6 +77,10 @@ class World:
     """The request of rank 0 to all ranks; it travels with `raise_together` unless it is empty."""
     heard: str = ""
     """The last request of rank 0 that travelled: the same on all ranks after the same call."""
+    tells: Callable[[], float | None] | None = None
+    """Gives a number of this rank, which travels with the next `raise_together` alone."""
+    told: list[float] = field(default_factory=list)
+    """The numbers of all ranks that had one, as they travelled last: the same on all ranks after the same call."""
     log: CommsLog | None = None
     """Times each collective, if somebody wants to know; a second world shares it."""
     when_broken: list[Callable[[], None]] = field(default_factory=list)
@@ -282,17 +286,20 @@ class World:
 
     def raise_together(self, error: BaseException | None) -> None:
         """Raise on every rank if any rank passed an error. See [Note: one error for all]."""
+        number, self.tells = None if self.tells is None or error is not None else self.tells(), None
         if self.world_size == 1:
             self.granted = max(self.granted, self.requested)
             self.heard = self.asks
+            self.told = [] if number is None else [number]
             if error is not None:
                 raise error
             return
         text = None if error is None else "".join(traceback.format_exception(error))
-        more = [self.asks] if self.asks else []
-        told = self.all_gather_object([str(self.activity), text, self.requested, *more])
+        more = [self.asks] if self.asks or number is not None else []
+        told = self.all_gather_object([str(self.activity), text, self.requested, *more, *([number] if more else [])])
         self.granted = max(self.granted, *(requested for _, _, requested, *_ in told))
         self.heard = told[0][3] if told[0][3:] else ""
+        self.told = [row[4] for row in told if row[4:] and row[4] is not None]
         failures = {rank: text for rank, (_, text, *_) in enumerate(told) if text is not None}
         if failures and self.watch is not None:
             self.watch.agree()

@@ -69,8 +69,13 @@ class RunSummary(_Model):
 
     name: str
     location: str
-    state: Literal["training", "stopped", "unknown"]
-    """By the journal; unknown if there is none."""
+    state: Literal["training", "done", "failed", "killed", "lost", "unknown"]
+    """By the journal; unknown if there is none. killed: its process is gone from this machine without an end; lost: nothing
+    came for long from another machine, and no end."""
+    error: str | None = None
+    """The error of a run that failed."""
+    not_finite_step: int | None = None
+    """The last step with a loss, a norm or a metric that is NaN or infinite."""
     run_id: str | None
     step: int | None
     total_steps: int | None
@@ -103,6 +108,8 @@ class Session(_Model):
     world_size: int
     host: str
     pid: int
+    pid_namespace: str = ""
+    """In which `pid` counts, if that is known."""
     versions: dict[str, str]
     config: dict[str, Any]
 
@@ -172,6 +179,15 @@ class Warned(_Model):
     text: str
 
 
+class NotFinite(_Model):
+    """Numbers of a step that are NaN or infinite."""
+
+    at: float
+    step: int
+    values: dict[str, str]
+    """nan, inf or -inf, by name."""
+
+
 class RunDetail(_Model):
     """`GET /api/runs/{run}`."""
 
@@ -183,6 +199,8 @@ class RunDetail(_Model):
     """The newest 50, the oldest first."""
     warnings: list[Warned]
     """The newest 100, the oldest first."""
+    not_finite: list[NotFinite]
+    """The newest 100, the oldest first."""
 
 
 class Steps(_Model):
@@ -192,7 +210,7 @@ class Steps(_Model):
     columns: dict[str, list[float | None]]
     """step, at, loss, loss_min, loss_max, lr, grad_norm, tokens_per_s, step_s, forward_s, backward_s, optimizer_s, stall_s,
     mfu if it is known, and with a `/`: memory/<device|host|disk|buffers|process|cuda>, rate/<link> (bytes per second),
-    stall/<cause>."""
+    stall/<cause>, metric/<name>; not_finite counts numbers that are NaN or infinite."""
     last_step: int | None
 
 

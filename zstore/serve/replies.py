@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from ..errors import (
     CheckpointExistsError,
@@ -67,7 +68,17 @@ async def answer_refusal(request: Request, error: Exception) -> Response:
     if text == HTTPStatus(error.status_code).phrase:  # the router's
         where = f"{request.method} {request.url.path!r:.200}"
         text = f"{text}: the service has nothing for {where}; runs are at /RUN, JSON is described by /api/openapi.json"
-    return problem(error.status_code, text, dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers["Allow"] = ", ".join(sorted(_methods(request)))
+    return problem(error.status_code, text, headers)
+
+
+def _methods(request: Request) -> set[str]:
+    """Return the methods of the path that a request names: each of them may be a route of its own."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    path = next((route.path for route in routes if route.path_regex.match(request.scope["path"])), None)
+    return {method for route in routes if route.path == path for method in route.methods or ()}
 
 
 HANDLED = (ZstoreError, FileNotFoundError, NotADirectoryError)

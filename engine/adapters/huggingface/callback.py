@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from zstore.engine.engine import Engine
+
+_KNOWN = frozenset({"loss", "grad_norm", "learning_rate", "epoch", "step", "num_input_tokens_seen"})
+"""Names of a Trainer's logs that each step of the journal has under its own."""
 
 
 class RunCallback(TrainerCallback):  # type: ignore[misc]
@@ -14,6 +18,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, engine: Engine) -> None:
         self._journal = engine.journal
+        self._log = engine.log
         self._seen_tokens = 0
         self._asked: set[str] = set()
         engine.take_requests(self._take)
@@ -31,6 +36,12 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             seen = int(state.num_input_tokens_seen)
             self._journal.note(tokens=seen - self._seen_tokens)
             self._seen_tokens = seen
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: Mapping[str, Any], **kwargs: Any
+    ) -> None:
+        """Record what the Trainer logs and the journal lacks: evaluations, and metrics of the user's own."""
+        self._log({name: value for name, value in logs.items() if name not in _KNOWN})
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any

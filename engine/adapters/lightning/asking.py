@@ -23,6 +23,7 @@ def begin_journal(library: str, trainer: Any, engine: Engine) -> None:
     if getattr(checkpoints, "dirpath", None):
         engine.checkpoints.note_folder(str(checkpoints.dirpath))
     asked: set[str] = set()
+    logged = [0]
 
     def take(action: str) -> str | None:
         if getattr(checkpoints, "dirpath", None) is None:
@@ -30,8 +31,15 @@ def begin_journal(library: str, trainer: Any, engine: Engine) -> None:
         asked.add(action)
         return None
 
+    def log(self: Any, trainer: Any, *args: Any) -> None:
+        """Record what the module logged."""
+        engine.log(trainer.logged_metrics)
+
     def on_train_batch_end(self: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Save, or save and stop, if that was requested in the step of this batch."""
+        """Record what was logged, as often as loggers are told; save, or save and stop, if that was requested."""
+        if trainer.global_step >= logged[0] + max(1, trainer.log_every_n_steps):
+            logged[0] = trainer.global_step
+            log(self, trainer)
         if not asked:
             return
         numbers = {"epoch": trainer.current_epoch, "step": trainer.global_step}
@@ -42,7 +50,8 @@ def begin_journal(library: str, trainer: Any, engine: Engine) -> None:
         asked.clear()
 
     engine.take_requests(take)
-    kind = type(_NAME, (import_module(library).Callback,), {"on_train_batch_end": on_train_batch_end})
+    hooks = {"on_train_batch_end": on_train_batch_end, "on_train_epoch_end": log, "on_validation_end": log}
+    kind = type(_NAME, (import_module(library).Callback,), hooks)
     # Before the callback that saves: those of Lightning come last.
     others = [callback for callback in trainer.callbacks if type(callback).__name__ != _NAME]
     trainer.callbacks = [kind(), *others]

@@ -14,7 +14,7 @@ import torch
 
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.report.placement import parts_of, placed_arrays
-from zstore.engine.report.records import Samples, Warnings, has_uncaught_error, start_record
+from zstore.engine.report.records import Samples, Warnings, error_text, start_record, uncaught_error
 from zstore.engine.report.statistics import link_statistics
 from zstore.engine.report.step import Loss, value_of
 from zstore.io import LinkStatistics
@@ -133,8 +133,9 @@ class OptimizerJournal:
         self.enabled = False
         _log.removeFilter(self._warnings)
         if self._writer.is_open:
-            reason = "failed" if has_uncaught_error() else "done"
-            self._writer.append({"kind": "end", "at": time.time(), "step": self._step, "reason": reason})
+            error = uncaught_error()
+            end = {"reason": "failed" if error else "done", "problem": error_text(error)}
+            self._writer.append({"kind": "end", "at": time.time(), "step": self._step, **end})
         self._writer.close()
 
 

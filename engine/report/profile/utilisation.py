@@ -135,6 +135,11 @@ class StepUtilisation:
             self._find_peak()
         self._ended_s = time.perf_counter()  # without the measurement
 
+    def leave_out(self, seconds: float) -> None:
+        """Let so many seconds before now be no part of the step under way."""
+        if self._ended_s is not None:
+            self._ended_s += seconds
+
     def begin_anew(self) -> None:
         """Forget when the last step ended: the time since then is no part of the next."""
         self._ended_s = None

@@ -2,10 +2,10 @@
 
 import { atFrame, h, replace, svg } from "./dom.js";
 import { NOTHING, count, number, short } from "./format.js";
-import { extent, firstFrom, nearest, scale } from "./scales.js";
+import { extent, firstFrom, labels, nearest, scale } from "./scales.js";
 
-const HEIGHT = 190;
-const MARGIN = { top: 10, right: 12, bottom: 22, left: 52 };
+const HEIGHT = 206;
+const MARGIN = { top: 10, right: 12, bottom: 38, left: 74 };
 const TABLE_ROWS = 100;
 const DRAG_PX = 5;
 const SMOOTH_POINTS = 20;
@@ -42,13 +42,13 @@ export function chartGroup(changed = () => {}) {
 
 /**
  * A chart. Returns `{element, update, close, draw}`; `update({x, series, levels, marks})` takes ascending `x` and
- * - series: `{label, values, low, high}`: a value, and the ends of its band, for each x; null leaves a gap
+ * - series: `{label, values, low, high, joins}`: a value, and the ends of its band, for each x; null leaves a gap, unless it joins
  * - levels: `{label, value}`: horizontal lines
- * - marks: `{x, label, kind}`: `resume` is a vertical line, `save` a tick at the axis
+ * - marks: `{x, label, kind}`: `resume` and `wrong` are vertical lines, `save` a tick at the axis
  */
 export class LineChart {
-  constructor({ title, name, format = number, axis = short, group = chartGroup(), zero = false, stacked = false, note = "" }) {
-    Object.assign(this, { title, format, axis, group, zero, stacked, log: false, smooth: false });
+  constructor({ title, name, format = number, axis = short, unit = "", group = chartGroup(), zero = false, stacked = false, note = "" }) {
+    Object.assign(this, { title, format, axis, unit: unit || title.toLowerCase(), group, zero, stacked, log: false, smooth: false });
     this.data = { x: [], series: [], levels: [], marks: [] };
     this.width = 0;
     this.draw = atFrame(() => this.drawNow());
@@ -136,10 +136,14 @@ export class LineChart {
     const right = this.width - MARGIN.right;
     const bottom = HEIGHT - MARGIN.bottom;
     const whole = this.x.ticks.filter(Number.isInteger);
+    const [texts, steps] = [labels(this.y.ticks, this.axis), labels(whole, short)];
+    const middle = (MARGIN.top + bottom) / 2;
     replace(
       this.layers.grid,
-      this.y.ticks.map((value) => ruled(MARGIN.left, right, this.y.to(value), this.axis(value))),
-      whole.map((value) => svg("text", { x: this.x.to(value), y: bottom + 16, "text-anchor": "middle" }, short(value))),
+      this.y.ticks.map((value, index) => ruled(MARGIN.left, right, this.y.to(value), texts[index])),
+      whole.map((value, index) => svg("text", { x: this.x.to(value), y: bottom + 16, "text-anchor": "middle" }, steps[index])),
+      svg("text", { class: "unit", x: (MARGIN.left + right) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, "step"),
+      svg("text", { class: "unit", x: 10, y: middle, transform: `rotate(-90 10 ${middle})`, "text-anchor": "middle" }, this.unit),
       svg("line", { class: "axis", x1: MARGIN.left, x2: right, y1: bottom, y2: bottom }),
     );
   }
@@ -160,7 +164,7 @@ export class LineChart {
     replace(
       this.layers.lines,
       rows.map((row, color) => {
-        const path = (values, kind = "") => svg("path", { class: `line c${color % 8}${kind}`, d: line(values, first, last, { px, py, shown }) });
+        const path = (values, kind = "") => svg("path", { class: `line c${color % 8}${kind}`, d: line(values, first, last, { px, py, shown, joins: row.joins }) });
         return this.smooth && !this.stacked ? [path(row.values, " raw"), path(smoothed(row.values))] : path(row.values);
       }),
     );
@@ -187,7 +191,7 @@ export class LineChart {
       }),
       inside.map((mark) => {
         const at = this.x.to(mark.x);
-        const top = mark.kind === "resume" ? MARGIN.top : bottom - 6;
+        const top = mark.kind === "save" ? bottom - 6 : MARGIN.top;
         return svg("line", { class: mark.kind, x1: at, x2: at, y1: top, y2: bottom }, svg("title", null, mark.label));
       }),
     );
@@ -369,17 +373,17 @@ function stack(series) {
   });
 }
 
-function line(values, first, last, { px, py, shown }) {
+function line(values, first, last, { px, py, shown, joins = false }) {
   let path = "";
   let pen = false;
   for (let index = first; index < last; index++) {
     const value = values[index];
     if (!shown(value)) {
-      pen = false;
+      pen = pen && joins;
       continue;
     }
     path += `${pen ? "L" : "M"}${px(index)} ${py(value)}`;
-    if (!pen && !shown(values[index + 1])) path += "m-1.5 0h3";
+    if ((joins || !pen) && !shown(values[index + 1])) path += "m-1.5 0h3";
     pen = true;
   }
   return path;

@@ -18,17 +18,17 @@ const COUNTS = [
 const known = (value) => typeof value === "number" && Number.isFinite(value);
 
 /** Decimal units, as `zstore` prints them: 1304000000 is "1.30 GB". */
-export function bytes(value) {
+export function bytes(value, digits = 3) {
   if (!known(value)) return NOTHING;
   for (const [size, unit] of UNITS) {
-    if (Math.abs(value) >= size) return `${(value / size).toFixed(2)} ${unit}`;
+    if (Math.abs(value) >= size) return `${(value / size).toFixed(digits - 1)} ${unit}`;
   }
   return `${value.toFixed(0)} bytes`;
 }
 
 /** Bytes per second. */
-export function rate(value) {
-  return known(value) ? `${bytes(value).replace(" bytes", " B")}/s` : NOTHING;
+export function rate(value, digits = 3) {
+  return known(value) ? `${bytes(value, digits).replace(" bytes", " B")}/s` : NOTHING;
 }
 
 /** An integer with separators: 1,024. */
@@ -52,24 +52,25 @@ export function number(value, digits = 4) {
   return value.toPrecision(digits);
 }
 
-/** A number short enough for an axis: 12k, 1.5M. */
-export function short(value) {
+/** A number short enough for an axis: 12k, 1.5M, 1.5e-5. */
+export function short(value, digits = 3) {
   if (!known(value)) return NOTHING;
   for (const [size, unit] of COUNTS) {
-    if (Math.abs(value) >= size) return `${Number((value / size).toPrecision(3))}${unit}`;
+    if (Math.abs(value) >= size) return `${Number((value / size).toPrecision(digits))}${unit}`;
   }
-  if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(0);
-  return String(Number(value.toPrecision(3)));
+  const rounded = Number(value.toPrecision(digits));
+  return value !== 0 && Math.abs(value) < 1e-3 ? rounded.toExponential() : String(rounded);
 }
 
 /** A length of time given in seconds. */
-export function duration(seconds) {
+export function duration(seconds, digits = 3) {
   if (!known(seconds)) return NOTHING;
   if (seconds === 0) return "0 s";
-  if (seconds < 0) return `-${duration(-seconds)}`;
-  if (seconds < 1e-3) return `${Number((seconds * 1e6).toPrecision(3))} µs`;
-  if (seconds < 1) return `${Number((seconds * 1e3).toPrecision(3))} ms`;
-  if (seconds < 60) return `${Number(seconds.toPrecision(3))} s`;
+  if (seconds < 0) return `-${duration(-seconds, digits)}`;
+  if (seconds < 1e-3) return `${Number((seconds * 1e6).toPrecision(digits))} µs`;
+  if (seconds < 1) return `${Number((seconds * 1e3).toPrecision(digits))} ms`;
+  if (seconds < 60) return `${Number(seconds.toPrecision(digits))} s`;
+  if (digits > 3) return `${Number(seconds.toPrecision(digits))} s`;
   const whole = Math.round(seconds);
   if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
   if (whole < 86400) return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
@@ -77,10 +78,10 @@ export function duration(seconds) {
 }
 
 /** A share from 0 to 1 as a percentage. */
-export function percent(share) {
+export function percent(share, digits = 3) {
   if (!known(share)) return NOTHING;
-  if (share > 0 && share < 0.001) return "<0.1 %";
-  return `${(share * 100).toFixed(Math.abs(share) < 0.1 ? 1 : 0)} %`;
+  if (share > 0 && share < 0.001 && digits === 3) return "<0.1 %";
+  return `${(share * 100).toFixed(digits - (Math.abs(share) < 0.1 ? 2 : 3))} %`;
 }
 
 /** How long ago a time was, in one unit. */

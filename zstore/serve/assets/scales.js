@@ -9,7 +9,15 @@ export function ticks(low, high, wanted = 5) {
   const step = [1, 2, 5, 10].find((factor) => rough <= factor * power) * power;
   const first = Math.ceil(low / step - 1e-9);
   const last = Math.floor(high / step + 1e-9);
-  return Array.from({ length: last - first + 1 }, (_, index) => (first + index) * step);
+  return Array.from({ length: last - first + 1 }, (_, index) => Number(((first + index) * step).toPrecision(12)));
+}
+
+/** Return texts for ticks in as many digits as tell them apart; `text(value, digits)` writes one. */
+export function labels(values, text) {
+  for (let digits = 3; ; digits++) {
+    const found = values.map((value) => text(value, digits));
+    if (digits === 12 || new Set(found).size === found.length) return found;
+  }
 }
 
 /** Return round numbers for a logarithmic axis: powers of ten, and 2 and 5 times them where there is room. */

@@ -194,7 +194,7 @@ class Broadcast:
         if (seen.run, seen.saves, seen.warnings) != (now.run, now.saves, now.warnings):
             detail = run_detail(self._service, self._run)
             events.append(("run", detail))
-            if seen.run != now.run and detail.summary.state == "stopped":
+            if seen.run != now.run and detail.summary.state not in ("training", "unknown"):
                 reason = None if view is None else view.end_reason
                 events.append(("end", Ended(step=detail.summary.step, reason=reason)))
         if seen.listing != now.listing:

@@ -2,13 +2,14 @@
 
 [Note: columns]
 A row is a step, or after `MOST_ROWS` of them several that follow each other: then the older half of the rows is joined in
-pairs. A joined row has the last step and time, the least and greatest loss, and the mean of everything else. NaN: not known.
+pairs. A joined row has the last step and time, the least and greatest loss, tokens by time, and the mean of everything else.
+NaN: not known.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ import numpy.typing as npt
 from ...journal.columns import measured, number
 
 Matrix = npt.NDArray[np.float64]
+Part = tuple[list[str], Matrix]
+"""Names of columns, and their rows [columns, rows]."""
 
 MOST_ROWS = 2**17
-_MOST_COLUMNS = 64
-"""A journal may name as many links as it likes; further ones are left out."""
+_MOST_COLUMNS = 128
+"""A journal may name as many links and metrics as it likes; further ones are left out."""
 _LEAST_ROWS = 256
 
 _TIMES = ("step_s", "forward_s", "backward_s", "optimizer_s")
@@ -30,6 +33,8 @@ _STEPS, _SERIAL = "#steps", "#serial"
 _HIDDEN = (_STEPS, _SERIAL)
 """How many steps a row covers, and the number of its last line among all of steps."""
 _LAST = {"step", "at", _SERIAL}
+_BY_TIME = {"tokens_per_s", "mfu"}
+"""Rates of a step: their means are by its time."""
 
 
 def row_of(line: Mapping[str, Any]) -> dict[str, float]:
@@ -38,7 +43,19 @@ def row_of(line: Mapping[str, Any]) -> dict[str, float]:
     row["loss_min"] = row["loss_max"] = row["loss"]
     tokens, step_s = number(line.get("tokens")), row["step_s"]
     row["tokens_per_s"] = number(tokens / step_s) if step_s > 0 else math.nan
+    if isinstance(other := line.get("not_finite"), dict) and other:
+        row["not_finite"] = float(len(other))
     return row | {"stall_s": math.nan} | measured(line)
+
+
+def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a line of an evaluation, or of a loop's own, by the names of their columns."""
+    values = line.get("values")
+    if line.get("kind") == "eval":
+        values = {"eval_loss": line.get("loss"), "perplexity": line.get("perplexity")}
+    found = {f"metric/{name}": number(value) for name, value in values.items()} if isinstance(values, dict) else {}
+    other = line.get("not_finite")
+    return found | ({"not_finite": float(len(other))} if isinstance(other, dict) and other else {})
 
 
 class StepTable:
@@ -72,17 +89,27 @@ class StepTable:
             self._size = int(np.searchsorted(steps, row["step"]))
         if self._size == self._data.shape[1]:
             self._make_room()
-        for name in row:
+        self._size += 1
+        self._data[:, self._size - 1] = np.nan
+        self._put({**row, _STEPS: 1.0, _SERIAL: float(self.num_lines)})
+
+    def _put(self, row: Mapping[str, float]) -> None:
+        """Put values into the last row."""
+        for name, value in row.items():
             if name not in self._places and len(self._places) < _MOST_COLUMNS:
                 self._places[name] = len(self._places)
                 self._data = np.vstack([self._data, np.full((1, self._data.shape[1]), np.nan)])
-        column = self._data[:, self._size]
-        column[:] = np.nan
-        for name, value in row.items():
             if (place := self._places.get(name)) is not None:
-                column[place] = value
-        column[self._places[_STEPS]], column[self._places[_SERIAL]] = 1, self.num_lines
-        self._size += 1
+                self._data[place, self._size - 1] = value
+
+    def note(self, step: float, values: Mapping[str, float]) -> None:
+        """Add values to those of a step, the last one; of a later one they make a row."""
+        last = self._data[0, self._size - 1] if self._size else -math.inf
+        if step > last:
+            self.add({"step": step, **values})
+        elif step == last:
+            self.num_lines += 1
+            self._put({**values, _SERIAL: float(self.num_lines)})
 
     def _make_room(self) -> None:
         if self._size < self._most_rows:
@@ -94,29 +121,48 @@ class StepTable:
         self._data[:, : joined.shape[1] + rest.shape[1]] = np.hstack([joined, rest])
         self._size = joined.shape[1] + rest.shape[1]
 
-    def columns(
-        self, *, points: int, after_step: float = -math.inf, until_step: float = math.inf, after_line: float = -math.inf
-    ) -> dict[str, list[float | None]]:
-        """Return the rows after a step, or a line by its number, up to a step, as at most `points` values a column.
+    @property
+    def first_step(self) -> float:
+        """The first step; infinite if there is none."""
+        return float(self._data[0, 0]) if self._size else math.inf
 
-        Columns that come with the steps are there if they have a value.
-        """
+    def columns(self, *, points: int, **ends: float) -> dict[str, list[float | None]]:
+        """Return the rows of `part` as at most `points` values a column; see `columns_of`."""
+        return columns_of([self.part(**ends)], points)
+
+    def part(
+        self, *, after_step: float = -math.inf, until_step: float = math.inf, after_line: float = -math.inf
+    ) -> Part:
+        """Return the rows after a step, or a line by its number, up to a step."""
         first = int(np.searchsorted(self._data[0, : self._size], after_step, side="right"))
         if after_line > -math.inf:  # rows that were repeated have later numbers: these rise too
             numbers = self._data[self._places[_SERIAL], : self._size]
             first = max(first, int(np.searchsorted(numbers, after_line, side="right")))
         last = int(np.searchsorted(self._data[0, : self._size], until_step, side="right"))
-        part = self._data[:, first : max(first, last)]
-        if part.shape[1] > points:
-            part = _joined(part, list(self._places), points)
-        found: dict[str, list[float | None]] = {}
-        for name, place in self._places.items():
-            known = ~np.isnan(part[place])
-            if name in _HIDDEN or (name not in COLUMNS and not known.any()):
-                continue
-            values = part[place].tolist()
-            found[name] = values if known.all() else [v if k else None for v, k in zip(values, known, strict=True)]
-        return found
+        return list(self._places), self._data[:, first : max(first, last)]
+
+
+def columns_of(parts: Sequence[Part], points: int) -> dict[str, list[float | None]]:
+    """Return parts that follow each other as at most `points` values a column.
+
+    Columns that come with the steps are there if they have a value.
+    """
+    names = list(dict.fromkeys(name for own, _ in parts for name in own))
+    whole = np.full((len(names), sum(rows.shape[1] for _, rows in parts)), np.nan)
+    first = 0
+    for own, rows in parts:
+        whole[[names.index(name) for name in own], first : first + rows.shape[1]] = rows
+        first += rows.shape[1]
+    if whole.shape[1] > points:
+        whole = _joined(whole, names, points)
+    found: dict[str, list[float | None]] = {}
+    for name, row in zip(names, whole, strict=True):
+        known = ~np.isnan(row)
+        if name in _HIDDEN or (name not in COLUMNS and not known.any()):
+            continue
+        values = row.tolist()
+        found[name] = values if known.all() else [v if k else None for v, k in zip(values, known, strict=True)]
+    return found
 
 
 def _joined(part: Matrix, names: Iterable[str], count: int) -> Matrix:
@@ -127,8 +173,11 @@ def _joined(part: Matrix, names: Iterable[str], count: int) -> Matrix:
     weights = part[named.index(_STEPS)]
     known = ~np.isnan(part)
     with np.errstate(invalid="ignore", divide="ignore"):
-        sums = np.add.reduceat(np.where(known, part * weights, 0), starts, axis=1)
-        found: Matrix = sums / np.add.reduceat(known * weights, starts, axis=1)
+        shares = np.repeat(weights[None], len(named), axis=0)
+        for name in _BY_TIME & set(named):
+            shares[named.index(name)] *= np.nan_to_num(part[named.index("step_s")])
+        sums = np.add.reduceat(np.where(known, part * shares, 0), starts, axis=1)
+        found: Matrix = sums / np.add.reduceat(known * shares, starts, axis=1)
     for place, name in enumerate(named):
         if name in _LAST:
             found[place] = part[place, ends[1:] - 1]

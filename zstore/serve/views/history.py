@@ -1,7 +1,7 @@
 """The content of a run's journals, read as far as they go and then on from there. See [Note: the journal] in `zstore.journal`.
 
-Each journal is one training run; the folder's newest one counts for curves and state. Memory is bounded: rows of steps
-by [Note: columns], and the newest of everything else.
+Journals of one folder are sessions of one run: the newest one counts for its state, and for steps that several have. Memory is
+bounded: rows of steps by [Note: columns], and the newest of everything else.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 from ...checkpoint.folder import Folder
 from ...journal.columns import number
-from ...journal.names import run_of
-from ..models import ActionEvent, SaveEvent, Session, Warned
-from .columns import StepTable, row_of
+from ...journal.names import pid_namespace, run_of
+from ..models import ActionEvent, NotFinite, SaveEvent, Session, Warned
+from .columns import Part, StepTable, columns_of, metrics_of, row_of
 from .journals import decode_lines, journals_in, read_part
 
 LEAST_HEARTBEAT_S = 60.0
@@ -33,7 +33,7 @@ _BLOCK_BYTES = 4 * 1024 * 1024
 _LATE_S = 5.0
 """How much later than a journal's first line its process may seem to have begun."""
 
-State = Literal["training", "stopped", "unknown"]
+State = Literal["training", "done", "failed", "killed", "lost", "unknown"]
 
 
 def text_of(line: Mapping[str, Any], key: str) -> str:
@@ -54,10 +54,14 @@ def seconds_of(line: Mapping[str, Any], key: str) -> float | None:
     return None if math.isnan(value) else value
 
 
-def is_alive(session: Session) -> bool:
-    """Return whether the process of a session is one of this machine and runs."""
-    if session.host != socket.gethostname() or session.pid <= 0:
-        return False
+def _is_here(session: Session) -> bool:
+    """Return whether the process of a session would be seen here."""
+    same = session.pid_namespace in ("", pid_namespace())
+    return same and session.host == socket.gethostname() and session.pid > 0
+
+
+def _is_alive(session: Session) -> bool:
+    """Return whether the process of a session, one of this machine, runs."""
     try:
         with open(f"/proc/{session.pid}/stat", encoding="ascii", errors="replace") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
@@ -69,13 +73,16 @@ def is_alive(session: Session) -> bool:
     return begun_at < session.started_at + _LATE_S  # otherwise another process has its number
 
 
-def state_of(session: Session | None, last_at: float, step_s: float) -> State:
-    """Return the state of a run, by its last session, the time of its last line, and how long its steps take (or NaN)."""
+def state_of(session: Session | None, reason: str | None, arrived_at: float, step_s: float) -> State:
+    """Return the state of a run, by its last session and the reason of its end, the time at which its last line arrived, by
+    the clock here, and how long its steps take (or NaN)."""
     if session is None:
         return "unknown"
     if session.ended_at is not None:
-        return "stopped"
-    return "training" if has_heartbeat(last_at, step_s) or is_alive(session) else "stopped"
+        return "failed" if reason == "failed" else "done"
+    if _is_here(session):
+        return "training" if _is_alive(session) else "killed"
+    return "training" if has_heartbeat(arrived_at, step_s) else "lost"
 
 
 def has_heartbeat(last_at: float, step_s: float) -> bool:
@@ -96,6 +103,7 @@ def session_of(line: Mapping[str, Any]) -> Session:
         world_size=count_of(line, "world_size") or 0,
         host=text_of(line, "host"),
         pid=count_of(line, "pid") or 0,
+        pid_namespace=text_of(line, "pid_namespace"),
         versions={str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else {},
         config=config if isinstance(config, dict) else {},
     )
@@ -132,6 +140,15 @@ def _action_of(line: Mapping[str, Any], step: int | None) -> ActionEvent | None:
     )
 
 
+def not_finite_of(line: Mapping[str, Any]) -> NotFinite | None:
+    """Return the numbers of a line that are NaN or infinite; None if there are none, or it is of no step."""
+    found, step = line.get("not_finite"), count_of(line, "step")
+    if not isinstance(found, dict) or not found or step is None or line.get("kind") not in ("step", "eval", "metrics"):
+        return None
+    values = {str(name): str(value)[:20] for name, value in found.items()}
+    return NotFinite(at=seconds_of(line, "at") or 0.0, step=step, values=values)
+
+
 @dataclass
 class Numbered:
     """An event, and its number among all of its kind in the journal."""
@@ -143,10 +160,11 @@ class Numbered:
 class JournalView:
     """The content of one journal. Not for several threads at once."""
 
-    def __init__(self, run_id: str, *, keeps_steps: bool) -> None:
+    def __init__(self, run_id: str) -> None:
         self.run_id = run_id
-        self.keeps_steps = keeps_steps
         self.offset = 0
+        self.arrived_at = 0.0
+        """When its last line came, by the clock here."""
         self.identity = (0, 0)
         self.table = StepTable()
         self.sessions: list[Session] = []
@@ -156,26 +174,33 @@ class JournalView:
         self.step: int | None = None
         """The last one."""
         self.warnings: list[Numbered] = []
+        self.not_finite: list[NotFinite] = []
         self.num_saves = self.num_warnings = 0
         self.plan: dict[str, Any] = {}
         self.memory: dict[str, Any] = {}
         self.total_steps: int | None = None
         self.end_reason: str | None = None
+        self.error: str | None = None
+        """That ended it, if it failed."""
         self.last_at = 0.0
 
     def take(self, line: dict[str, Any]) -> None:
         """Take a line in."""
         self.last_at = seconds_of(line, "at") or self.last_at
+        if (found := not_finite_of(line)) is not None:
+            self.not_finite = [*self.not_finite[1 - MOST_WARNINGS :], found]
         match line.get("kind"):
             case "step":
                 self._take_step(line)
+            case "eval" | "metrics":
+                self.table.note(number(line.get("step")), metrics_of(line))
             case "start":
                 self.sessions = [*self.sessions[1 - _MOST_SESSIONS :], session_of(line)]
                 self.total_steps = count_of(line, "total_steps")
-                self.end_reason = None
+                self.end_reason = self.error = None
             case "end" if self.sessions:
                 self.sessions[-1] = self.sessions[-1].model_copy(update={"ended_at": self.last_at})
-                self.end_reason = text_of(line, "reason")
+                self.end_reason, self.error = text_of(line, "reason"), text_of(line, "problem") or None
             case "plan":
                 self.plan = line
             case "save" if (save := _save_of(line)) is not None:
@@ -197,21 +222,20 @@ class JournalView:
         self.step = count_of(line, "step")
         memory = line.get("memory")
         self.memory = memory if isinstance(memory, dict) else self.memory
-        if self.keeps_steps:
-            self.table.add(row_of(line))
+        self.table.add(row_of(line))
 
     @property
     def mark(self) -> str:
         """Hexadecimal digits that change with the sessions, the state and the carried out requests of the run."""
         ended = self.sessions[-1].ended_at if self.sessions else None
-        text = repr((len(self.sessions), ended, self.state, self.actions[-1:]))
+        text = repr((len(self.sessions), ended, self.state, self.actions[-1:], self.not_finite[-1:]))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def state(self) -> State:
         """The state of the run."""
         session = self.sessions[-1] if self.sessions else None
-        return state_of(session, self.last_at, self.table.last.get("step_s", float("nan")))
+        return state_of(session, self.end_reason, self.arrived_at, self.table.last.get("step_s", float("nan")))
 
 
 class History:
@@ -226,16 +250,20 @@ class History:
         """Read the new lines; blocks on the file system."""
         with self.lock:
             found = journals_in(self._folder)
-            newest = max(found, key=lambda name: found[name].written_ns, default=None)
             self._views = {name: view for name, view in self._views.items() if name in found}
             for name, file in found.items():
                 view = self._views.get(name)
                 began_anew = view is not None and (view.identity != file.identity or file.nbytes < view.offset)
-                if view is None or began_anew or (name == newest and not view.keeps_steps):
-                    view = JournalView(run_of(name) or name, keeps_steps=name == newest)
+                if view is None or began_anew:
+                    view = JournalView(run_of(name) or name)
                     view.identity = file.identity
                     self._views[name] = view
+                before = view.offset
                 self._read(name, view, file.nbytes)
+                if self._folder.is_local:
+                    view.arrived_at = file.written_ns / 1e9
+                elif view.offset > before:
+                    view.arrived_at = time.time() if before else view.last_at
 
     def _read(self, name: str, view: JournalView, nbytes: int) -> None:
         left = b""
@@ -258,5 +286,12 @@ class History:
     @property
     def current(self) -> JournalView | None:
         """The newest journal, None if there is none."""
-        kept = [view for view in self._views.values() if view.keeps_steps]
-        return max(kept, key=lambda view: view.last_at, default=None)
+        return max(self._views.values(), key=lambda view: view.last_at, default=None)
+
+    def columns(self, *, points: int, after_step: float, until_step: float) -> dict[str, list[float | None]]:
+        """Return the steps of all journals as those of one run: of those that several have, the last one's."""
+        parts, until = list[Part](), until_step
+        for view in sorted(self._views.values(), key=lambda view: view.last_at, reverse=True):
+            parts.insert(0, view.table.part(after_step=after_step, until_step=until))
+            until = min(until, view.table.first_step - 1)
+        return columns_of(parts, points)

@@ -53,6 +53,8 @@ def run_summary(service: Library, run: Run) -> RunSummary:
         name=run.name,
         location=run.folder.location,
         state=summary.state,
+        error=summary.error,
+        not_finite_step=summary.not_finite_step,
         run_id=summary.run_id,
         step=summary.step,
         total_steps=summary.total_steps,
@@ -81,26 +83,28 @@ def run_detail(service: Library, run: Run) -> RunDetail:
         saves = [numbered.event for view in views for numbered in view.saves.values()]
         warnings = [numbered.event for view in views for numbered in view.warnings]
         actions = [action for view in views for action in view.actions]
+        not_finite = [found for view in views for found in view.not_finite]
     return RunDetail(
         summary=run_summary(service, run),
         sessions=sorted(sessions, key=lambda session: session.started_at),
         saves=sorted(saves, key=lambda save: save.at)[-MOST_SAVES:],
         actions=sorted(actions, key=lambda action: action.at)[-MOST_ACTIONS:],
         warnings=sorted(warnings, key=lambda warned: warned.at)[-MOST_WARNINGS:],
+        not_finite=sorted(not_finite, key=lambda found: found.at)[-MOST_WARNINGS:],
     )
 
 
 def run_steps(
     service: Library, run: Run, *, after: int | None = None, until: int | None = None, points: int = 1000
 ) -> Steps:
-    """Return the steps of a run's newest journal after one and up to another, as at most `points` rows."""
+    """Return the steps of a run after one and up to another, as at most `points` rows."""
     history = fresh_history(service, run)
     with history.lock:
         view = history.current
         if view is None:
             return Steps(columns={}, last_step=None)
         last = view.table.last.get("step")
-        columns = view.table.columns(
+        columns = history.columns(
             points=points,
             after_step=float("-inf") if after is None else after,
             until_step=float("inf") if until is None else until,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ...checkpoint.folder import Folder
 from ...journal.columns import number
 from ..cache import Cache
 from ..models import Session
 from .columns import row_of
-from .history import State, count_of, seconds_of, session_of, state_of, text_of
+from .history import State, count_of, not_finite_of, seconds_of, session_of, state_of, text_of
 from .journals import decode_lines, journals_in, read_part
 
 _END_BYTES = 64 * 1024
@@ -28,12 +30,16 @@ class JournalSummary:
     tokens_per_s: float | None = None
     step_s: float = float("nan")
     last_at: float | None = None
+    arrived_at: float = 0.0
+    reason: str | None = None
+    error: str | None = None
+    not_finite_step: int | None = None
     session: Session | None = None
 
     @property
     def state(self) -> State:
         """The state of the run."""
-        return state_of(self.session, self.last_at or 0.0, self.step_s)
+        return state_of(self.session, self.reason, self.arrived_at, self.step_s)
 
 
 class JournalSummaries:
@@ -52,7 +58,10 @@ class JournalSummaries:
         cached = self._cache.get(folder.location)
         if cached is not None and cached[0] == key:
             return cached[1]
-        return self._cache.put(folder.location, (key, _summarize(folder, name, found[name].nbytes)))[1]
+        made = _summarize(folder, name, found[name].nbytes)
+        arrived = time.time() if cached is not None else made.last_at or 0.0
+        made = replace(made, arrived_at=found[name].written_ns / 1e9 if folder.is_local else arrived)
+        return self._cache.put(folder.location, (key, made))[1]
 
 
 def _summarize(folder: Folder, name: str, nbytes: int) -> JournalSummary:
@@ -62,8 +71,11 @@ def _summarize(folder: Folder, name: str, nbytes: int) -> JournalSummary:
         first = max(_END_BYTES, nbytes - _END_BYTES)
         tail = read_part(folder, name, first, nbytes).partition(b"\n")[2].rpartition(b"\n")[0]
     session, total_steps, step, row, last_at = None, None, None, {}, None
+    end: dict[str, Any] = {}
+    not_finite_step = None
     for line in [*decode_lines(head), *decode_lines(tail)]:
         last_at = seconds_of(line, "at") or last_at
+        not_finite_step = found.step if (found := not_finite_of(line)) is not None else not_finite_step
         match line.get("kind"):
             case "start":
                 session, total_steps = session_of(line), count_of(line, "total_steps")
@@ -71,7 +83,7 @@ def _summarize(folder: Folder, name: str, nbytes: int) -> JournalSummary:
             case "step":
                 step, row = count_of(line, "step"), row_of(line)
             case "end" if session is not None:
-                session = session.model_copy(update={"ended_at": last_at})
+                session, end = session.model_copy(update={"ended_at": last_at}), line
     if session is not None and tail and session.ended_at is not None and not _ends(tail):
         # A later process began between the two parts.
         session = session.model_copy(update={"ended_at": None})
@@ -84,6 +96,9 @@ def _summarize(folder: Folder, name: str, nbytes: int) -> JournalSummary:
         tokens_per_s=known.get("tokens_per_s"),
         step_s=number(row.get("step_s")),
         last_at=last_at,
+        reason=text_of(end, "reason"),
+        error=(text_of(end, "problem") or None) if session is not None and session.ended_at is not None else None,
+        not_finite_step=not_finite_step,
         session=session,
     )
 

@@ -7,6 +7,7 @@ import { h, replace } from "../dom.js";
 import { bytes, count } from "../format.js";
 import { runUrl } from "../router.js";
 import { act, actionButton, confirmed, whyNot } from "./act.js";
+import { hasEnded } from "./facts.js";
 import { repeat } from "./poll.js";
 
 const asked = new Map();
@@ -48,7 +49,7 @@ export class RunActions {
 
   reason() {
     const { state } = this.detail.summary;
-    if (state === "stopped") return "The run is not training, so there is nothing to save or stop.";
+    if (hasEnded(state)) return "The run is not training, so there is nothing to save or stop.";
     if (state === "unknown") return "The run has no journal, so it cannot be asked to save or stop.";
     return whyNot(this.context.service);
   }
@@ -121,7 +122,7 @@ function waiting({ action }) {
 export function carriedOut(wait, detail) {
   const pending = (text) => ({ text, kind: "muted", ended: false, tag: null });
   const over = (text, kind, tag = null) => ({ text, kind, ended: true, tag });
-  const stopped = detail.summary.state === "stopped";
+  const stopped = hasEnded(detail.summary.state);
   const done = detail.actions.find((action) => action.id === wait.id);
   if (done?.problem) return over(`The run refused to ${wait.action}: ${done.problem}`, "bad");
   if (wait.action === "stop") {

@@ -8,19 +8,31 @@ const TIERS = ["device", "host", "disk", "buffers", "process", "cuda"];
 const NEAR = 4;
 const KEYS = "Drag to zoom. Keyboard: arrows read, Shift+arrows and Enter zoom, Esc resets";
 const LEAST_SHARE = 1e-3;
+const METRIC = "metric/";
+const EVALUATED = "metric/eval_loss";
 
 const one = (label, name) => (steps) => (steps.has(name) ? [{ label, values: steps.column(name) }] : []);
-const axisBytes = (value) => bytes(value).replace(/\.00 | bytes/, " ").replace(/(\.\d)0 /, "$1 ");
-const axisTime = (value) => (value === 0 ? "0" : duration(value));
+const bare = (text) => text.replace(/\.0+ /, " ").replace(/(\.\d*?)0+ /, "$1 ");
+const axisBytes = (value, digits) => (value === 0 ? "0" : bare(bytes(value, digits)));
+const axisRate = (value, digits) => (value === 0 ? "0" : bare(rate(value, digits)));
+const axisTime = (value, digits) => (value === 0 ? "0" : duration(value, digits));
+
+/** Why a step waited, in words. */
+const CAUSES = {
+  "begun earlier": "read that began too late",
+  "not there in time": "parameters that came too late",
+  "not read yet": "data that was not read yet",
+  "blocking call": "call that waits",
+};
 
 const CHARTS = [
   { name: "loss", title: "Loss", log: true, series: loss },
-  { name: "tokens", title: "Tokens per second", axis: short, format: (value) => number(value), zero: true, series: one("tokens/s", "tokens_per_s") },
-  { name: "mfu", title: "Model FLOPs utilisation", axis: percent, format: percent, zero: true, series: one("MFU", "mfu") },
-  { name: "time", title: "Step time by phase", axis: axisTime, format: duration, zero: true, stacked: true, series: phases },
-  { name: "rates", title: "Rate of each link", axis: axisBytes, format: rate, zero: true, series: prefixed("rate/") },
-  { name: "stalls", title: "Stalls by cause", note: "per step", axis: axisTime, format: duration, zero: true, stacked: true, series: prefixed("stall/") },
-  { name: "memory", title: "Memory by tier", axis: axisBytes, format: bytes, zero: true, series: memory },
+  { name: "tokens", title: "Tokens per second", unit: "tokens/s", axis: short, format: (value) => number(value), zero: true, series: one("tokens/s", "tokens_per_s") },
+  { name: "mfu", title: "Model FLOPs utilisation", unit: "share of the peak", axis: percent, format: percent, zero: true, series: one("MFU", "mfu") },
+  { name: "time", title: "Step time by phase", unit: "time of a step", axis: axisTime, format: duration, zero: true, stacked: true, series: phases },
+  { name: "rates", title: "Rate of each link", unit: "bytes a second", axis: axisRate, format: rate, zero: true, series: prefixed("rate/") },
+  { name: "stalls", title: "Waiting by cause", unit: "time of a step", axis: axisTime, format: duration, zero: true, stacked: true, series: prefixed("stall/") },
+  { name: "memory", title: "Memory by tier", unit: "bytes", axis: axisBytes, format: bytes, zero: true, series: memory },
   { name: "norm", title: "Gradient norm", log: true, series: one("norm", "grad_norm") },
   { name: "lr", title: "Learning rate", zero: true, series: one("lr", "lr") },
 ];
@@ -50,7 +62,7 @@ export class Curves {
   /** Draw `steps` with `marks`; `placement` gives the lines of the budget. */
   update(steps, marks, placement) {
     const shown = [];
-    for (const spec of CHARTS) {
+    for (const spec of [...CHARTS, ...own(steps)]) {
       const series = spec.series(steps);
       if (series.length === 0) continue;
       const chart = this.chart(spec);
@@ -95,8 +107,17 @@ export class Curves {
 }
 
 function loss(steps) {
-  if (!steps.has("loss")) return [];
-  return [{ label: "loss", values: steps.column("loss"), low: steps.column("loss_min"), high: steps.column("loss_max") }];
+  const found = steps.has("loss") ? [{ label: "loss", values: steps.column("loss"), low: steps.column("loss_min"), high: steps.column("loss_max") }] : [];
+  return steps.has(EVALUATED) ? [...found, { label: "evaluation", values: steps.column(EVALUATED), joins: true }] : found;
+}
+
+/** Return a chart for each metric of the loop's own. */
+function own(steps) {
+  const names = Object.keys(steps.columns).filter((name) => name.startsWith(METRIC) && name !== EVALUATED).sort();
+  return names.map((name) => {
+    const label = name.slice(METRIC.length);
+    return { name: `metric-${label}`, title: label, unit: label, series: () => [{ label, values: steps.column(name), joins: true }] };
+  });
 }
 
 function phases(steps) {
@@ -114,7 +135,7 @@ function phases(steps) {
 }
 
 function prefixed(prefix) {
-  return (steps) => steps.named(prefix).map((name) => ({ label: name.slice(prefix.length).replaceAll("_", " "), values: held(steps.column(name)) }));
+  return (steps) => steps.named(prefix).map((name) => ({ label: CAUSES[name.slice(prefix.length)] ?? name.slice(prefix.length).replaceAll("_", " "), values: held(steps.column(name)) }));
 }
 
 function memory(steps) {

@@ -11,7 +11,14 @@ const KINDS = {
   begun: "warn",
   running: "warn",
   failed: "bad",
+  killed: "bad",
+  lost: "bad",
 };
+
+/** Whether a run in that state trains no more. */
+export function hasEnded(state) {
+  return state !== "training" && state !== "unknown";
+}
 
 /** An entry of a list of facts; `hint` is said when the pointer rests on it. */
 export function fact(name, value, { test = null, hint = null } = {}) {

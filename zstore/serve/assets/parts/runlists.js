@@ -37,8 +37,10 @@ export function savesPanel(run, saves) {
   );
 }
 
-/** The warnings of a run, the newest first; nothing where there are none. */
-export function warningsPanel(warnings) {
+/** The warnings of a run and its numbers that are not finite, the newest first; nothing where there are none. */
+export function warningsPanel({ warnings: told, not_finite: wrong }) {
+  const numbers = wrong.map(({ at, step, values }) => ({ at, text: `Step ${count(step)}: ${Object.entries(values).map(([name, value]) => `${name} is ${value}`).join(", ")}` }));
+  const warnings = [...told, ...numbers].sort((a, b) => a.at - b.at);
   if (warnings.length === 0) return null;
   return h(
     "section",
@@ -68,7 +70,7 @@ export function sessionsPanel({ sessions, summary }) {
 }
 
 function process(session, runs) {
-  const end = session.ended_at !== null ? `ended ${when(session.ended_at)}` : runs ? "runs" : "no end recorded: the process was killed or the machine went down";
+  const end = session.ended_at !== null ? `ended ${when(session.ended_at)}` : runs ? "runs" : "no end recorded: it was killed, or its machine went down";
   const versions = Object.entries(session.versions).map(([name, version]) => `${name} ${version}`);
   return h(
     "li",

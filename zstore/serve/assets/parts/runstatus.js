@@ -48,13 +48,15 @@ export class RunStatus {
     this.bar.value = total ? Math.min(1, step / total) : 0;
     this.fact("Step", total ? `${count(step)} of ${count(total)}` : step > 0 ? count(step) : "–", "step");
     this.fact("Loss", number(last(steps, "loss") ?? summary.loss), "loss");
-    this.fact("Tokens per second", number(mean(steps, "tokens_per_s") ?? summary.tokens_per_s), "speed");
+    this.fact("Tokens per second", number(byTime(steps, "tokens_per_s") ?? summary.tokens_per_s), "speed");
     const stepTime = mean(steps, "step_s");
     this.fact("Time per step", duration(stepTime), "step-time");
     const stall = mean(steps, "stall_s");
     if (stall !== null && stepTime > 0) this.fact("Waiting for data", percent(stall / stepTime), "stalled");
     if (total > step && stepTime !== null && summary.state === "training") this.fact("Remaining", duration((total - step) * stepTime), "remaining");
     else this.dropFact("Remaining");
+    if (summary.error) this.fact("Error", h("span", { class: "bad" }, summary.error), "error");
+    else this.dropFact("Error");
     const session = sessions.at(-1);
     if (session) this.fact("Ranks", `${count(session.world_size)}, ${session.loop}`, "ranks");
     this.fact("Checkpoints", newest(this.run, summary), "newest");
@@ -103,6 +105,19 @@ function last(steps, name) {
     if (values[index] !== null) return values[index];
   }
   return null;
+}
+
+/** Return the mean of a rate's newest values by the time of their steps, null without any. */
+function byTime(steps, name) {
+  const times = steps.columns.step_s ?? [];
+  const rates = steps.columns[name] ?? [];
+  let [sum, passed] = [0, 0];
+  for (let index = Math.max(0, rates.length - RECENT_STEPS); index < rates.length; index++) {
+    if (rates[index] === null || !times[index]) continue;
+    sum += rates[index] * times[index];
+    passed += times[index];
+  }
+  return passed > 0 ? sum / passed : null;
 }
 
 /** Return the mean of the newest values of a column, null without any. */

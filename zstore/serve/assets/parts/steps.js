@@ -3,6 +3,7 @@
 import { firstFrom } from "../scales.js";
 
 const LAST = new Set(["step", "at"]);
+const BY_TIME = new Set(["tokens_per_s", "mfu"]);
 
 /** Columns over ascending steps; what is not known is null. A row stands for one step or several that follow each other. */
 export class StepColumns {
@@ -61,7 +62,7 @@ export class StepColumns {
   /** Return columns in which `size` rows are one, as the service joins them: the mean, of the loss also its ends. */
   joined(size) {
     if (size <= 1) return this;
-    return new StepColumns(Object.fromEntries(Object.entries(this.columns).map(([name, values]) => [name, join(name, values, size)])));
+    return new StepColumns(Object.fromEntries(Object.entries(this.columns).map(([name, values]) => [name, join(name, values, size, BY_TIME.has(name) ? this.columns.step_s : null)])));
   }
 
   /** Return whether every step between two is a row of its own. */
@@ -72,15 +73,20 @@ export class StepColumns {
   }
 }
 
-function join(name, values, size) {
+function join(name, values, size, times) {
   const found = [];
   for (let start = 0; start < values.length; start += size) {
     const part = values.slice(start, start + size);
     const known = part.filter((value) => value !== null);
+    const time = (index) => times?.[start + index] ?? 0;
     if (known.length === 0) found.push(null);
     else if (LAST.has(name)) found.push(part[part.length - 1]);
     else if (name === "loss_min") found.push(Math.min(...known));
     else if (name === "loss_max") found.push(Math.max(...known));
+    else if (times) {
+      const passed = part.reduce((sum, value, index) => sum + (value === null ? 0 : time(index)), 0);
+      found.push(passed > 0 ? part.reduce((sum, value, index) => sum + (value ?? 0) * time(index), 0) / passed : null);
+    }
     else found.push(known.reduce((sum, value) => sum + value, 0) / known.length);
   }
   return found;

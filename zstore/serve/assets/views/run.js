@@ -132,10 +132,10 @@ class RunView {
       this.isEmpty = all.length === 0;
       replace(this.waiting, this.isEmpty ? this.nothing() : null);
     }
-    const text = JSON.stringify([this.detail.saves, this.detail.warnings, this.detail.sessions]);
+    const text = JSON.stringify([this.detail.saves, this.detail.warnings, this.detail.sessions, this.detail.not_finite]);
     if (text === this.shownLists) return;
     this.shownLists = text;
-    replace(this.lists, savesPanel(this.run, this.detail.saves), warningsPanel(this.detail.warnings), sessionsPanel(this.detail));
+    replace(this.lists, savesPanel(this.run, this.detail.saves), warningsPanel(this.detail), sessionsPanel(this.detail));
   }
 
   /** Show the buttons anew where the run came to another state, so that one that is about to be pressed stays. */
@@ -169,10 +169,11 @@ class RunView {
 }
 
 /** Return where processes resumed and checkpoints were saved, as marks for charts. */
-function marks({ sessions, saves }) {
+function marks({ sessions, saves, not_finite: wrong }) {
   const resumed = sessions.slice(1).map((session) => ({ x: session.first_step, kind: "resume", label: `resumed by ${session.loop}` }));
   const saved = saves
     .filter((save) => save.state === "committed" || save.state === "uploaded")
     .map((save) => ({ x: save.step, kind: "save", label: `saved ${save.tag}` }));
-  return [...resumed, ...saved];
+  const words = ({ values }) => Object.entries(values).map(([name, value]) => `${name} ${value}`).join(", ");
+  return [...resumed, ...saved, ...wrong.map((one) => ({ x: one.step, kind: "wrong", label: words(one) }))];
 }

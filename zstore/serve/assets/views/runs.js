@@ -137,7 +137,7 @@ class RunTable {
 function cells(run) {
   return [
     { name: run.name, location: run.location, problem: run.problem },
-    { state: run.state },
+    { state: run.state, error: run.error, wrong: run.not_finite_step },
     { step: run.step, total: run.total_steps },
     { text: number(run.loss) },
     { text: short(run.tokens_per_s) },
@@ -159,7 +159,10 @@ function cell(column, part) {
 }
 
 function inside(key, part) {
-  if (key === "state") return stateTag(part.state);
+  if (key === "state") {
+    const wrong = part.wrong === null ? null : h("div", { class: "bad" }, `not finite at step ${count(part.wrong)}`);
+    return [stateTag(part.state), part.error ? h("div", { class: "bad" }, part.error) : null, wrong];
+  }
   if (key === "step") return h("span", null, count(part.step), part.total === null ? null : h("span", { class: "muted" }, ` / ${count(part.total)}`));
   if (key !== "newest") return part.text;
   if (part.newest === null) return h("span", { class: "muted" }, "none");
