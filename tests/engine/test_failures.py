@@ -177,7 +177,7 @@ for number in range(4):
         (0, "raise", "rank 0 of 2 failed (rank 0 in the training loop: ValueError: a bad file in the data)"),
         # With it goes the store, where the ranks leave their notes.
         (0, "kill", "rank 0 of 2 failed (rank 0 is gone)"),
-        (1, "stop early", "rank 1 of 2 failed (rank 1 closed its engine)"),
+        pytest.param(1, "stop early", "rank 1 of 2 failed (rank 1 closed its engine)", marks=pytest.mark.soak),
     ],
 )
 def test_a_process_ends_and_the_other_ends_too(failing: int, what: str, said: str) -> None:

@@ -257,6 +257,7 @@ def _with_others(rank: int) -> dict[str, Any]:
 _TWO_COPIES = Sharding.of_stage(3, RANKS, copy_size=GROUP)
 
 
+@pytest.mark.soak
 def test_whole_tensors_models_in_shards_and_reductions_of_other_backends() -> None:
     for one in run_ranks(_with_others, RANKS):
         assert one["masters"][1:] == one["masters"][:1] * 2

@@ -46,7 +46,7 @@ def _run(rank: int, folder: str, examples: list[str]) -> tuple[int, bool, bool]:
     return engine.global_steps, built, torch.equal(found, plain.get_parameter(name))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_the_examples_run(world_size: int, tmp_path: Path) -> None:
     assert len(blocks()) == 5
     (tmp_path / "swap").mkdir()

@@ -456,6 +456,7 @@ def test_activations_benchmark_trains_the_same_in_every_row(tmp_path: Path, monk
     assert all(row["step_s"] > 0 for row in rows.values())
 
 
+@pytest.mark.soak
 def test_convergence_benchmark_sets_cases_beside_the_exact_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "convergence.json"
     arguments = ["--groups", "quantized", "--cases", "both", "--ranks", "2", "--steps", "2", "--batch", "1"]

@@ -93,7 +93,7 @@ def _counted(rank: int, configs: list[dict[str, Any]]) -> list[dict[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_the_ladders_figures_are_those_that_its_configs_give_in_an_engine(world_size: int, tmp_path: Path) -> None:
     job = make(gpus=world_size, micro=2, memory=10**7, nvme=str(tmp_path))
     rungs = ladder(job)
