@@ -25,7 +25,7 @@ from zstore.errors import CheckpointExistsError, CorruptionError, DiskFullError,
 from zstore.format.partition import WHOLE_BYTES, make_grid
 from zstore.io.shards import open_resources
 from zstore.open.sources import open_source
-from zstore.testing.faults import Fault, FaultyFiles
+from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 from zstore.tools.reshard import reshard_command
 
 Array = npt.NDArray[Any]
@@ -314,3 +314,16 @@ def test_a_span_that_is_waited_for_is_the_same_when_others_were_used_up(saved: P
     flat = arrays["model/w"].reshape(-1)
     assert np.array_equal(out, flat[:first])
     assert np.array_equal(second, flat[first : first + 5])
+
+
+def test_files_are_written_behind_those_that_are_filled(saved: Path, arrays: dict[str, Array], tmp_path: Path) -> None:
+    files = GatedFiles("write", "write_small", pattern=f"{tmp_path}/*/c.*")
+    with open_resources(files=files) as resources, open_checkpoint(saved, resources=resources) as reader:
+        thread = threading.Thread(target=lambda: reshard_checkpoint(reader, tmp_path / "out", 1))
+        thread.start()
+        assert len(set(files.arrived(3))) == 3  # none was written, and others are filled
+        files.open_gate()
+        thread.join(30)
+    with open_checkpoint(tmp_path / "out") as written:
+        assert verify_checkpoint(written) == []
+        assert all(written.read_array(name).tobytes() == array.tobytes() for name, array in arrays.items())

@@ -4,7 +4,7 @@ order."""
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, partial
@@ -17,7 +17,7 @@ from ..format.codecs import CODECS, MAX_BLOSC_BYTES, Codec
 from ..format.partition import Grid, grid_in_checkpoint, make_grid
 from ..io.archives import write_packed
 from ..io.pool import Workers
-from ..io.shards import IoResources, ShardSummary, open_resources, write_shard
+from ..io.shards import BegunShard, IoResources, ShardSummary, open_resources
 from ..ranks.division import items_of
 from ..ranks.team import ALONE, Team
 from .build import READ_ONLY, CheckpointBuilder
@@ -166,11 +166,11 @@ class _Reshard:
             by_rank.setdefault(rank, []).append(name)
         counts = Counter(rank for rank, _ in self._shards)
         left: dict[int, list[ShardSummary]] = {}
-        # One order for reading and writing, and one shard at a time: see [Note: spans].
+        # One order for reading and filling, and one shard at a time: see [Note: spans]. They are written behind.
         ranges = [self._range(rank, name) for rank, names in by_rank.items() for name in names]
         with ReadAhead(self._reader, ranges) as ahead, Workers(4, "zstore-reshard") as workers:
             for rank, names in by_rank.items():
-                summaries = [self._write(rank, name, builder, ahead, advance) for name in names]
+                summaries = self._write(rank, names, builder, ahead, advance)
                 # Many at once, and not one by one as they are written: drives coalesce concurrent flushes.
                 written = [builder.folder / plan.shard_path(name, rank) for name in names]
                 workers.run([partial(files.sync_file, path) for path in written])
@@ -206,15 +206,35 @@ class _Reshard:
         return name, first, first + grid.shard_valid_numel(rank)
 
     def _write(
-        self, rank: int, name: str, builder: CheckpointBuilder, ahead: ReadAhead, advance: Callable[[int], None]
-    ) -> ShardSummary:
-        """Write a shard file of the new layout, with values from the old one."""
-        path, fill = builder.place(name, rank), partial(ahead.read, name)
-        spec, grid, codec = self._plan.specs[name], self._plan.grids[name], self._plan.codec
-        if codec is None:
-            summary = write_shard(self._resources, path, spec, grid, rank, fill)
-        else:
-            summary = write_packed(self._resources, path, codec, spec, grid, rank, fill)
-        os.chmod(path, READ_ONLY)
-        advance(grid.shard_valid_numel(rank) * spec.itemsize)
-        return summary
+        self,
+        rank: int,
+        names: Sequence[str],
+        builder: CheckpointBuilder,
+        ahead: ReadAhead,
+        advance: Callable[[int], None],
+    ) -> list[ShardSummary]:
+        """Write a rank's shard files of the new layout, with values from the old one."""
+        summaries: list[ShardSummary] = []
+        begun: deque[BegunShard] = deque()
+
+        def ended(path: str | Path, summary: ShardSummary) -> None:
+            summaries.append(summary)
+            os.chmod(path, READ_ONLY)
+            advance(self._plan.grids[summary.array].shard_valid_numel(rank) * self._plan.specs[summary.array].itemsize)
+
+        try:
+            for name in names:
+                path, fill = builder.place(name, rank), partial(ahead.read, name)
+                spec, grid, codec = self._plan.specs[name], self._plan.grids[name], self._plan.codec
+                if codec is not None:
+                    ended(path, write_packed(self._resources, path, codec, spec, grid, rank, fill))
+                    continue
+                begun.append(BegunShard(self._resources, path, spec, grid, rank, fill, here=True))
+                while begun and all(ticket.done() for ticket in begun[0].tickets):
+                    ended(begun[0].path, begun.popleft().wait())
+            while begun:
+                ended(begun[0].path, begun.popleft().wait())
+        finally:
+            for ticket in (ticket for shard in begun for ticket in shard.tickets):
+                ticket.error()
+        return summaries

@@ -154,19 +154,47 @@ def write_shard(
     `fill` is called from several threads at once, for disjoint ranges. A file of that name is an error; a failure
     leaves a partial file behind, for the caller's folder to be swept. Must not be called from an I/O thread.
     """
-    layout = layout_of(grid, shard, spec.dtype)
-    # The index goes with the first chunks, in one request, if the pool has room for both; a small file is one request.
-    step = res.span_chunks(layout)
-    first_bytes = layout.data_offset + min(step, layout.num_present) * layout.slot_bytes
-    together = layout.num_present > 0 and first_bytes <= res.pool.nbytes // 2
-    small = together and layout.num_present <= step
-    if not small:
-        make_shard_file(res, path, layout, index=not together)
-    writer = ShardWriter(res, path, spec, grid, shard, priority, index=together)
-    crcs = writer.write(0, layout.num_present, fill)
-    if res.sync and not small:
+    begun = BegunShard(res, path, spec, grid, shard, fill, priority)
+    summary = begun.wait()
+    if res.sync and not begun.is_small:
         res.files.sync_file(path)
-    return ShardSummary(spec.name, shard, layout.file_bytes, tuple(crcs))
+    return summary
+
+
+class BegunShard:
+    """A new shard file that is being written. With `here`, `fill` is called in this thread alone, part by part, before this
+    is made, and what it filled is written behind. Wait for it in any case; `write_shard` says the rest.
+    """
+
+    def __init__(  # noqa: PLR0913 - of `write_shard`
+        self,
+        res: IoResources,
+        path: str | Path,
+        spec: ArraySpec,
+        grid: Grid,
+        shard: int,
+        fill: Fill | FillRuns,
+        priority: Priority = Priority.CHECKPOINT,
+        *,
+        here: bool = False,
+    ) -> None:
+        self.path = path
+        self._what, self._layout = (spec.name, shard), layout_of(grid, shard, spec.dtype)
+        # The index goes with the first chunks, in one request, if the pool has room for both; a small file is one request.
+        step, present = res.span_chunks(self._layout), self._layout.num_present
+        first_bytes = self._layout.data_offset + min(step, present) * self._layout.slot_bytes
+        together = present > 0 and first_bytes <= res.pool.nbytes // 2
+        self.is_small = together and present <= step
+        if not self.is_small:
+            make_shard_file(res, path, self._layout, index=not together)
+        writer = ShardWriter(res, path, spec, grid, shard, priority, index=together)
+        self.tickets = writer.begin(0, present, fill, here=here)
+        """Of its parts."""
+
+    def wait(self) -> ShardSummary:
+        """Return the summary once the file is written."""
+        crcs = tuple(crc for part in wait_all(self.tickets) for crc in part)
+        return ShardSummary(*self._what, self._layout.file_bytes, crcs)
 
 
 def checksum_shard(res: IoResources, spec: ArraySpec, grid: Grid, shard: int, fill: Fill | FillRuns) -> tuple[int, ...]:
@@ -207,31 +235,48 @@ class ShardWriter:
 
         `fill` is called from several threads at once, for disjoint ranges.
         """
+        return [crc for part in wait_all(self.begin(first_chunk, stop_chunk, fill)) for crc in part]
+
+    def begin(
+        self, first_chunk: int, stop_chunk: int, fill: Fill | FillRuns, *, here: bool = False
+    ) -> list[Ticket[list[int]]]:
+        """Do as `write`, and return tickets for the parts; with `here`, `fill` is called in this thread alone, by now."""
         res, rest = self._res, None
         if isinstance(fill, FillRuns) and fill.memory is not None and res.files.takes_parts:
             rest = partial(self._at_rest, fill)
-        found = runs(self._layout, first_chunk, stop_chunk, res.span_chunks(self._layout), rest, index=self._index)
         tickets: list[Ticket[list[int]]] = []
-        for slots in found:
-            buffer = res.pool.acquire(slots.buffer_bytes)
-            is_last = slots.stop == stop_chunk
-            makes_file = self._index and is_last and slots.first == first_chunk
-            task = partial(self._write_slots, slots, buffer, fill, makes_file=makes_file)
-            # The last one runs here: this thread would only wait for it.
-            start = res.queue.carry_out if is_last else res.queue.submit
-            tickets.append(start(task, self._priority, 0 if self._path is None else slots.nbytes))
-        return [crc for part in wait_all(tickets) for crc in part]
+        try:
+            step = res.span_chunks(self._layout)
+            for slots in runs(self._layout, first_chunk, stop_chunk, step, rest, index=self._index):
+                buffer = res.pool.acquire(slots.buffer_bytes)
+                is_last = slots.stop == stop_chunk
+                makes_file = self._index and is_last and slots.first == first_chunk
+                with contextlib.ExitStack() as failed:
+                    failed.push(buffer)
+                    if here:
+                        self._lay_out(slots, buffer, fill)
+                    failed.pop_all()
+                task = partial(self._write_slots, slots, buffer, None if here else fill, makes_file=makes_file)
+                # The last one runs here: this thread would only wait for it.
+                start = res.queue.carry_out if is_last and not here else res.queue.submit
+                tickets.append(start(task, self._priority, 0 if self._path is None else slots.nbytes))
+        except BaseException:
+            for ticket in tickets:
+                ticket.error()
+            raise
+        return tickets
 
     def _at_rest(self, fill: FillRuns, chunk: int) -> Bytes | None:
         first = self._shard * self._grid.shard_numel + chunk * self._grid.chunk_numel
         return fill.at_rest(first, first + self._grid.chunk_numel, self._spec.itemsize)
 
-    def _write_slots(self, slots: Slots, buffer: Buffer, fill: Fill | FillRuns, *, makes_file: bool) -> list[int]:
+    def _write_slots(
+        self, slots: Slots, buffer: Buffer, fill: Fill | FillRuns | None, *, makes_file: bool
+    ) -> list[int]:
+        """Fill slots, unless they are filled already, and write them."""
         with buffer:
-            slots.lay_out(buffer.bytes)
-            if slots.head:
-                slots.index[:] = np.frombuffer(encode_index(self._layout), dtype=np.uint8)
-            self._fill_slots(slots, buffer.bytes, fill)
+            if fill is not None:
+                self._lay_out(slots, buffer, fill)
             crcs = slots.seal()
             if self._path is not None:
                 # A small file that is made durable later, with others, needs no request of its own now.
@@ -241,6 +286,12 @@ class ShardWriter:
                     if makes_file and self._res.sync:
                         self._res.files.sync_data(file)
             return crcs
+
+    def _lay_out(self, slots: Slots, buffer: Buffer, fill: Fill | FillRuns) -> None:
+        slots.lay_out(buffer.bytes)
+        if slots.head:
+            slots.index[:] = np.frombuffer(encode_index(self._layout), dtype=np.uint8)
+        self._fill_slots(slots, buffer.bytes, fill)
 
     def _fill_slots(self, slots: Slots, data: Bytes, fill: Fill | FillRuns) -> None:
         """Copy the payloads that are not written from their own memory into `data`."""
