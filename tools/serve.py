@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import os
 import stat
 import sys
@@ -66,6 +68,9 @@ class Listening:
         typer.Option(
             help="Address of a proxy, whose X-Forwarded-For is believed; repeat it for more.", metavar="ADDRESS"
         ),
+    ] = None
+    access_log: Annotated[
+        Path | None, typer.Option(help="Append a line for each request to this file.", metavar="FILE")
     ] = None
     uploads: Annotated[
         bool, typer.Option("--uploads", help="List uploads that are not committed, and end without serving.")
@@ -151,6 +156,11 @@ def serve_command(
     for root in settings.roots:
         if not is_url(root.location) and not os.path.isdir(root.location):
             print(f"warning: there is no folder {root.location}: what is made there later is served", file=sys.stderr)
+    if listening.access_log is not None:
+        log = logging.getLogger("zstore.serve.access")
+        log.addHandler(logging.handlers.WatchedFileHandler(listening.access_log))  # follows a file that was rotated
+        log.setLevel(logging.INFO)
+        log.propagate = False
     if listening.uploads or listening.remove_upload:
         return _list_uploads(settings, listening.remove_upload or ())
     run(settings, lambda url: print(f"serving on {url}", file=sys.stderr, flush=True))

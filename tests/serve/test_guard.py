@@ -35,7 +35,7 @@ from zstore.serve.settings import Root, Settings
 TOKEN = "correct-horse-battery-staple"
 BEARER = f"Authorization: Bearer {TOKEN}"
 JSON = "Content-Type: application/json"
-OPEN = {"/", "/jobs", "/run/{rest:path}", "/assets/{file:path}", "/{run}", "/api", "/api/session"}
+OPEN = {"/", "/jobs", "/run/{rest:path}", "/assets/{file:path}", "/{run}", "/api", "/api/session", "/healthz"}
 """Routes that need no token."""
 
 

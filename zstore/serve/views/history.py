@@ -19,10 +19,11 @@ from typing import Any, Literal
 
 from ...checkpoint.folder import Folder
 from ...journal.columns import number
+from ...journal.lines import decode_lines
 from ...journal.names import pid_namespace, run_of
 from ..models import ActionEvent, NotFinite, SaveEvent, Session, Warned
 from .columns import Part, StepTable, columns_of, metrics_of, row_of
-from .journals import decode_lines, journals_in, read_part
+from .journals import journals_in, read_part
 
 LEAST_HEARTBEAT_S = 60.0
 _HEARTBEAT_STEPS = 10
