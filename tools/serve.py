@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import os
 import stat
 import sys
+import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zstore.errors import UsageError
+from zstore.sizes import format_bytes
 
 from .options import StorageOption
+
+if TYPE_CHECKING:
+    from zstore.serve.settings import Settings
 
 _TOKEN_VARIABLE = "ZSTORE_TOKEN"
 
@@ -55,6 +63,22 @@ class Listening:
             help="Answer requests to this host name too, as that of a proxy; repeat it for more.", metavar="NAME"
         ),
     ] = None
+    trust_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Address of a proxy, whose X-Forwarded-For is believed; repeat it for more.", metavar="ADDRESS"
+        ),
+    ] = None
+    access_log: Annotated[
+        Path | None, typer.Option(help="Append a line for each request to this file.", metavar="FILE")
+    ] = None
+    uploads: Annotated[
+        bool, typer.Option("--uploads", help="List uploads that are not committed, and end without serving.")
+    ] = False
+    remove_upload: Annotated[
+        list[str] | None,
+        typer.Option(help="Remove the upload of this id, and end without serving; repeat it for more.", metavar="ID"),
+    ] = None
     storage_option: StorageOption = None
 
     @property
@@ -80,6 +104,22 @@ def _read_token(file: Path) -> str:
     if mode & (stat.S_IRGRP | stat.S_IROTH):
         print(f"warning: others can read the token file {file}: run chmod 600 {file}", file=sys.stderr)
     return token
+
+
+def _list_uploads(settings: Settings, remove: Collection[str]) -> int:
+    """Remove uploads by their ids, and print the others."""
+    from zstore.serve.inbox.inbox import Inbox
+    from zstore.serve.jobs import Jobs
+    from zstore.serve.runs import Runs
+
+    inbox = Inbox(Runs(settings), Jobs())
+    for upload_id in remove:
+        inbox.remove(inbox.get(upload_id))
+    for upload in inbox.all():
+        came = sum(path.stat().st_size for path in upload.path.rglob("*") if path.is_file())
+        size, silent_s = format_bytes(came), time.time() - upload.active_at
+        print(f"{upload.id}  {upload.offer.run}/{upload.record.tag}  {size} came, silent for {silent_s:.0f} s")
+    return 0
 
 
 def serve_command(
@@ -110,10 +150,18 @@ def serve_command(
         tls_certificate=listening.tls_certificate,
         tls_key=listening.tls_key,
         hosts=tuple(listening.allow_host or ()),
+        trusted_proxies=tuple(listening.trust_proxy or ()),
         storage_options=parse_options(listening.storage_option or ()),
     )
     for root in settings.roots:
         if not is_url(root.location) and not os.path.isdir(root.location):
             print(f"warning: there is no folder {root.location}: what is made there later is served", file=sys.stderr)
+    if listening.access_log is not None:
+        log = logging.getLogger("zstore.serve.access")
+        log.addHandler(logging.handlers.WatchedFileHandler(listening.access_log))  # follows a file that was rotated
+        log.setLevel(logging.INFO)
+        log.propagate = False
+    if listening.uploads or listening.remove_upload:
+        return _list_uploads(settings, listening.remove_upload or ())
     run(settings, lambda url: print(f"serving on {url}", file=sys.stderr, flush=True))
     return 0

@@ -36,7 +36,7 @@ from zstore.remote.service_upload import ServicePlace
 from ..config.keys import acting
 from ..plan.rungs import advice
 from .placement import plan_record
-from .records import Samples, Warnings, error_text, start_record, uncaught_error
+from .records import JournalFailure, Samples, Warnings, error_text, start_record, uncaught_error
 from .save_notes import SaveNotes
 from .statistics import link_statistics
 from .step import PhaseTimes, number_of
@@ -67,18 +67,6 @@ def _run_folder(folder: Path) -> Path:
     return folder.parent if CHECKPOINT_FOLDER.fullmatch(folder.name) else folder
 
 
-class _Failure:
-    """Says once that the journal cannot be written."""
-
-    def __init__(self) -> None:
-        self._said = False
-
-    def __call__(self, text: str) -> None:
-        if not self._said:
-            self._said = True
-            _log.warning("the run's journal cannot be written, and lines may be missing; training goes on: %s", text)
-
-
 class RunJournal:
     """Writes an engine's journal, on rank 0; on others, and if the config wants none, every call does nothing.
 
@@ -94,7 +82,7 @@ class RunJournal:
         self.enabled = training.world.rank == 0 and not training.config.frozen and chosen is not False
         """Whether anything is written."""
         # Not a method: the writer's thread has it, and must not hold the model.
-        self._say_failure = _Failure()
+        self._say_failure = JournalFailure()
         self.writer = JournalWriter(self._say_failure)
         """Writes its lines."""
         self._place: JournalPlace | None = JournalPlace(chosen) if isinstance(chosen, Path) else None

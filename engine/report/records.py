@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from zstore.ranks.world import World
     from zstore.store import StoreStatistics, TensorStore
 
+_log = logging.getLogger("zstore")
+
 _SAMPLE_S = 2.0
 _SHARE = 5000
 """Sampling links and memory takes less than one part in so many of the time."""
@@ -70,6 +72,19 @@ def uncaught_error() -> BaseException | None:
 def error_text(error: BaseException | None) -> str | None:
     """Return the first 2,000 characters of an error for people."""
     return None if error is None else f"{type(error).__name__}: {error}"[:2000]
+
+
+class JournalFailure:
+    """Says once that the journal cannot be written."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def __call__(self, text: str) -> None:
+        """Warn of a failure, if it is the first."""
+        if not self._said:
+            self._said = True
+            _log.warning("the run's journal cannot be written, and lines may be missing; training goes on: %s", text)
 
 
 class Samples:

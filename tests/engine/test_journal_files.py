@@ -80,7 +80,10 @@ def test_numbers_that_are_not_finite_and_what_json_lacks_are_valid_json(tmp_path
 
     text = (tmp_path / journal_file("a")).read_text()
     lines = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
-    assert lines == [row(1, loss=None, nested={"a": [None, 1.5]}, path="/x"), row(2, loss=None)]
+    assert lines == [
+        row(1, loss=None, nested={"a": [None, 1.5]}, path="/x", not_finite={"loss": "nan", "a": "-inf"}),
+        row(2, loss=None, not_finite={"loss": "inf"}),
+    ]
 
 
 @pytest.mark.parametrize("place", ["local", "memory://journal-test/run"])

@@ -46,7 +46,7 @@ from zstore.testing.ranks import run_ranks
 from zstore.tools.cli import app
 
 RNG = np.random.default_rng(3)
-TOKEN = "sesame-open"
+TOKEN = "open-sesame-open"
 OPTIONS = {"token": TOKEN}
 ARRAYS = {
     "model/h.0.weight": RNG.standard_normal((600, 300)).astype(np.float32),

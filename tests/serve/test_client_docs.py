@@ -29,11 +29,11 @@ def blocks(language: str, section: str, base: str) -> list[str]:
 
 def test_the_examples_run(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ZSTORE_TOKEN", "sesame")
+    monkeypatch.setenv("ZSTORE_TOKEN", "open-sesame-open")
     values = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
     with open_world({"model/0.weight": values}, world_size=2) as world:
         world.save(tmp_path / "run", step=2)
-    base = serve(tmp_path / "run", token="sesame")
+    base = serve(tmp_path / "run", token="open-sesame-open")
     names: dict[str, Any] = {}
     for block in blocks("python", "Reading from a service", base):
         exec(block, names)

@@ -193,15 +193,15 @@ def _make_certificate(folder: Path) -> tuple[Path, Path]:
 def test_tls(folder: Path, tmp_path: Path) -> None:
     certificate, key = _make_certificate(tmp_path)
     options = Settings(
-        roots=(Root.parse(str(folder)),), port=0, tls_certificate=certificate, tls_key=key, token="a-token"
+        roots=(Root.parse(str(folder)),), port=0, tls_certificate=certificate, tls_key=key, token="a-token-of-the-tests"
     )
     with serving(options) as base, urllib3.PoolManager(ca_certs=str(certificate), retries=False) as http:
         assert base.startswith("https://127.0.0.1:")
         assert http.request("GET", f"{base}/api").json()["service"] == "zstore"
-        answer = http.request("POST", f"{base}/api/session", json={"token": "a-token"})
+        answer = http.request("POST", f"{base}/api/session", json={"token": "a-token-of-the-tests"})
         assert "Secure" in answer.headers["set-cookie"]
         data = http.request(
-            "GET", f"{base}/zarr/one/latest/model/a/c.0", headers={"Authorization": "Bearer a-token"}
+            "GET", f"{base}/zarr/one/latest/model/a/c.0", headers={"Authorization": "Bearer a-token-of-the-tests"}
         ).data
         assert data == (folder / "step-00000001" / "model" / "a" / "c.0").read_bytes()
         with pytest.raises(ssl.SSLError), connect(base) as connection:  # another certificate is asked for
@@ -235,13 +235,13 @@ def test_a_port_that_is_taken_and_an_address_of_nobody_are_errors(base: str, fol
     with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1, port {port}: Address already in use; choose"):
         listen(Settings(roots=roots, port=port))
     with pytest.raises(UsageError, match="no address of this machine"):
-        listen(Settings(roots=roots, host="nowhere.invalid", token="x"))
+        listen(Settings(roots=roots, host="nowhere.invalid", token="a-token-of-the-tests"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_service_with_downloads_and_live_pages_open(folder: Path, number: signal.Signals) -> None:
     token = folder / "token"
-    token.write_text("a-token\n")
+    token.write_text("a-token-of-the-tests\n")
     os.chmod(token, 0o644)
     command = [sys.executable, "-m", "zstore", "serve", str(folder), "--port", "0", "--token-file", str(token)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -252,7 +252,7 @@ def test_a_signal_ends_the_service_with_downloads_and_live_pages_open(folder: Pa
             assert lines[1].startswith("serving on http://127.0.0.1:")
             base = lines[1].split()[-1]
             with connect(base) as live, connect(base) as download:
-                bearer = b" HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer a-token\r\n\r\n"
+                bearer = b" HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer a-token-of-the-tests\r\n\r\n"
                 live.sendall(b"GET /api/runs/one/events" + bearer)
                 assert b" 200 " in live.recv(100)
                 download.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

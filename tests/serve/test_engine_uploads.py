@@ -16,7 +16,7 @@ from zstore.tools import cli
 from zstore.tools.train.command import train_command
 from zstore.tools.train.config import TrainOptions
 
-TOKEN = "secret"
+TOKEN = "secret-of-the-tests"
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from zstore.serve.settings import Root, Settings
 TOKEN = "correct-horse-battery-staple"
 BEARER = f"Authorization: Bearer {TOKEN}"
 JSON = "Content-Type: application/json"
-OPEN = {"/", "/jobs", "/run/{rest:path}", "/assets/{file:path}", "/{run}", "/api", "/api/session"}
+OPEN = {"/", "/jobs", "/run/{rest:path}", "/assets/{file:path}", "/{run}", "/api", "/api/session", "/healthz"}
 """Routes that need no token."""
 
 
@@ -182,15 +182,14 @@ def test_wrong_tokens_are_limited_by_address_and_old_ones_are_not_counted(monkey
     for number in range(19):
         assert not access.is_token(f"guess {number}".encode(), "10.0.0.1")
     with pytest.raises(auth.HTTPException) as refused:
-        access.is_token(TOKEN.encode(), "10.0.0.1")
+        access.is_token(b"another guess", "10.0.0.1")
     assert refused.value.status_code == 429
-    assert access.is_token(TOKEN.encode(), "10.0.0.2")
-    now[0] += 1
+    assert not access.is_token(b"another guess", "10.0.0.2")
     assert access.is_token(TOKEN.encode(), "10.0.0.1")
     for number in range(20):
         access.is_token(f"guess {number}".encode(), f"2001:db8::{number}")
     with pytest.raises(auth.HTTPException):
-        access.is_token(TOKEN.encode(), "2001:db8::ffff")
+        access.is_token(b"another guess", "2001:db8::ffff")
 
 
 def test_a_session_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

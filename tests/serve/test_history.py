@@ -131,7 +131,7 @@ def test_a_journal_with_anything_in_it_is_shown(tmp_path: Path, serve: Serve) ->
             file.write(json.dumps(line) + "\n")
         file.write(json.dumps({"kind": "step", "at": 5.0, "step": 10**6, "loss": 2.0}) + "\n")
     name = tmp_path.name
-    client = Client(serve(tmp_path, token="token"), token="token")
+    client = Client(serve(tmp_path, token="a-token-of-the-tests"), token="a-token-of-the-tests")
     assert client.get("/api/runs")["runs"][0]["name"] == name
     for path in ("", "/placement", "/steps", "/steps?points=3", "/checkpoints"):
         client.get(f"/api/runs/{name}{path}")

@@ -37,8 +37,8 @@ def test_links_that_lead_out_and_names_that_no_url_has_are_no_runs(
     (runs / "newest").symlink_to("one")
     (runs / "empty").symlink_to(runs.parent / "outside")
     shutil.copytree(runs / "one", runs / "evil\r\nX-Evil: 1")
-    base = serve(runs, token="secret", allow_actions=True)
-    token = {"Authorization": "Bearer secret"}
+    base = serve(runs, token="secret-of-the-tests", allow_actions=True)
+    token = {"Authorization": "Bearer secret-of-the-tests"}
     listed = http.request("GET", f"{base}/api/runs", headers=token).json()["runs"]
     assert [run["name"] for run in listed] == ["newest", "one"]
     for path in ("zarr/out/", "zarr/out/latest/zarr.json", "weights/out/latest/", "api/runs/out/checkpoints"):

@@ -22,8 +22,8 @@ from zstore.remote.folder import open_folder
 from zstore.remote.journal_tail import JournalTail
 from zstore.remote.service_upload import ServicePlace
 
-TOKEN = {"Authorization": "Bearer secret"}
-OPTIONS = {"token": "secret"}
+TOKEN = {"Authorization": "Bearer secret-of-the-tests"}
+OPTIONS = {"token": "secret-of-the-tests"}
 
 
 def _lines(*numbers: int) -> bytes:
@@ -33,7 +33,7 @@ def _lines(*numbers: int) -> bytes:
 @pytest.fixture
 def base(tmp_path: Path, serve: Serve) -> str:
     (tmp_path / "runs").mkdir()
-    return serve(tmp_path / "runs", token="secret", allow_actions=True)
+    return serve(tmp_path / "runs", token="secret-of-the-tests", allow_actions=True)
 
 
 def test_lines_are_appended_once_at_their_place(tmp_path: Path, base: str, http: urllib3.PoolManager) -> None:

@@ -20,7 +20,7 @@ from zstore.checkpoint.format import Manifest, sha256
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
 
-TOKEN = {"Authorization": "Bearer secret"}
+TOKEN = {"Authorization": "Bearer secret-of-the-tests"}
 NAMES = {"model/a": np.arange(5000.0).reshape(50, 100), "optimizer/exp_avg/a": np.arange(70000, dtype=np.float32)}
 A, MOMENTS = "model/a/c.0.0", "optimizer/exp_avg/a/c.0"
 Document = dict[str, Any]
@@ -74,7 +74,9 @@ class Client:
 def client(tmp_path: Path, http: urllib3.PoolManager) -> Iterator[Client]:
     (tmp_path / "runs").mkdir()
     checkpoint = save_arrays(tmp_path / "a", NAMES, run_id="run")
-    settings = Settings(roots=(Root.parse(str(tmp_path / "runs")),), port=0, token="secret", allow_actions=True)
+    settings = Settings(
+        roots=(Root.parse(str(tmp_path / "runs")),), port=0, token="secret-of-the-tests", allow_actions=True
+    )
     with serving(settings) as base:
         yield Client(base, tmp_path / "runs", checkpoint, http)
 
@@ -180,7 +182,7 @@ def test_strangers_may_nothing(client: Client, tmp_path: Path, http: urllib3.Poo
         for method, path in routes:
             answer = http.request(method, f"{client.base}/api/uploads{path}", body=b"{}", headers=token)
             assert answer.status == 401, (method, path)
-    settings = Settings(roots=(Root.parse(str(tmp_path / "runs")),), port=0, token="secret")
+    settings = Settings(roots=(Root.parse(str(tmp_path / "runs")),), port=0, token="secret-of-the-tests")
     with serving(settings) as base:
         for method, path in routes:
             answer = http.request(method, f"{base}/api/uploads{path}", body=b"{}", headers=TOKEN)
@@ -296,7 +298,7 @@ def test_bytes_that_are_others_are_dropped_and_asked_for_again(client: Client) -
         assert client.put(upload, file, content)[0] == 201
     client.nothing_is_visible()
     assert client.ask("POST", f"{upload}/commit")[0] == 200
-    assert client.ask("POST", f"{upload}/commit")[0] == 404
+    assert client.ask("POST", f"{upload}/commit")[0] == 409
     assert client.ask("POST", "", client.offer(extras={}))[1]["state"] == "committed"
     assert (client.runs / "one/step-00000001" / A).read_bytes() == data
 
@@ -320,7 +322,7 @@ def test_a_service_without_a_folder_for_runs_takes_uploads_under_its_run_s_name(
     checkpoint = save_arrays(tmp_path / "a", NAMES, run_id="run")
     save_arrays(tmp_path / "mine", NAMES, run_id="run", step=2)
     roots = (Root.parse("memory://bucket/far"), Root.parse(str(tmp_path / "mine")))
-    with serving(Settings(roots=roots, port=0, token="secret", allow_actions=True)) as base:
+    with serving(Settings(roots=roots, port=0, token="secret-of-the-tests", allow_actions=True)) as base:
         client = Client(base, tmp_path, checkpoint, http)
         status, answer = client.ask("POST", "", client.offer(run="other"))
         assert (status, "save under the name of one that it serves (mine)" in answer["error"]) == (400, True)

@@ -37,7 +37,7 @@ from zstore.testing.faults import Fault, FaultyFiles
 
 Array = npt.NDArray[Any]
 RNG = np.random.default_rng(5)
-TOKEN = "secret"
+TOKEN = "secret-of-the-tests"
 OPTIONS = {"token": TOKEN}
 QUICK = Retries(attempts=3, first_pause_s=0.0)
 

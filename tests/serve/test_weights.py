@@ -219,10 +219,10 @@ def test_from_pretrained_after_a_download_that_went_on(tmp_path: Path, serve: Se
     arrays = {f"model/{name}": value.numpy() for name, value in model.state_dict().items()}
     save_arrays(tmp_path / "runs" / "one", arrays)
     config.save_pretrained(tmp_path / "runs" / "one" / "step-00000001")
-    url = f"{serve(tmp_path / 'runs', token='sesame')}/weights/one/step-00000001/"
+    url = f"{serve(tmp_path / 'runs', token='open-sesame-open')}/weights/one/step-00000001/"
     query, out = "dtype=fp32&max_shard_size=40kB", tmp_path / "pulled"
     out.mkdir()
-    bearer = ["-H", "Authorization: Bearer sesame"]
+    bearer = ["-H", "Authorization: Bearer open-sesame-open"]
     assert get(f"{url}?{query}").status == 401
     curl = ["curl", "-s", "-f", *bearer]
     folder = json.loads(subprocess.run([*curl, f"{url}?{query}"], check=True, capture_output=True).stdout)

@@ -25,7 +25,7 @@ from zstore.remote.upload import upload_checkpoint
 from zstore.testing.faults import DeadlyFiles, FaultyFiles
 from zstore.testing.ranks import loaded_context
 
-TOKEN = "secret"
+TOKEN = "secret-of-the-tests"
 OPTIONS = {"token": TOKEN}
 RUN = "run"
 _PORT_FILE = "operations"

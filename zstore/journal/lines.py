@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 Record = dict[str, Any]
@@ -38,6 +38,13 @@ def decode(line: bytes | str) -> Record | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and isinstance(found.get("kind"), str) else None
+
+
+def decode_lines(data: bytes) -> Iterator[Record]:
+    """Yield the lines of a part of a journal that are records."""
+    for text in data.decode("utf-8", "replace").split("\n"):
+        if text and (line := decode(text)) is not None:
+            yield line
 
 
 def _finite(value: Any, other: dict[str, str], key: str = "") -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from ..checkpoint.folder import Folder, FolderLike, folder_at
-from .lines import Record, decode
+from .lines import Record, decode_lines
 from .names import CHECKPOINT_FOLDER, journal_file, run_of
 
 KINDS = frozenset({"start", "plan", "step", "save", "load", "eval", "metrics", "action", "warning", "end"})
@@ -51,9 +51,7 @@ def read_from(folder: FolderLike, file: str, offset: int = 0) -> tuple[list[Reco
     end = data.rfind(b"\n") + 1
     if not end and len(data) == _MOST_BYTES:
         end = len(data)  # no journal's line
-    text = data[:end].decode("utf-8", errors="replace")
-    found = [record for line in text.split("\n") if line and (record := decode(line)) is not None]
-    return [record for record in found if record["kind"] in KINDS], offset + end
+    return [record for record in decode_lines(data[:end]) if record["kind"] in KINDS], offset + end
 
 
 def read_file(folder: FolderLike, file: str) -> list[Record]:

@@ -18,7 +18,14 @@ from urllib.parse import quote
 from ..checkpoint.names import RECORD_FILE, tag_folder
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.retention import Keep
-from ..errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError, ZstoreError
+from ..errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptionError,
+    StorageError,
+    UsageError,
+    ZstoreError,
+)
 from ..io.pool import Workers
 from .retries import Retries
 from .service import ServiceBusyError, ServiceConnection
@@ -224,11 +231,11 @@ class ServiceTarget(UploadTarget):
             return []
         try:
             answer = self._ask("POST", f"{self._path}/commit", timeout_s=_COMMIT_S)
-        except CheckpointNotFoundError:
-            # Committed, but the answer was lost: then an offer of the same says so.
+        except (CheckpointNotFoundError, CheckpointExistsError) as error:
+            # Committed, but the answer was lost, or by another client: then an offer of the same says so.
             if self._ask("POST", "/api/uploads", self._offered)["state"] != "committed":
                 raise
-            return []
+            return [str(error)] if isinstance(error, CheckpointExistsError) else []
         return [str(message) for message in answer["messages"]]
 
     def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:

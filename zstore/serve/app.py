@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute
 
 from .guard.guard import Guard
 from .replies import HANDLED, answer_error, answer_refusal
-from .routes import api, datasets, files, page, weights
+from .routes import api, datasets, files, operator, page, weights
 from .service import Service
 from .settings import Settings
 
@@ -41,4 +41,4 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 
 def _routes() -> list[BaseRoute]:
     # The page's come last: `/<run>` takes all paths that no other route has.
-    return [*api.routes(), *files.routes(), *datasets.routes(), *weights.routes(), *page.routes()]
+    return [*api.routes(), *files.routes(), *datasets.routes(), *weights.routes(), *operator.routes(), *page.routes()]

@@ -26,7 +26,7 @@ from ..remote.url import is_url
 from .settings import Root, Settings
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_TAKEN = frozenset({"api", "assets"})
+_TAKEN = frozenset({"api", "assets", "healthz", "metrics"})
 """First parts of the service's own URLs."""
 _FRESH_S = 2.0
 """How long a list of runs is valid: people look often, folders change seldom."""

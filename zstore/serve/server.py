@@ -65,7 +65,9 @@ def make_server(settings: Settings, limits: ConnectionLimits = _LIMITS) -> Serve
     app: Starlette = make_app(settings)
     config = uvicorn.Config(
         app,
-        http=limits.protocol(),
+        http=limits.protocol(settings.trusted_proxies),
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=list(settings.trusted_proxies),
         ws="none",
         lifespan="auto",
         log_level="error",

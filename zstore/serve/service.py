@@ -15,6 +15,7 @@ from .files.transfers import Transfers
 from .files.visible import VisibleCheckpoints
 from .inbox.inbox import Inbox
 from .jobs import Jobs
+from .metrics import Metrics
 from .runs import Run
 from .settings import Settings
 from .views.library import Library
@@ -52,6 +53,7 @@ class Service(Library):
         super().__init__(settings)
         self.access = Permissions(settings)
         self.streams = Streams()
+        self.metrics = Metrics()
         self.checkpoints = VisibleCheckpoints()
         self.remote_sizes = RemoteSizes()
         self.transfers = Transfers(self.memory.files_bytes)

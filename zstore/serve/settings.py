@@ -12,6 +12,8 @@ from ..errors import UsageError
 from ..io.files import Files
 
 DEFAULT_PORT = 8700
+LEAST_TOKEN = 16
+"""Characters of a token: fewer could be guessed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,8 @@ class Settings:
     """Most checkpoints of a run that stay as its newest when another is uploaded; None: as many as its client asks for."""
     tls_certificate: Path | None = None
     tls_key: Path | None = None
+    trusted_proxies: tuple[str, ...] = ()
+    """Addresses of proxies, whose `X-Forwarded-For` says from where a request came; nobody else's does."""
     hosts: tuple[str, ...] = ()
     """Names by which the service is reached, beside the address that it listens on and those of this machine."""
     memory_bytes: int = 512 * 1024 * 1024
@@ -71,6 +75,11 @@ class Settings:
             self.token.isascii() and self.token.isprintable() and self.token.split() == [self.token]
         ):
             raise UsageError("a token is one word of printable ASCII characters: it is sent in a header")
+        if self.token is not None and len(self.token) < LEAST_TOKEN:
+            raise UsageError(
+                f"the token has {len(self.token)} characters, expected at least {LEAST_TOKEN}: make one with "
+                'python -c "import secrets; print(secrets.token_urlsafe(32))"'
+            )
         if self.token is None and not self.is_loopback:
             raise UsageError(
                 f"{self.host} can be reached from other machines: give a token (--token-file, or the variable ZSTORE_TOKEN), "

@@ -14,7 +14,7 @@ import torch
 
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.report.placement import parts_of, placed_arrays
-from zstore.engine.report.records import Samples, Warnings, error_text, start_record, uncaught_error
+from zstore.engine.report.records import JournalFailure, Samples, Warnings, error_text, start_record, uncaught_error
 from zstore.engine.report.statistics import link_statistics
 from zstore.engine.report.step import Loss, value_of
 from zstore.io import LinkStatistics
@@ -35,6 +35,7 @@ class OptimizerJournal:
         self._kind = kind
         self._folder = folder
         self._world = World.current()
+        self._say_failure = JournalFailure()
         self._writer = JournalWriter(self._say_failure)
         self._warnings = Warnings(self._writer)
         self._samples: Samples | None = None
@@ -45,7 +46,6 @@ class OptimizerJournal:
         self._loss: Any = None
         self._tokens: int | None = None
         self._total_steps: int | None = None
-        self._has_failed = False
         self.enabled = self._world.rank == 0
         """Whether anything is written: not on other ranks, nor after `close`."""
         if self.enabled:
@@ -120,11 +120,6 @@ class OptimizerJournal:
             "arrays": arrays,
         }
         self._writer.open(sink, [start, plan])
-
-    def _say_failure(self, text: str) -> None:
-        if not self._has_failed:
-            self._has_failed = True
-            _log.warning("the run's journal cannot be written, and lines may be missing; training goes on: %s", text)
 
     def close(self) -> None:
         """Record the end; a second call does nothing."""

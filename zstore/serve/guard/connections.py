@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from ..auth import network_of
 from ..models import Problem
 from .guard import HEADERS
 
@@ -20,6 +23,8 @@ class ConnectionLimits:
     """Limits of a connection. An instance serves one server."""
 
     most_connections: int = 2048
+    most_from_address: int = 512
+    """Of them from one address, or network of IPv6, unless it is a trusted proxy's."""
     most_head_bytes: int = 64 * 1024
     """Most bytes of a request's line and headers."""
     head_s: float = 20.0
@@ -34,15 +39,19 @@ class ConnectionLimits:
     idle_s: float = 60.0
     """How long a connection is kept for another request."""
 
-    def protocol(self) -> type[asyncio.Protocol]:
-        """Return the protocol class with these limits."""
-        return type("LimitedProtocol", (_Protocol,), {"limits": self})
+    def protocol(self, proxies: Collection[str] = ()) -> type[asyncio.Protocol]:
+        """Return the protocol class with these limits, which `proxies` may exceed together."""
+        members = {"limits": self, "proxies": proxies, "addresses": Counter[str]()}
+        return type("LimitedProtocol", (_Protocol,), members)
 
 
 class _Protocol(HttpToolsProtocol):
     """Adds limits to uvicorn's protocol. One timer runs for bytes to be received, one for bytes to be sent."""
 
     limits = ConnectionLimits()
+    proxies: Collection[str] = ()
+    addresses: Counter[str]
+    """Connections by the network that they come from."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -56,8 +65,13 @@ class _Protocol(HttpToolsProtocol):
         """Bytes of a body since the timer began."""
         self._ignored_bytes = 0
         """Bytes of a body that was answered before it ended."""
+        address = self.client[0] if self.client else ""
+        self._source = network_of(address)
+        self.addresses[self._source] += 1
         if len(self.connections) > self.limits.most_connections:
             self._refuse(503, "the service has too many connections: try again")
+        elif self.addresses[self._source] > self.limits.most_from_address and address not in self.proxies:
+            self._refuse(429, "there are too many connections from this address: close some")
         else:
             self._expect_head()
 
@@ -65,6 +79,9 @@ class _Protocol(HttpToolsProtocol):
         for timer in (self._receiving, self._sending):
             if timer is not None:
                 timer.cancel()
+        self.addresses[self._source] -= 1
+        if not self.addresses[self._source]:
+            del self.addresses[self._source]
         super().connection_lost(exc)
 
     # -- receiving ----------------------------------------------------------------------------------------------------

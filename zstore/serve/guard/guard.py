@@ -13,6 +13,7 @@ import ipaddress
 import logging
 import re
 import socket
+import time
 from functools import cache
 from urllib.parse import urlsplit
 
@@ -49,7 +50,7 @@ STREAMING = "/api/uploads"
 
 _SAFE = frozenset({"GET", "HEAD"})
 _OPEN = re.compile(r"/|/[^/]+|/run/.*|/assets/.*|/api/session", re.DOTALL)
-"""Paths that need no token: the page's shell, `/<run>`, which leads to it, and `/api`."""
+"""Paths that need no token: the page's shell, `/<run>`, which leads to it, `/healthz`, and `/api`."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -70,6 +71,8 @@ class Guard:
             return
         answer = _Answer(send, self._service.streams)
         request = Request(scope, receive)
+        metrics, began_s = self._service.metrics, time.perf_counter()
+        metrics.under_way += 1
         try:
             body = _Body(receive, None if scope["path"].startswith(STREAMING) else MOST_BODY_BYTES)
             try:
@@ -89,6 +92,9 @@ class Guard:
             _log.exception("%s %r failed", scope["method"], scope["path"])
             if not answer.started:
                 await problem(500, "the service failed; its log says why")(scope, receive, answer.send)
+        finally:
+            metrics.under_way -= 1
+            metrics.ended(scope, answer.status, answer.sent_bytes, time.perf_counter() - began_s)
 
     def _check(self, request: Request) -> None:
         settings = self._service.settings
@@ -110,10 +116,14 @@ class _Answer:
         self._streams = streams
         self._task = asyncio.current_task()  # the sender may be a separate task
         self.started = False
+        self.status = 499
+        """Of the answer; if there was none, since the client went away."""
+        self.sent_bytes = 0
 
     async def send(self, message: Message) -> None:
+        self.sent_bytes += len(message.get("body", b""))
         if message["type"] == "http.response.start":
-            self.started = True
+            self.started, self.status = True, message["status"]
             headers = MutableHeaders(raw=list(message.get("headers", [])))
             for name, value in HEADERS.items():
                 headers.setdefault(name, value)

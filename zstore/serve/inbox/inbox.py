@@ -6,9 +6,10 @@ as long as its client was heard of within a quarter of an hour. Of one training 
 earlier one that is not committed: a run has one save of a tag at a time, so the client of the earlier one was killed.
 
 [Note: room for uploads]
-An upload is refused when it is planned, unless its files fit beside those that all other uploads still need. Linked files
-take no room. Drives that others fill too may still be full before its end: then one that does not fit is refused, files that
-came stay, and the client resumes once there is room again.
+An upload is refused when it is planned, unless its files fit beside those that all other uploads still need. One that was
+refused, whose client went away in the middle of a file, or was silent for a minute, keeps no room until it goes on. Linked
+files take no room. Drives that others fill too may still be full before its end: then one that does not fit is refused, files
+that came stay, and the client resumes once there is room again.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from ...errors import (
 )
 from ...io.files import Files
 from ...io.pool import Workers
+from ..cache import Cache
 from ..jobs import Jobs, RunningJob
 from ..runs import Runs
 from .models import ALIVE_S, OFFER_FILE, UPLOADS_FOLDER, Committed, KeepRules, UploadOffer, UploadState
@@ -46,7 +48,10 @@ from .plan import UploadPlan
 from .upload import Upload
 
 MOST_UPLOADS = 100
-"""Uploads at a time, those whose clients are gone included."""
+"""Uploads at a time; if there are more, those go first whose clients are gone."""
+SILENT_S = 60.0
+"""After so long an upload keeps no room, and an offer of which no plan was made gives its place to another."""
+_MOST_COMMITTED = 1000
 KEPT_S = 24 * 3600.0
 """An upload whose client was silent for this long is removed when the service next looks at uploads."""
 
@@ -66,6 +71,8 @@ class Inbox:
         self._deciding = threading.Lock()
         """For work on more than one upload; taken before an upload's own."""
         self._uploads: dict[str, Upload] | None = None
+        self._committed: Cache[str, bool] = Cache(_MOST_COMMITTED)
+        """Ids of uploads that were committed."""
 
     # -- which there are --------------------------------------------------------------------------------------------
 
@@ -75,7 +82,8 @@ class Inbox:
             if self._uploads is None:
                 self._uploads = {upload.id: upload for upload in self._found()}
             found = list(self._uploads.values())
-        old = [upload for upload in found if time.time() - upload.active_at > KEPT_S]
+        # Also what `zstore serve --uploads` removed.
+        old = [one for one in found if _silent_s(one) > KEPT_S or not (one.path / OFFER_FILE).exists()]
         for upload in old:
             self.remove(upload)
         return [upload for upload in found if upload not in old]
@@ -93,6 +101,8 @@ class Inbox:
         for upload in self.all():
             if upload.id == upload_id:
                 return upload
+        if self._committed.get(upload_id):
+            raise CheckpointExistsError("the checkpoint is there: the same upload was committed by another client")
         raise CheckpointNotFoundError(
             f"there is no upload {upload_id!r:.50}: it was committed or given up; begin it again"
         )
@@ -134,6 +144,7 @@ class Inbox:
             for one in others:
                 if (one.record.run, one.record.tag) == (new.record.run, new.record.tag):
                     self.remove(one)
+            self._committed.remove(new.id)
             upload = self._begun(new)
         return upload.state()
 
@@ -145,7 +156,7 @@ class Inbox:
             self.remove(upload)
             upload = None
         if upload is None:
-            if len(uploads) >= MOST_UPLOADS:
+            if len(uploads) >= MOST_UPLOADS and not self._removed_silent(uploads):
                 raise UsageError(f"{MOST_UPLOADS} uploads are under way: wait until some are done, or give some up")
             self._require_room(new)
             upload = new
@@ -157,11 +168,22 @@ class Inbox:
                 self._uploads[upload.id] = upload
         return upload
 
+    def _removed_silent(self, uploads: list[Upload]) -> bool:
+        """Remove the upload that was silent longest, if its client seems to be gone; return whether there was one."""
+        gone = [one for one in uploads if _silent_s(one) > (ALIVE_S if one.total_bytes else SILENT_S)]
+        if gone:
+            self.remove(max(gone, key=_silent_s))
+        return bool(gone)
+
     def plan(self, upload: Upload) -> UploadState:
         """Plan an upload whose metadata and manifests are there. Raises DiskFullError if it does not fit."""
         with self._deciding:
             upload.plan()
-            self._require_room(upload)
+            try:
+                self._require_room(upload)
+            except StorageError:
+                upload.holds_room = False
+                raise
             self._report(upload)
         upload.touch()
         return upload.state()
@@ -184,7 +206,9 @@ class Inbox:
         there = upload.folder if upload.folder.is_dir() else upload.folder.parent
         device = os.stat(there).st_dev
         others = [
-            one for one in self.all() if one is not upload and _is_alive(one) and _device_of(one.folder) == device
+            one
+            for one in self.all()
+            if one is not upload and one.holds_room and _silent_s(one) < SILENT_S and _device_of(one.folder) == device
         ]
         theirs = sum(one.room_needed() for one in others)
         needed = upload.room_needed()
@@ -222,6 +246,7 @@ class Inbox:
                     job.say(message)
                 job.end()
             self.remove(upload)
+            self._committed.put(upload.id, True)
             self._runs.forget()
         return Committed(
             tag=committed.tag, committed_ns=committed.committed_ns, linked_bytes=linked_bytes, messages=messages
@@ -296,8 +321,12 @@ def _device_of(folder: Path) -> int | None:
         return None
 
 
+def _silent_s(upload: Upload) -> float:
+    return time.time() - upload.active_at
+
+
 def _is_alive(upload: Upload) -> bool:
-    return time.time() - upload.active_at < ALIVE_S
+    return _silent_s(upload) < ALIVE_S
 
 
 def _committed(folder: Path, record: Record) -> Record | None:

@@ -64,6 +64,8 @@ class Upload:
         self.started_at = self.active_at = time.time()
         self.lock = threading.RLock()
         """Held for work on all files."""
+        self.holds_room = True
+        """Whether the room that it needs is kept for it: not once it was refused, or its client went away in a file."""
         self._touched_at = 0.0
         self.total_bytes = 0
         self.progress: Callable[[int], None] = lambda num_bytes: None
@@ -126,6 +128,7 @@ class Upload:
     def touch(self) -> None:
         """Note that its client is there."""
         self.active_at = self._touched_at = time.time()
+        self.holds_room = True
         with contextlib.suppress(OSError):
             os.utime(self.path / OFFER_FILE)
 

@@ -56,9 +56,9 @@ def request_of_run(service: Service, run: Run, action: Literal["save", "stop"]) 
                 f"run {run.name!r} does not train: its state is {state!r}, so nobody would take the request up"
             )
         step_s = view.table.last.get("step_s", 0.0)
-        if not has_heartbeat(view.last_at, step_s):
+        if not has_heartbeat(view.arrived_at, step_s):
             raise ConflictError(
-                f"run {run.name!r} wrote nothing into its journal for {time.time() - view.last_at:.0f} s: expected a line "
+                f"run {run.name!r} wrote nothing into its journal for {time.time() - view.arrived_at:.0f} s: expected a line "
                 f"within {LEAST_HEARTBEAT_S:.0f} s, or ten of its steps; see whether it still runs"
             )
         run_id = view.run_id

@@ -109,7 +109,11 @@ async def _put(request: Request) -> Response:
             return reply(await run_in_threadpool(lambda: upload.state(files=False)))
         try:
             async with _opened(upload, file, offset) as arrival:
-                await _receive(request, arrival, length)
+                try:
+                    await _receive(request, arrival, length)
+                except ClientDisconnect as error:
+                    upload.holds_room = False
+                    raise UsageError("the connection ended early") from error
                 whole = await run_in_threadpool(arrival.finish)
         except CheckpointError as error:
             if isinstance(error, CheckpointNotFoundError):
@@ -142,8 +146,6 @@ async def _receive(request: Request, arrival: Arrival, length: int) -> None:
             if len(pending) >= _WRITE_BYTES:
                 await run_in_threadpool(arrival.write, pending)
                 pending = bytearray()
-    except ClientDisconnect as error:
-        raise UsageError("the connection ended early") from error
     finally:
         if pending and received <= length:
             await run_in_threadpool(arrival.write, pending)

@@ -19,10 +19,11 @@ from typing import Any, Literal
 
 from ...checkpoint.folder import Folder
 from ...journal.columns import number
+from ...journal.lines import decode_lines
 from ...journal.names import pid_namespace, run_of
 from ..models import ActionEvent, NotFinite, SaveEvent, Session, Warned
 from .columns import Part, StepTable, columns_of, metrics_of, row_of
-from .journals import decode_lines, journals_in, read_part
+from .journals import journals_in, read_part
 
 LEAST_HEARTBEAT_S = 60.0
 _HEARTBEAT_STEPS = 10
@@ -85,10 +86,10 @@ def state_of(session: Session | None, reason: str | None, arrived_at: float, ste
     return "training" if has_heartbeat(arrived_at, step_s) else "lost"
 
 
-def has_heartbeat(last_at: float, step_s: float) -> bool:
-    """Return whether a line of that time is recent, for steps that take so long (or NaN)."""
+def has_heartbeat(arrived_at: float, step_s: float) -> bool:
+    """Return whether a line that arrived at that time is recent, for steps that take so long (or NaN)."""
     most_s = max(LEAST_HEARTBEAT_S, _HEARTBEAT_STEPS * step_s if step_s > 0 else 0.0)
-    return abs(time.time() - last_at) < most_s
+    return abs(time.time() - arrived_at) < most_s
 
 
 def session_of(line: Mapping[str, Any]) -> Session:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from ...checkpoint.folder import Folder
 from ...errors import ZstoreError
-from ...journal.lines import decode
 from ...journal.names import CHECKPOINT_FOLDER, run_of
 
 
@@ -60,10 +57,3 @@ def read_part(folder: Folder, name: str, start: int, stop: int) -> bytes:
         return folder.read_range(name, start, stop) if stop > start else b""
     except (OSError, ZstoreError):
         return b""
-
-
-def decode_lines(data: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a part of a journal that are records."""
-    for text in data.decode("utf-8", "replace").split("\n"):
-        if (line := decode(text)) is not None:
-            yield line

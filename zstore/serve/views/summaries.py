@@ -9,11 +9,12 @@ from typing import Any
 
 from ...checkpoint.folder import Folder
 from ...journal.columns import number
+from ...journal.lines import decode_lines
 from ..cache import Cache
 from ..models import Session
 from .columns import row_of
 from .history import State, count_of, not_finite_of, seconds_of, session_of, state_of, text_of
-from .journals import decode_lines, journals_in, read_part
+from .journals import journals_in, read_part
 
 _END_BYTES = 64 * 1024
 _MOST_CACHED = 4096

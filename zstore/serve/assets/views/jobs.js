@@ -1,13 +1,17 @@
 // What the service does behind requests: verifications, prunes, uploads.
 //
-// For tests: jobs-list with job (data-job: its id) and job-state, job-progress, job-lines, job-problem; jobs-filter.
+// For tests: jobs-list with job (data-job: its id) and job-state, job-progress, job-lines, job-problem; jobs-filter; uploads,
+// upload-remove.
 
-import { get } from "../data.js";
+import { api, get, isReport, remove } from "../data.js";
 import { h, replace, titled } from "../dom.js";
+import { ago, bytes } from "../format.js";
 import { note } from "../router.js";
 import { empty } from "../states.js";
+import { act, actionButton, confirmed } from "../parts/act.js";
 import { JobView } from "../parts/job.js";
 import { repeat } from "../parts/poll.js";
+import { cell, heading, nameCell, table } from "../parts/tables.js";
 
 const STATES = [
   ["", "All jobs"],
@@ -19,6 +23,7 @@ const STATES = [
 export async function show(container, params, context) {
   const view = new JobsView(params, context);
   view.take((await get("/api/jobs")).jobs);
+  await view.lookAtUploads();
   replace(container, view.element);
   const stop = repeat(() => view.refresh(), (error) => view.fail(error), 1);
   return () => stop();
@@ -40,8 +45,43 @@ class JobsView {
       this.draw();
     });
     this.list = h("div", { class: "view", test: "jobs-list" });
+    this.uploads = h("div");
     this.trouble = h("p", { class: "bad", role: "alert", hidden: true });
-    this.element = h("div", { class: "view" }, titled(h("h1", null, "Jobs"), this.select), this.trouble, this.list);
+    this.element = h("div", { class: "view" }, titled(h("h1", null, "Jobs"), this.select), this.trouble, this.list, this.uploads);
+  }
+
+  /** Show the uploads that are not committed, to those who may remove them. */
+  async lookAtUploads() {
+    const { service } = this.context;
+    if (isReport || !service.allows_actions || !service.authorized) return;
+    const { uploads } = await get("/api/uploads");
+    const text = JSON.stringify(uploads);
+    if (text === this.shownUploads) return;
+    this.shownUploads = text;
+    const heads = ["Run", "Tag", "Came", "Heard of", ""].map((one) => heading(one));
+    const rows = uploads.map((one) =>
+      h(
+        "tr",
+        null,
+        nameCell(one.run),
+        cell("Tag", one.tag, "name"),
+        cell("Came", one.state === "begun" ? "offered" : `${bytes(one.done_bytes)} of ${bytes(one.total_bytes)}`),
+        cell("Heard of", ago(one.active_at)),
+        cell("", actionButton("Remove", "upload-remove", () => this.removeUpload(one), null, "danger small")),
+      ),
+    );
+    replace(this.uploads, uploads.length === 0 ? null : h("section", { class: "panel", test: "uploads" }, h("h2", null, "Uploads that are not committed"), h("div", { class: "scroll" }, table({ class: "cards" }, heads, rows))));
+  }
+
+  async removeUpload({ id, run, tag }) {
+    const title = `Remove the upload of ${tag}?`;
+    if (!(await confirmed({ title, text: `What came of it for ${run} is removed. Its client can begin again.`, button: "Remove", danger: true }))) return;
+    try {
+      await act(() => remove(api(["uploads", id])), this.context, "Removing needs the service's token.");
+      await this.lookAtUploads();
+    } catch (error) {
+      this.fail(error);
+    }
   }
 
   take(jobs) {
@@ -52,6 +92,7 @@ class JobsView {
   async refresh() {
     const before = new Map(this.jobs.map((job) => [job.id, job.state]));
     this.take((await get("/api/jobs")).jobs);
+    await this.lookAtUploads();
     this.trouble.hidden = true;
     for (const job of this.jobs) {
       if (before.get(job.id) === "running" && job.state !== "running") this.context.announce(`A job is ${job.state}.`);
