@@ -114,6 +114,7 @@ def _ask(rank: int, folder: Path) -> None:
     losses = fit(trainer, make_net(), rank)
     assert trainer.global_step == 3
     everyone = trainer.strategy.engine.world.all_gather_object(losses)
+    logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
     trainer.strategy.close()
     if rank != 0:
         return
@@ -122,6 +123,7 @@ def _ask(rank: int, folder: Path) -> None:
     assert (records[0]["loop"], records[0]["total_steps"], records[0]["world_size"]) == ("lightning", 6, 2)
     taken = [record for record in records if record["kind"] == "step"]
     assert [record["step"] for record in taken] == [1, 2, 3]
+    assert [record["values"] for record in records if record["kind"] == "metrics"][-1:] == [logged] != [{}]
     # Lightning divides each by 3, the last one too, which is alone in its step.
     expected = [sum(sum(mine[first : first + 3]) for mine in everyone) / 6 for first in (0, 3, 6)]
     assert [record["loss"] for record in taken] == pytest.approx(expected)

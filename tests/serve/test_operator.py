@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import urllib3
+from prometheus_client import parser
 
 from tests.serve.conftest import Serve
 from tests.serve.sample import RUN, make_sample
@@ -50,7 +51,6 @@ def test_requests_are_counted(tmp_path: Path, serve: Serve, http: urllib3.PoolMa
 
 
 def test_the_parser_of_prometheus_reads_them(tmp_path: Path, serve: Serve, http: urllib3.PoolManager) -> None:
-    parser = pytest.importorskip("prometheus_client.parser")
     base = serve(tmp_path)
     for path in ("/", "/api", "/a%22b%0a", "/zarr/x/y"):
         http.request("GET", base + path)

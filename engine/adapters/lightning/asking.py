@@ -33,7 +33,8 @@ def begin_journal(library: str, trainer: Any, engine: Engine) -> None:
 
     def log(self: Any, trainer: Any, *args: Any) -> None:
         """Record what the module logged."""
-        engine.log(trainer.logged_metrics)
+        if not trainer.sanity_checking:
+            engine.log(trainer.logged_metrics)
 
     def on_train_batch_end(self: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Record what was logged, as often as loggers are told; save, or save and stop, if that was requested."""
