@@ -321,7 +321,7 @@ def test_files_are_written_behind_those_that_are_filled(saved: Path, arrays: dic
     with open_resources(files=files) as resources, open_checkpoint(saved, resources=resources) as reader:
         thread = threading.Thread(target=lambda: reshard_checkpoint(reader, tmp_path / "out", 1))
         thread.start()
-        assert len(set(files.arrived(3))) == 3  # none was written, and others are filled
+        assert len(set(files.arrived(3))) >= 3  # none was written, and others are filled
         files.open_gate()
         thread.join(30)
     with open_checkpoint(tmp_path / "out") as written:
