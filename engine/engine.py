@@ -244,7 +244,7 @@ class Engine(nn.Module):
             if boundary:
                 if self.requests.finder is not None and self.requests.finder.found is not None:
                     self.requests.tell()
-                if self.report.enabled or self.world_size > 1:
+                if self.world_size > 1:
                     self.report.step_begins()
                 with self._timed("optimizer_s"):
                     self.value_sample.check()

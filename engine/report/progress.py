@@ -19,7 +19,7 @@ from .memory import lack_of_memory, memory_statistics
 from .monitors import Monitors
 from .profile.utilisation import StepUtilisation
 from .profile.watch import ComputationWatch
-from .step import Loss, PhaseTimes, StepLosses, value_of
+from .step import PhaseTimes, StepLosses, value_of
 
 if TYPE_CHECKING:
     from zstore.ranks.world import World
@@ -57,7 +57,6 @@ class RunReport:
             self._watch_computation(counts=says)
         self._looks = training.world.local_rank == 0
         self._losses = StepLosses()
-        self._loss: Loss = None
         self._aside_s: float | None = None
         """When the evaluation under way began."""
         self._last_step = PhaseTimes()
@@ -68,9 +67,9 @@ class RunReport:
             _log.info("state at the start:\n%s", state_text(training.config.settings, training.state, training.world))
 
     def look_at(self, inputs: Iterable[Any]) -> bool:
-        """Return whether a forward is one of training: the time of evaluations is no step's. Warn before the first if it
-        needs more memory than there is."""
-        trains = self._training.model.training
+        """Return whether a forward is one of training, by its model's mode or its gradients: the time of evaluations is no
+        step's. Warn before the first if it needs more memory than there is."""
+        trains = self._training.model.training or torch.is_grad_enabled()
         now_s = time.perf_counter()
         if not trains:
             self._aside_s = self._aside_s or now_s
@@ -78,7 +77,7 @@ class RunReport:
             aside_s, self._aside_s = now_s - self._aside_s, None
             self.journal.leave_out(aside_s)
             self.utilisation.leave_out(aside_s)
-        if self._looks and torch.is_grad_enabled() and trains:
+        if self._looks and torch.is_grad_enabled() and self._training.model.training:
             self._looks = False
             if told := lack_of_memory(self._training, inputs):
                 _log.warning("%s", told)
@@ -99,18 +98,11 @@ class RunReport:
             self._watch_computation(counts=True)
 
     def step_begins(self) -> None:
-        """Let the loss of the step travel to all ranks with its update, at whose end the device has computed it (all
-        ranks)."""
-        taken = self._losses.take()  # the next step's may not be known
+        """Let the loss of the step travel to the other ranks with its first message, by which the device has computed it (all
+        ranks of several)."""
+        taken = self._losses.take()
         world = self._training.world
-        self._loss = value_of(taken) if self.enabled and world.world_size == 1 else None
-        world.told.clear()
-        if world.world_size > 1:
-            world.tells = lambda: None if taken is None else float(taken)
-
-    def _mean_loss(self) -> Loss:
-        told = self._training.world.told
-        return sum(told) / len(told) if told else self._loss
+        world.told, world.tells = [], lambda: None if taken is None else float(taken)
 
     def step_ended(self) -> None:
         """Report an optimizer step, taken or skipped."""
@@ -121,7 +113,8 @@ class RunReport:
             self.computation.step_ended()
             self.computation = None if self.computation.is_done else self.computation
         self.utilisation.step_ended()
-        loss = self._mean_loss()
+        taken, told = self._losses.take(), self._training.world.told  # the next step's may not be known
+        loss = sum(told) / len(told) if told else value_of(taken)
         if self.monitors or prints:
             loss = number = loss() if callable(loss) else loss
             if self.monitors:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -17,6 +19,7 @@ from tests.serve.answers import Client
 from tests.serve.browser import needs_chromium, new_context, open_browser
 from tests.serve.conftest import Serve
 from tests.serve.sample import RUN_ID, make_sample
+from tests.waiting import until
 from zstore.journal.lines import encode
 from zstore.serve.views.columns import StepTable, row_of
 
@@ -86,6 +89,7 @@ def test_the_state_of_a_run_and_its_error(tmp_path: Path, serve: Serve) -> None:
         }
         assert states() == expected
         process.kill()
+        until(lambda: states()["local"] == ("killed", None))  # before its parent asks how it ended, too
         process.wait()
         assert states() == expected | {"local": ("killed", None)}  # at once, though its last line is fresh
 
@@ -145,6 +149,15 @@ def test_a_slash_in_the_first_part_of_a_path_is_none(sample: Path, serve: Serve)
     client = Client(serve(sample), token=None)
     for path in ("/zarr%2Fgpt-small%2Flatest%2Fzarr.json", "/zarr%2fgpt-small", "/weights%2Fgpt-small", "/api%2Fruns"):
         assert client.raw("GET", path).status == 404, path
+
+
+def test_a_request_of_no_path_is_refused(sample: Path, serve: Serve) -> None:
+    base = urlsplit(serve(sample))
+    with socket.create_connection((base.hostname, base.port)) as connection:
+        connection.sendall(f"OPTIONS * HTTP/1.1\r\nHost: {base.netloc}\r\nConnection: close\r\n\r\n".encode())
+        answer = connection.makefile("rb").read().decode()
+    assert answer.startswith("HTTP/1.1 40"), answer
+    assert Client(serve(sample), token=None).raw("GET", "/healthz").status == 200
 
 
 def test_the_methods_of_a_path_are_all_of_its_routes(sample: Path, serve: Serve) -> None:

@@ -286,20 +286,19 @@ class World:
 
     def raise_together(self, error: BaseException | None) -> None:
         """Raise on every rank if any rank passed an error. See [Note: one error for all]."""
-        number, self.tells = None if self.tells is None or error is not None else self.tells(), None
         if self.world_size == 1:
             self.granted = max(self.granted, self.requested)
             self.heard = self.asks
-            self.told = [] if number is None else [number]
             if error is not None:
                 raise error
             return
         text = None if error is None else "".join(traceback.format_exception(error))
-        more = [self.asks] if self.asks or number is not None else []
-        told = self.all_gather_object([str(self.activity), text, self.requested, *more, *([number] if more else [])])
+        number, self.tells = None if self.tells is None or error is not None else self.tells(), None
+        more = [self.asks, number] if self.asks or number is not None else []
+        told = self.all_gather_object([str(self.activity), text, self.requested, *more])
         self.granted = max(self.granted, *(requested for _, _, requested, *_ in told))
         self.heard = told[0][3] if told[0][3:] else ""
-        self.told = [row[4] for row in told if row[4:] and row[4] is not None]
+        self.told = [row[4] for row in told if row[4:] and row[4] is not None] or self.told
         failures = {rank: text for rank, (_, text, *_) in enumerate(told) if text is not None}
         if failures and self.watch is not None:
             self.watch.agree()

@@ -34,7 +34,7 @@ class Metrics:
 
     def ended(self, scope: Scope, status: int, sent_bytes: int, seconds: float) -> None:
         """Count a request that was answered, and log it."""
-        first = scope["path"].split("/", 2)[1]
+        first = scope["path"].lstrip("/").partition("/")[0]
         part, method = first if first in _PARTS else "page", scope["method"] if scope["method"] in _METHODS else "other"
         self._requests[part, method, status] += 1
         self._seconds[part] += seconds

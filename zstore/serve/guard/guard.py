@@ -163,8 +163,8 @@ def check_url(request: Request) -> None:
     segments = path.replace("\\", "/").split("/")
     if len(segments) > MOST_SEGMENTS:
         raise HTTPException(400, f"a path may have {MOST_SEGMENTS} components")
-    names_part = b"%2f" in request.scope["raw_path"].split(b"/", 2)[1].lower()  # of `/zarr%2F`, which is not `/zarr/`
-    if names_part or _CONTROL.search(path) or any(segment in (".", "..") for segment in segments):
+    first = request.scope["raw_path"].lstrip(b"/").partition(b"/")[0].lower()
+    if b"%2f" in first or _CONTROL.search(path) or any(segment in (".", "..") for segment in segments):
         raise HTTPException(404, "there is nothing here")
 
 

@@ -65,13 +65,14 @@ def _is_alive(session: Session) -> bool:
     """Return whether the process of a session, one of this machine, runs."""
     try:
         with open(f"/proc/{session.pid}/stat", encoding="ascii", errors="replace") as file:
-            ticks = int(file.read().rpartition(")")[2].split()[19])
+            status, *fields = file.read().rpartition(")")[2].split()
         with open("/proc/uptime", encoding="ascii") as file:
             up_s = float(file.read().split()[0])
+        begun_at = time.time() - up_s + int(fields[18]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return False
-    begun_at = time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK")
-    return begun_at < session.started_at + _LATE_S  # otherwise another process has its number
+    # One that ended is there until its parent asks how; another process may have its number.
+    return status not in "ZX" and begun_at < session.started_at + _LATE_S
 
 
 def state_of(session: Session | None, reason: str | None, arrived_at: float, step_s: float) -> State:
