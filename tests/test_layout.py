@@ -44,11 +44,11 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        93_227,
+        93_220,
     ),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        27_993,
+        27_991,
     ),
     "files of the core": (lambda: len(_layout().core), 37),
     "lines of the core": (lambda: _layout().lines(*_layout().core), 8354),
@@ -64,7 +64,7 @@ LIMITS = {
     "class names with several meanings": (_classes_with_several_meanings, 28),
     "classes over 300 lines": (lambda: sum(lines > 300 for _, lines in _layout().classes), 18),
     "files over 500 lines": (lambda: sum(text.count("\n") > 500 for text in _layout().source.values()), 3),
-    '"where" in 10,000 words of prose': (lambda: per_ten_thousand_words(_layout().prose, r"\bwhere\b"), 8),
+    '"where" in 10,000 words of prose': (lambda: per_ten_thousand_words(_layout().prose, r"\bwhere\b"), 6),
     '"what is" in 10,000 words of prose': (
         lambda: per_ten_thousand_words(_layout().prose, r"\bwhat (is|are|was|were|has|it|they|the)\b"),
         9,

@@ -156,12 +156,12 @@ def serve_command(
     for root in settings.roots:
         if not is_url(root.location) and not os.path.isdir(root.location):
             print(f"warning: there is no folder {root.location}: what is made there later is served", file=sys.stderr)
+    if listening.uploads or listening.remove_upload:
+        return _list_uploads(settings, listening.remove_upload or ())
     if listening.access_log is not None:
         log = logging.getLogger("zstore.serve.access")
         log.addHandler(logging.handlers.WatchedFileHandler(listening.access_log))  # follows a file that was rotated
         log.setLevel(logging.INFO)
         log.propagate = False
-    if listening.uploads or listening.remove_upload:
-        return _list_uploads(settings, listening.remove_upload or ())
     run(settings, lambda url: print(f"serving on {url}", file=sys.stderr, flush=True))
     return 0

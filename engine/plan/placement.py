@@ -103,6 +103,11 @@ def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Seq
     )
 
 
+def without_headroom(nbytes: int) -> int:
+    """Return the bytes of a memory that may be filled."""
+    return nbytes * (100 - HEADROOM_PERCENT) // 100
+
+
 def fill_device(
     plan: Plan, needs: Mapping[str, Need], units: Sequence[Sequence[str]], usable_bytes: int
 ) -> PlacementSettings:

@@ -25,7 +25,7 @@ from ..params.record import named_parameters
 from ..params.units import called_parameters, unit_parameters
 from .activations import Activations
 from .needs import ParameterShape, find_needs, placement_settings
-from .placement import HEADROOM_PERCENT, fill_device, make_plan
+from .placement import fill_device, make_plan, without_headroom
 from .plan import Plan, Slots
 from .report import check_device, check_host, describe
 from .sent import with_sent
@@ -108,7 +108,7 @@ def plan_run(  # noqa: PLR0913 - the last two stand in for the memory of this ma
         )
         settings = placement_settings(config, budget_bytes=budget_bytes, device_is_host=device_is_host)
         if fills := device_bytes is not None and config.fills_device:
-            usable_bytes = device_bytes * (100 - HEADROOM_PERCENT) // 100 - _activation_bytes(model, config)
+            usable_bytes = without_headroom(device_bytes) - _activation_bytes(model, config)
             settings = fill_device(make_plan(needs, settings, units), needs, units, usable_bytes)
     if fills:
         settings = replace(settings, ratio=max(world.all_gather_object(settings.ratio)))

@@ -13,7 +13,7 @@ from typing import Any
 from zstore.engine.config.config import Config, load_config
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.plan.needs import find_needs, placement_settings
-from zstore.engine.plan.placement import HEADROOM_PERCENT, fill_device, make_plan
+from zstore.engine.plan.placement import fill_device, make_plan, without_headroom
 from zstore.engine.plan.plan import OffloadTier, Plan
 from zstore.engine.plan.sent import with_sent
 from zstore.errors import BudgetError
@@ -270,7 +270,7 @@ def _plan(job: PlannedJob, text: str) -> Plan:
     )
     plan = make_plan(needs, settings, units)
     if resolved.fills_device and not machine.device_is_host:
-        usable_bytes = _usable(machine.gpu_bytes)
+        usable_bytes = without_headroom(machine.gpu_bytes)
         usable_bytes -= activations_of(job, _choice_of(resolved)).bytes_on_device(resolved.activations)
         plan = make_plan(needs, fill_device(plan, needs, units, usable_bytes), units)
     return with_sent(plan, needs, resolved, ranks, native=native, local_world_size=machine.num_ranks)
@@ -294,19 +294,17 @@ def _budget_bytes(job: PlannedJob, choice: Choice, plan: Plan, activations: int)
     memory = job.machine.memory_bytes
     budget = memory * _BUDGET_PERCENT // 100
     if job.machine.device_is_host:
-        budget = min(budget, _usable(memory) - plan.held_total.device - transit_bytes(job, choice, plan) - activations)
+        budget = min(
+            budget, without_headroom(memory) - plan.held_total.device - transit_bytes(job, choice, plan) - activations
+        )
     return max(1, budget)
-
-
-def _usable(nbytes: int) -> int:
-    return nbytes * (100 - HEADROOM_PERCENT) // 100
 
 
 def memories(outcome: Outcome, machine: PlannedMachine) -> list[tuple[str, int, int | None]]:
     """Return (name, bytes needed, bytes that may be used or None if that is not known) of each memory."""
     return [
-        ("device", outcome.device_bytes, _usable(machine.gpu_bytes)),
-        ("host", outcome.host_bytes, _usable(machine.memory_bytes)),
+        ("device", outcome.device_bytes, without_headroom(machine.gpu_bytes)),
+        ("host", outcome.host_bytes, without_headroom(machine.memory_bytes)),
         ("disk", outcome.disk_bytes, machine.disk_bytes),
     ]
 

@@ -163,8 +163,7 @@ def write_shard(
 
 class BegunShard:
     """A new shard file that is being written. With `here`, `fill` is called in this thread alone, part by part, before this
-    is made, and what it filled is written behind. Wait for it in any case; `write_shard` says the rest.
-    """
+    is made, and what it filled is written behind. Wait for it in any case; `write_shard` says the rest."""
 
     def __init__(  # noqa: PLR0913 - of `write_shard`
         self,
@@ -251,11 +250,12 @@ class ShardWriter:
                 buffer = res.pool.acquire(slots.buffer_bytes)
                 is_last = slots.stop == stop_chunk
                 makes_file = self._index and is_last and slots.first == first_chunk
-                with contextlib.ExitStack() as failed:
-                    failed.push(buffer)
-                    if here:
+                if here:
+                    try:
                         self._lay_out(slots, buffer, fill)
-                    failed.pop_all()
+                    except BaseException:
+                        buffer.release()
+                        raise
                 task = partial(self._write_slots, slots, buffer, None if here else fill, makes_file=makes_file)
                 # The last one runs here: this thread would only wait for it.
                 start = res.queue.carry_out if is_last and not here else res.queue.submit

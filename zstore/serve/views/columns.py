@@ -43,9 +43,7 @@ def row_of(line: Mapping[str, Any]) -> dict[str, float]:
     row["loss_min"] = row["loss_max"] = row["loss"]
     tokens, step_s = number(line.get("tokens")), row["step_s"]
     row["tokens_per_s"] = number(tokens / step_s) if step_s > 0 else math.nan
-    if isinstance(other := line.get("not_finite"), dict) and other:
-        row["not_finite"] = float(len(other))
-    return row | {"stall_s": math.nan} | measured(line)
+    return row | {"stall_s": math.nan} | measured(line) | _not_finite(line)
 
 
 def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
@@ -54,8 +52,13 @@ def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
     if line.get("kind") == "eval":
         values = {"eval_loss": line.get("loss"), "perplexity": line.get("perplexity")}
     found = {f"metric/{name}": number(value) for name, value in values.items()} if isinstance(values, dict) else {}
+    return found | _not_finite(line)
+
+
+def _not_finite(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return how many numbers of a line were NaN or infinite, if any."""
     other = line.get("not_finite")
-    return found | ({"not_finite": float(len(other))} if isinstance(other, dict) and other else {})
+    return {"not_finite": float(len(other))} if isinstance(other, dict) and other else {}
 
 
 class StepTable:

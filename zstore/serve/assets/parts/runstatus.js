@@ -48,7 +48,7 @@ export class RunStatus {
     this.bar.value = total ? Math.min(1, step / total) : 0;
     this.fact("Step", total ? `${count(step)} of ${count(total)}` : step > 0 ? count(step) : "–", "step");
     this.fact("Loss", number(last(steps, "loss") ?? summary.loss), "loss");
-    this.fact("Tokens per second", number(byTime(steps, "tokens_per_s") ?? summary.tokens_per_s), "speed");
+    this.fact("Tokens per second", number(mean(steps, "tokens_per_s", "step_s") ?? summary.tokens_per_s), "speed");
     const stepTime = mean(steps, "step_s");
     this.fact("Time per step", duration(stepTime), "step-time");
     const stall = mean(steps, "stall_s");
@@ -107,21 +107,15 @@ function last(steps, name) {
   return null;
 }
 
-/** Return the mean of a rate's newest values by the time of their steps, null without any. */
-function byTime(steps, name) {
-  const times = steps.columns.step_s ?? [];
-  const rates = steps.columns[name] ?? [];
-  let [sum, passed] = [0, 0];
-  for (let index = Math.max(0, rates.length - RECENT_STEPS); index < rates.length; index++) {
-    if (rates[index] === null || !times[index]) continue;
-    sum += rates[index] * times[index];
-    passed += times[index];
+/** Return the mean of the newest values of a column, each weighing as much as that of `weight` says; null without any. */
+function mean(steps, name, weight = null) {
+  const values = steps.columns[name] ?? [];
+  let [sum, total] = [0, 0];
+  for (let index = Math.max(0, values.length - RECENT_STEPS); index < values.length; index++) {
+    const by = weight === null ? 1 : (steps.columns[weight]?.[index] ?? 0);
+    if (values[index] === null) continue;
+    sum += values[index] * by;
+    total += by;
   }
-  return passed > 0 ? sum / passed : null;
-}
-
-/** Return the mean of the newest values of a column, null without any. */
-function mean(steps, name) {
-  const known = (steps.columns[name] ?? []).slice(-RECENT_STEPS).filter((value) => value !== null);
-  return known.length === 0 ? null : known.reduce((sum, value) => sum + value, 0) / known.length;
+  return total > 0 ? sum / total : null;
 }
