@@ -39,14 +39,14 @@ class PendingSave:
             self.handle = None
             if handle is not None:
                 handle.cancel()
+                handle.wait_for_end(_END_WELL_S)  # until then the next save takes its folder for a living save's
             raise
         if handle is None:
             raise RuntimeError("the save did not begin")
         return handle
 
     def _give_up_later(self) -> None:
-        handle = self.handle
-        if handle is not None and not start_threads(1, partial(_give_up, handle), "zstore-give-up"):
+        if (handle := self.handle) and not start_threads(1, partial(_give_up, handle), "zstore-give-up"):
             handle.cancel()  # the interpreter ends: there is no thread that could wait
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zstore.io import read_host_memory
+from zstore.io import most_resident_bytes, read_host_memory, resident_bytes
 from zstore.sizes import format_bytes
 
 from ..params.tensors import PRECISIONS
 from ..plan.activations import Activations, Width
 from ..plan.rungs import advice
-from .profile.memory_usage import MAXRSS_UNIT_BYTES, resident_bytes
 
 if TYPE_CHECKING:
     from zstore.store import StoreStatistics, TensorStore
@@ -65,7 +63,7 @@ def memory_statistics(tensors: TensorStore, device: torch.device) -> MemoryStati
         disk_bytes=store.disk_bytes,
         buffer_bytes=store.pool_bytes,
         buffer_peak_bytes=store.pool_peak_bytes,
-        process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_UNIT_BYTES,
+        process_peak_bytes=most_resident_bytes(),
         cuda_peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
     )
 

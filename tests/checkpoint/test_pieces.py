@@ -159,17 +159,12 @@ def test_a_file_of_the_same_checksums_and_other_bytes_is_not_linked(
         assert not reader.read_array("model/bias")[:16].any()
 
 
-def assert_nothing_is_left(folder: Path) -> None:
-    """No checkpoint, no pieces, and after the next save no trace."""
-    assert not list(folder.rglob("*.pieces-*"))
-    assert_the_next_save_sweeps(folder)
-
-
 def assert_the_next_save_sweeps(folder: Path) -> None:
     """No checkpoint, and after the next save no trace: a rank may have been about to write when another one failed."""
     assert tags(folder) == []
     save(folder, 2)
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000001"]
+    assert not list(folder.rglob("*.pieces-*"))
 
 
 # -- what goes wrong ------------------------------------------------------------------------------------------------------
@@ -192,7 +187,7 @@ def test_a_fault_with_a_piece_fails_the_save_and_leaves_nothing(
     files[rank] = FaultyFiles(faults=(Fault(kind=kind, pattern=pattern, error_number=errno.EIO),))
     with open_world(ARRAYS, world_size=2, files=files) as world, pytest.raises((StorageError, RankError)):
         world.save(tmp_path, few_files=True)
-    assert_nothing_is_left(tmp_path)
+    assert_the_next_save_sweeps(tmp_path)
 
 
 class _Flipping(FaultyFiles):
@@ -214,7 +209,7 @@ def test_a_damaged_piece_is_refused(damage: str, tmp_path: Path) -> None:
         pytest.raises(CorruptionError, match="is not what rank 1 wrote"),
     ):
         world.save(tmp_path, few_files=True)
-    assert_nothing_is_left(tmp_path)
+    assert_the_next_save_sweeps(tmp_path)
 
 
 def test_pieces_are_of_arrays_that_are_stored_as_one_shard(tmp_path: Path) -> None:

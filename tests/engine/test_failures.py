@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from tests.engine.runs import make_config, start, step, unchanged
 from zstore.checkpoint.reader import tags
 from zstore.engine import Engine
 from zstore.engine.checkpoint import save as checkpointing
+from zstore.engine.checkpoint.pending import PendingSave
 from zstore.errors import RankError, UsageError
 from zstore.ranks import incident
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
@@ -283,6 +284,25 @@ def test_a_save_is_given_up_when_a_rank_fails_after_this_ones_last_line() -> Non
     """From Python 3.12 on no thread starts then that could wait."""
     ended = subprocess.run([sys.executable, "-c", _ENDING], check=False, capture_output=True, text=True, timeout=200)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "given up: True\n", "")
+
+
+def test_a_save_that_another_rank_could_not_begin_has_ended_when_its_error_is_raised() -> None:
+    """A save that is still giving up counts as alive for the next one, which then leaves its folder there."""
+    calls: list[str] = []
+
+    class Save:
+        cancel = staticmethod(lambda: calls.append("cancelled"))
+        wait_for_end = staticmethod(lambda timeout_s: calls.append("ended") or True)
+
+    class Ranks:
+        when_broken: ClassVar[list[Any]] = []
+
+        def raise_together(self, error: BaseException | None) -> None:
+            raise RankError("rank 1 could not begin", {})
+
+    with pytest.raises(RankError):
+        PendingSave(Ranks()).begin(Save)  # type: ignore[arg-type]
+    assert calls == ["cancelled", "ended"]
 
 
 def test_what_all_ranks_raise_leaves_the_run_as_it_was() -> None:

@@ -12,6 +12,7 @@ from prometheus_client import parser
 
 from tests.serve.conftest import Serve
 from tests.serve.sample import RUN, make_sample
+from tests.waiting import until
 
 TOKEN = "correct-horse-battery-staple"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -77,12 +78,16 @@ def test_health_is_for_anybody_and_metrics_are_not(tmp_path: Path, serve: Serve,
 def test_the_access_log(
     tmp_path: Path, serve: Serve, http: urllib3.PoolManager, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def logged() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "zstore.serve.access"]
+
     base = serve(tmp_path, token=TOKEN)
     with caplog.at_level(logging.INFO, "zstore.serve.access"):
         http.request("GET", f"{base}/api/runs?x=1", headers=BEARER)
         http.request("GET", f"{base}/%22%20200", headers=BEARER)
         http.request("GET", f"{base}/healthz")
-    lines = [record.getMessage() for record in caplog.records if record.name == "zstore.serve.access"]
+        until(lambda: len(logged()) == 3)  # the last is logged once its client has the answer
+    lines = logged()
     pattern = r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ 127\.0\.0\.1 "GET (\S+)" (\d+) \d+ \d+\.\d{3}'
     found = [re.fullmatch(pattern, line) for line in lines]
     expected = [("/api/runs", "400"), ("/%22%20200", "404"), ("/healthz", "200")]

@@ -153,12 +153,10 @@ def test_the_right_token_is_taken_whatever_others_tried(tmp_path: Path, http: ur
         assert {ask(f"wrong-{number}") for number in range(40)} == {401, 429}
         assert [ask(TOKEN) for _ in range(5)] == [200] * 5
         # A header that anybody can send gives nobody another address.
-        assert ask("wrong-again", **{"X-Forwarded-For": "203.0.113.9"}) == 429
+        assert 429 in {ask(f"again-{n}", **{"X-Forwarded-For": f"203.0.113.{n}"}) for n in range(40)}
     settings = Settings(roots=(Root.parse(str(tmp_path)),), port=0, token=TOKEN, trusted_proxies=("127.0.0.1",))
     with serving(settings) as base:
-        for number in range(40):
-            ask(f"wrong-{number}", **{"X-Forwarded-For": "203.0.113.8"})
-        assert ask("wrong-again", **{"X-Forwarded-For": "203.0.113.8"}) == 429
+        assert 429 in {ask(f"wrong-{number}", **{"X-Forwarded-For": "203.0.113.8"}) for number in range(40)}
         assert ask("wrong-again", **{"X-Forwarded-For": "203.0.113.9"}) == 401
 
 

@@ -72,12 +72,15 @@ def test_the_state_of_a_run_and_its_error(tmp_path: Path, serve: Serve) -> None:
         os.utime(write(tmp_path / "silent", start(host=ELSEWHERE), step(1)), (old, old))
         client = Client(serve(tmp_path), token=None)
 
+        def listed() -> dict[str, tuple[str, str | None]]:
+            return {run["name"]: (run["state"], run["error"]) for run in client.get("/api/runs")["runs"]}
+
         def states() -> dict[str, tuple[str, str | None]]:
-            listed = {run["name"]: (run["state"], run["error"]) for run in client.get("/api/runs")["runs"]}
-            for name, found in listed.items():
+            found = listed()
+            for name in found:
                 summary = client.get(f"/api/runs/{name}")["summary"]
-                assert (summary["state"], summary["error"]) == found
-            return listed
+                assert (summary["state"], summary["error"]) == found[name]
+            return found
 
         expected = {
             "local": ("training", None),
@@ -89,7 +92,8 @@ def test_the_state_of_a_run_and_its_error(tmp_path: Path, serve: Serve) -> None:
         }
         assert states() == expected
         process.kill()
-        until(lambda: states()["local"] == ("killed", None))  # before its parent asks how it ended, too
+        until(lambda: listed()["local"] == ("killed", None))  # before its parent asks how it ended, too
+        assert states() == expected | {"local": ("killed", None)}
         process.wait()
         assert states() == expected | {"local": ("killed", None)}  # at once, though its last line is fresh
 

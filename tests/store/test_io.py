@@ -10,7 +10,7 @@ import pytest
 
 from tests.waiting import until_gone
 from zstore.errors import UsageError
-from zstore.io.queue import IoQueue, Priority, Ticket, promise, wait_all
+from zstore.io.queue import IoQueue, Priority, Ticket, joined, promise, wait_all
 
 
 class Holder:
@@ -120,6 +120,19 @@ def test_an_idle_thread_keeps_nothing_of_what_it_carried_out(queue: IoQueue) -> 
     assert isinstance(ticket.error(), ValueError)
     del ticket
     until_gone(known[0])
+
+
+def test_joined_tickets_end_with_the_last_of_them() -> None:
+    ends = [promise(lambda n=n: 1 // n) for n in (1, 0, 2)]
+    good, bad = joined([ends[0][0], ends[2][0]]), joined([ticket for ticket, _ in ends])
+    ends[2][1]()
+    assert not good.done()
+    ends[0][1]()
+    assert good.wait() == [1, 0]
+    assert not bad.done()
+    ends[1][1]()
+    assert isinstance(bad.error(), ZeroDivisionError)
+    assert joined([]).wait() == []
 
 
 def test_wait_all_waits_for_all_and_raises_the_first_error(queue: IoQueue) -> None:

@@ -83,10 +83,10 @@ def test_a_ratio_that_fills_the_device_fits_and_is_as_the_engine_takes_it(tmp_pa
             device_bytes=gpu_memory,
         )
         assert plan.placements == mine.plan.placements
-        # As much as possible: one thousandth more of the state would not fit.
+        # As much as possible, in whole parameters: a tenth more of the state would not fit.
         if 0 < mine.plan.settings.ratio < 1:
             more = copy.deepcopy(zero)
-            more["offload_optimizer"]["ratio"] = max(0.0, mine.plan.settings.ratio - 0.4)
+            more["offload_optimizer"]["ratio"] = max(0.0, mine.plan.settings.ratio - 0.1)
             assert not weigh_given(replace(job, base=BASE | {"zero_optimization": more})).fits
     assert 1 > shares[95_000_000] > shares[105_000_000] > shares[GB] == 0
 

@@ -3,8 +3,9 @@ order."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, partial
@@ -17,7 +18,8 @@ from ..format.codecs import CODECS, MAX_BLOSC_BYTES, Codec
 from ..format.partition import Grid, grid_in_checkpoint, make_grid
 from ..io.archives import write_packed
 from ..io.pool import Workers
-from ..io.shards import BegunShard, IoResources, ShardSummary, open_resources
+from ..io.queue import Priority, in_order
+from ..io.shards import IoResources, ShardSummary, ShardWriter, open_resources
 from ..ranks.division import items_of
 from ..ranks.team import ALONE, Team
 from .build import READ_ONLY, CheckpointBuilder
@@ -32,6 +34,8 @@ from .split import TIE
 
 _WHOLE = ("buffer/", "client/")
 """Groups of arrays that rank 0 stores whole, at every world size."""
+_MOST_BEHIND = 8
+"""Shard files that are being written at a time; their buffers are those of the resources."""
 
 
 def reshard_checkpoint(
@@ -214,27 +218,23 @@ class _Reshard:
         advance: Callable[[int], None],
     ) -> list[ShardSummary]:
         """Write a rank's shard files of the new layout, with values from the old one."""
+        res, plan, codec = self._resources, self._plan, self._plan.codec
+        asked = (
+            (builder.place(name, rank), plan.specs[name], plan.grids[name], partial(ahead.read, name)) for name in names
+        )
+        if codec is None:
+            begun = (
+                ShardWriter(res, path, spec, grid, rank, Priority.CHECKPOINT).create(fill, here=True)
+                for path, spec, grid, fill in asked
+            )
+            shards = in_order(begun, _MOST_BEHIND)
+        else:
+            shards = (write_packed(res, path, codec, spec, grid, rank, fill) for path, spec, grid, fill in asked)
         summaries: list[ShardSummary] = []
-        begun: deque[BegunShard] = deque()
-
-        def ended(path: str | Path, summary: ShardSummary) -> None:
-            summaries.append(summary)
-            os.chmod(path, READ_ONLY)
-            advance(self._plan.grids[summary.array].shard_valid_numel(rank) * self._plan.specs[summary.array].itemsize)
-
-        try:
-            for name in names:
-                path, fill = builder.place(name, rank), partial(ahead.read, name)
-                spec, grid, codec = self._plan.specs[name], self._plan.grids[name], self._plan.codec
-                if codec is not None:
-                    ended(path, write_packed(self._resources, path, codec, spec, grid, rank, fill))
-                    continue
-                begun.append(BegunShard(self._resources, path, spec, grid, rank, fill, here=True))
-                while begun and all(ticket.done() for ticket in begun[0].tickets):
-                    ended(begun[0].path, begun.popleft().wait())
-            while begun:
-                ended(begun[0].path, begun.popleft().wait())
-        finally:
-            for ticket in (ticket for shard in begun for ticket in shard.tickets):
-                ticket.error()
+        with contextlib.closing(shards) as written:
+            for summary in written:
+                spec, grid = plan.specs[summary.array], plan.grids[summary.array]
+                os.chmod(builder.folder / plan.shard_path(spec.name, rank), READ_ONLY)
+                advance(grid.shard_valid_numel(rank) * spec.itemsize)
+                summaries.append(summary)
         return summaries

@@ -3,7 +3,7 @@
 from .buffers import HUGE_PAGE_BYTES, PAGE_BYTES, Pool, make_slab, map_large_blocks
 from .files import Files, OpenFile, UnsyncedFiles
 from .flush import Flush
-from .hostmemory import HostMemory, count_memory_kills, read_host_memory
+from .hostmemory import HostMemory, count_memory_kills, most_resident_bytes, read_host_memory, resident_bytes
 from .links import LinkCounters, LinkStatistics, total_of_links
 from .pinning import PinnedSlabs
 from .pool import Workers, helpful_threads, num_cores, run_in_thread
@@ -26,6 +26,6 @@ __all__ = [
     "HUGE_PAGE_BYTES", "PAGE_BYTES", "Files", "Fill", "FillRuns", "Flush", "HostMemory", "IoResources", "LinkCounters",
     "LinkStatistics", "NewFile", "OpenFile", "PinnedSlabs", "Pool", "Priority", "ShardReader", "ShardSummary",
     "ShardWriter", "Ticket", "UnsyncedFiles", "Workers", "count_memory_kills", "fill_chunk", "helpful_threads",
-    "make_shard_file", "make_slab", "map_large_blocks", "num_cores", "open_resources", "read_host_memory", "run_in_thread",
-    "total_of_links", "write_shard",
+    "make_shard_file", "make_slab", "map_large_blocks", "most_resident_bytes", "num_cores", "open_resources",
+    "read_host_memory", "resident_bytes", "run_in_thread", "total_of_links", "write_shard",
 ]  # fmt: skip

@@ -11,12 +11,15 @@ for.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import platform
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+_MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 _UNLIMITED_BYTES = 2**60
 """Version 1 writes the largest number that it knows if there is no limit."""
 
@@ -86,6 +89,22 @@ def count_memory_kills(root: Path = Path("/")) -> int | None:
         if name == "oom_kill":
             return int(value)
     return None
+
+
+def resident_bytes() -> int:
+    """Return the bytes that this process has resident; if the system does not say, the most that it had."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return most_resident_bytes()
+
+
+def most_resident_bytes() -> int:
+    """Return the most bytes that this process had resident."""
+    import resource  # of Unix alone, as this function
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT_BYTES
 
 
 @dataclass(frozen=True)

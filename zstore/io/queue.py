@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Generic, TypeVar
 
 from ..closing import join_threads, start_threads
@@ -144,6 +145,22 @@ def wait_all(tickets: list[Ticket[T]]) -> list[T]:
     if errors:
         raise errors[0]
     return [ticket.wait() for ticket in tickets]
+
+
+def joined(tickets: list[Ticket[T]]) -> Ticket[list[T]]:
+    """Return a ticket for the results of all `tickets`, which is done once they are; its error is that of `wait_all`."""
+    own, left = [*tickets], itertools.count(len(tickets), -1)
+    ticket, carry_out = promise(partial(wait_all, own))
+
+    def ended() -> None:
+        if next(left) == 0:
+            carry_out()
+            own.clear()  # they refer to this function, which refers to them
+
+    for each in tickets:
+        each.when_done(ended)
+    ended()  # there may be none
+    return ticket
 
 
 def in_order(tickets: Iterator[Ticket[T]], depth: int) -> Generator[T, None, None]:

@@ -27,7 +27,7 @@ from ..format.shardfile import (
 )
 from .buffers import Buffer, Pool, make_slab
 from .files import LARGE_BYTES, Files
-from .queue import IoQueue, Priority, Ticket, wait_all
+from .queue import IoQueue, Priority, Ticket, joined, wait_all
 from .slots import Slots, runs
 
 Fill = Callable[[int, int, Bytes], None]
@@ -154,71 +154,23 @@ def write_shard(
     `fill` is called from several threads at once, for disjoint ranges. A file of that name is an error; a failure
     leaves a partial file behind, for the caller's folder to be swept. Must not be called from an I/O thread.
     """
-    begun = BegunShard(res, path, spec, grid, shard, fill, priority)
-    summary = begun.wait()
-    if res.sync and not begun.is_small:
+    writer = ShardWriter(res, path, spec, grid, shard, priority)
+    summary = writer.create(fill).wait()
+    if res.sync and not writer.is_small:
         res.files.sync_file(path)
     return summary
 
 
-class BegunShard:
-    """A new shard file that is being written. With `here`, `fill` is called in this thread alone, part by part, before this
-    is made, and what it filled is written behind. Wait for it in any case; `write_shard` says the rest."""
-
-    def __init__(  # noqa: PLR0913 - of `write_shard`
-        self,
-        res: IoResources,
-        path: str | Path,
-        spec: ArraySpec,
-        grid: Grid,
-        shard: int,
-        fill: Fill | FillRuns,
-        priority: Priority = Priority.CHECKPOINT,
-        *,
-        here: bool = False,
-    ) -> None:
-        self.path = path
-        self._what, self._layout = (spec.name, shard), layout_of(grid, shard, spec.dtype)
-        # The index goes with the first chunks, in one request, if the pool has room for both; a small file is one request.
-        step, present = res.span_chunks(self._layout), self._layout.num_present
-        first_bytes = self._layout.data_offset + min(step, present) * self._layout.slot_bytes
-        together = present > 0 and first_bytes <= res.pool.nbytes // 2
-        self.is_small = together and present <= step
-        if not self.is_small:
-            make_shard_file(res, path, self._layout, index=not together)
-        writer = ShardWriter(res, path, spec, grid, shard, priority, index=together)
-        self.tickets = writer.begin(0, present, fill, here=here)
-        """Of its parts."""
-
-    def wait(self) -> ShardSummary:
-        """Return the summary once the file is written."""
-        crcs = tuple(crc for part in wait_all(self.tickets) for crc in part)
-        return ShardSummary(*self._what, self._layout.file_bytes, crcs)
-
-
 def checksum_shard(res: IoResources, spec: ArraySpec, grid: Grid, shard: int, fill: Fill | FillRuns) -> tuple[int, ...]:
     """Return the checksums that `write_shard` would, and write nothing. Must not be called from an I/O thread."""
-    writer = ShardWriter(res, None, spec, grid, shard, Priority.CHECKPOINT)
-    return tuple(writer.write(0, layout_of(grid, shard, spec.dtype).num_present, fill))
+    return ShardWriter(res, None, spec, grid, shard, Priority.CHECKPOINT).create(fill).wait().crcs
 
 
 class ShardWriter:
-    """Writes chunks of the shard file `path` (None: only takes their checksums). Not for I/O threads.
-
-    The file has its index, or, with `index`, gets it with chunk 0; a file of one request is made by that then, and durable
-    if `res.sync`.
-    """
+    """Writes chunks of the shard file `path` (None: only takes their checksums). Not for I/O threads."""
 
     def __init__(
-        self,
-        res: IoResources,
-        path: str | Path | None,
-        spec: ArraySpec,
-        grid: Grid,
-        shard: int,
-        priority: Priority,
-        *,
-        index: bool = False,
+        self, res: IoResources, path: str | Path | None, spec: ArraySpec, grid: Grid, shard: int, priority: Priority
     ) -> None:
         self._res = res
         self._path = path
@@ -227,35 +179,52 @@ class ShardWriter:
         self._shard = shard
         self._layout = layout_of(grid, shard, spec.dtype)
         self._priority = priority
-        self._index = index
+
+    @property
+    def is_small(self) -> bool:
+        """The file is one request, by which `create` makes it, and durable if the resources say so."""
+        return self._begins_with_index and self._layout.num_present <= self._res.span_chunks(self._layout)
+
+    @property
+    def _begins_with_index(self) -> bool:
+        """The index goes with the first chunks, in one request, if the pool has room for both."""
+        layout = self._layout
+        first_chunks = min(self._res.span_chunks(layout), layout.num_present)
+        return first_chunks > 0 and layout.data_offset + first_chunks * layout.slot_bytes <= self._res.pool.nbytes // 2
+
+    def create(self, fill: Fill | FillRuns, *, here: bool = False) -> Ticket[ShardSummary]:
+        """Make the file and begin to write all of it. With `here`, `fill` is called in this thread alone, part by part, before
+        this returns, and what it filled is written behind; `write_shard` says the rest."""
+        layout, index = self._layout, self._begins_with_index
+        if not self.is_small and self._path is not None:
+            make_shard_file(self._res, self._path, layout, index=not index)
+        parts = joined(self._begin(0, layout.num_present, fill, index=index, here=here))
+        what = self._spec.name, self._shard, layout.file_bytes
+        return parts.then(lambda found: ShardSummary(*what, tuple(crc for part in found for crc in part)))
 
     def write(self, first_chunk: int, stop_chunk: int, fill: Fill | FillRuns) -> list[int]:
-        """Write chunks `[first_chunk, stop_chunk)` from `fill`; return the crc32c of their payloads.
+        """Write chunks `[first_chunk, stop_chunk)` of a file that has its index from `fill`; return the crc32c of their
+        payloads.
 
         `fill` is called from several threads at once, for disjoint ranges.
         """
-        return [crc for part in wait_all(self.begin(first_chunk, stop_chunk, fill)) for crc in part]
+        return [crc for part in wait_all(self._begin(first_chunk, stop_chunk, fill)) for crc in part]
 
-    def begin(
-        self, first_chunk: int, stop_chunk: int, fill: Fill | FillRuns, *, here: bool = False
+    def _begin(
+        self, first_chunk: int, stop_chunk: int, fill: Fill | FillRuns, *, index: bool = False, here: bool = False
     ) -> list[Ticket[list[int]]]:
-        """Do as `write`, and return tickets for the parts; with `here`, `fill` is called in this thread alone, by now."""
+        """Return tickets for the parts of chunks that are written; with `index`, it is written with chunk 0, and a file of one
+        request is made by that."""
         res, rest = self._res, None
         if isinstance(fill, FillRuns) and fill.memory is not None and res.files.takes_parts:
             rest = partial(self._at_rest, fill)
         tickets: list[Ticket[list[int]]] = []
         try:
             step = res.span_chunks(self._layout)
-            for slots in runs(self._layout, first_chunk, stop_chunk, step, rest, index=self._index):
-                buffer = res.pool.acquire(slots.buffer_bytes)
+            for slots in runs(self._layout, first_chunk, stop_chunk, step, rest, index=index):
+                buffer = self._filled(slots, fill) if here else res.pool.acquire(slots.buffer_bytes)
                 is_last = slots.stop == stop_chunk
-                makes_file = self._index and is_last and slots.first == first_chunk
-                if here:
-                    try:
-                        self._lay_out(slots, buffer, fill)
-                    except BaseException:
-                        buffer.release()
-                        raise
+                makes_file = index and is_last and slots.first == first_chunk
                 task = partial(self._write_slots, slots, buffer, None if here else fill, makes_file=makes_file)
                 # The last one runs here: this thread would only wait for it.
                 start = res.queue.carry_out if is_last and not here else res.queue.submit
@@ -265,6 +234,15 @@ class ShardWriter:
                 ticket.error()
             raise
         return tickets
+
+    def _filled(self, slots: Slots, fill: Fill | FillRuns) -> Buffer:
+        buffer = self._res.pool.acquire(slots.buffer_bytes)
+        try:
+            self._lay_out(slots, buffer, fill)
+        except BaseException:
+            buffer.release()
+            raise
+        return buffer
 
     def _at_rest(self, fill: FillRuns, chunk: int) -> Bytes | None:
         first = self._shard * self._grid.shard_numel + chunk * self._grid.chunk_numel

@@ -15,10 +15,9 @@ plan     once after a start: `host_budget_bytes`, `device_bytes`, `parts` (list 
 step     `step`, `loss`, `lr`, `grad_norm`, `samples` and `tokens` (of this step, all over all ranks), `skipped`, `step_s` (from
          the end of the step before, without evaluations), `forward_s`, `backward_s`, `optimizer_s`, `mfu` (0 to 1); and every
          two seconds at most, counted from the step that had them before: `links` (by name: `bytes`, `busy_s`, `stall_s` by
-         cause), `links_s`,
-         `links_steps` (the seconds and steps that they are of); `memory` (bytes of `device`, `host`, `disk`, `buffers`,
-         `process`, `cuda`); the inputs of `mfu`, at the first step and when it changes: `flops` (`step_flops`, operations of
-         a step over all ranks, `source`, `peak_flops`, operations a second of rank 0's device, `peak_source`)
+         cause), `links_s`, `links_steps` (the seconds and steps that they are of); `memory` (bytes of `device`, `host`, `disk`,
+         `buffers`, `process`, `cuda`); the inputs of `mfu`, at the first step and when it changes: `flops` (`step_flops`,
+         operations of a step over all ranks, `source`, `peak_flops`, operations a second of rank 0's device, `peak_source`)
 save     `step`, `tag`, `location`, `state` (begun, committed, uploaded, failed), `stall_s`, `elapsed_s`, `linked_bytes`,
          `written_bytes`, `uploaded_bytes`, `problem`
 eval     `step`, `loss` (mean over all samples), `perplexity`, `samples`

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import logging
-import resource
-import sys
 
 import torch
 import torch.distributed as torch_dist
 
-from zstore.io import read_host_memory
+from zstore.io import read_host_memory, resident_bytes
 
 _log = logging.getLogger("zstore")
 
-MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
-"""Bytes of a unit of `ru_maxrss`."""
 _GB = 10**9
-
-
-def resident_bytes() -> int:
-    """Return the bytes that the process has resident; if the system does not say, the most that it had."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_UNIT_BYTES
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

@@ -136,7 +136,7 @@ class Inbox:
             _check_free(new)
             others = [one for one in self.all() if one.folder == folder and one.id != new.id]
             for one in others:
-                if one.record.run != new.record.run and _is_alive(one):
+                if one.record.run != new.record.run and _silent_s(one) < ALIVE_S:
                     raise CheckpointExistsError(
                         f"another training run uploads its checkpoint {one.record.tag!r} to {offer.run!r}: choose another "
                         "name, or wait until it is done"
@@ -323,10 +323,6 @@ def _device_of(folder: Path) -> int | None:
 
 def _silent_s(upload: Upload) -> float:
     return time.time() - upload.active_at
-
-
-def _is_alive(upload: Upload) -> bool:
-    return _silent_s(upload) < ALIVE_S
 
 
 def _committed(folder: Path, record: Record) -> Record | None:

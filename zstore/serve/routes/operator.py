@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
-
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from ...io import resident_bytes
 from ..auth import may_read, require_token
 from ..service import Service, service_of
 
@@ -34,11 +33,9 @@ async def _metrics(request: Request) -> Response:
 
 
 def _gauges(service: Service) -> dict[str, float]:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        pages = file.read().split()[1]
     return {
         "zstore_runs": len(service.runs.all()),
         "zstore_uploads": len(service.inbox.all()),
         "zstore_jobs_running": sum(job.state == "running" for job in service.jobs.all().jobs),
-        "process_resident_memory_bytes": int(pages) * mmap.PAGESIZE,
+        "process_resident_memory_bytes": resident_bytes(),
     }

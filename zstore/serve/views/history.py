@@ -23,7 +23,7 @@ from ...journal.lines import decode_lines
 from ...journal.names import pid_namespace, run_of
 from ..models import ActionEvent, NotFinite, SaveEvent, Session, Warned
 from .columns import Part, StepTable, columns_of, metrics_of, row_of
-from .journals import journals_in, read_part
+from .journals import arrival, journals_in, read_part
 
 LEAST_HEARTBEAT_S = 60.0
 _HEARTBEAT_STEPS = 10
@@ -262,10 +262,8 @@ class History:
                     self._views[name] = view
                 before = view.offset
                 self._read(name, view, file.nbytes)
-                if self._folder.is_local:
-                    view.arrived_at = file.written_ns / 1e9
-                elif view.offset > before:
-                    view.arrived_at = time.time() if before else view.last_at
+                if view.offset > before or self._folder.is_local:
+                    view.arrived_at = arrival(self._folder, file, view.last_at, is_new=not before)
 
     def _read(self, name: str, view: JournalView, nbytes: int) -> None:
         left = b""

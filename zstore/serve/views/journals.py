@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from dataclasses import dataclass
 
 from ...checkpoint.folder import Folder
@@ -49,6 +50,14 @@ def _journals_here(folder: Folder, nested: str = "") -> dict[str, JournalFile]:
 def _journals_there(folder: Folder) -> dict[str, JournalFile]:
     sizes = {name: folder.size(name) for name in folder.entries().files if run_of(name) is not None}
     return {name: JournalFile(nbytes=size, written_ns=size) for name, size in sizes.items()}
+
+
+def arrival(folder: Folder, file: JournalFile, last_at: float, *, is_new: bool) -> float:
+    """Return when the last line of a journal came, by the clock here: behind a URL now, or, if the journal `is_new` here,
+    `last_at`, the time that the line itself has."""
+    if folder.is_local:
+        return file.written_ns / 1e9
+    return last_at if is_new else time.time()
 
 
 def read_part(folder: Folder, name: str, start: int, stop: int) -> bytes:

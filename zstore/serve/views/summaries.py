@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..cache import Cache
 from ..models import Session
 from .columns import row_of
 from .history import State, count_of, not_finite_of, seconds_of, session_of, state_of, text_of
-from .journals import journals_in, read_part
+from .journals import arrival, journals_in, read_part
 
 _END_BYTES = 64 * 1024
 _MOST_CACHED = 4096
@@ -60,8 +59,7 @@ class JournalSummaries:
         if cached is not None and cached[0] == key:
             return cached[1]
         made = _summarize(folder, name, found[name].nbytes)
-        arrived = time.time() if cached is not None else made.last_at or 0.0
-        made = replace(made, arrived_at=found[name].written_ns / 1e9 if folder.is_local else arrived)
+        made = replace(made, arrived_at=arrival(folder, found[name], made.last_at or 0.0, is_new=cached is None))
         return self._cache.put(folder.location, (key, made))[1]
 
 
@@ -79,7 +77,7 @@ def _summarize(folder: Folder, name: str, nbytes: int) -> JournalSummary:
         not_finite_step = found.step if (found := not_finite_of(line)) is not None else not_finite_step
         match line.get("kind"):
             case "start":
-                session, total_steps = session_of(line), count_of(line, "total_steps")
+                session, end, total_steps = session_of(line), {}, count_of(line, "total_steps")
                 step = count_of(line, "step")
             case "step":
                 step, row = count_of(line, "step"), row_of(line)
@@ -87,7 +85,7 @@ def _summarize(folder: Folder, name: str, nbytes: int) -> JournalSummary:
                 session, end = session.model_copy(update={"ended_at": last_at}), line
     if session is not None and tail and session.ended_at is not None and not _ends(tail):
         # A later process began between the two parts.
-        session = session.model_copy(update={"ended_at": None})
+        session, end = session.model_copy(update={"ended_at": None}), {}
     known = {key: None if math.isnan(value) else value for key, value in row.items()}
     return JournalSummary(
         run_id=None if session is None else session.run_id,
@@ -98,7 +96,7 @@ def _summarize(folder: Folder, name: str, nbytes: int) -> JournalSummary:
         step_s=number(row.get("step_s")),
         last_at=last_at,
         reason=text_of(end, "reason"),
-        error=(text_of(end, "problem") or None) if session is not None and session.ended_at is not None else None,
+        error=text_of(end, "problem") or None,
         not_finite_step=not_finite_step,
         session=session,
     )
