@@ -14,6 +14,7 @@ _SERVER = os.getpid()
 
 def _begin() -> None:
     if os.getppid() == _SERVER:
+        gc.freeze()  # all of it is young: the first collection would go through it
         gc.enable()
 
 
