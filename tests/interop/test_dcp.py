@@ -15,7 +15,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -449,7 +451,7 @@ def test_pieces_that_overlap_as_much_as_they_leave_out_are_refused(tmp_path: Pat
 @alone
 def test_a_checkpoint_is_replaced_only_where_asked(tmp_path: Path) -> None:
     save_alone({"w": torch.zeros(3)}, tmp_path / "a")
-    with pytest.raises(BaseException, match="'a' is committed"):
+    with pytest.raises(BaseException, match="Checkpoint already exists: 'a' is committed"):
         save_alone({"w": torch.ones(3)}, tmp_path / "a")
     target = {"w": torch.full((3,), 5.0)}
     load_alone(target, tmp_path / "a")
@@ -472,6 +474,24 @@ def test_a_writer_serves_many_saves_and_names_that_need_encoding(tmp_path: Path)
     reader = zstore.dcp.Reader(tmp_path / "step 1")
     dcp.load(target, storage_reader=reader, checkpoint_id=tmp_path / "step-2", no_dist=True)
     assert torch.equal(target["w"], torch.ones(3))
+
+
+@alone
+def test_planners_are_told_which_save_and_load_they_serve(tmp_path: Path) -> None:
+    """As torch's own writer and reader tell them."""
+    writer, ids = zstore.dcp.Writer(tmp_path / "a", overwrite=True), []
+    for value in (0.0, 1.0):
+        dcp.save({"w": torch.full((3,), value)}, storage_writer=writer, no_dist=True)
+        ids.append(writer.save_id)
+    assert ids[0] != ids[1]
+    reader, planner = zstore.dcp.Reader(tmp_path / "a"), DefaultLoadPlanner()
+    dcp.load({"w": torch.zeros(3)}, storage_reader=reader, planner=planner, no_dist=True)
+    assert planner.metadata is not None
+    assert planner.metadata.version == CURRENT_DCP_VERSION
+    meta = planner.metadata.storage_meta
+    assert meta == StorageMeta(checkpoint_id=str(tmp_path / "a"), save_id=ids[1], load_id=reader.load_id)
+    with open_checkpoint(tmp_path, "a") as opened:
+        assert opened.record.id == ids[1]
 
 
 @alone

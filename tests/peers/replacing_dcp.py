@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing.context
 import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,8 @@ def _init_on_the_cpu(self: Any, eager_init: bool, backend: str | None = None) ->
     _init_pg(self, eager_init, "gloo" if set(named.split(",")) == {"cpu:gloo"} else named)
 
 
+# One test saves there, and would find what the run with torch's writer left.
+shutil.rmtree("/tmp/dcp_testing", ignore_errors=True)
 _init_pg = common_dtensor.DTensorTestBase.init_pg
 common_dtensor.DTensorTestBase.init_pg = _init_on_the_cpu  # type: ignore[method-assign]
 for each in (common_distributed, common_dtensor):

@@ -121,7 +121,7 @@ SUITES = (
         fetched=("test/distributed/checkpoint",),
         folder="test",
         plugin="replacing_dcp",
-        share=0.75,
+        share=0.95,
         variables={"OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": _TIMEOUT},
     ),
     Suite(

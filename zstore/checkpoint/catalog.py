@@ -339,8 +339,8 @@ def check_tag_is_free(place: FolderLike, tag: str, *, overwrite: bool, run: str 
         whose = " by another run" if run else ""
         resume = "load it first to go on with that run, " if run else ""
         raise CheckpointExistsError(
-            f"checkpoint {tag!r} is committed in {folder}{whose} (step {existing.record.step}): {resume}save under another "
-            "tag, or pass overwrite=True to replace it"
+            f"Checkpoint already exists: {tag!r} is committed in {folder}{whose} (step {existing.record.step}): {resume}save "
+            "under another tag, or pass overwrite=True to replace it"
         )
     if existing is None and _is_in_use(folder, name):
         raise CheckpointError(f"{target} exists and is not a checkpoint of zstore: move it away, or use another tag")

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -66,6 +68,8 @@ class Reader(StorageReader):
     ) -> None:
         self._storage_options = storage_options
         self.path = os.fspath(path)
+        self.load_id = uuid4().hex
+        """Of the load that is under way, or was last."""
         self._tag = tag
         self._trust_pickles = trust_pickles
         self._num_threads = num_threads
@@ -79,6 +83,7 @@ class Reader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin to read another checkpoint, at `checkpoint_id` if it is given (all ranks)."""
         self.close()
+        self.load_id = uuid4().hex
         if checkpoint_id is not None:
             self.path, self._tag = os.fspath(checkpoint_id), None
 
@@ -93,9 +98,10 @@ class Reader(StorageReader):
         }
         entries |= {key_of(path): BytesStorageMetadata() for path, _ in self._state.values}
         paths = {key_of(path): path for path in (*self._state.paths.values(), *(p for p, _ in self._state.values))}
-        return Metadata(
-            state_dict_metadata=entries, planner_data=paths, storage_meta=StorageMeta(checkpoint_id=source.location)
-        )
+        ids = StorageMeta(checkpoint_id=source.location, save_id=source.record.id, load_id=self.load_id)
+        metadata = Metadata(state_dict_metadata=entries, planner_data=paths, storage_meta=ids)
+        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+        return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """See `StorageReader` (all ranks)."""

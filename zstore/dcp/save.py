@@ -56,8 +56,8 @@ class Save:
         self._step = step
         self._timeout_s = timeout_s
         self._files = files or Files()
-        self._id = new_save_id()
-        self._destination = place.destination(self._files, self._id)
+        self.id = new_save_id()
+        self._destination = place.destination(self._files, self.id)
         self._paths = _paths(self._plans)
         self._tensors = _tensors(self._plans)
         self._previous: TagInfo | None = None
@@ -112,7 +112,7 @@ class Save:
     def _share(self, rank: int, plan: SavePlan) -> Share:
         mine = {item.index.fqn for item in plan.items}
         return Share(
-            save_id=self._id,
+            save_id=self.id,
             folder=str(self._destination.folder),
             url=self._destination.url,
             rank=rank,
@@ -150,7 +150,7 @@ class Save:
             tag=self._destination.tag,
             step=self._step,
             world_size=len(self._plans),
-            save_id=self._id,
+            save_id=self.id,
             specs=specs | {spec.name: spec for spec in opaque},
             grids=grids | {spec.name: make_grid(spec.stored_shape, 1) for spec in opaque},
         )

@@ -79,6 +79,8 @@ class Writer(StorageWriter):
         self._forget: Callable[[], None] | None = None
         self._storage_options = storage_options
         self._place = Place.of(path, storage_options)
+        self.save_id = ""
+        """On rank 0 the id of the checkpoint that is written, or was last, as its record has it."""
 
     # -- DCP's calls, in their order ---------------------------------------------------------------------------------
 
@@ -108,6 +110,7 @@ class Writer(StorageWriter):
         self._save = Save(
             self._place, step, plans, self._timeout_s, link_unchanged=self._link_unchanged, files=self._files
         )
+        self.save_id = self._save.id
         self._forget = closing_with(self, self._save.abandon)
         return self._save.begin(overwrite=self._overwrite)
 

@@ -74,10 +74,6 @@ class Slots:
             if self.at_rest[place] is None:
                 yield self.first + place, np.frombuffer(self.payloads[place], np.uint8)
 
-    def through_buffer(self) -> Slots:
-        """Return the same run with no payload in place."""
-        return Slots(self.layout, self.first, self.stop, self.head)
-
     def lay_out(self, buffer: Bytes) -> None:
         """Place the parts without memory of their own in `buffer`, whose address is a multiple of the alignment."""
         at, begun = self.head, 0

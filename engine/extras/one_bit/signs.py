@@ -21,11 +21,6 @@ def chunk_numel(numel: int, world_size: int) -> int:
     return round_up(-(-numel // world_size), SIGNS_PER_BYTE)
 
 
-def message_bytes(numel: int, world_size: int) -> int:
-    """Return the bytes of the signs of a chunk and of its scale."""
-    return chunk_numel(numel, world_size) // SIGNS_PER_BYTE + SCALE_BYTES
-
-
 def valid_counts(numel: int, world_size: int) -> list[int]:
     """Return how many elements of each rank's chunk of a tensor are no padding."""
     chunk = chunk_numel(numel, world_size)
