@@ -35,7 +35,7 @@ ranks.PRELOADED += [
     "torch.distributed.run",
     "zstore.tools.cli",
     "zstore.tools.train.loop",
-    "tests.engine.bits",
+    "tests.engine.runs",
     "tests.measured",
 ]
 ranks.PRELOADED += ["zstore.serve.server"]  # what uploads lose by kills
