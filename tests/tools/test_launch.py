@@ -211,11 +211,11 @@ def test_ranks_that_outlive_a_failed_one_are_ended(monkeypatch: pytest.MonkeyPat
 
 def test_a_second_signal_reaches_the_ranks_too(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys\n"
+        "import os, signal, time\n"
         "signal.signal(signal.SIGUSR1, lambda *_: (signal.signal(signal.SIGUSR1, signal.SIG_DFL),\n"
         "    os.kill(os.getppid(), signal.SIGUSR1)))\n"
         "os.kill(os.getppid(), signal.SIGUSR1)\n"
-        "while True: signal.pause()"
+        "while True: time.sleep(0.1)"
     )
     before = signal.getsignal(signal.SIGUSR1)
     with pytest.raises(SystemExit) as caught:

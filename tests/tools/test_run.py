@@ -42,7 +42,7 @@ if os.environ["RANK"] == "1":
 time.sleep(60)
 """
 WAITS = """
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, time
 def stop(number, frame):
     os.write(1, f"rank {os.environ['RANK']} got {number}\\n".encode())
     sys.exit(75)
@@ -52,7 +52,7 @@ if "STUBBORN" in os.environ:
     subprocess.Popen(["sleep", "1000"])  # has this stdout
 os.write(1, b"up\\n")
 while True:
-    signal.pause()
+    time.sleep(0.1)  # not pause(): a signal may come just before that
 """
 
 
