@@ -79,7 +79,7 @@ def test_modules_import_files_that_are_there_and_build_nothing_from_text(name: s
         assert source.startswith("."), f"{name} imports {source}"
         assert (ASSETS / name).parent.joinpath(source).resolve().relative_to(ASSETS).as_posix() in _FILES, source
     assert _FORBIDDEN.findall(_COMMENT.sub("", text)) == []
-    assert len(text.splitlines()) <= 500
+    assert name.startswith("vendor/") or len(text.splitlines()) <= 500
 
 
 def test_html_and_styles_load_only_files_of_the_page() -> None:

@@ -4,7 +4,7 @@
 import { atFrame, h } from "../dom.js";
 import { bytes, counted, percent } from "../format.js";
 import { colour, onTheme } from "../themes.js";
-import { squarify } from "./squarify.js";
+import { treemapSquarify } from "../vendor/d3-hierarchy.js";
 
 const TITLE_PX = 20;
 const LEAST_TITLE = 46;
@@ -106,13 +106,16 @@ export class Treemap {
   }
 
   place(nodes, box, depth) {
-    const boxes = squarify(nodes.map((node) => node.nbytes), box);
-    for (const [index, node] of nodes.entries()) {
+    const children = nodes.map((node) => ({ node, value: node.nbytes })).sort((a, b) => b.value - a.value);
+    const value = children.reduce((sum, child) => sum + child.value, 0);
+    treemapSquarify({ value, children }, box.x, box.y, box.x + box.width, box.y + box.height);
+    for (const { node, x0, y0, x1, y1 } of children) {
+      const own = { x: x0, y: y0, width: x1 - x0, height: y1 - y0 };
       if (node.children === undefined) {
-        this.leaves.push({ array: node, box: boxes[index] });
+        this.leaves.push({ array: node, box: own });
         continue;
       }
-      const outer = shrink(boxes[index], depth === 0 ? GAP : 1);
+      const outer = shrink(own, depth === 0 ? GAP : 1);
       if (node.kind !== undefined) this.shared.set(node.tier + node.kind, sharedPrefix(node.children));
       const titled = outer.width >= LEAST_TITLE && outer.height >= LEAST_TITLE;
       if (titled) this.titles.push({ node, box: { ...outer, height: TITLE_PX } });
