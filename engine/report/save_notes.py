@@ -37,8 +37,8 @@ class SaveNotes:
             # Often known only once the save was committed, when the line is written.
             "stall_s": self._stall_s,
             "elapsed_s": outcome.elapsed_s,
-            "linked_bytes": outcome.linked_bytes,
-            "written_bytes": outcome.written_bytes,
+            "linked_bytes": outcome.all_linked_bytes,
+            "written_bytes": outcome.all_written_bytes,
         }
         if outcome.url is None:
             self.add(state="committed", **done)

@@ -60,7 +60,16 @@ def test_a_second_process_goes_on_where_the_file_was_whole(tmp_path: Path) -> No
 
 def test_a_save_that_is_committed_while_its_call_still_runs_has_a_stall(tmp_path: Path) -> None:
     summary = SaveSummary(
-        path=tmp_path, num_files=1, num_linked=0, linked_bytes=0, written_bytes=7, elapsed_s=0.5, known={}, messages=()
+        path=tmp_path,
+        num_files=1,
+        num_linked=0,
+        linked_bytes=0,
+        written_bytes=5,
+        all_linked_bytes=0,
+        all_written_bytes=7,
+        elapsed_s=0.5,
+        known={},
+        messages=(),
     )
     with JournalWriter(failed) as writer:
         writer.open(FileSink(tmp_path / journal_file("a")))

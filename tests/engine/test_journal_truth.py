@@ -89,6 +89,24 @@ def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return wait
 
 
+def _save(_rank: int, folder: Path) -> tuple[int, int]:
+    with start(make_config(1, "nvme", folder / "nvme", zstore={"journal": str(folder)})) as engine:
+        step(engine)
+        engine.save_checkpoint(str(folder / "ckpt"))
+        torch.distributed.barrier()
+        files = [path.stat() for path in (folder / "ckpt").rglob("c.*")]
+        torch.distributed.barrier()  # the names on the drive go with the engine
+    return sum(f.st_size for f in files if f.st_nlink > 1), sum(f.st_size for f in files if f.st_nlink == 1)
+
+
+def test_bytes_of_a_save_are_those_of_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    first, second = run_ranks(_save, 2, tmp_path)
+    (committed,) = [record for record in of_kind(tmp_path, "save") if record["state"] == "committed"]
+    assert (committed["linked_bytes"], committed["written_bytes"]) == first == second
+    assert min(first) > 0
+
+
 def test_an_evaluation_is_no_time_of_a_step(tmp_path: Path, pass_time: Callable[[float], None]) -> None:
     with start(make_config(zstore={"journal": str(tmp_path)})) as engine:
         step(engine)

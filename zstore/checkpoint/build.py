@@ -10,6 +10,7 @@ A process that writes all ranks' parts leaves rank 0's to `finish`.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
@@ -26,6 +27,8 @@ from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
 from .plan import CheckpointPlan
 
 READ_ONLY = 0o444
+_LINKED, _WRITTEN = (re.compile(rb'"bytes":(\d+),"linked":' + flag) for flag in (b"true", b"false"))
+"""Sizes of shard files in a manifest."""
 
 
 class CheckpointBuilder:
@@ -41,6 +44,8 @@ class CheckpointBuilder:
         """Folders that exist."""
         self._found: dict[int, str] = {}
         """Digests of the manifests that were read, by rank."""
+        self.written_bytes = self.linked_bytes = 0
+        """Of the shard files in these manifests."""
 
     @cached_property
     def _texts(self) -> Mapping[str, bytes]:
@@ -162,6 +167,8 @@ class CheckpointBuilder:
                     f"rank {rank} saved other arrays than rank 0, or cut them in another way: every rank needs the same model"
                 )
             self._found[rank] = sha256(data)
+            self.linked_bytes += sum(map(int, _LINKED.findall(data)))
+            self.written_bytes += sum(map(int, _WRITTEN.findall(data)))
         return not self.missing_ranks()
 
     def _arrived(self) -> list[int]:

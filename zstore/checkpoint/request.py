@@ -160,6 +160,9 @@ class SaveSummary:
     """Those of them that are links: no byte of them was written."""
     linked_bytes: int
     written_bytes: int
+    all_linked_bytes: int
+    """Of all ranks that save to this folder, on the one that commits; else 0."""
+    all_written_bytes: int
     elapsed_s: float
     """From the request to the commit."""
     known: Mapping[str, KnownFile]

@@ -323,6 +323,8 @@ class _Save:
             num_linked=len(linked),
             linked_bytes=sum(s.file_bytes for s in linked),
             written_bytes=sum(s.file_bytes for s in summaries if not s.linked),
+            all_linked_bytes=self._builder.linked_bytes,
+            all_written_bytes=self._builder.written_bytes,
             elapsed_s=time.monotonic() - self._started,
             known=self._publisher.known,
             spare=self._spare,
