@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 from tests.engine.fake_device import FakeDevice
+from tests.waiting import until
 from zstore.errors import BudgetError, RunFolderError, UsageError
 from zstore.optim import Offloaded, StoredTensor, register
 
@@ -544,6 +545,29 @@ def test_a_step_that_failed_half_way_is_told_until_a_state_is_loaded(overlap: An
         optimizer.load_state_dict(saved[1])
         train(ours, optimizer, range(2, 4))
         optimizer.wait()
+        assert same(ours, theirs)
+
+
+def test_a_step_that_failed_before_the_end_of_the_backward_is_told_until_a_state_is_loaded(tmp_path: Path) -> None:
+    register(Failing)
+    ours, theirs = make_model(), make_model()
+    with Offloaded(Failing, ours.parameters(), path=tmp_path, overlap="backward") as optimizer:
+        saved = copy.deepcopy([ours.state_dict(), optimizer.state_dict()])
+        updates: Any = optimizer._parts.in_backward
+        last = ours[0].weight.register_hook(lambda _: until(updates._running.done))
+        Failing.left = 1
+        with pytest.raises(OSError, match="the drive is gone"):
+            backward(ours, 0)
+        Failing.left = 1_000_000
+        last.remove()
+        optimizer.zero_grad()
+        with pytest.raises(UsageError, match="a mixture of two steps"):
+            backward(ours, 0)
+        optimizer.zero_grad()
+        ours.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        train(ours, optimizer)
+        train(theirs, Lion(theirs.parameters()))
         assert same(ours, theirs)
 
 

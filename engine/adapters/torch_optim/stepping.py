@@ -131,6 +131,7 @@ class InBackward:
 
     def put(self, record: LocalRecord, rows: torch.Tensor) -> None:
         """Hand a gradient over. Raises UsageError for a second one before `finish`, and the error that ended the update."""
+        self._stepping.require_whole()
         if record in self._seen:
             raise UsageError(
                 f'a second gradient of parameter {record.name!r} before step(), but with overlap="backward" the first one has '
@@ -145,8 +146,7 @@ class InBackward:
             self._waiting[record] = rows
             self._changed.notify_all()
             self._changed.wait_for(self._has_room)
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
 
     def _has_room(self) -> bool:
         return self._error is not None or sum(rows.nbytes for rows in self._waiting.values()) <= _WAITING_BYTES
@@ -201,10 +201,13 @@ class InBackward:
             self._changed.notify_all()
         self._wait()
         seen, self._seen = self._seen, set()
+        self._raise_error()
+        self._state.note_update(seen)
+
+    def _raise_error(self) -> None:
         if self._error is not None:
             self._stepping.torn = self._error
             raise self._error
-        self._state.note_update(seen)
 
     def _wait(self) -> None:
         running, self._running = self._running, None
