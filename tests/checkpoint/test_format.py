@@ -118,6 +118,13 @@ def test_record_and_manifest_come_back_as_they_were() -> None:
     assert Manifest.decode(MANIFEST.encode(), "m") == MANIFEST
 
 
+def test_bytes_of_a_manifest_are_those_of_its_list_whatever_the_state_says() -> None:
+    shards = tuple(ShardSummary(f"model/a{n}", 0, nbytes, (1,), linked=n < 2) for n, nbytes in enumerate((3, 40, 500)))
+    data = replace(MANIFEST, shards=shards, rank_state={"x": {"bytes": 7, "linked": True}}).encode()
+    assert json.loads(data)["rank_state"]["x"] == {"bytes": 7, "linked": True}
+    assert [Manifest.sum_bytes(data, linked=linked) for linked in (True, False)] == [43, 500]
+
+
 def test_the_head_of_a_manifest_is_all_but_its_shards_whatever_the_state_says() -> None:
     tricky = {"text": ',"shards":[', "shards": [1, {"a": 2, "shards": [3]}], "z": 1}
     for manifest in (MANIFEST, replace(MANIFEST, rank_state=tricky, layout="f" * 64), replace(MANIFEST, shards=())):

@@ -10,7 +10,6 @@ A process that writes all ranks' parts leaves rank 0's to `finish`.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
@@ -27,8 +26,6 @@ from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
 from .plan import CheckpointPlan
 
 READ_ONLY = 0o444
-_LINKED, _WRITTEN = (re.compile(rb'"bytes":(\d+),"linked":' + flag) for flag in (b"true", b"false"))
-"""Sizes of shard files in a manifest."""
 
 
 class CheckpointBuilder:
@@ -167,8 +164,8 @@ class CheckpointBuilder:
                     f"rank {rank} saved other arrays than rank 0, or cut them in another way: every rank needs the same model"
                 )
             self._found[rank] = sha256(data)
-            self.linked_bytes += sum(map(int, _LINKED.findall(data)))
-            self.written_bytes += sum(map(int, _WRITTEN.findall(data)))
+            self.linked_bytes += Manifest.sum_bytes(data, linked=True)
+            self.written_bytes += Manifest.sum_bytes(data, linked=False)
         return not self.missing_ranks()
 
     def _arrived(self) -> list[int]:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import reprlib
 import stat
 from collections.abc import Iterator, Mapping
@@ -110,6 +111,12 @@ class Manifest:
         """Return as `decode` does a manifest that `encode` made, but without its shards, which are most of it."""
         head, found, _ = data.rpartition(_SHARDS)
         return cls.decode(head + _SHARDS + b"]}" if found else data, path)
+
+    @staticmethod
+    def sum_bytes(data: bytes, *, linked: bool) -> int:
+        """Return the bytes of shard files that are links, or of the others, in a manifest of `encode`, which is not decoded."""
+        sizes = rb'"bytes":(\d+),"linked":' + (b"true" if linked else b"false")
+        return sum(map(int, re.findall(sizes, data.rpartition(_SHARDS)[2])))
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> Manifest:

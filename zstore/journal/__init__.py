@@ -19,7 +19,7 @@ step     `step`, `loss`, `lr`, `grad_norm`, `samples` and `tokens` (of this step
          `buffers`, `process`, `cuda`); the inputs of `mfu`, at the first step and when it changes: `flops` (`step_flops`,
          operations of a step over all ranks, `source`, `peak_flops`, operations a second of rank 0's device, `peak_source`)
 save     `step`, `tag`, `location`, `state` (begun, committed, uploaded, failed), `stall_s`, `elapsed_s`, `linked_bytes`,
-         `written_bytes`, `uploaded_bytes`, `problem`
+         `written_bytes` (of all ranks), `uploaded_bytes`, `problem`
 eval     `step`, `loss` (mean over all samples), `perplexity`, `samples`
 metrics  `step`, `values`: numbers of the loop's own, by name
 load     `step`, `tag`, `location`, `elapsed_s`, `read_bytes`
