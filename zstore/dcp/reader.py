@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -99,9 +99,7 @@ class Reader(StorageReader):
         entries |= {key_of(path): BytesStorageMetadata() for path, _ in self._state.values}
         paths = {key_of(path): path for path in (*self._state.paths.values(), *(p for p, _ in self._state.values))}
         ids = StorageMeta(checkpoint_id=source.location, save_id=source.record.id, load_id=self.load_id)
-        metadata = Metadata(state_dict_metadata=entries, planner_data=paths, storage_meta=ids)
-        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-        return metadata
+        return Metadata(entries, planner_data=paths, storage_meta=ids, version=CURRENT_DCP_VERSION)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """See `StorageReader` (all ranks)."""

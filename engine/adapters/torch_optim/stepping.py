@@ -152,7 +152,6 @@ class InBackward:
         return self._error is not None or sum(rows.nbytes for rows in self._waiting.values()) <= _WAITING_BYTES
 
     def _start(self) -> None:
-        self._stepping.require_whole()
         self._state.before_change()
         if self._workers is None:
             self._workers = Workers(1, "zstore-update")

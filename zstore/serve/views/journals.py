@@ -53,8 +53,7 @@ def _journals_there(folder: Folder) -> dict[str, JournalFile]:
 
 
 def arrival(folder: Folder, file: JournalFile, last_at: float, *, is_new: bool) -> float:
-    """Return when the last line of a journal came, by the clock here: behind a URL now, or, if the journal `is_new` here,
-    `last_at`, the time that the line itself has."""
+    """Return when a journal's last line came, by the clock here; behind a URL now, or its own time if the journal `is_new`."""
     if folder.is_local:
         return file.written_ns / 1e9
     return last_at if is_new else time.time()
