@@ -35,11 +35,11 @@ def views_of(run: str, last: str, before: str, array: str) -> list[View]:
     base = f"/run/{quote(run, safe='')}"
     shown = f"{base}/checkpoint/{last}"
     return [
-        View("run", base, "[data-test=chart-loss]"),
+        View("run", base, "[data-test=chart-loss] canvas"),
         View("memory", f"{base}/memory", "[data-test=treemap]"),
         View("checkpoints", f"{base}/checkpoints", "[data-test=checkpoint-link]"),
         View("checkpoint", shown, "[data-test=tree-array], [data-test=tree-group]"),
-        View("array", f"{shown}?array={quote(array, safe='')}", "[data-test=histogram]"),
+        View("array", f"{shown}?array={quote(array, safe='')}", "[data-test=histogram] canvas"),
         View("compare", f"{base}/compare?before={quote(before)}&after={quote(last)}", "[data-test=compare-counts] > *"),
         View(
             "difference",

@@ -77,6 +77,42 @@ def test_steps_appear_while_the_page_is_open(site: Site) -> None:
     watched.check()
 
 
+def test_curves_are_read_and_zoomed_together_by_mouse_and_by_keyboard(site: Site) -> None:
+    watched = site.page()
+    page = site.open(view("run"), watched)
+    loss, rate = page.locator("[data-test=chart-loss] .plot"), page.locator("[data-test=chart-lr] .plot")
+    assert (loss.get_attribute("aria-label") or "").startswith("Loss by step, steps 1 to ")
+    place = page.locator("[data-test=chart-loss] .u-over").bounding_box()
+    assert place is not None
+    middle, at = place["x"] + place["width"] / 2, place["y"] + place["height"] / 2
+    page.mouse.move(middle, at)
+    step = rate.get_attribute("aria-valuenow")
+    assert step is not None
+    assert abs(int(step) - NUM_STEPS / 2) < 10
+    assert rate.get_attribute("aria-valuetext") == f"step {step}: lr 0.0003"
+    page.mouse.down()
+    page.mouse.move(middle + 50, at)
+    page.mouse.move(middle + 100, at)
+    page.mouse.up()
+    page.wait_for_function("new URLSearchParams(location.search).has('from')")
+    zoomed = page.url
+    page.reload()
+    page.wait_for_selector(view("run").ready)
+    assert page.locator("[data-test=zoom-all]").is_enabled()
+    loss.focus()
+    page.keyboard.press("Home")
+    first = rate.get_attribute("aria-valuenow")
+    assert f"from={first}" in zoomed or f"from={int(first or 0) - 1}" in zoomed
+    page.keyboard.press("Shift+PageUp")
+    page.keyboard.press("Shift+PageUp")
+    page.keyboard.press("Enter")
+    page.wait_for_function("before => location.href !== before", arg=zoomed)
+    assert f"from={first}&" in page.url
+    page.keyboard.press("Escape")
+    page.wait_for_function("location.search === ''")
+    watched.check()
+
+
 def test_a_histogram_opens_by_mouse_and_by_keyboard(site: Site) -> None:
     watched = site.page()
     page = site.open(view("checkpoint"), watched)

@@ -29,7 +29,7 @@ ASSETS = {
     "theme.js": b"document.title;",
     "main.js": b'import { f as g } from "./parts/f.js";\ng();\n',
     "parts/f.js": b'import * as all from "../all.js";\nexport function f() {\n  return all.one;\n}\n',
-    "all.js": b"export const one = 1;\nconst two = 2;\nexport { two as zwei };\n",
+    "all.js": b"export const one = 1;\nconst two = 2;\n/*\nexport const three = 3;\n*/\nexport { two as zwei };\n",
 }
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028"
 
@@ -66,6 +66,7 @@ def test_modules_come_after_those_that_they_import() -> None:
     [
         ('import { f } from "./parts/f.js";\nexport let x = 1;\n', "export let"),
         ("export default 1;\n", "export default"),
+        ("// a\nexport const { a } = { a: 1 };\n", "export const {"),
         ('import f from "./parts/f.js";\n', "expected `import"),
         ('const f = await import("./parts/f.js");\n', "import"),
         ("console.log(import.meta.url);\n", "import.meta"),

@@ -1,18 +1,14 @@
 // Elements made of text nodes only: nothing that comes from data is ever parsed as HTML.
 
-const SVG = "http://www.w3.org/2000/svg";
-
 /**
  * Return an element. `attributes`: `on*` functions become listeners, `style` is an object of CSS properties, `test` becomes
  * `data-test`, `true` an empty attribute; null and false are left out. Children are nodes, text, numbers, or lists of them.
  */
 export function h(tag, attributes, ...children) {
-  return fill(document.createElement(tag), attributes, children);
-}
-
-/** Return an SVG element, made as `h` makes others. */
-export function svg(tag, attributes, ...children) {
-  return fill(document.createElementNS(SVG, tag), attributes, children);
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes ?? {})) set(element, name, value);
+  element.append(...nodes(children));
+  return element;
 }
 
 /** Return a row that begins with a title, and has `rest` at its end. */
@@ -35,12 +31,6 @@ export function atFrame(work) {
       work();
     });
   };
-}
-
-function fill(element, attributes, children) {
-  for (const [name, value] of Object.entries(attributes ?? {})) set(element, name, value);
-  element.append(...nodes(children));
-  return element;
 }
 
 function set(element, name, value) {

@@ -62,6 +62,16 @@ export function short(value, digits = 3) {
   return value !== 0 && Math.abs(value) < 1e-3 ? rounded.toExponential() : String(rounded);
 }
 
+/** Texts for ticks in as many digits as they have and as tell them apart, by `text(value, digits)`; a tick that is null has none. */
+export function labels(values, text) {
+  const isWhole = (value, digits) => value === null || Math.abs(value - value.toPrecision(digits)) <= 1e-9 * Math.abs(value);
+  for (let digits = 3; ; digits++) {
+    const found = values.map((value) => (value === null ? null : text(value, digits)));
+    const isTold = new Set(found).size === new Set(values).size && values.every((value) => isWhole(value, digits));
+    if (digits === 12 || isTold) return found;
+  }
+}
+
 /** A length of time given in seconds. */
 export function duration(seconds, digits = 3) {
   if (!known(seconds)) return NOTHING;

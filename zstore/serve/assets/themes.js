@@ -33,9 +33,9 @@ export function onTheme(changed) {
   };
 }
 
-/** Return the present value of a colour of style.css, for drawing on a canvas. */
-export function colour(name) {
-  const probe = h("span", { hidden: true, style: { color: `var(--${name})` } });
+/** Return the present value of a colour of style.css, for drawing on a canvas; `share` of it is seen. */
+export function colour(name, share = 1) {
+  const probe = h("span", { hidden: true, style: { color: `color-mix(in srgb, var(--${name}) ${100 * share}%, transparent)` } });
   document.body.append(probe);
   const value = getComputedStyle(probe).color;
   probe.remove();

@@ -134,8 +134,6 @@ def bundle(assets: Mapping[str, bytes], entry: str) -> str:
 
 
 def _wrapped(name: str, code: str) -> str:
-    exported: list[str] = []
-
     def imported(match: re.Match[str]) -> str:
         what, made = match["what"], _variable(_source(name, match["source"]))
         if what is None:
@@ -147,17 +145,13 @@ def _wrapped(name: str, code: str) -> str:
         names = re.sub(r"\s+as\s+", ": ", " ".join(what.split()))
         return f"const {names} = {made};"
 
-    def declared(match: re.Match[str]) -> str:
-        exported.append(match["name"])
-        return ""
-
-    def listed(match: re.Match[str]) -> str:
+    bare = _without_comments(code)
+    exported = [match["name"] for match in _EXPORT.finditer(bare)]
+    for match in _EXPORT_LIST.finditer(bare):
         for each in filter(None, (part.strip() for part in match["names"].split(","))):
             own, _, public = each.partition(" as ")
             exported.append(f"{public.strip()}: {own.strip()}" if public else own)
-        return ""
-
-    code = _EXPORT_LIST.sub(listed, _EXPORT.sub(declared, _IMPORT.sub(imported, code)))
+    code = _EXPORT_LIST.sub("", _EXPORT.sub("", _IMPORT.sub(imported, code)))
     if (other := _NOT_SERVED.search(_without_comments(code))) is not None:
         raise ValueError(f"{name}: {other[0].strip()!r} cannot be put into one script")
     return f"// {name}\nconst {_variable(name)} = (() => {{\n{code}\nreturn {{ {', '.join(exported)} }};\n}})();\n"
@@ -174,7 +168,7 @@ def _variable(name: str) -> str:
 
 
 def _without_comments(code: str) -> str:
-    return re.sub(r"/\*.*?\*/|^\s*//.*$", "", code, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"/\*(?s:.*?)\*/|^\s*//.*$", "", code, flags=re.MULTILINE)
 
 
 def _text(assets: Mapping[str, bytes], name: str) -> str:

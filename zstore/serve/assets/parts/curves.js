@@ -1,6 +1,6 @@
 // The curves of a run: which charts there are, and what each draws of the columns of its steps.
 
-import { LineChart, chartGroup } from "../charts.js";
+import { ChartGroup, LineChart } from "../charts.js";
 import { h, replace, titled } from "../dom.js";
 import { bytes, duration, number, percent, rate, short } from "../format.js";
 
@@ -40,7 +40,7 @@ const CHARTS = [
 /** All charts of a run, which move together. `changed` is called with the range that people choose, null for all of it. */
 export class Curves {
   constructor(changed) {
-    this.group = chartGroup((domain) => {
+    this.group = new ChartGroup((domain) => {
       this.all.disabled = domain === null;
       changed(domain);
     });
@@ -59,14 +59,14 @@ export class Curves {
     );
   }
 
-  /** Draw `steps` with `marks`; `placement` gives the lines of the budget. */
+  /** Draw `steps` with `marks`; `placement` gives the budget. */
   update(steps, marks, placement) {
     const shown = [];
     for (const spec of [...CHARTS, ...own(steps)]) {
-      const series = spec.series(steps);
+      const series = spec.series(steps, placement);
       if (series.length === 0) continue;
       const chart = this.chart(spec);
-      chart.update({ x: steps.column("step"), series, marks, levels: spec.name === "memory" ? budget(series, placement) : [] });
+      chart.update({ x: steps.column("step"), series, marks });
       shown.push(chart.element);
     }
     const same = shown.length === this.grid.children.length && shown.every((element, index) => element === this.grid.children[index]);
@@ -138,10 +138,11 @@ function prefixed(prefix) {
   return (steps) => steps.named(prefix).map((name) => ({ label: CAUSES[name.slice(prefix.length)] ?? name.slice(prefix.length).replaceAll("_", " "), values: held(steps.column(name)) }));
 }
 
-function memory(steps) {
+function memory(steps, placement) {
   const found = steps.named("memory/").map((name) => name.slice("memory/".length));
   const order = [...TIERS.filter((tier) => found.includes(tier)), ...found.filter((tier) => !TIERS.includes(tier))];
-  return order.map((tier) => ({ label: tier, values: held(steps.column(`memory/${tier}`)) }));
+  const tiers = order.map((tier) => ({ label: tier, values: held(steps.column(`memory/${tier}`)) }));
+  return [...tiers, ...budget(tiers, placement)];
 }
 
 /** Return values with what was measured last in the place of what was not: engines measure some of it every few steps only. */
@@ -150,13 +151,14 @@ function held(values) {
   return values.map((value) => (last = value ?? last));
 }
 
-/** Return the budget as a line, where the curves come near enough to it to be read beside it. */
-function budget(series, placement) {
-  const most = Math.max(...series.map((row) => row.values.reduce((high, value) => Math.max(high, value ?? 0), 0)));
+/** Return the budgets of tiers that come near enough to them to be read beside them. */
+function budget(tiers, placement) {
+  const most = Math.max(...tiers.flatMap(({ values }) => values));
   return [
-    { label: "host budget", value: placement?.host_budget_bytes },
-    { label: "device memory", value: placement?.device_bytes },
+    { label: "host budget", names: ["host"], value: placement?.host_budget_bytes },
+    { label: "device memory", names: ["device", "cuda"], value: placement?.device_bytes },
   ]
-    .filter(({ label, value }) => typeof value === "number" && value <= most * NEAR && (label === "host budget" || series.some((row) => row.label === "device" || row.label === "cuda")))
-    .map(({ label, value }) => ({ label: `${label} ${bytes(value)}`, value }));
+    .map((one) => ({ ...one, limits: tiers.findIndex((tier) => one.names.includes(tier.label)) }))
+    .filter(({ value, limits }) => typeof value === "number" && value <= most * NEAR && limits >= 0)
+    .map(({ label, value, limits }) => ({ label, limits, values: tiers[0].values.map(() => value) }));
 }

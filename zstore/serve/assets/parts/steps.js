@@ -1,7 +1,5 @@
 // The steps of a run as columns of numbers, to which live ones are added. Pure.
 
-import { firstFrom } from "../scales.js";
-
 const LAST = new Set(["step", "at"]);
 const BY_TIME = new Set(["tokens_per_s", "mfu"]);
 
@@ -120,4 +118,10 @@ export class LiveSteps {
     found.append(this.live.joined(this.base.stride).columns);
     return found;
   }
+}
+
+/** Return the index of the first number in ascending `values` that is at least `value`. */
+function firstFrom(values, value) {
+  const found = values.findIndex((other) => other >= value);
+  return found < 0 ? values.length : found;
 }

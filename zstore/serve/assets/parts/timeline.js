@@ -1,34 +1,31 @@
 // The chart of a run's checkpoints: what each shares, and what removing it alone would free.
 
-import { ruled } from "../charts.js";
-import { h, replace, svg } from "../dom.js";
+import { h, replace } from "../dom.js";
 import { bytes, count, counted, short, when } from "../format.js";
-import { ticks } from "../scales.js";
-import { layOut, roundTimes, slotAt } from "./slots.js";
+import { BARS, Plot, WHOLE, axis, bars, baseAxis } from "../plot.js";
+import { colour } from "../themes.js";
 
 const HEIGHT = 200;
-const LEFT = 64;
-const RIGHT = 20;
-const TOP = 10;
-const BOTTOM = 26;
+const LEAST_PX = 4;
+const MOST_PX = 28;
+/** What is beside the bars, at both ends together. */
+const MARGIN_PX = 92;
 
 /** Bars along steps or times. People who do not see it have the table below it. */
 export class Timeline {
   /** @param {(entry: object) => void} onPick Called with the checkpoint of a bar that is clicked, the last of several. */
   constructor(onPick) {
-    this.onPick = onPick;
-    this.entries = [];
+    this.slots = [];
     this.marks = { axis: "step", selected: [], doomed: new Set() };
-    this.chart = svg("svg", { class: "timeline", role: "img", height: HEIGHT, test: "timeline" });
+    this.frame = h("div", { class: "timeline", role: "img", test: "timeline" });
     this.readout = h("p", { class: "readout", test: "timeline-readout" });
-    this.frame = h("div", { class: "timeline-frame" }, this.chart);
     this.legend = h("p", { class: "legend" });
     this.element = h("div", null, this.legend, this.frame, this.readout);
-    this.frame.addEventListener("pointermove", (event) => this.point(event));
-    this.frame.addEventListener("pointerleave", () => this.entries.length > 0 && this.say(null));
-    this.frame.addEventListener("click", (event) => this.pick(event));
-    this.observer = new ResizeObserver(() => this.draw());
-    this.observer.observe(this.frame);
+    this.frame.addEventListener("click", () => {
+      const slot = this.slots[this.plot.chart?.cursor.idx];
+      if (slot !== undefined) onPick(slot.entries.at(-1));
+    });
+    this.plot = new Plot(this.frame, (width) => this.options(width));
   }
 
   /**
@@ -38,89 +35,84 @@ export class Timeline {
   show(entries, marks) {
     this.entries = entries;
     this.marks = { ...this.marks, ...marks };
-    this.draw();
+    this.plot.draw();
   }
 
   close() {
-    this.observer.disconnect();
+    this.plot.close();
   }
 
-  draw() {
-    const width = this.frame.clientWidth;
-    if (width === 0) return;
-    if (this.entries.length === 0) {
+  options(width) {
+    const { entries } = this;
+    if (!entries?.length) {
       this.slots = [];
-      replace(this.chart);
       replace(this.readout, "No checkpoint matches the filter.");
-      return;
+      return null;
     }
     const byTime = this.marks.axis === "time";
-    const placed = layOut(this.entries, (entry) => (byTime ? entry.committed_at : entry.step), width - LEFT - RIGHT);
-    this.slots = placed.slots.map((slot) => ({ ...slot, x: slot.x + LEFT }));
-    const highest = Math.max(1, ...this.slots.map((slot) => slot.size));
-    const yOf = (size) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - size / highest);
+    const room = width - MARGIN_PX - MOST_PX;
+    this.slots = slotsOf(entries, (entry) => (byTime ? entry.committed_at : entry.step), room);
+    const [low, high] = [this.slots[0].at, this.slots.at(-1).at];
+    const half = high > low ? ((high - low) * MOST_PX) / 2 / room : 1;
+    const widths = { size: [1, MOST_PX, LEAST_PX - 1], gap: 1 };
+    const places = [];
+    const layer = (name, share, each) => ({ paths: bars({ ...widths, each }), fill: colour(name, share), width: 0, points: { show: false } });
     replace(this.legend, legend(this.slots));
-    this.chart.setAttribute("width", width);
-    this.chart.setAttribute("aria-label", this.summary(placed));
-    replace(
-      this.chart,
-      ticks(0, highest, 4).map((size) => ruled(LEFT, width - RIGHT, yOf(size), bytes(size))),
-      this.axis(placed, width, byTime),
-      this.slots.map((slot) => this.bar(slot, yOf)),
-    );
+    this.frame.setAttribute("aria-label", this.summary(low, high));
     this.say(null);
+    return {
+      ...BARS,
+      data: [
+        this.slots.map(({ at }) => at),
+        this.slots.map(({ size }) => size),
+        this.slots.map(({ freed, shared }) => freed + shared),
+        this.slots.map(({ freed }) => freed),
+      ],
+      height: HEIGHT,
+      padding: [10, 24, 0, 0],
+      scales: { x: { time: byTime, range: [low - half, high + half] }, y: { range: [0, Math.max(1, ...this.slots.map(({ size }) => size))] } },
+      series: [{}, layer("series-7", 0.55), layer("series-0", 0.45), layer("series-1", 1, (chart, series, index, left, top, wide) => (places[index] = [left, wide]))],
+      bands: [{ series: [1, 2] }, { series: [2, 3] }],
+      axes: [
+        baseAxis(null, short, { gap: 12, size: 26, ...(byTime ? { values: (_, times, axisIndex, space, apart) => timeTexts(times, apart) } : { incrs: WHOLE }) }),
+        axis(null, bytes, { size: 68 }),
+      ],
+      hooks: { draw: [(chart) => this.drawMarks(chart, places)], setCursor: [({ cursor }) => this.say(this.slots[cursor.idx] ?? null)] },
+    };
   }
 
-  summary({ low, high }) {
+  /** Mark checkpoints that a prune would remove, and those that are selected. */
+  drawMarks({ ctx, bbox }, places) {
+    const bottom = bbox.top + bbox.height;
+    const px = devicePixelRatio;
+    const [veil, bad, accent] = [colour("surface", 0.55), colour("bad"), colour("accent")];
+    ctx.save();
+    for (const [index, { entries }] of this.slots.entries()) {
+      const [left, width] = places[index];
+      const gone = entries.filter((entry) => this.marks.doomed.has(entry.checkpoint)).length;
+      if (gone > 0) {
+        ctx.fillStyle = veil;
+        ctx.fillRect(left, bbox.top, width, bbox.height);
+        ctx.fillStyle = bad;
+        ctx.fillRect(left, bottom + px, width, 4 * px * Math.max(0.25, gone / entries.length));
+      }
+      if (entries.some((entry) => this.marks.selected.includes(entry.checkpoint))) {
+        const [x, y] = [left + width / 2, bottom + 2 * px];
+        ctx.fillStyle = accent;
+        ctx.fill(new Path2D(`M${x} ${y}l${-5 * px} ${8 * px}h${10 * px}z`));
+      }
+    }
+    ctx.restore();
+  }
+
+  summary(low, high) {
     const steps = this.marks.axis === "time" ? `${when(low)} to ${when(high)}` : `steps ${count(low)} to ${count(high)}`;
     return `Sizes of ${counted(this.entries.length, "checkpoint")}, ${steps}; the table below lists them.`;
   }
 
-  axis({ low, high, slots }, width, byTime) {
-    if (slots.length === 0) return [];
-    const barWidth = slots[0].width;
-    const room = Math.max(0, width - LEFT - RIGHT - barWidth);
-    const most = Math.max(1, Math.floor(room / 90));
-    const marks = byTime ? roundTimes(low, high, most) : roundSteps(low, high, most);
-    return marks.map(({ at, text }) => {
-      const x = LEFT + barWidth / 2 + (high > low ? ((at - low) / (high - low)) * room : room / 2);
-      return svg("text", { x, y: HEIGHT - 8, class: "tick", "text-anchor": "middle" }, text);
-    });
-  }
-
-  bar(slot, yOf) {
-    const base = yOf(0);
-    const middle = yOf(slot.freed);
-    const top = yOf(slot.freed + slot.shared);
-    const gone = slot.entries.filter((entry) => this.marks.doomed.has(entry.checkpoint)).length;
-    const chosen = slot.entries.some((entry) => this.marks.selected.includes(entry.checkpoint));
-    const width = Math.max(1, slot.width - (slot.width > 8 ? 2 : slot.width > 4 ? 1 : 0));
-    const rect = (name, y, height) => svg("rect", { class: name, x: slot.x, y, width, height: Math.max(0, height) });
-    return svg(
-      "g",
-      { class: gone > 0 ? "doomed" : null },
-      rect("freed", middle, base - middle),
-      rect("shared", top, middle - top),
-      rect("rest", yOf(slot.size), top - yOf(slot.size)),
-      gone > 0 ? rect("gone", base + 1, 4 * Math.max(0.25, gone / slot.entries.length)) : null,
-      chosen ? svg("path", { class: "chosen", d: `M${slot.x + width / 2} ${base + 2}l-5 8h10z` }) : null,
-    );
-  }
-
-  point(event) {
-    const slot = slotAt(this.slots ?? [], event.clientX - this.frame.getBoundingClientRect().left);
-    if (slot !== null) this.say(slot);
-  }
-
-  pick(event) {
-    const slot = slotAt(this.slots ?? [], event.clientX - this.frame.getBoundingClientRect().left);
-    if (slot !== null) this.onPick(slot.entries.at(-1));
-  }
-
   say(slot) {
-    const several = (this.slots ?? []).some((other) => other.entries.length > 1);
     if (slot === null) {
-      const hint = several ? "A bar is the mean of the checkpoints at its place. " : "";
+      const hint = this.slots.some(({ entries }) => entries.length > 1) ? "A bar is the mean of the checkpoints at its place. " : "";
       replace(this.readout, `${hint}Click a bar to find it in the table.`);
       return;
     }
@@ -130,17 +122,37 @@ export class Timeline {
   }
 }
 
+/**
+ * Return the bars on an axis of `width` pixels, each `{at, entries, size, shared, freed}` with means of bytes. If bars would lie on each
+ * other, those at a place are one.
+ */
+function slotsOf(entries, positionOf, width) {
+  const positions = new Set(entries.map(positionOf));
+  const low = Math.min(...positions);
+  const most = Math.max(1, Math.floor(width / LEAST_PX));
+  const apart = (Math.max(...positions) - low) / most;
+  const placed = (position) => low + Math.round((position - low) / apart) * apart;
+  const isFull = new Set([...positions].map(placed)).size < positions.size;
+  const found = Map.groupBy(entries, (entry) => (isFull ? placed(positionOf(entry)) : positionOf(entry)));
+  const mean = (group, field) => group.reduce((sum, entry) => sum + entry[field], 0) / group.length;
+  return [...found]
+    .sort(([a], [b]) => a - b)
+    .map(([at, group]) => ({ at, entries: group, size: mean(group, "size_bytes"), shared: mean(group, "shared_bytes"), freed: mean(group, "freed_bytes") }));
+}
+
+/** Return the days or clock times of ticks that are `apart` seconds from each other, each once. */
+function timeTexts(times, apart) {
+  const clock = { hour: "2-digit", minute: "2-digit", second: apart < 60 ? "2-digit" : undefined };
+  const format = new Intl.DateTimeFormat("en-GB", apart < 86400 ? clock : { month: "short", day: "numeric" });
+  const texts = times.map((at) => format.format(at * 1000));
+  return texts.map((text, index) => (text === texts[index - 1] ? null : text));
+}
+
 function nameOf({ entries }) {
   const steps = entries.map((entry) => entry.step);
   if (entries.length === 1) return `${entries[0].tag.slice(0, 60)}, step ${count(steps[0])}`;
   const range = `steps ${count(Math.min(...steps))} to ${count(Math.max(...steps))}`;
   return `${counted(entries.length, "checkpoint")}, ${range}, each`;
-}
-
-function roundSteps(low, high, most) {
-  return ticks(low, high, most)
-    .filter((step) => Number.isInteger(step))
-    .map((step) => ({ at: step, text: short(step) }));
 }
 
 function legend(slots) {
