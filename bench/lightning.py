@@ -29,7 +29,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bench.machine import machine
-from zstore.checkpoint.usage import size_bytes, stored_files
+from zstore.checkpoint.usage import stored_files
 from zstore.lightning import ZstoreStrategy
 
 _GOALS = {"step": 1.03, "save_percent": 2.0}
@@ -151,7 +151,7 @@ def _save(options: argparse.Namespace, folder: Path) -> Mapping[str, Any]:
     run.fit()
     run.trainer.save_checkpoint(folder / "checkpoints" / "one.ckpt")
     files = stored_files(folder / "checkpoints" / "one.ckpt")
-    new_bytes, total_bytes = sum(file.num_bytes for file in files.values() if file.is_freed), size_bytes(files)
+    new_bytes, total_bytes = files.freed_bytes, files.size_bytes
     run.trainer.strategy.close()
     return {"new_bytes": new_bytes, "total_bytes": total_bytes, "percent": 100 * new_bytes / total_bytes}
 

@@ -52,7 +52,7 @@ def measure(root: Path, options: argparse.Namespace, nbytes: int) -> dict[str, o
         watched = "train" if options.model != "none" else "run"
         alone = _steps(root, options.seconds / 2) if options.model != "none" else None
         counts, beside = _load(root, port, watched, options)
-        peak_bytes = _peak_bytes(service.pid)
+        memory = peak_bytes(service.pid)
         problems = [] if service.poll() is None else ["the service ended"]
     figures = {
         "seconds": options.seconds,
@@ -60,7 +60,7 @@ def measure(root: Path, options: argparse.Namespace, nbytes: int) -> dict[str, o
         "clients": {name: {"requests": c.requests, "gb_per_s": c.nbytes / options.seconds / 1e9, "longest_s": c.longest_s}
                     for name, c in counts.items()},
         "errors": problems + [f"{name}: {error}" for name, c in counts.items() for error in c.errors],
-        "service_peak_bytes": peak_bytes,
+        "service_peak_bytes": memory,
         "training_steps_per_s": {"alone": alone, "beside": beside},
     }  # fmt: skip
     for name, count in counts.items():
@@ -68,7 +68,7 @@ def measure(root: Path, options: argparse.Namespace, nbytes: int) -> dict[str, o
             f"{name:8} {count.requests:7} answers {count.nbytes / options.seconds / 1e9:6.2f} GB/s, the longest "
             f"{count.longest_s:.2f} s, {len(count.errors)} errors {count.errors[:3] or ''}"
         )
-    print(f"service: at most {peak_bytes / _MIB:.0f} MiB resident")
+    print(f"service: at most {memory / _MIB:.0f} MiB resident")
     if alone and beside:
         print(
             f"training: {alone:.2f} steps/s alone, {beside:.2f} beside the load ({alone / beside:.2f} times as long a step)"
@@ -168,7 +168,7 @@ def _times(root: Path) -> list[float]:
     return found
 
 
-def _peak_bytes(pid: int) -> int:
+def peak_bytes(pid: int) -> int:
     """Return the most memory that a process had resident."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
     found = re.search(r"VmHWM:\s+(\d+) kB", status)

@@ -32,7 +32,7 @@ from transformers import TrainerCallback, TrainingArguments
 import zstore.hf
 from bench.machine import machine
 from bench.process import forget_peak, peak_bytes, resident_bytes
-from zstore.checkpoint.usage import size_bytes, stored_files
+from zstore.checkpoint.usage import stored_files
 from zstore.testing.ranks import run_ranks
 
 _GOALS = {"step": 1.03, "save_percent": 2.0}
@@ -191,8 +191,8 @@ def _save(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     files = stored_files(newest)
     weights = sum(path.stat().st_size for path in newest.glob("model*.safetensors"))
     # A file of the state that rests on disk has a name in the run folder too, and the weights two in the checkpoint.
-    new_bytes = sum(file.num_bytes for file in files.values() if file.is_freed) - weights
-    total_bytes = size_bytes(files) - weights
+    new_bytes = files.freed_bytes - weights
+    total_bytes = files.size_bytes - weights
     trainer.close()
     return {
         "new_bytes": new_bytes,

@@ -19,8 +19,8 @@ from zstore.checkpoint import (
     Refusal,
     StoredArray,
     TagInfo,
-    count_files,
     list_tags,
+    stored_files,
 )
 from zstore.open.sources import folder_of, split_location
 from zstore.remote.url import shown
@@ -173,12 +173,12 @@ def _describe_files(source: ArraySource) -> dict[str, int | None]:
     """Return how many files of how many bytes there are (see [Note: sizes]); null if other software laid them out."""
     if not isinstance(source, CheckpointReader):
         return {"num_shard_files": None, "file_bytes": None, "num_files": None, "size_bytes": None}
-    num_files, size_bytes = count_files(source.folder)
+    files = stored_files(source.folder)
     return {
         "num_shard_files": sum(array.grid.num_shards for array in source.arrays.values()),
         "file_bytes": sum(array.file_bytes for array in source.arrays.values()),
-        "num_files": num_files,
-        "size_bytes": size_bytes,
+        "num_files": files.num_files,
+        "size_bytes": files.size_bytes,
     }
 
 

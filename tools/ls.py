@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from zstore.checkpoint import Catalog, Folder, TagInfo, list_nested, list_tags, size_bytes, stored_files
+from zstore.checkpoint import Catalog, Folder, TagInfo, list_nested, list_tags, shared_files, stored_files
 from zstore.errors import CheckpointNotFoundError, CorruptionError
 from zstore.open.sources import folder_of
 from zstore.sizes import format_bytes
@@ -85,7 +84,7 @@ def list_entries(infos: Sequence[TagInfo], now_ns: int, place: Folder) -> list[E
     """Return an entry for each checkpoint in the folder `place`, in their order; those of its folders `checkpoint-N` are
     called `checkpoint-N/TAG`."""
     found = [stored_files(info.folder) for info in infos]
-    holders = Counter(key for files in found for key in files)
+    num_holders = shared_files(found).num_holders
     newest = max((info.record.committed_ns for info in infos), default=0)
     return [
         Entry(
@@ -95,12 +94,12 @@ def list_entries(infos: Sequence[TagInfo], now_ns: int, place: Folder) -> list[E
             world_size=info.record.world_size,
             committed_ns=info.record.committed_ns,
             age_s=max(0.0, (now_ns - info.record.committed_ns) / 1e9),
-            size_bytes=size_bytes(files),
-            shared_bytes=sum(file.num_bytes for key, file in files.items() if holders[key] > 1),
-            freed_bytes=sum(file.num_bytes for file in files.values() if file.is_freed),
+            size_bytes=files.size_bytes,
+            shared_bytes=int(files.sizes[holders > 1].sum()),
+            freed_bytes=files.freed_bytes,
             newest=info.record.committed_ns == newest,
         )
-        for info, files in zip(infos, found, strict=True)
+        for info, files, holders in zip(infos, found, num_holders, strict=True)
     ]
 
 

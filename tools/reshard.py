@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zstore.checkpoint import ArraySource, CheckpointReader, count_files, open_checkpoint, reshard_checkpoint
+from zstore.checkpoint import ArraySource, CheckpointReader, open_checkpoint, reshard_checkpoint, stored_files
 from zstore.errors import CheckpointExistsError, UsageError
 from zstore.ranks.team import ALONE, Team
 from zstore.remote.upload import upload_checkpoint
@@ -126,14 +126,14 @@ def _reshard(
         if team.rank:
             return path, {}  # it may not see the folder yet
         file_bytes = _file_bytes(path)
-        num_files, size_bytes = count_files(path)
+        files = stored_files(path)
         ratio = total_bytes / file_bytes if file_bytes else 1.0
         progress.say(
             f"wrote {path if kept else source.tag} for {format_count(ranks, 'rank')}: "
-            f"{format_bytes(size_bytes)} on disk in {format_count(num_files, 'file')}"
+            f"{format_bytes(files.size_bytes)} on disk in {format_count(files.num_files, 'file')}"
             + ("" if codec == "none" else f", the array data compressed {ratio:.2f} times")
         )
-    return path, {"file_bytes": file_bytes, "size_bytes": size_bytes, **read, **progress.summary()}
+    return path, {"file_bytes": file_bytes, "size_bytes": files.size_bytes, **read, **progress.summary()}
 
 
 def _file_bytes(path: Path) -> int:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
@@ -23,26 +22,7 @@ from zstore.serve.app import make_app
 from zstore.serve.models import RunList
 from zstore.serve.routes.operations import answer_heavy
 from zstore.serve.settings import Root, Settings
-from zstore.serve.views.columns import StepTable
 from zstore.serve.views.history import History
-
-
-def test_many_steps_are_kept_as_fewer_rows_with_the_same_means() -> None:
-    table, losses = StepTable(most_rows=256), np.random.default_rng(0).random(5000)
-    for step, loss in enumerate(losses):
-        table.add({"step": step, "at": 2.0 * step, "loss": loss, "loss_min": loss, "loss_max": loss, "lr": 0.5})
-    assert len(table) <= 256
-    columns = table.columns(points=1)
-    assert columns["step"] == [4999]
-    assert columns["at"] == [9998]
-    assert columns["loss"] == pytest.approx([losses.mean()])
-    assert (columns["loss_min"], columns["loss_max"]) == ([losses.min()], [losses.max()])
-    assert columns["grad_norm"] == [None]
-    steps = table.columns(points=256)["step"]
-    assert steps == sorted(set(steps))
-    recent = table.columns(points=256, after_step=4989)
-    assert recent["step"] == list(range(4990, 5000))  # the newest are whole
-    assert recent["loss"] == losses[4990:].tolist()
 
 
 def test_a_step_taken_again_takes_the_place_of_the_first(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from zstore.serve.views.columns import StepTable, row_of
+from zstore.serve.views.columns import row_of
+from zstore.serve.views.steptable import StepTable
 
 
 def test_a_range_of_steps_is_its_rows_or_fewer_points() -> None:

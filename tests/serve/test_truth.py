@@ -20,7 +20,8 @@ from tests.serve.conftest import Serve
 from tests.serve.sample import RUN_ID, make_sample
 from tests.waiting import until
 from zstore.journal.lines import encode
-from zstore.serve.views.columns import StepTable, row_of
+from zstore.serve.views.columns import row_of
+from zstore.serve.views.steptable import StepTable
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,15 @@ def test_tokens_a_second_are_tokens_by_time() -> None:
     assert table.columns(points=2)["tokens_per_s"] == [1000.0, pytest.approx(1000 / 3)]
     (together,) = table.columns(points=1)["tokens_per_s"]
     assert together == pytest.approx(2000 / 4)
+
+
+def test_a_run_that_was_resumed_long_ago_trains(tmp_path: Path, serve: Serve) -> None:
+    lines = [start(pid=2**22 + 1), *map(step, range(1, 1000)), start(), *map(step, range(900, 2000))]
+    write(tmp_path / "run", *lines)
+    client = Client(serve(tmp_path), token=None)
+    assert client.get("/api/runs")["runs"][0]["state"] == "training"
+    write(tmp_path / "run", *lines, start(pid=2**22 + 1), *map(step, range(1900, 3000)))
+    assert client.get("/api/runs")["runs"][0]["state"] == "killed"
 
 
 def test_the_state_of_a_run_and_its_error(tmp_path: Path, serve: Serve) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import journal, serve, weights_serve
+from bench import journal, serve, serve_runs, weights_serve
 
 
 def test_serve_benchmark_sets_the_service_beside_other_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,6 +37,20 @@ def test_load_benchmark_counts_what_many_clients_get(tmp_path: Path, monkeypatch
     assert figures["clients"]["ranges"]["requests"] >= 3
     assert figures["clients"]["weights"]["requests"] >= 2
     assert figures["service_peak_bytes"] > 2**20
+
+
+def test_runs_benchmark_times_others_and_the_first_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "runs.json"
+    sizes = ["--runs", "2", "--checkpoints", "1", "--steps", "300", "--mib", "1", "--pages", "1", "--downloads", "1"]
+    monkeypatch.setattr(
+        sys, "argv", ["serve_runs", "--path", str(tmp_path), *sizes, "--seconds", "0.5", "--json", str(out)]
+    )
+    serve_runs.main()
+    figures = json.loads(out.read_text())
+    assert (figures["runs"], figures["checkpoints"]) == (2, 2)
+    assert all(0 < figures["p50_s"][kind] <= figures["p99_s"][kind] for kind in figures["p99_s"])
+    assert 0 < figures["first_view_s"] <= figures["whole_view_s"]
+    assert figures["peak_bytes"] > 2**20
 
 
 def test_weights_benchmark_sets_files_made_on_the_way_beside_finished_ones(

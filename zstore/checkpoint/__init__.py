@@ -26,7 +26,7 @@ from .names import (
 )
 from .reader import CheckpointReader, open_checkpoint, refused, tags
 from .source import NUM_THREADS, ArraySource, ReadStatistics, StoredArray
-from .usage import bytes_freed, count_files, size_bytes, stored_files
+from .usage import SharedFiles, StoredFiles, bytes_freed, shared_files, stored_files
 
 if TYPE_CHECKING:
     from .build import READ_ONLY, CheckpointBuilder
@@ -58,17 +58,17 @@ if TYPE_CHECKING:
     from .verify import VerifyFault, verify_checkpoint
 
 __all__ = [
-    "ABSENT_KEY", "BASE_KEY", "COMPLETE", "LARGEST_POSITIVE", "LARGEST_SIGNED", "LATEST_KEY", "LEAST_POSITIVE", "LEAST_SIGNED",
-    "LOOPS_FOLDER", "LOW", "MANIFEST_FOLDER", "MEMORY_BYTES", "METADATA_FILE", "NUM_THREADS", "READ_ONLY", "RECORD_FILE",
-    "STEP_BITS", "TIE", "ArraySource", "Catalog", "CheckpointBuilder", "CheckpointPlan", "CheckpointReader", "Committer",
-    "Fate", "Folder", "Keep", "KnownFile", "LocalFolder", "Machine", "Moments", "Parts", "Range", "ReadAhead", "ReadStatistics",
-    "Record", "Refusal", "SaveHandle", "SaveRequest", "SaveSummary", "Span", "Spare", "StoredArray", "StoredSlot", "TagInfo",
-    "VerifyFault", "array_path", "bytes_freed", "codes_of_scales", "complete_master", "count_files", "discard", "encode_state",
-    "find_tag", "list_nested", "list_tags", "new_folder", "new_folder_of", "new_save_id", "open_checkpoint", "plan_lines",
-    "read_into", "refused", "remove_each", "reshard_checkpoint", "resolve", "rest_of_master", "retire", "save_checkpoint",
-    "scale_slot", "scales_of", "scan", "shard_file", "size_bytes", "step_tag", "stored_files", "stored_slots", "sweep",
-    "tag_folder", "tag_text", "tags", "tags_text", "temporary_folder", "ties_spec", "values_of_codes", "verify_checkpoint",
-    "weigh", "whole_moment",
+    "ABSENT_KEY", "BASE_KEY", "COMPLETE", "LARGEST_POSITIVE", "LARGEST_SIGNED", "LATEST_KEY", "LEAST_POSITIVE",
+    "LEAST_SIGNED", "LOOPS_FOLDER", "LOW", "MANIFEST_FOLDER", "MEMORY_BYTES", "METADATA_FILE", "NUM_THREADS", "READ_ONLY",
+    "RECORD_FILE", "STEP_BITS", "TIE", "ArraySource", "Catalog", "CheckpointBuilder", "CheckpointPlan", "CheckpointReader",
+    "Committer", "Fate", "Folder", "Keep", "KnownFile", "LocalFolder", "Machine", "Moments", "Parts", "Range", "ReadAhead",
+    "ReadStatistics", "Record", "Refusal", "SaveHandle", "SaveRequest", "SaveSummary", "SharedFiles", "Span", "Spare",
+    "StoredArray", "StoredFiles", "StoredSlot", "TagInfo", "VerifyFault", "array_path", "bytes_freed", "codes_of_scales",
+    "complete_master", "discard", "encode_state", "find_tag", "list_nested", "list_tags", "new_folder", "new_folder_of",
+    "new_save_id", "open_checkpoint", "plan_lines", "read_into", "refused", "remove_each", "reshard_checkpoint", "resolve",
+    "rest_of_master", "retire", "save_checkpoint", "scale_slot", "scales_of", "scan", "shard_file", "shared_files",
+    "step_tag", "stored_files", "stored_slots", "sweep", "tag_folder", "tag_text", "tags", "tags_text", "temporary_folder",
+    "ties_spec", "values_of_codes", "verify_checkpoint", "weigh", "whole_moment",
 ]  # fmt: skip
 
 _HOMES = {

@@ -21,7 +21,7 @@ from ..errors import CheckpointNotFoundError, UsageError
 from ..sizes import format_bytes
 from .catalog import TagInfo, noting, scan
 from .folder import FolderLike
-from .usage import size_bytes, stored_files
+from .usage import stored_files
 
 _MODES = {"min": 1.0, "max": -1.0}
 
@@ -126,7 +126,7 @@ def weigh(folder: FolderLike, keep: Keep) -> list[Fate]:
             "save_checkpoint(metrics=...), or of a number in its client_state"
         )
     return [
-        Fate(info=info, reasons=tuple(reasons), size_bytes=size_bytes(stored_files(info.folder)))
+        Fate(info=info, reasons=tuple(reasons), size_bytes=stored_files(info.folder).size_bytes)
         for info, reasons in zip(tags, keep.reasons(tags), strict=True)
     ]
 

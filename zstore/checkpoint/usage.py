@@ -10,69 +10,127 @@ manifests included, as `ls -l` shows it. A file that has several names (hard lin
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from .folder import FolderLike, folder_at
 
-FileKey = tuple[int, int] | str
-"""Device and inode of a file; behind a URL, where files have one name each, the checkpoint's location for all of them."""
+Numbers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredFile:
-    """A file of one or more checkpoints."""
+@dataclass
+class StoredFiles:
+    """The files of one checkpoint, each once; behind a URL, where files have one name each, all of them as one."""
 
-    num_bytes: int
-    num_names: int = 1
-    """Hard links to it, anywhere."""
-    names_seen: int = 1
-    """Those of them in the checkpoints that were examined."""
+    keys: Numbers
+    """The same for the same file of any checkpoint."""
+    sizes: Numbers
+    names_here: Numbers
+    """Hard links to it in the checkpoint."""
+    names: Numbers
+    """Hard links to it anywhere."""
+    paths: str
+    """One path of each, separated by NUL."""
+    num_files: int
 
     @property
-    def is_freed(self) -> bool:
-        """Whether removing the names that were found frees it."""
-        return self.names_seen >= self.num_names
+    def size_bytes(self) -> int:
+        """Bytes of all files, each once."""
+        return int(self.sizes.sum())
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that removing the checkpoint frees."""
+        return int(self.sizes[self.names_here >= self.names].sum())
+
+    def count_again(self, which: npt.NDArray[np.bool_]) -> None:
+        """Count the names of the chosen files again."""
+        if which.any():
+            paths = self.paths.split("\0")
+            for place in np.flatnonzero(which):
+                try:
+                    self.names[place] = os.lstat(paths[place]).st_nlink
+                except OSError:
+                    self.names[place] = self.names_here[place]
 
 
-def stored_files(place: FolderLike) -> dict[FileKey, StoredFile]:
-    """Return the files of the checkpoint in the tag's folder `place`."""
+def remote_files(location: str, sizes: Sequence[int | None]) -> StoredFiles:
+    """Return the files of a checkpoint behind a URL, by their sizes."""
+    one = np.ones(1, np.int64)
+    key = np.array([hash(location) & (2**63 - 1)], np.int64)
+    return StoredFiles(key, np.array([sum(size or 0 for size in sizes)], np.int64), one, one, "", len(sizes))
+
+
+def stored_files(place: FolderLike) -> StoredFiles:
+    """Return the files of the checkpoint in the tag's folder `place`; those that somebody else removes are left out."""
     folder = folder_at(place)
     if not folder.is_local:
-        return {folder.location: StoredFile(num_bytes=sum(size or 0 for size in folder.sizes("").values()))}
-    files: dict[FileKey, StoredFile] = {}
-    for parent, _, names in os.walk(folder.path):
-        for name in names:
-            try:
-                status = os.lstat(os.path.join(parent, name))
-            except FileNotFoundError:  # somebody else removes it
+        return remote_files(folder.location, list(folder.sizes("").values()))
+    found: dict[int, list[Any]] = {}
+    num_files = 0
+    waiting = [str(folder.path)]
+    while waiting:
+        try:
+            entries = list(os.scandir(waiting.pop()))
+        except OSError:
+            continue
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(entry.path)
                 continue
-            key = (status.st_dev, status.st_ino)
-            seen = files[key].names_seen if key in files else 0
-            files[key] = StoredFile(num_bytes=status.st_size, num_names=status.st_nlink, names_seen=seen + 1)
-    return files
+            try:
+                status = os.lstat(entry.path)
+            except OSError:
+                continue
+            num_files += 1
+            # Two file systems in one checkpoint are rare, but their inodes must not be mixed up.
+            key = (status.st_ino ^ status.st_dev << 44) & (2**63 - 1)
+            if key in found:
+                found[key][1] += 1
+            else:
+                found[key] = [status.st_size, 1, status.st_nlink, entry.path]
+    rows = list(found.values())
+    sizes, names_here, names = (np.array([row[n] for row in rows], np.int64) for n in range(3))
+    paths = "\0".join(row[3] for row in rows)
+    return StoredFiles(np.array(list(found), np.int64), sizes, names_here, names, paths, num_files)
 
 
-def size_bytes(files: Mapping[FileKey, StoredFile]) -> int:
-    """Return the bytes of all files, each once."""
-    return sum(file.num_bytes for file in files.values())
+@dataclass(frozen=True, kw_only=True)
+class SharedFiles:
+    """Of the files of several checkpoints, by checkpoint:"""
+
+    num_holders: list[Numbers]
+    """For each file the number of checkpoints that have it."""
+    names_seen: list[Numbers]
+    """For each file the number of its names in all checkpoints."""
+    total_bytes: int
+    """Bytes of all files, each once."""
+    freed_bytes: int
+    """Bytes that removing all checkpoints frees."""
 
 
-def count_files(place: FolderLike) -> tuple[int, int]:
-    """Return how many files the checkpoint in the tag's folder `place` has, and its size on disk in bytes."""
-    folder = folder_at(place)
-    if folder.is_local:
-        files = stored_files(folder)
-        return sum(file.names_seen for file in files.values()), size_bytes(files)
-    sizes = folder.sizes("")
-    return len(sizes), sum(size or 0 for size in sizes.values())
+def shared_files(tables: Sequence[StoredFiles]) -> SharedFiles:
+    """Return which files checkpoints share."""
+    if not tables:
+        return SharedFiles(num_holders=[], names_seen=[], total_bytes=0, freed_bytes=0)
+    keys, sizes, names_here, names = (
+        np.concatenate([getattr(table, name) for table in tables]) for name in ("keys", "sizes", "names_here", "names")
+    )
+    _, first, places, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
+    seen = np.bincount(places, weights=names_here, minlength=first.size).astype(np.int64)
+    ends = np.cumsum([table.keys.size for table in tables])[:-1]
+    return SharedFiles(
+        num_holders=np.split(counts[places], ends),
+        names_seen=np.split(seen[places], ends),
+        total_bytes=int(sizes[first].sum()),
+        freed_bytes=int(sizes[first][seen >= names[first]].sum()),
+    )
 
 
 def bytes_freed(places: Iterable[FolderLike]) -> int:
     """Return the bytes that removing all the checkpoints `places` frees: a file that has another name elsewhere stays."""
-    found: dict[FileKey, StoredFile] = {}
-    for place in places:
-        for key, file in stored_files(place).items():
-            before = found[key].names_seen if key in found else 0
-            found[key] = replace(file, names_seen=before + file.names_seen)
-    return sum(file.num_bytes for file in found.values() if file.is_freed)
+    return shared_files([stored_files(place) for place in places]).freed_bytes

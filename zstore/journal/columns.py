@@ -55,6 +55,8 @@ def steps(records: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
 
 def number(value: Any) -> float:
     """Return a number of a journal; NaN for anything else, or if it is not finite."""
+    if type(value) is float:
+        return value if math.isfinite(value) else math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 
 import anyio.to_thread
@@ -34,8 +35,9 @@ def make_app(settings: Settings) -> Starlette:
 
 @contextlib.asynccontextmanager
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
-    yield
     service: Service = app.state.service
+    threading.Thread(target=service.listing.get, name="zstore-list", daemon=True).start()  # so that nobody waits for it
+    yield
     await anyio.to_thread.run_sync(service.close)
 
 

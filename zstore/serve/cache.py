@@ -1,8 +1,10 @@
-"""A bounded cache, of which the least recently used values go first."""
+"""Caches: values of which the least recently used go first, and single values that are made again when they are old."""
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
@@ -55,3 +57,53 @@ class Cache(Generic[K, V]):
         with self._lock:
             self._values.clear()
             self._sum = 0
+
+
+_QUICK_S = 0.1
+_SHARE = 0.1
+"""Of the time, at most, that is spent on making a value again."""
+
+
+class Renewed(Generic[V]):
+    """A value that is made again when it is old. One that is quick to make is made by who asks; of another the old one is
+    returned, and a thread makes it again. Usable from any thread."""
+
+    def __init__(self, make: Callable[[], V], fresh_s: float = 0.0) -> None:
+        self._make, self._fresh_s = make, fresh_s
+        self._value: V | None = None
+        self._took_s = 0.0
+        self._old_at_s = -math.inf
+        self._num_forgotten = 0
+        self._lock = threading.Lock()
+        self._renewing = threading.Lock()
+
+    def get(self) -> V:
+        """Return the value; raises the errors of making it."""
+        value = self._value
+        if value is not None and self._took_s > _QUICK_S and self._old_at_s > -math.inf:
+            if self._old_at_s < time.monotonic() and self._renewing.acquire(blocking=False):
+                threading.Thread(target=self._renew_behind, name="zstore-renew", daemon=True).start()
+            return value
+        with self._lock:
+            return self._renew() if self._old_at_s < time.monotonic() or self._value is None else self._value
+
+    def _renew_behind(self) -> None:
+        try:
+            with self._lock:
+                self._renew()
+        finally:
+            self._renewing.release()
+
+    def _renew(self) -> V:
+        began_s, num_forgotten = time.monotonic(), self._num_forgotten
+        self._value = value = self._make()
+        now_s = time.monotonic()
+        self._took_s = now_s - began_s
+        if num_forgotten == self._num_forgotten:
+            self._old_at_s = now_s + max(self._fresh_s, self._took_s / _SHARE if self._took_s > _QUICK_S else 0.0)
+        return value
+
+    def forget(self) -> None:
+        """Make it again at the next call, which waits for it."""
+        self._num_forgotten += 1
+        self._old_at_s = -math.inf

@@ -212,6 +212,8 @@ class Steps(_Model):
     mfu if it is known, and with a `/`: memory/<device|host|disk|buffers|process|cuda>, rate/<link> (bytes per second),
     stall/<cause>, metric/<name>; not_finite counts numbers that are NaN or infinite."""
     last_step: int | None
+    is_whole: bool
+    """False while a long journal is being read: the steps are a sample, and it is well to ask again in a second."""
 
 
 class Ended(_Model):

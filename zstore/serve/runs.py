@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
 from ..journal.names import run_of
 from ..open.sources import folder_of
 from ..remote.url import is_url
+from .cache import Renewed
 from .settings import Root, Settings
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -46,19 +46,11 @@ class Runs:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._found: dict[str, Run] = {}
-        self._looked_s = float("-inf")
-
-    def all(self) -> dict[str, Run]:
-        """Return the runs by name, in the order of the roots."""
-        if time.monotonic() - self._looked_s > _FRESH_S:
-            self._found = self._look()
-            self._looked_s = time.monotonic()
-        return self._found
-
-    def forget(self) -> None:
-        """Look again at the next call."""
-        self._looked_s = float("-inf")
+        self._found = Renewed(self._look, _FRESH_S)
+        self.all = self._found.get
+        """Returns the runs by name, in the order of the roots."""
+        self.forget = self._found.forget
+        """Has the next call look again."""
 
     def get(self, name: str) -> Run:
         """Return the run of that name. Raises CheckpointNotFoundError that names some that are there."""
@@ -100,7 +92,7 @@ class Runs:
         roots = self.local_roots()
         folder = next((root for root in roots if root.is_dir() and not _is_run(LocalFolder(root))), None)
         if folder is None:
-            some = ", ".join(sorted(self._found)[:5]) or "none"
+            some = ", ".join(sorted(self.all())[:5]) or "none"
             raise UsageError(
                 f"the service has no folder for new runs: save under the name of one that it serves ({some}), or serve the "
                 "folder above it"

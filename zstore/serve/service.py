@@ -12,7 +12,6 @@ from .auth import Permissions
 from .files.downloads import Downloads, Plans
 from .files.opened import RemoteSizes
 from .files.transfers import Transfers
-from .files.visible import VisibleCheckpoints
 from .inbox.inbox import Inbox
 from .jobs import Jobs
 from .metrics import Metrics
@@ -54,7 +53,6 @@ class Service(Library):
         self.access = Permissions(settings)
         self.streams = Streams()
         self.metrics = Metrics()
-        self.checkpoints = VisibleCheckpoints()
         self.remote_sizes = RemoteSizes()
         self.transfers = Transfers(self.memory.files_bytes)
         self.downloads = Downloads(self.memory.weights_bytes)

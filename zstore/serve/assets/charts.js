@@ -3,7 +3,7 @@
 import { h, replace } from "./dom.js";
 import { NOTHING, count, number, short } from "./format.js";
 import { LOG, Plot, WHOLE, axis, baseAxis, drawUpright } from "./plot.js";
-import { colour } from "./themes.js";
+import { colour, inColour } from "./themes.js";
 
 const HEIGHT = 206;
 const TABLE_ROWS = 100;
@@ -177,7 +177,7 @@ export class LineChart {
       this.legend,
       h("span", { class: "key" }, "step ", this.stepText),
       this.data.series.map(({ label, limits }, index) =>
-        h("span", { class: "key" }, h("i", { class: `swatch c${(limits ?? index) % 8}${limits === undefined ? "" : " limit"}` }), `${label} `, this.values[index]),
+        h("span", { class: "key" }, h("i", { class: `swatch ${limits === undefined ? "" : "limit"}`, style: inColour((limits ?? index) % 8) }), `${label} `, this.values[index]),
       ),
     );
   }

@@ -33,9 +33,16 @@ export function onTheme(changed) {
   };
 }
 
-/** Return the present value of a colour of style.css, for drawing on a canvas; `share` of it is seen. */
-export function colour(name, share = 1) {
-  const probe = h("span", { hidden: true, style: { color: `color-mix(in srgb, var(--${name}) ${100 * share}%, transparent)` } });
+/** Return the style of an element that has the colour of a series; `share` of it is seen. */
+export function inColour(index, share = 1) {
+  return { "--c": mixed(`series-${index}`, share, "transparent") };
+}
+
+const mixed = (name, share, behind) => `color-mix(in srgb, var(--${name}) ${100 * share}%, ${behind})`;
+
+/** Return the present value of a colour of style.css, for drawing on a canvas; `share` of it is seen before another. */
+export function colour(name, share = 1, behind = "transparent") {
+  const probe = h("span", { hidden: true, style: { color: mixed(name, share, behind) } });
   document.body.append(probe);
   const value = getComputedStyle(probe).color;
   probe.remove();

@@ -10,13 +10,15 @@ checkpoint in the same folder, which readers follow too.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import re
 import time
 from dataclasses import dataclass
+from typing import Any
 
-from ...checkpoint.catalog import LOOPS_FOLDER, TagInfo, find_folder, list_nested, newest_of, scan
+from ...checkpoint.catalog import LOOPS_FOLDER, Catalog, TagInfo, find_folder, list_nested, newest_of, scan
 from ...checkpoint.folder import Folder
 from ...checkpoint.names import LATEST_FILE, RECORD_FILE, parse_own_name
 from ...errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, CorruptionError
@@ -26,7 +28,10 @@ from ..cache import Cache
 _RUN_FILES = (LATEST_FILE, "journal-*.jsonl", *COMPANIONS)
 _FRESH_S = 2.0
 """How long a checkpoint behind a URL is taken to be unchanged."""
-_MOST_CACHED = 256
+_MOST_CACHED, _MOST_RUNS = 256, 4096
+Signature = tuple[Any, ...]
+_TICK_NS = 50_000_000
+"""Two changes within this time may have the same time in a file system."""
 _NOT_PLAIN = re.compile(r"[/\\\x00-\x1f\x7f]")
 
 
@@ -58,6 +63,7 @@ class VisibleCheckpoints:
 
     def __init__(self) -> None:
         self._known: Cache[tuple[Folder, str], tuple[object, TagInfo]] = Cache(_MOST_CACHED)
+        self._newest: Cache[str, tuple[Signature, tuple[int, TagInfo | None]]] = Cache(_MOST_RUNS)
 
     def find(self, folder: Folder, checkpoint: str) -> TagInfo:
         """Return the checkpoint that `checkpoint` names in a run's folder: `step-00000060`, `checkpoint-60/step-00000060`, or
@@ -93,10 +99,23 @@ class VisibleCheckpoints:
 
     def latest(self, folder: Folder) -> TagInfo:
         """Return the newest checkpoint of a run; raises CheckpointNotFoundError if it has none."""
-        tags = sorted([*scan(folder).tags, *list_nested(folder).tags], key=lambda info: info.record.committed_ns)
-        if not tags:
+        _, newest = self.newest(folder)
+        if newest is None:
             raise CheckpointNotFoundError(f"{folder} has no committed checkpoint")
-        return newest_of(tags)
+        return newest
+
+    def newest(self, folder: Folder) -> tuple[int, TagInfo | None]:
+        """Return the number of checkpoints of a run, and the newest. Raises CheckpointNotFoundError if its folder is gone."""
+        began_ns = time.time_ns()
+        signature = signature_of(folder) if folder.is_local else (int(time.monotonic() / _FRESH_S),)
+        cached = self._newest.get(folder.location)
+        if cached is not None and cached[0] == signature:
+            return cached[1]
+        tags = read_catalog(folder).tags
+        found = (len(tags), newest_of(tags) if tags else None)
+        if not folder.is_local or all(at < began_ns - _TICK_NS for _, _, at in signature):
+            self._newest.put(folder.location, (signature, found))
+        return found
 
     def place(self, folder: Folder, parts: tuple[str, ...]) -> Place:
         """Return the place that a run's path names; `parts` are its components, an empty last one if it ends in `/`.
@@ -155,3 +174,37 @@ def _state(folder: Folder, name: str) -> object | None:
 
 def _nothing(folder: Folder, name: str) -> CheckpointError:
     return CheckpointNotFoundError(f"{folder} has nothing visible that is called {name!r}")
+
+
+def read_catalog(folder: Folder) -> Catalog:
+    """Return the checkpoints in a run's folder and in those that loops make, the oldest first."""
+    catalog = scan(folder) if not folder.has(RECORD_FILE) else Catalog(tags=(), refusals=())
+    nested = list_nested(folder)
+    tags = sorted(catalog.tags + nested.tags, key=lambda info: (info.record.committed_ns, info.record.step))
+    return Catalog(tags=tuple(tags), refusals=catalog.refusals + nested.refusals)
+
+
+def signature_of(folder: Folder) -> Signature:
+    """Return the folders below a run's, and below those that loops make, each with its inode and time."""
+    try:
+        found = _subfolders(str(folder.path))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFoundError(f"{folder} is gone: its folder was removed or renamed") from error
+    for name, _, _ in list(found):
+        if name.startswith(("checkpoint-", "checkpoint_")):
+            with contextlib.suppress(OSError):
+                inner = _subfolders(os.path.join(folder.path, name))
+                found += [(f"{name}/{each}", ino, at) for each, ino, at in inner]
+    return tuple(found)
+
+
+def _subfolders(path: str) -> list[tuple[str, int, int]]:
+    """Return name, inode and time of the folders in a folder, by name; those that are removed meanwhile are left out."""
+    found = []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                if entry.is_dir():
+                    status = entry.stat()
+                    found.append((entry.name, status.st_ino, status.st_mtime_ns))
+    return sorted(found)

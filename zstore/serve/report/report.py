@@ -27,7 +27,7 @@ from ..settings import Root, Settings
 from ..views.arrays import array_statistics, list_arrays
 from ..views.difference import compare
 from ..views.library import Library
-from ..views.run import checkpoint_detail, list_checkpoints, run_detail, run_placement, run_steps
+from ..views.run import checkpoint_detail, fresh_history, list_checkpoints, run_detail, run_placement, run_steps
 from .bundle import Inside, answer_bytes, api_path, one_file, read_assets
 
 MAX_BYTES = 20 * 10**6
@@ -145,6 +145,7 @@ class Report:
 
     def _add_run(self) -> None:
         answers, library, run = self._answers, self._library, self.run
+        fresh_history(library, run, is_whole=True)
         detail = run_detail(library, run)
         answers.require(api_path(), ServiceInfo(version=__version__, allows_actions=False, authorized=False))
         answers.require(api_path("runs"), RunList(runs=[detail.summary]))

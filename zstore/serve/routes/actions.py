@@ -14,7 +14,7 @@ from ..models import Job, PruneResult, PruneRules, RunAction
 from ..replies import ConflictError
 from ..runs import Run
 from ..service import Service, run_of, service_of
-from ..views.history import LEAST_HEARTBEAT_S, has_heartbeat
+from ..views.journalview import LEAST_HEARTBEAT_S, has_heartbeat
 from ..views.run import fresh_history
 from .operations import Operation, Values, answer, of_run, parse_body
 from .pruning import prune, start_verify

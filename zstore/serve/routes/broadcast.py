@@ -22,7 +22,7 @@ from ...errors import ZstoreError
 from ..models import CheckpointsChanged, Ended, Steps, json_of
 from ..runs import Run
 from ..service import Service
-from ..views.history import JournalView
+from ..views.journalview import JournalView
 from ..views.run import run_detail
 
 _log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class Broadcast:
                 return cursor
             return replace(
                 cursor,
-                journal=view.run_id,
+                journal=view.key,
                 lines=view.table.num_lines,
                 saves=view.num_saves,
                 warnings=view.num_warnings,
@@ -187,7 +187,7 @@ class Broadcast:
         history = self._service.history(self._run)
         with history.lock:
             view = history.current
-            if view is not None and view.run_id == now.journal:
+            if view is not None and view.key == now.journal:
                 # Events since the poll are sent with it.
                 now = replace(now, lines=view.table.num_lines, saves=view.num_saves, warnings=view.num_warnings)
                 events += _of_journal(view, seen)
@@ -209,9 +209,10 @@ def _of_journal(view: JournalView, seen: Cursor) -> list[tuple[str, BaseModel]]:
     columns = view.table.columns(points=_MOST_ROWS, after_line=seen.lines)
     if columns["step"]:
         last = columns["step"][-1]
-        events.append(("steps", Steps(columns=columns, last_step=None if last is None else int(last))))
-    events += [("save", one.event) for one in view.saves.values() if one.number > seen.saves]
-    events += [("warning", one.event) for one in view.warnings if one.number > seen.warnings]
+        steps = Steps(columns=columns, last_step=None if last is None else int(last), is_whole=view.is_whole)
+        events.append(("steps", steps))
+    events += [("save", save) for number, save in view.saves.values() if number > seen.saves]
+    events += [("warning", warned) for number, warned in view.warnings if number > seen.warnings]
     return events
 
 

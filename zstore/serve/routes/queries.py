@@ -51,7 +51,7 @@ async def _info(request: Request, values: Values) -> Response:
 
 
 async def _runs(request: Request, values: Values) -> Response:
-    return await answer(lambda: views.list_runs(service_of(request)))
+    return await answer(service_of(request).listing.get)
 
 
 async def _jobs(request: Request, values: Values) -> Response:

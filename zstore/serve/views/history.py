@@ -1,243 +1,117 @@
-"""The content of a run's journals, read as far as they go and then on from there. See [Note: the journal] in `zstore.journal`.
+"""The journals of a run, read as far as they go and then on from there.
 
-Journals of one folder are sessions of one run: the newest one counts for its state, and for steps that several have. Memory is
-bounded: rows of steps by [Note: columns], and the newest of everything else.
+Journals of one folder are sessions of one run: the newest one counts for its state, and for steps that several have.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 import os
-import socket
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
 import threading
-import time
-from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+import weakref
+from pathlib import Path
 
 from ...checkpoint.folder import Folder
-from ...journal.columns import number
-from ...journal.lines import decode_lines
-from ...journal.names import pid_namespace, run_of
-from ..models import ActionEvent, NotFinite, SaveEvent, Session, Warned
-from .columns import Part, StepTable, columns_of, metrics_of, row_of
-from .journals import arrival, journals_in, read_part
+from ...journal.names import run_of
+from .columns import Part, columns_of
+from .index import IndexLostError, JournalIndex, index_name
+from .journals import JournalFile, arrival, journals_in, read_on, read_some
+from .journalview import JournalView
 
-LEAST_HEARTBEAT_S = 60.0
-_HEARTBEAT_STEPS = 10
-_MOST_SESSIONS = 500
-MOST_SAVES, MOST_WARNINGS, MOST_ACTIONS = 200, 100, 50
-_MOST_LINE_BYTES = 64 * 1024 * 1024
-_BLOCK_BYTES = 4 * 1024 * 1024
-_LATE_S = 5.0
-"""How much later than a journal's first line its process may seem to have begun."""
-
-State = Literal["training", "done", "failed", "killed", "lost", "unknown"]
+_LONG_BYTES = 4 * 1024 * 1024
+"""More than this is not read at once in this process, but by another one into an index."""
+_NUM_SAMPLES = 1000
+_MOST_AT_ONCE = 2
+_building: list[subprocess.Popen[bytes]] = []
 
 
-def text_of(line: Mapping[str, Any], key: str) -> str:
-    """Return a text of a journal, empty if it is not one."""
-    value = line.get(key)
-    return value if isinstance(value, str) else ""
+class JournalReader:
+    """Reads a journal on, with an index if it is long. While that is made `view` is of a sample of the lines."""
 
+    def __init__(self, folder: Folder, name: str, identity: tuple[int, int]) -> None:
+        self._folder, self._name, self.identity = folder, name, identity
+        self.view = JournalView(run_of(name) or name)
+        self._is_indexed = True
+        self._index: JournalIndex | None = None
+        self._indexed_bytes = 0
+        self._builder: subprocess.Popen[bytes] | None = None
+        self._builds_itself = not folder.is_local
 
-def count_of(line: Mapping[str, Any], key: str) -> int | None:
-    """Return a whole number of a journal, None if it is not one."""
-    value = number(line.get(key))
-    return None if math.isnan(value) else int(value)
+    def read_on(self, file: JournalFile, *, is_whole: bool) -> None:
+        """Read the new lines; all of them if it shall be whole, however long that takes."""
+        before, arrived_at = self.view.offset, self.view.arrived_at
+        try:
+            self._read_on(file.nbytes, is_whole)
+        except IndexLostError:
+            self._read_on(file.nbytes, is_whole)
+        self.view.arrived_at = arrived_at
+        if self.view.offset > before or self._folder.is_local:
+            self.view.arrived_at = arrival(self._folder, file, self.view.last_at, is_new=not before)
 
+    def _read_on(self, nbytes: int, is_whole: bool) -> None:
+        if self._index is not None and self._index.is_lost:
+            self._index.remove()
+            self.view, self._index, self._indexed_bytes = JournalView(self.view.run_id), None, 0
+        if self._index is None and self._is_indexed and nbytes > _LONG_BYTES:
+            self._index = self._open()
+            self._load()
+        if self._builder is not None and (is_whole or self._builder.poll() is not None):
+            self._end_build(self._builder)
+        if self._index is not None and self._builder is None and nbytes - self._indexed_bytes > _LONG_BYTES:
+            self._extend(self._index, is_whole)
+        if self._is_indexed and nbytes - self.view.offset > _LONG_BYTES:
+            read_some(self._folder, self._name, self.view, nbytes, samples=_NUM_SAMPLES)
+        else:
+            read_on(self._folder, self._name, self.view, nbytes)
 
-def seconds_of(line: Mapping[str, Any], key: str) -> float | None:
-    """Return a number of a journal, None if it is not one."""
-    value = number(line.get(key))
-    return None if math.isnan(value) else value
+    def _open(self) -> JournalIndex | None:
+        if not self._builds_itself and os.access(self._folder.path, os.W_OK):
+            place = self._folder.path
+        else:
+            try:
+                place = Path(tempfile.mkdtemp(prefix="zstore-index-"))
+            except OSError:
+                self._keep_all()
+                return None
+            weakref.finalize(self, shutil.rmtree, place, ignore_errors=True)
+        return JournalIndex(place / index_name(self._name), self._folder, self._name)
 
+    def _keep_all(self) -> None:
+        """Read without an index, of which there is no room even in a temporary folder: all rows are kept in memory."""
+        self.view, self._index, self._is_indexed = JournalView(self.view.run_id), None, False
 
-def _is_here(session: Session) -> bool:
-    """Return whether the process of a session would be seen here."""
-    same = session.pid_namespace in ("", pid_namespace())
-    return same and session.host == socket.gethostname() and session.pid > 0
+    def _load(self) -> None:
+        found = self._index and self._index.load()
+        if found:
+            self.view, self._indexed_bytes = found, found.offset
 
+    def _extend(self, index: JournalIndex, is_whole: bool) -> None:
+        if self._builds_itself or is_whole:
+            try:
+                while index.extend():
+                    pass
+            except (sqlite3.Error, IndexLostError):
+                self._keep_all()
+            self._load()
+            return
+        _building[:] = [one for one in _building if one.poll() is None]
+        if len(_building) < _MOST_AT_ONCE:
+            arguments = [str(self._folder.path), self._name, str(index.path), str(os.getpid())]
+            command = [sys.executable, "-P", "-m", "zstore.serve.views.index", *arguments]
+            self._builder = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+            _building.append(self._builder)
 
-def _is_alive(session: Session) -> bool:
-    """Return whether the process of a session, one of this machine, runs."""
-    try:
-        with open(f"/proc/{session.pid}/stat", encoding="ascii", errors="replace") as file:
-            status, *fields = file.read().rpartition(")")[2].split()
-        with open("/proc/uptime", encoding="ascii") as file:
-            up_s = float(file.read().split()[0])
-        begun_at = time.time() - up_s + int(fields[18]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return False
-    # One that ended is there until its parent asks how; another process may have its number.
-    return status not in "ZX" and begun_at < session.started_at + _LATE_S
-
-
-def state_of(session: Session | None, reason: str | None, arrived_at: float, step_s: float) -> State:
-    """Return the state of a run, by its last session and the reason of its end, the time at which its last line arrived, by
-    the clock here, and how long its steps take (or NaN)."""
-    if session is None:
-        return "unknown"
-    if session.ended_at is not None:
-        return "failed" if reason == "failed" else "done"
-    if _is_here(session):
-        return "training" if _is_alive(session) else "killed"
-    return "training" if has_heartbeat(arrived_at, step_s) else "lost"
-
-
-def has_heartbeat(arrived_at: float, step_s: float) -> bool:
-    """Return whether a line that arrived at that time is recent, for steps that take so long (or NaN)."""
-    most_s = max(LEAST_HEARTBEAT_S, _HEARTBEAT_STEPS * step_s if step_s > 0 else 0.0)
-    return abs(time.time() - arrived_at) < most_s
-
-
-def session_of(line: Mapping[str, Any]) -> Session:
-    """Return the session that a line of kind `start` begins."""
-    versions, config = line.get("versions"), line.get("config")
-    return Session(
-        run_id=text_of(line, "run"),
-        started_at=seconds_of(line, "at") or 0.0,
-        ended_at=None,
-        first_step=count_of(line, "step") or 0,
-        loop=text_of(line, "loop"),
-        world_size=count_of(line, "world_size") or 0,
-        host=text_of(line, "host"),
-        pid=count_of(line, "pid") or 0,
-        pid_namespace=text_of(line, "pid_namespace"),
-        versions={str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else {},
-        config=config if isinstance(config, dict) else {},
-    )
-
-
-def _save_of(line: Mapping[str, Any]) -> SaveEvent | None:
-    state = line.get("state")
-    if state not in ("begun", "committed", "uploaded", "failed"):
-        return None
-    return SaveEvent(
-        at=seconds_of(line, "at") or 0.0,
-        step=count_of(line, "step") or 0,
-        tag=text_of(line, "tag"),
-        state=state,
-        stall_s=seconds_of(line, "stall_s"),
-        elapsed_s=seconds_of(line, "elapsed_s"),
-        linked_bytes=count_of(line, "linked_bytes"),
-        written_bytes=count_of(line, "written_bytes"),
-        done_bytes=count_of(line, "done_bytes"),
-        problem=text_of(line, "problem") or None,
-    )
-
-
-def _action_of(line: Mapping[str, Any], step: int | None) -> ActionEvent | None:
-    action = line.get("action")
-    if action not in ("save", "stop"):
-        return None
-    return ActionEvent(
-        at=seconds_of(line, "at") or 0.0,
-        id=text_of(line, "id"),
-        action=action,
-        step=step,
-        problem=text_of(line, "problem") or None,
-    )
-
-
-def not_finite_of(line: Mapping[str, Any]) -> NotFinite | None:
-    """Return the numbers of a line that are NaN or infinite; None if there are none, or it is of no step."""
-    found, step = line.get("not_finite"), count_of(line, "step")
-    if not isinstance(found, dict) or not found or step is None or line.get("kind") not in ("step", "eval", "metrics"):
-        return None
-    values = {str(name): str(value)[:20] for name, value in found.items()}
-    return NotFinite(at=seconds_of(line, "at") or 0.0, step=step, values=values)
-
-
-@dataclass
-class Numbered:
-    """An event, and its number among all of its kind in the journal."""
-
-    number: int
-    event: Any
-
-
-class JournalView:
-    """The content of one journal. Not for several threads at once."""
-
-    def __init__(self, run_id: str) -> None:
-        self.run_id = run_id
-        self.offset = 0
-        self.arrived_at = 0.0
-        """When its last line came, by the clock here."""
-        self.identity = (0, 0)
-        self.table = StepTable()
-        self.sessions: list[Session] = []
-        self.saves: OrderedDict[tuple[int, str], Numbered] = OrderedDict()
-        """By step and tag, the last state of each."""
-        self.actions: list[ActionEvent] = []
-        self.step: int | None = None
-        """The last one."""
-        self.warnings: list[Numbered] = []
-        self.not_finite: list[NotFinite] = []
-        self.num_saves = self.num_warnings = 0
-        self.plan: dict[str, Any] = {}
-        self.memory: dict[str, Any] = {}
-        self.total_steps: int | None = None
-        self.end_reason: str | None = None
-        self.error: str | None = None
-        """That ended it, if it failed."""
-        self.last_at = 0.0
-
-    def take(self, line: dict[str, Any]) -> None:
-        """Take a line in."""
-        self.last_at = seconds_of(line, "at") or self.last_at
-        if (found := not_finite_of(line)) is not None:
-            self.not_finite = [*self.not_finite[1 - MOST_WARNINGS :], found]
-        match line.get("kind"):
-            case "step":
-                self._take_step(line)
-            case "eval" | "metrics":
-                self.table.note(number(line.get("step")), metrics_of(line))
-            case "start":
-                self.sessions = [*self.sessions[1 - _MOST_SESSIONS :], session_of(line)]
-                self.total_steps = count_of(line, "total_steps")
-                self.end_reason = self.error = None
-            case "end" if self.sessions:
-                self.sessions[-1] = self.sessions[-1].model_copy(update={"ended_at": self.last_at})
-                self.end_reason, self.error = text_of(line, "reason"), text_of(line, "problem") or None
-            case "plan":
-                self.plan = line
-            case "save" if (save := _save_of(line)) is not None:
-                self.num_saves += 1
-                self.saves.pop((save.step, save.tag), None)
-                self.saves[save.step, save.tag] = Numbered(self.num_saves, save)
-                if len(self.saves) > MOST_SAVES:
-                    self.saves.popitem(last=False)
-            case "action" if (action := _action_of(line, self.step)) is not None:
-                self.actions = [*self.actions[1 - MOST_ACTIONS :], action]
-            case "warning":
-                self.num_warnings += 1
-                warned = Warned(at=self.last_at, text=text_of(line, "text"))
-                self.warnings = [*self.warnings[1 - MOST_WARNINGS :], Numbered(self.num_warnings, warned)]
-            case _:
-                pass
-
-    def _take_step(self, line: dict[str, Any]) -> None:
-        self.step = count_of(line, "step")
-        memory = line.get("memory")
-        self.memory = memory if isinstance(memory, dict) else self.memory
-        self.table.add(row_of(line))
-
-    @property
-    def mark(self) -> str:
-        """Hexadecimal digits that change with the sessions, the state and the carried out requests of the run."""
-        ended = self.sessions[-1].ended_at if self.sessions else None
-        text = repr((len(self.sessions), ended, self.state, self.actions[-1:], self.not_finite[-1:]))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    @property
-    def state(self) -> State:
-        """The state of the run."""
-        session = self.sessions[-1] if self.sessions else None
-        return state_of(session, self.end_reason, self.arrived_at, self.table.last.get("step_s", float("nan")))
+    def _end_build(self, builder: subprocess.Popen[bytes]) -> None:
+        self._builder, before = None, self._indexed_bytes
+        failed = builder.wait() != 0
+        self._load()
+        if failed or self._indexed_bytes == before:
+            self._builds_itself = True
+            self._index = self._open()
 
 
 class History:
@@ -245,53 +119,43 @@ class History:
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
-        self._views: dict[str, JournalView] = {}
+        self._readers: dict[str, JournalReader] = {}
         self.lock = threading.RLock()
 
-    def refresh(self) -> None:
-        """Read the new lines; blocks on the file system."""
+    def refresh(self, *, is_whole: bool = False) -> None:
+        """Read the new lines; blocks on the file system. Of a long journal those are a sample at first, unless it shall be
+        whole."""
         with self.lock:
             found = journals_in(self._folder)
-            self._views = {name: view for name, view in self._views.items() if name in found}
+            self._readers = {name: reader for name, reader in self._readers.items() if name in found}
             for name, file in found.items():
-                view = self._views.get(name)
-                began_anew = view is not None and (view.identity != file.identity or file.nbytes < view.offset)
-                if view is None or began_anew:
-                    view = JournalView(run_of(name) or name)
-                    view.identity = file.identity
-                    self._views[name] = view
-                before = view.offset
-                self._read(name, view, file.nbytes)
-                if view.offset > before or self._folder.is_local:
-                    view.arrived_at = arrival(self._folder, file, view.last_at, is_new=not before)
-
-    def _read(self, name: str, view: JournalView, nbytes: int) -> None:
-        left = b""
-        position = view.offset
-        while position < nbytes and len(left) < _MOST_LINE_BYTES:
-            block = read_part(self._folder, name, position, min(nbytes, position + _BLOCK_BYTES))
-            if not block:
-                return
-            position += len(block)
-            lines, newline, left = (left + block).rpartition(b"\n")
-            view.offset += len(lines) + len(newline)
-            for line in decode_lines(lines):
-                view.take(line)
+                reader = self._readers.get(name)
+                if reader is None or reader.identity != file.identity or file.nbytes < reader.view.offset:
+                    reader = self._readers[name] = JournalReader(self._folder, name, file.identity)
+                reader.read_on(file, is_whole=is_whole)
 
     @property
     def views(self) -> list[JournalView]:
         """The views of all journals, the one that began first at the head."""
-        return sorted(self._views.values(), key=lambda view: view.sessions[0].started_at if view.sessions else 0.0)
+        views = (reader.view for reader in self._readers.values())
+        return sorted(views, key=lambda view: view.sessions[0].started_at if view.sessions else 0.0)
 
     @property
     def current(self) -> JournalView | None:
         """The newest journal, None if there is none."""
-        return max(self._views.values(), key=lambda view: view.last_at, default=None)
+        return max(self.views, key=lambda view: view.last_at, default=None)
 
     def columns(self, *, points: int, after_step: float, until_step: float) -> dict[str, list[float | None]]:
         """Return the steps of all journals as those of one run: of those that several have, the last one's."""
+        try:
+            return self._columns(points, after_step, until_step)
+        except IndexLostError:
+            self.refresh()
+            return self._columns(points, after_step, until_step)
+
+    def _columns(self, points: int, after_step: float, until_step: float) -> dict[str, list[float | None]]:
         parts, until = list[Part](), until_step
-        for view in sorted(self._views.values(), key=lambda view: view.last_at, reverse=True):
-            parts.insert(0, view.table.part(after_step=after_step, until_step=until))
+        for view in sorted(self.views, key=lambda view: view.last_at, reverse=True):
+            parts.insert(0, view.table.part(points=points, after_step=after_step, until_step=until))
             until = min(until, view.table.first_step - 1)
         return columns_of(parts, points)

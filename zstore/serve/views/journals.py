@@ -1,15 +1,27 @@
-"""The files of journals in a run's folder, here or behind a URL."""
+"""The files of journals in a run's folder, here or behind a URL, and reading their lines."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
 from ...checkpoint.folder import Folder
 from ...errors import ZstoreError
+from ...journal.lines import decode_lines
 from ...journal.names import CHECKPOINT_FOLDER, run_of
+from ..models import Session
+from .journalview import JournalView, session_of
+
+MOST_LINE_BYTES = 64 * 1024 * 1024
+_BLOCK_BYTES = 4 * 1024 * 1024
+_HEAD_BYTES = 256 * 1024
+_TAIL_BYTES = 16 * 1024
+_SAMPLE_BYTES = 8 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,3 +77,52 @@ def read_part(folder: Folder, name: str, start: int, stop: int) -> bytes:
         return folder.read_range(name, start, stop) if stop > start else b""
     except (OSError, ZstoreError):
         return b""
+
+
+def read_on(folder: Folder, name: str, view: JournalView, until: int) -> None:
+    """Read lines from where a view has got to, up to a byte of the journal."""
+    left = b""
+    position = view.offset
+    while position < until and len(left) < MOST_LINE_BYTES:
+        block = read_part(folder, name, position, min(until, position + _BLOCK_BYTES))
+        if not block:
+            return
+        position += len(block)
+        lines, newline, left = (left + block).rpartition(b"\n")
+        view.offset += len(lines) + len(newline)
+        for line in decode_lines(lines):
+            view.take(line)
+
+
+def read_some(folder: Folder, name: str, view: JournalView, until: int, *, samples: int) -> None:
+    """Read as `read_on` does, but of much only the first and the last lines, and lines of steps at some places between."""
+    if until - view.offset > 2 * _TAIL_BYTES:
+        for text in () if view.offset else read_part(folder, name, 0, _HEAD_BYTES).split(b"\n")[:-1]:
+            view.offset += len(text) + 1
+            for line in decode_lines(text):
+                view.take(line)
+            if len(view.table):  # the first step
+                break
+    if until - view.offset > 2 * _TAIL_BYTES:
+        view.skip()
+        for position in np.linspace(view.offset, until - _TAIL_BYTES, samples + 1, dtype=np.int64)[1:].tolist():
+            part = read_part(folder, name, position, position + _SAMPLE_BYTES)
+            begin, end = part.find(b"\n") + 1, part.rfind(b"\n")
+            steps = (each for each in decode_lines(part[begin:end]) if each["kind"] == "step")
+            for step in itertools.islice(steps, 1):
+                view.take(step)
+            view.offset = position + begin
+    read_on(folder, name, view, until)
+
+
+def last_session(folder: Folder, name: str, start: int, stop: int) -> tuple[int, Session | None]:
+    """Return the byte up to which a part of a journal was looked through, and the last session that begins there."""
+    found = None
+    while block := read_part(folder, name, start, min(stop, start + _BLOCK_BYTES)):
+        if not (end := block.rfind(b"\n") + 1):
+            break
+        at = block.rfind(b'"kind":"start"', 0, end)
+        for line in decode_lines(block[block.rfind(b"\n", 0, at) + 1 : block.find(b"\n", at)]) if at >= 0 else ():
+            found = session_of(line)
+        start += end
+    return start, found

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from ..cache import Cache
-from ..models import ArrayStatistics, Difference
+from ..cache import Cache, Renewed
+from ..files.visible import VisibleCheckpoints
+from ..models import ArrayStatistics, Difference, RunList
 from ..runs import Run, Runs
 from ..settings import Settings
 from .history import History
 from .readers import Memory, Readers
-from .summaries import JournalSummaries
+from .summaries import RunSummaries
 from .timeline import Timeline
 
-_MOST_HISTORIES, _MOST_TIMELINES, _MOST_STATISTICS, _MOST_DIFFERENCES = 8, 64, 8192, 32
+_MOST_HISTORIES, _MOST_TIMELINES, _MOST_STATISTICS, _MOST_DIFFERENCES = 64, 64, 8192, 32
 
 
 class Library:
@@ -20,7 +21,10 @@ class Library:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.runs = Runs(settings)
-        self.summaries = JournalSummaries()
+        self.checkpoints = VisibleCheckpoints()
+        self.summaries = RunSummaries(self.checkpoints)
+        self.listing = Renewed(lambda: RunList(runs=[self.summaries.of(run) for run in self.runs.all().values()]))
+        """All runs in short, of very many as they were a few seconds ago."""
         self._histories: Cache[str, History] = Cache(_MOST_HISTORIES)
         self._timelines: Cache[str, Timeline] = Cache(_MOST_TIMELINES)
         self.statistics: Cache[tuple[str, str], ArrayStatistics] = Cache(_MOST_STATISTICS)

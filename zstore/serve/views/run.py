@@ -7,70 +7,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...checkpoint.format import encode_state
-from ...errors import ZstoreError
 from ..models import (
     CheckpointDetail,
     CheckpointList,
-    Newest,
     PlacedArray,
     Placement,
     PlanPart,
     RunDetail,
-    RunList,
-    RunSummary,
     Steps,
 )
 from ..runs import Run
-from .history import MOST_ACTIONS, MOST_SAVES, MOST_WARNINGS, History, count_of, text_of
+from .history import History
+from .journalview import MOST_ACTIONS, MOST_SAVES, MOST_WARNINGS, count_of, text_of
 from .library import Library
-from .timeline import newest_of
 
 _MOST_STATE_BYTES = 64 * 1024
 _TIERS = ("device", "host", "disk")
 
 
-def list_runs(service: Library) -> RunList:
-    """Return all runs in short."""
-    return RunList(runs=[run_summary(service, run) for run in service.runs.all().values()])
-
-
-def run_summary(service: Library, run: Run) -> RunSummary:
-    """Return a run in short: the ends of its journal, and its checkpoints."""
-    newest, num_checkpoints, problem = None, 0, None
-    try:
-        listed = service.timeline(run).listed()
-        num_checkpoints = len(listed)
-        if (found := newest_of(listed)) is not None:
-            entry = found.entry
-            newest = Newest(
-                checkpoint=entry.checkpoint, tag=entry.tag, step=entry.step, committed_at=entry.committed_at
-            )
-    except (ZstoreError, OSError) as error:
-        problem = str(error)
-    summary = service.summaries.of(run.folder)
-    times = [summary.last_at, newest.committed_at if newest else None]
-    return RunSummary(
-        name=run.name,
-        location=run.folder.location,
-        state=summary.state,
-        error=summary.error,
-        not_finite_step=summary.not_finite_step,
-        run_id=summary.run_id,
-        step=summary.step,
-        total_steps=summary.total_steps,
-        loss=summary.loss,
-        tokens_per_s=summary.tokens_per_s,
-        updated_at=max((at for at in times if at is not None), default=None),
-        num_checkpoints=num_checkpoints,
-        newest=newest,
-        problem=problem,
-    )
-
-
-def fresh_history(service: Library, run: Run) -> History:
-    """Return the history of a run, read as far as its journals go now."""
+def fresh_history(service: Library, run: Run, *, is_whole: bool = False) -> History:
+    """Return the history of a run, read as far as its journals go now; see `History.refresh`."""
     history = service.history(run)
-    history.refresh()
+    history.refresh(is_whole=is_whole)
     return history
 
 
@@ -80,12 +38,12 @@ def run_detail(service: Library, run: Run) -> RunDetail:
     with history.lock:
         views = history.views
         sessions = [session for view in views for session in view.sessions]
-        saves = [numbered.event for view in views for numbered in view.saves.values()]
-        warnings = [numbered.event for view in views for numbered in view.warnings]
+        saves = [save for view in views for _, save in view.saves.values()]
+        warnings = [warned for view in views for _, warned in view.warnings]
         actions = [action for view in views for action in view.actions]
         not_finite = [found for view in views for found in view.not_finite]
     return RunDetail(
-        summary=run_summary(service, run),
+        summary=service.summaries.of(run),
         sessions=sorted(sessions, key=lambda session: session.started_at),
         saves=sorted(saves, key=lambda save: save.at)[-MOST_SAVES:],
         actions=sorted(actions, key=lambda action: action.at)[-MOST_ACTIONS:],
@@ -95,21 +53,27 @@ def run_detail(service: Library, run: Run) -> RunDetail:
 
 
 def run_steps(
-    service: Library, run: Run, *, after: int | None = None, until: int | None = None, points: int = 1000
+    service: Library,
+    run: Run,
+    *,
+    after: int | None = None,
+    until: int | None = None,
+    points: int = 1000,
 ) -> Steps:
-    """Return the steps of a run after one and up to another, as at most `points` rows."""
+    """Return the steps of a run after one and up to another, as at most `points` rows; see `History.refresh`."""
     history = fresh_history(service, run)
     with history.lock:
         view = history.current
         if view is None:
-            return Steps(columns={}, last_step=None)
+            return Steps(columns={}, last_step=None, is_whole=True)
         last = view.table.last.get("step")
         columns = history.columns(
             points=points,
             after_step=float("-inf") if after is None else after,
             until_step=float("inf") if until is None else until,
         )
-    return Steps.model_construct(columns=columns, last_step=None if last is None else int(last))
+        is_whole = all(view.is_whole for view in history.views)
+    return Steps.model_construct(columns=columns, last_step=None if last is None else int(last), is_whole=is_whole)
 
 
 def run_placement(service: Library, run: Run) -> Placement:

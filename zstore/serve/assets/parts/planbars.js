@@ -2,6 +2,7 @@
 
 import { h } from "../dom.js";
 import { NOTHING, bytes, percent } from "../format.js";
+import { inColour } from "../themes.js";
 import { byTier } from "./placement.js";
 
 /** Return the panel of a placement; `colours` are the numbers of colours by kind. */
@@ -47,6 +48,6 @@ function row(part, most, colours) {
     h("span", { class: "num", role: "cell" }, part.planned_bytes === null ? h("span", { class: "muted" }, "not planned") : bytes(part.planned_bytes)),
     h("span", { class: "num", role: "cell" }, part.measured_bytes === null ? h("span", { class: "muted" }, "not measured") : bytes(part.measured_bytes)),
     h("span", { class: "num muted", role: "cell" }, known ? `${off > 0 ? "+" : ""}${percent(off)}` : NOTHING),
-    h("div", { class: `bars c${colours.get(part.kind) ?? 0}`, "aria-hidden": "true" }, bar(part.planned_bytes, "planned"), bar(part.measured_bytes, "measured")),
+    h("div", { class: "bars", style: inColour(colours.get(part.kind) ?? 0), "aria-hidden": "true" }, bar(part.planned_bytes, "planned"), bar(part.measured_bytes, "measured")),
   );
 }

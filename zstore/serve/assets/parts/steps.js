@@ -1,8 +1,5 @@
 // The steps of a run as columns of numbers, to which live ones are added. Pure.
 
-const LAST = new Set(["step", "at"]);
-const BY_TIME = new Set(["tokens_per_s", "mfu"]);
-
 /** Columns over ascending steps; what is not known is null. A row stands for one step or several that follow each other. */
 export class StepColumns {
   constructor(columns = {}) {
@@ -15,12 +12,6 @@ export class StepColumns {
 
   get last() {
     return this.length === 0 ? null : this.columns.step[this.length - 1];
-  }
-
-  /** How many steps a row stands for, on average. */
-  get stride() {
-    const { step } = this.columns;
-    return step.length < 2 ? 1 : Math.max(1, Math.round((step[step.length - 1] - step[0]) / (step.length - 1)));
   }
 
   /** Return the values of a column, null for each step where there is none of that name. */
@@ -57,12 +48,6 @@ export class StepColumns {
     return Object.fromEntries(Object.entries(this.columns).map(([name, values]) => [name, values.slice(first)]));
   }
 
-  /** Return columns in which `size` rows are one, as the service joins them: the mean, of the loss also its ends. */
-  joined(size) {
-    if (size <= 1) return this;
-    return new StepColumns(Object.fromEntries(Object.entries(this.columns).map(([name, values]) => [name, join(name, values, size, BY_TIME.has(name) ? this.columns.step_s : null)])));
-  }
-
   /** Return whether every step between two is a row of its own. */
   isWhole(from, to) {
     const first = firstFrom(this.columns.step, from);
@@ -71,26 +56,7 @@ export class StepColumns {
   }
 }
 
-function join(name, values, size, times) {
-  const found = [];
-  for (let start = 0; start < values.length; start += size) {
-    const part = values.slice(start, start + size);
-    const known = part.filter((value) => value !== null);
-    const time = (index) => times?.[start + index] ?? 0;
-    if (known.length === 0) found.push(null);
-    else if (LAST.has(name)) found.push(part[part.length - 1]);
-    else if (name === "loss_min") found.push(Math.min(...known));
-    else if (name === "loss_max") found.push(Math.max(...known));
-    else if (times) {
-      const passed = part.reduce((sum, value, index) => sum + (value === null ? 0 : time(index)), 0);
-      found.push(passed > 0 ? part.reduce((sum, value, index) => sum + (value ?? 0) * time(index), 0) / passed : null);
-    }
-    else found.push(known.reduce((sum, value) => sum + value, 0) / known.length);
-  }
-  return found;
-}
-
-/** The steps of a run: those that were asked for, and live ones after them, joined as those are, so that one curve is even. */
+/** The steps of a run: those that were asked for, and live ones after them. */
 export class LiveSteps {
   constructor(columns) {
     this.base = new StepColumns(columns);
@@ -115,7 +81,7 @@ export class LiveSteps {
   /** Return all rows as one. */
   all() {
     const found = new StepColumns({ ...this.base.columns });
-    found.append(this.live.joined(this.base.stride).columns);
+    found.append(this.live.columns);
     return found;
   }
 }

@@ -3,13 +3,15 @@
 import { h, replace } from "../dom.js";
 import { bytes, count, counted, short, when } from "../format.js";
 import { BARS, Plot, WHOLE, axis, bars, baseAxis } from "../plot.js";
-import { colour } from "../themes.js";
+import { colour, inColour } from "../themes.js";
 
 const HEIGHT = 200;
 const LEAST_PX = 4;
 const MOST_PX = 28;
 /** What is beside the bars, at both ends together. */
 const MARGIN_PX = 92;
+/** Of the parts of a bar: series, and how much of its colour is seen. */
+const COLOURS = { rest: [7, 0.55], shared: [0, 0.45], freed: [1, 1] };
 
 /** Bars along steps or times. People who do not see it have the table below it. */
 export class Timeline {
@@ -56,7 +58,7 @@ export class Timeline {
     const half = high > low ? ((high - low) * MOST_PX) / 2 / room : 1;
     const widths = { size: [1, MOST_PX, LEAST_PX - 1], gap: 1 };
     const places = [];
-    const layer = (name, share, each) => ({ paths: bars({ ...widths, each }), fill: colour(name, share), width: 0, points: { show: false } });
+    const layer = (name, each) => ({ paths: bars({ ...widths, each }), fill: colour(`series-${COLOURS[name][0]}`, COLOURS[name][1]), width: 0, points: { show: false } });
     replace(this.legend, legend(this.slots));
     this.frame.setAttribute("aria-label", this.summary(low, high));
     this.say(null);
@@ -71,7 +73,7 @@ export class Timeline {
       height: HEIGHT,
       padding: [10, 24, 0, 0],
       scales: { x: { time: byTime, range: [low - half, high + half] }, y: { range: [0, Math.max(1, ...this.slots.map(({ size }) => size))] } },
-      series: [{}, layer("series-7", 0.55), layer("series-0", 0.45), layer("series-1", 1, (chart, series, index, left, top, wide) => (places[index] = [left, wide]))],
+      series: [{}, layer("rest"), layer("shared"), layer("freed", (chart, series, index, left, top, wide) => (places[index] = [left, wide]))],
       bands: [{ series: [1, 2] }, { series: [2, 3] }],
       axes: [
         baseAxis(null, short, { gap: 12, size: 26, ...(byTime ? { values: (_, times, axisIndex, space, apart) => timeTexts(times, apart) } : { incrs: WHOLE }) }),
@@ -156,7 +158,7 @@ function nameOf({ entries }) {
 }
 
 function legend(slots) {
-  const entry = (name, text) => h("span", { class: "key" }, h("span", { class: `swatch ${name}` }), text);
+  const entry = (name, text) => h("span", { class: "key" }, h("span", { class: "swatch", style: inColour(...COLOURS[name]) }), text);
   return [
     entry("freed", "freed when it is removed"),
     entry("shared", "shared with other checkpoints"),

@@ -140,7 +140,7 @@ export class Treemap {
   }
 
   drawLeaves(pen) {
-    const fills = Array.from({ length: NUM_COLOURS }, (_, index) => colour(`map-${index}`));
+    const fills = Array.from({ length: NUM_COLOURS }, (_, index) => colour(`series-${index}`, 0.38, "var(--surface)"));
     const dim = colour("sunken");
     const text = colour("text");
     const font = getComputedStyle(this.plot).fontFamily;

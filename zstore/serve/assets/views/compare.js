@@ -12,6 +12,7 @@ import { buildTree } from "../parts/names.js";
 import { fact, marked } from "../parts/facts.js";
 import { filterField } from "../parts/filter.js";
 import { TreeView } from "../parts/tree.js";
+import { inColour } from "../themes.js";
 
 const HEADS = [["Name", ""], ["Difference", ""], ["Chunks changed", "num wide"]];
 const STATUSES = ["values", "shape", "dtype", "added", "removed", "unknown"];
@@ -199,7 +200,7 @@ class CompareView {
     replace(
       this.detail,
       h("h3", { class: "array-name mono", title: entry.name }, h("bdi", null, entry.name)),
-      h("p", null, h("span", { class: `tag coloured c${COLOURS[entry.status]}` }, WORDS[entry.status])),
+      h("p", null, h("span", { class: "tag coloured", style: inColour(COLOURS[entry.status]) }, WORDS[entry.status])),
       h(
         "dl",
         { class: "facts" },
@@ -251,7 +252,7 @@ function meter(share) {
 }
 
 function swatch(status) {
-  return h("span", { class: `swatch c${COLOURS[status]}` });
+  return h("span", { class: "swatch", style: inColour(COLOURS[status]) });
 }
 
 function differenceCells(item, { tally }) {

@@ -9,6 +9,7 @@ import { colours, treeOf } from "../parts/placement.js";
 import { planPanel } from "../parts/planbars.js";
 import { Treemap } from "../parts/treemap.js";
 import { empty } from "../states.js";
+import { inColour } from "../themes.js";
 
 const NAME = { key: "name", label: "Array", width: "minmax(13rem, 1fr)", stays: true, cell: (array) => nameOf(array), value: (array) => array.name };
 const KIND = { key: "kind", label: "Kind", width: "8.5rem", cell: (array) => array.kind, value: (array) => array.kind };
@@ -87,5 +88,5 @@ function nameOf({ name }) {
 }
 
 function legend(kinds) {
-  return h("div", { class: "legend" }, [...kinds].map(([kind, colour]) => h("span", { class: "key" }, h("i", { class: `swatch c${colour}` }), kind)));
+  return h("div", { class: "legend" }, [...kinds].map(([kind, colour]) => h("span", { class: "key" }, h("i", { class: "swatch", style: inColour(colour) }), kind)));
 }

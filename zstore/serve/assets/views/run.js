@@ -12,7 +12,9 @@ import { LiveSteps, StepColumns } from "../parts/steps.js";
 import { empty } from "../states.js";
 
 const POINTS = 1000;
-const MOST_LIVE = 2 * POINTS;
+const MOST_LIVE = POINTS / 4;
+const AGAIN_MS = 1000;
+const SAMPLE = "The journal is long, and is being read: these are some of its steps.";
 
 export async function show(container, params, context) {
   const view = new RunView(params, context);
@@ -36,7 +38,7 @@ class RunView {
     this.ended = () => {};
     this.closed = false;
     this.shownLists = "";
-    this.isEmpty = null;
+    this.shownWaiting = "";
     this.detailed = null;
     const from = Number.parseFloat(query.get("from"));
     const to = Number.parseFloat(query.get("to"));
@@ -50,7 +52,7 @@ class RunView {
       get(api([...this.path, "placement"])).catch(() => null),
     ]);
     Object.assign(this, { detail, placement });
-    this.steps = new LiveSteps(steps.columns);
+    this.begin(steps);
     if (this.domain !== null) {
       this.curves.setDomain(this.domain);
       await this.loadDetail();
@@ -92,9 +94,9 @@ class RunView {
     if (this.thinning) return;
     this.thinning = true;
     try {
-      const { columns } = await get(api([...this.path, "steps"], { points: POINTS }));
+      const steps = await get(api([...this.path, "steps"], { points: POINTS }));
       const later = this.steps.live;
-      this.steps = new LiveSteps(columns);
+      this.begin(steps);
       this.steps.append(later.after(this.steps.base.last));
       this.draw();
     } catch (error) {
@@ -102,6 +104,13 @@ class RunView {
     } finally {
       this.thinning = false;
     }
+  }
+
+  /** Begin with these steps; if they are a sample, ask again soon. */
+  begin({ columns, is_whole: isWhole }) {
+    this.steps = new LiveSteps(columns);
+    this.isSample = !isWhole;
+    if (this.isSample) setTimeout(() => this.closed || void this.thin(), AGAIN_MS);
   }
 
   zoom(domain) {
@@ -128,9 +137,10 @@ class RunView {
     this.showActions();
     this.curves.element.hidden = all.length === 0;
     this.curves.update(this.detailed ?? all, marks(this.detail), this.placement);
-    if (this.isEmpty !== (all.length === 0)) {
-      this.isEmpty = all.length === 0;
-      replace(this.waiting, this.isEmpty ? this.nothing() : null);
+    const waiting = all.length === 0 ? "empty" : this.isSample ? "sample" : "";
+    if (this.shownWaiting !== waiting) {
+      this.shownWaiting = waiting;
+      replace(this.waiting, { empty: () => this.nothing(), sample: () => h("p", { class: "hint", test: "sample" }, SAMPLE) }[waiting]?.());
     }
     const text = JSON.stringify([this.detail.saves, this.detail.warnings, this.detail.sessions, this.detail.not_finite]);
     if (text === this.shownLists) return;
