@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.serve.answers import Client
+from tests.serve.browser import needs_chromium, new_context, open_browser
 from tests.serve.conftest import Serve
 from tests.serve.sample import RUN_ID, JournalWriter
 from tests.waiting import until
@@ -268,3 +269,15 @@ def test_a_long_journal_behind_a_url_is_read_into_an_index_elsewhere(tmp_path: P
     history.refresh()
     assert is_whole(history)
     assert columns(history) == columns(in_memory(tmp_path))
+
+
+@needs_chromium
+@pytest.mark.usefixtures("short")
+def test_the_page_says_that_it_shows_a_sample_until_it_shows_all(tmp_path: Path, serve: Serve) -> None:
+    written(tmp_path)
+    with open_browser() as browser:
+        page = new_context(browser).new_page()
+        page.goto(f"{serve(tmp_path)}/run/{tmp_path.name}")
+        sample = page.locator("[data-test=sample]")
+        sample.wait_for()
+        sample.wait_for(state="detached")

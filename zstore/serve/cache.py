@@ -59,9 +59,9 @@ class Cache(Generic[K, V]):
             self._sum = 0
 
 
-_QUICK_S = 0.1
+_QUICK_S, _MOST_AGE_S = 0.1, 10.0
 _SHARE = 0.1
-"""Of the time, at most, that is spent on making a value again."""
+"""Of the time that is spent on making a value again, if it is not older than `_MOST_AGE_S` then."""
 
 
 class Renewed(Generic[V]):
@@ -100,7 +100,8 @@ class Renewed(Generic[V]):
         now_s = time.monotonic()
         self._took_s = now_s - began_s
         if num_forgotten == self._num_forgotten:
-            self._old_at_s = now_s + max(self._fresh_s, self._took_s / _SHARE if self._took_s > _QUICK_S else 0.0)
+            is_slow = self._took_s > _QUICK_S
+            self._old_at_s = now_s + max(self._fresh_s, min(_MOST_AGE_S, self._took_s / _SHARE) if is_slow else 0.0)
         return value
 
     def forget(self) -> None:

@@ -24,7 +24,7 @@ class Library:
         self.checkpoints = VisibleCheckpoints()
         self.summaries = RunSummaries(self.checkpoints)
         self.listing = Renewed(lambda: RunList(runs=[self.summaries.of(run) for run in self.runs.all().values()]))
-        """All runs in short, of very many as they were a few seconds ago."""
+        """All runs in short, of very many as they were some seconds ago."""
         self._histories: Cache[str, History] = Cache(_MOST_HISTORIES)
         self._timelines: Cache[str, Timeline] = Cache(_MOST_TIMELINES)
         self.statistics: Cache[tuple[str, str], ArrayStatistics] = Cache(_MOST_STATISTICS)
