@@ -118,6 +118,25 @@ def test_a_journal_with_anything_in_it_is_shown(tmp_path: Path, serve: Serve) ->
     assert b"NaN" not in client.raw("GET", f"/api/runs/{name}").data
 
 
+def test_the_answer_of_a_run_is_bounded(tmp_path: Path, serve: Serve) -> None:
+    journal = JournalWriter(tmp_path / f"journal-{RUN_ID}.jsonl", 1000.0)
+    journal.start(RUN_ID)
+    journal.steps(1)
+    for number in range(130):
+        journal.write(
+            "start", run=RUN_ID, step=number, config={"text": "x" * 200_000}, versions={str(n): "v" for n in range(999)}
+        )
+        journal.write("warning", text="y" * 100_000)
+        journal.write("step", step=number, not_finite={f"name {n} {'z' * 99}": "nan" for n in range(999)})
+    client = Client(serve(tmp_path), token=None)
+    until(lambda: client.get(f"/api/runs/{tmp_path.name}/steps")["is_whole"])
+    answer = client.raw("GET", f"/api/runs/{tmp_path.name}")
+    assert answer.status == 200
+    assert len(answer.data) < 4 * 2**20
+    sessions = json.loads(answer.data)["sessions"]
+    assert sessions[-1]["config"] == {"config": "(200012 bytes of JSON, not shown: the journal has them)"}
+
+
 def test_reading_for_a_client_that_went_away_is_given_up() -> None:
     app = make_app(Settings(roots=(Root.parse("/nowhere"),)))
 

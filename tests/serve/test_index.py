@@ -225,6 +225,16 @@ def test_a_process_that_is_killed_while_it_writes_an_index_harms_nothing(tmp_pat
 
 
 @pytest.mark.usefixtures("short")
+def test_a_link_in_the_place_of_an_index_is_not_followed(tmp_path: Path) -> None:
+    run, target = tmp_path / "run", tmp_path / "target"
+    run.mkdir()
+    written(run)
+    (run / index_name(JOURNAL)).symlink_to(target)
+    same(indexed(run), run)
+    assert not target.exists()
+
+
+@pytest.mark.usefixtures("short")
 def test_without_room_for_an_index_all_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path)
     (tmp_path / index_name(JOURNAL)).mkdir()  # nothing can be written there, ...

@@ -193,6 +193,7 @@ class RunDetail(_Model):
 
     summary: RunSummary
     sessions: list[Session]
+    """The newest 100 of each journal, the oldest first. Texts are cut, and large configs left out: the journal has them."""
     saves: list[SaveEvent]
     """The last state of each of the newest 200, the oldest first."""
     actions: list[ActionEvent]

@@ -69,16 +69,15 @@ class JournalReader:
             read_on(self._folder, self._name, self.view, nbytes)
 
     def _open(self) -> JournalIndex | None:
-        if not self._builds_itself and os.access(self._folder.path, os.W_OK):
-            place = self._folder.path
-        else:
+        name, place = index_name(self._name), None if self._builds_itself else self._folder.path
+        if place is None or os.path.islink(place / name) or not os.access(place, os.W_OK):
             try:
                 place = Path(tempfile.mkdtemp(prefix="zstore-index-"))
             except OSError:
                 self._keep_all()
                 return None
             weakref.finalize(self, shutil.rmtree, place, ignore_errors=True)
-        return JournalIndex(place / index_name(self._name), self._folder, self._name)
+        return JournalIndex(place / name, self._folder, self._name)
 
     def _keep_all(self) -> None:
         """Read without an index, of which there is no room even in a temporary folder: all rows are kept in memory."""

@@ -6,6 +6,8 @@ Memory is bounded: of rows of steps by [Note: levels] in `steptable`, of everyth
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import math
 import os
 import socket
@@ -22,7 +24,8 @@ from .steptable import StepTable
 
 LEAST_HEARTBEAT_S = 60.0
 _HEARTBEAT_STEPS = 10
-_MOST_SESSIONS = 500
+_MOST_SESSIONS = 100
+_MOST_TEXT, _MOST_CONFIG_BYTES, _MOST_NAMES = 4096, 64 * 1024, 64
 MOST_SAVES, MOST_WARNINGS, MOST_ACTIONS = 200, 100, 50
 _LATE_S = 5.0
 """How much later than a journal's first line its process may seem to have begun."""
@@ -31,9 +34,9 @@ State = Literal["training", "done", "failed", "killed", "lost", "unknown"]
 
 
 def text_of(line: Mapping[str, Any], key: str) -> str:
-    """Return a text of a journal, empty if it is not one."""
+    """Return the beginning of a text of a journal, empty if it is not one."""
     value = line.get(key)
-    return value if isinstance(value, str) else ""
+    return value[:_MOST_TEXT] if isinstance(value, str) else ""
 
 
 def count_of(line: Mapping[str, Any], key: str) -> int | None:
@@ -89,6 +92,8 @@ def has_heartbeat(arrived_at: float, step_s: float) -> bool:
 def session_of(line: Mapping[str, Any]) -> Session:
     """Return the session that a line of kind `start` begins."""
     versions, config = line.get("versions"), line.get("config")
+    if (nbytes := len(json.dumps(config))) > _MOST_CONFIG_BYTES:
+        config = {"config": f"({nbytes} bytes of JSON, not shown: the journal has them)"}
     return Session(
         run_id=text_of(line, "run"),
         started_at=seconds_of(line, "at") or 0.0,
@@ -99,7 +104,7 @@ def session_of(line: Mapping[str, Any]) -> Session:
         host=text_of(line, "host"),
         pid=count_of(line, "pid") or 0,
         pid_namespace=text_of(line, "pid_namespace"),
-        versions={str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else {},
+        versions=_texts(versions) if isinstance(versions, dict) else {},
         config=config if isinstance(config, dict) else {},
     )
 
@@ -140,8 +145,11 @@ def not_finite_of(line: Mapping[str, Any]) -> NotFinite | None:
     found, step = line.get("not_finite"), count_of(line, "step")
     if not isinstance(found, dict) or not found or step is None or line.get("kind") not in ("step", "eval", "metrics"):
         return None
-    values = {str(name): str(value)[:20] for name, value in found.items()}
-    return NotFinite(at=seconds_of(line, "at") or 0.0, step=step, values=values)
+    return NotFinite(at=seconds_of(line, "at") or 0.0, step=step, values=_texts(found))
+
+
+def _texts(found: Mapping[Any, Any]) -> dict[str, str]:
+    return {str(name)[:200]: str(value)[:200] for name, value in itertools.islice(found.items(), _MOST_NAMES)}
 
 
 @dataclass
