@@ -167,7 +167,7 @@ def test_connections_are_limited_and_then_free_again(base: str) -> None:
     until(lambda: ask(base, "/api").status == 200)
 
 
-def _make_certificate(folder: Path) -> tuple[Path, Path]:
+def make_certificate(folder: Path) -> tuple[Path, Path]:
     """Write a certificate for 127.0.0.1 and its key; return both."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -191,7 +191,7 @@ def _make_certificate(folder: Path) -> tuple[Path, Path]:
 
 
 def test_tls(folder: Path, tmp_path: Path) -> None:
-    certificate, key = _make_certificate(tmp_path)
+    certificate, key = make_certificate(tmp_path)
     options = Settings(
         roots=(Root.parse(str(folder)),), port=0, tls_certificate=certificate, tls_key=key, token="a-token-of-the-tests"
     )
@@ -209,9 +209,9 @@ def test_tls(folder: Path, tmp_path: Path) -> None:
 
 
 def test_tls_files_that_are_wrong_are_named(tmp_path: Path) -> None:
-    certificate, key = _make_certificate(tmp_path)
+    certificate, key = make_certificate(tmp_path)
     (tmp_path / "other").mkdir()
-    _, other_key = _make_certificate(tmp_path / "other")
+    _, other_key = make_certificate(tmp_path / "other")
     garbled = tmp_path / "garbled.pem"
     garbled.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
     (tmp_path / "text").write_text("hello")
