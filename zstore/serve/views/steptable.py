@@ -166,7 +166,7 @@ class StepTable:
             np.copyto(self._levels[0].last, row, where=~np.isnan(row))
 
     def _row(self, values: Mapping[str, float]) -> Matrix:
-        """Return values by the places of their columns, of which there are new ones where there is room."""
+        """Return values by the places of their columns, of which there are new ones if there is room."""
         new = [name for name in values if name not in self._places][: _MOST_COLUMNS - len(self._places)]
         if new:
             self._places |= {name: len(self._places) + place for place, name in enumerate(new)}
