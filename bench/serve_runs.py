@@ -12,7 +12,6 @@ import contextlib
 import json
 import random
 import shutil
-import statistics
 import sys
 import tempfile
 import threading
@@ -118,10 +117,6 @@ def _first_view(url: str) -> tuple[float, float]:
         time.sleep(0.5)
 
 
-def _percentile(values: list[float], share: float) -> float:
-    return statistics.quantiles(values, n=1000, method="inclusive")[round(share * 1000) - 1]
-
-
 def measure(root: Path, options: argparse.Namespace) -> dict[str, object]:
     """Return times by kind of request, those of the first view, and the service's memory."""
     port = free_port()
@@ -142,7 +137,7 @@ def measure(root: Path, options: argparse.Namespace) -> dict[str, object]:
     everything = [seconds for kind in times.values() for seconds in kind]
     rows = {"all": everything, **times}
     for kind, values in rows.items():
-        shown = " ".join(f"p{share * 100:g} {_percentile(values, share) * 1e3:.1f} ms" for share in (0.5, 0.99))
+        shown = " ".join(f"p{share * 100:g} {np.quantile(values, share) * 1e3:.1f} ms" for share in (0.5, 0.99))
         print(f"{kind:12} {len(values):6} requests, {shown}, longest {max(values) * 1e3:.0f} ms")
     ((first, whole),) = views
     print(f"first view of {options.steps:,} steps {first:.2f} s, all of them {whole:.1f} s")
@@ -151,8 +146,8 @@ def measure(root: Path, options: argparse.Namespace) -> dict[str, object]:
     )
     return {
         "runs": options.runs, "checkpoints": options.runs * options.checkpoints, "steps": options.steps,
-        "p99_s": {kind: _percentile(values, 0.99) for kind, values in rows.items()},
-        "p50_s": {kind: _percentile(values, 0.5) for kind, values in rows.items()},
+        "p99_s": {kind: float(np.quantile(values, 0.99)) for kind, values in rows.items()},
+        "p50_s": {kind: float(np.quantile(values, 0.5)) for kind, values in rows.items()},
         "first_view_s": first, "whole_view_s": whole, "peak_bytes": memory,
     }  # fmt: skip
 

@@ -84,8 +84,7 @@ class JournalReader:
         self.view, self._index, self._is_indexed = JournalView(self.view.run_id), None, False
 
     def _load(self) -> None:
-        found = self._index and self._index.load()
-        if found:
+        if self._index is not None and (found := self._index.load()) is not None:
             self.view, self._indexed_bytes = found, found.offset
 
     def _extend(self, index: JournalIndex, is_whole: bool) -> None:

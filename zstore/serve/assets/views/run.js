@@ -96,6 +96,7 @@ class RunView {
     try {
       const steps = await get(api([...this.path, "steps"], { points: POINTS }));
       const later = this.steps.live;
+      if (this.isSample && this.domain !== null) void this.loadDetail().then(() => this.draw(), () => {});
       this.begin(steps);
       this.steps.append(later.after(this.steps.base.last));
       this.draw();
