@@ -177,18 +177,18 @@ def build_model(shape: dict[str, int], inside: AbstractContextManager[Any] | Non
     )
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)  # built in fp32 it would take twice the memory
-    normal = torch.Tensor.normal_
-    torch.Tensor.normal_ = partialmethod(_fill, torch.randn(2**20).mul_(0.02))  # type: ignore[method-assign, assignment]
+    drawn, fill = (torch.Tensor.normal_, torch.Tensor.uniform_), partialmethod(_fill, torch.randn(2**20).mul_(0.02))
+    torch.Tensor.normal_ = torch.Tensor.uniform_ = fill  # type: ignore[method-assign, assignment]
     try:
         with inside or nullcontext():
             return GPTNeoForCausalLM(config)
     finally:
-        torch.Tensor.normal_ = normal  # type: ignore[method-assign]
+        torch.Tensor.normal_, torch.Tensor.uniform_ = drawn  # type: ignore[method-assign]
         torch.set_default_dtype(torch.float32)
 
 
 def _fill(tensor: Any, values: Any, *_: Any, **__: Any) -> Any:
-    """Set a tensor to random values over and over: drawn one by one those of 1.2 B parameters take a minute."""
+    """Set a tensor to random values over and over: drawn one by one those of 1.2 B parameters take minutes."""
     flat = tensor.view(-1)
     for piece in flat.split(values.numel()):
         piece.copy_(values[: piece.numel()])

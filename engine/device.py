@@ -37,9 +37,8 @@ _MOST_DOWN_BYTES = 256 * 1024 * 1024
 """Most memory of the device that is kept by copies on their way from it, or that of the two largest."""
 _LEAST_MEAN_NUMEL = 128 * 1024
 _MOST_SIDE_BY_SIDE = 4
-"""Threads that work on tiles of their own: of sixteen each waited for the others' Python, longer than torch's spin."""
-_SHARE_NUMEL = 256 * 1024
-"""Elements of a tile for each of torch's threads."""
+"""Threads that work on tiles of their own, and share torch's: of sixteen each waited for the others' Python, and one leaves
+the cores idle while its Python runs."""
 
 T = TypeVar("T")
 
@@ -400,8 +399,9 @@ def _combine(rows: torch.Tensor, part: torch.Tensor, add: Add | None) -> None:
         add(rows, part)
 
 
-def one_thread(enabled: bool = True) -> AbstractContextManager[object]:
-    """Return a context in which operations of this thread, and of no other, are not split among torch's threads.
+def one_thread(enabled: bool = True, *, most: int = 1) -> AbstractContextManager[object]:
+    """Return a context in which operations of this thread, and of no other, are not split among torch's threads, or among
+    `most` of them.
 
     An operation on a tile takes some 10 microseconds, and so does waking a sleeping thread for it; beside I/O the cores
     have other work. The values are the same.
@@ -409,29 +409,28 @@ def one_thread(enabled: bool = True) -> AbstractContextManager[object]:
     if not enabled:
         return nullcontext()
     torch.get_num_threads()  # lets torch set this thread's number, which it would otherwise do over ours at the first operation
-    limits: AbstractContextManager[object] = _openmp().limit(limits=1)
+    limits: AbstractContextManager[object] = _openmp().limit(limits=most)
     return limits
 
 
 def threads_for(numels: Sequence[int]) -> int:
-    """Return how many threads work on tiles of arrays of so many elements `side_by_side`: one if torch has one or more than a
-    few, if there is little to do, or if arrays are so small that Python, which one thread runs at a time, takes longer."""
-    numel, threads = sum(numels), torch.get_num_threads()
-    if numel < len(numels) * _LEAST_MEAN_NUMEL or threads > _MOST_SIDE_BY_SIDE:
+    """Return how many threads work on tiles of arrays of so many elements `side_by_side`: one if torch has one, if there is
+    little to do, or if arrays are so small that Python, which one thread runs at a time, takes longer."""
+    numel = sum(numels)
+    if numel < len(numels) * _LEAST_MEAN_NUMEL:
         return 1
-    return max(1, min(threads, numel // MEMORY_TILE_NUMEL))
+    return max(1, min(torch.get_num_threads(), _MOST_SIDE_BY_SIDE, numel // MEMORY_TILE_NUMEL))
 
 
 def tile_numel(num_threads: int) -> int:
-    """Return the elements of a tile in host memory for each of `num_threads` threads, or if it is one for torch's: a thread's
-    share stays in its cache."""
-    return MEMORY_TILE_NUMEL if num_threads > 1 else max(MEMORY_TILE_NUMEL, torch.get_num_threads() * _SHARE_NUMEL)
+    """Return the elements of a tile in host memory for each of `num_threads` threads, which share torch's."""
+    return max(1, torch.get_num_threads() // num_threads) * MEMORY_TILE_NUMEL
 
 
 def side_by_side(
     work: Callable[[T], object], items: Iterable[T], num_threads: int, context: StreamContext = nullcontext
 ) -> None:
-    """Call `work` on all `items`, each on one of `num_threads` threads, whose operations are not split among torch's threads.
+    """Call `work` on all `items`, each on one of `num_threads` threads, which share torch's threads.
 
     The threads take the items in order, never two threads the same one. So they wait for each other once, at the end, and
     do not spin as torch's threads do in each operation, the more so beside other programs. All items are there before the
@@ -453,8 +452,10 @@ def side_by_side(
             left.clear()
             raise
 
+    share = max(1, torch.get_num_threads() // num_threads)
+
     def alone() -> None:
-        with one_thread(), context():
+        with one_thread(most=share), context():
             serve()
 
     with Workers(num_threads - 1, "zstore-tiles") as workers:

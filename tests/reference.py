@@ -37,22 +37,11 @@ def _one_group(masters: dict[str, nn.Parameter]) -> list[Any]:
 def _sum_of_squares(shard: torch.Tensor) -> float:
     """Return the sum over rows of 4,096 elements, each row's norm taken in fp32 by itself."""
     if shard.device.type != "cpu":
-        return sum_of_squares_by_halves(shard)
+        (norm,) = torch._foreach_norm([shard], 2, torch.float32)
+        return norm.item() ** 2
     total = np.float64(0)
     for row in shard.float().split(4096):
         total += np.square(np.float64(float(torch.linalg.vector_norm(row))))
-    return float(total)
-
-
-def sum_of_squares_by_halves(shard: torch.Tensor) -> float:
-    """Return the same where a row's squares are added by halves in fp32, zeros behind a short row."""
-    total = np.float64(0)
-    for row in shard.float().cpu().split(4096):
-        squares = np.zeros(4096, np.float32)
-        squares[: row.numel()] = row.numpy() * row.numpy()
-        while len(squares) > 1:
-            squares = squares[: len(squares) // 2] + squares[len(squares) // 2 :]
-        total += np.float64(squares[0])
     return float(total)
 
 

@@ -26,9 +26,10 @@ class OffloadOptimizerSection(Section):
     pin_memory: Bool = built(False)
     """Register state in host memory with CUDA, for copies that run beside the computation; transfer buffers always are.
     If that fails: pageable memory, and one warning."""
-    buffer_count: Positive = built(4)
+    buffer_count: Positive = built(8)
     """Buffers for state on its way: the pool has room for so many of `buffer_size`, and takes half of the host budget at
-    most. Pieces of all of an update's arrays share it, so that few buffers mean small requests, never an error."""
+    most, by default an eighth or 64 MiB. Pieces of all of an update's arrays share it, so that few buffers mean small
+    requests, never an error."""
     buffer_size: Positive = built(4 * 1024 * 1024)
     """fp32 elements of one buffer, 4 bytes each; a key that DeepSpeed does not have. A request to the disk is no larger
     (nor than aio.block_size)."""

@@ -47,7 +47,7 @@ from ..device import (
     tile_numel,
 )
 from ..params.record import ParameterRecord
-from .kernel import FusedAdamStep, ParameterStep, takes_threads
+from .kernel import FusedAdam, FusedAdamStep, ParameterStep, takes_threads
 from .moments import MomentTiles
 from .state import InPlace, OptimizerState
 
@@ -225,14 +225,16 @@ def _admitted(
 ) -> Iterator[list[ParameterRecord]]:
     """Yield the admitted records in order, those together that need not be waited for, with `most` elements or one."""
     some: list[ParameterRecord] = []
+    numel = 0
     for record in records:
         ready = admit is None or admit(record, not some)
-        if some and (not ready or sum(one.owned_numel for one in some) + record.owned_numel > most):
+        if some and (not ready or numel + record.owned_numel > most):
             yield some
-            some = []
+            some, numel = [], 0
             ready = ready or (admit is not None and admit(record, True))
         if ready:
             some.append(record)
+            numel += record.owned_numel
     if some:
         yield some
 
@@ -286,6 +288,7 @@ class Update:
         self.rows = rows
         self._begun = state.take_ahead(self.records)
         self._steps: dict[ParameterRecord, ParameterStep] = {}
+        self._shared: dict[tuple[int, float | None], ParameterStep] = {}
         self._room = Room()
 
     def run(
@@ -394,8 +397,12 @@ class Update:
     def _step_of(self, record: ParameterRecord) -> ParameterStep:
         found = self._steps.get(record)
         if found is None:
-            kernel, group = self._state.kernel_of(record)
-            found = self._steps[record] = kernel.start(self.settings.groups[group], self._state.scalars[record])
+            (kernel, group), scalars = self._state.kernel_of(record), self._state.scalars[record]
+            key = group, scalars.get("step")
+            found = self._shared.get(key) if isinstance(kernel, FusedAdam) else None
+            if found is None:
+                found = self._shared[key] = kernel.start(self.settings.groups[group], scalars)
+            self._steps[record] = found
         return found
 
     def note_scalars(self, records: Sequence[ParameterRecord]) -> None:

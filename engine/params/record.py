@@ -136,7 +136,7 @@ class ParameterRecord:
         if self.shard is not None:
             return self.shard
         first, stop = self.owned_range
-        return self.full[first:stop]
+        return self.full if stop - first == self.full.numel() else self.full[first:stop]
 
     def spec(self, group: str, dtype: torch.dtype) -> ArraySpec:
         """Return the array of this parameter in `group` ("model", "optimizer/exp_avg")."""

@@ -7,10 +7,9 @@ its shards in rank order; the total adds parameters in the order of their names.
 other bits with other numbers of threads. torch takes the norms of fp32 rows in one pass without a temporary; of 16-bit
 rows in fp32 it is many times slower than the cast, so those are cast first, in tiles that stay in cache.
 
-On a device that is not the host the squares of a row are added by halves: the second half to the first, until one is left,
-with zeros behind a short row; these sums are added in fp64. The device's own norm of a row has other bits for other
-numbers of rows, and so may square roots: torch does not promise that they are rounded correctly. Rows of all parameters
-are taken together, and the host looks at their sums once: each look waits for the device.
+On a device that is not the host the 2-norm of each shard is taken in fp32 by torch's kernel for lists of tensors, in
+pieces whose number and place depend on the shard alone: other tensors in the list do not change its bits. The host squares
+them in fp64, and looks at all of them once: each look waits for the device.
 """
 
 from __future__ import annotations
@@ -18,14 +17,10 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 
-import numpy as np
 import torch
 
-from zstore.format import Array
 from zstore.ranks.world import World
-from zstore.store import MEMORY_TILE_NUMEL
 
 from ..device import Copy, Room, Transfers, one_thread, side_by_side, threads_for, tile_numel
 from ..params.record import ParameterRecord
@@ -34,7 +29,6 @@ from .gradients import Gradients
 
 ROW_NUMEL = 4096
 _TILE_ROWS = 128
-_DEVICE_TILE_ROWS = 4096
 
 
 def sum_of_squares(values: torch.Tensor) -> float:
@@ -44,32 +38,39 @@ def sum_of_squares(values: torch.Tensor) -> float:
 
 def sums_of_squares(shards: Sequence[torch.Tensor]) -> list[float]:
     """Return the sum of squares of each shard's elements; see `sum_of_squares`."""
-    elsewhere = iter(sums_by_halves([values for values in shards if values.device.type != "cpu"]))
-    here = [values for values in shards if values.device.type == "cpu"]
-    sums = iter(_sums_on_host(here))
+    there = [values for values in shards if values.device.type != "cpu"]
+    elsewhere = iter(map(_square, torch.stack(device_norms(there)).tolist() if there else ()))
+    sums = iter(_sums_on_host([values for values in shards if values.device.type == "cpu"]))
     return [next(sums) if values.device.type == "cpu" else next(elsewhere) for values in shards]
 
 
 class SumOfSquares:
-    """The sum of squares of a shard's elements, which nobody waits for yet: a device that is not the host adds them behind
-    the caller, and the host when it is asked. Any thread may ask, before it changes `values`."""
+    """The sum of squares of a shard's elements, which nobody waits for yet: a device that is not the host takes it behind the
+    caller, and the host when it is asked. Any thread may ask, before it changes `values` on the host; without `one_by_one`
+    one thread does."""
 
-    def __init__(self, values: torch.Tensor, transfers: Transfers) -> None:
+    def __init__(self, values: torch.Tensor, transfers: Transfers, *, one_by_one: bool) -> None:
         self._lock = threading.Lock()
         self._values: torch.Tensor | None = values
+        self._norm: torch.Tensor | None = None
         self._copy: Copy | None = None
         self._transfers = transfers
         self._sum = 0.0
-        if values.device.type != "cpu" and values.numel():
-            rows = _row_sums([values])
-            self._copy = transfers.begin(transfers.streams.empty_host(rows.numel(), rows.dtype), rows)
-            self._values = None
+        if values.device.type != "cpu":
+            (self._norm,), self._values = device_norms([values]), None
+            if one_by_one:
+                norm, self._norm = self._norm.view(1), None
+                self._copy = transfers.begin(transfers.streams.empty_host(1, norm.dtype), norm)
 
-    def value(self) -> float:
-        """Return the sum; the host waits for it if it is not there yet."""
+    def value(self, others: Iterable[SumOfSquares] = ()) -> float:
+        """Return the sum; the host waits for it if it is not there yet, and in one look for those of `others`."""
         with self._lock:
+            if self._norm is not None:
+                waiting = {one: one._norm for one in (self, *others) if one._norm is not None}
+                for one, norm in zip(waiting, torch.stack([*waiting.values()]).tolist(), strict=True):
+                    one._sum, one._norm = _square(norm), None
             if self._copy is not None:
-                self._sum, self._copy = _added_up(self._transfers.finish(self._copy).numpy()), None
+                self._sum, self._copy = _square(self._transfers.finish(self._copy).item()), None
             elif self._values is not None:
                 self._sum, self._values = sum_of_squares(self._values), None
         return self._sum
@@ -104,9 +105,7 @@ def _sums_of_large(shards: Sequence[torch.Tensor]) -> list[float]:
         norms[shard][number] = _row_norms(tile)
 
     places = ((shard, number) for shard, each in enumerate(tiles) for number in range(len(each)))
-    with one_thread(
-        numel == MEMORY_TILE_NUMEL
-    ):  # torch's few, which spin, would take the processors from the read-ahead
+    with one_thread(torch.get_num_threads() <= 2):  # so few, which spin, would take the processors from the read-ahead
         side_by_side(take, places, threads)
     return [_sum_of_squares(norm for tile in each for norm in tile) for each in norms]
 
@@ -129,51 +128,22 @@ def _row_norms(tile: torch.Tensor) -> list[float]:
     return norms
 
 
-def sums_by_halves(shards: Sequence[torch.Tensor]) -> list[float]:
-    """Return the sum of squares of each shard's elements, all on one device, as a device that is not the host adds them."""
-    rows, stop, sums = _row_sums(shards).cpu().numpy(), 0, list[float]()
-    for values in shards:
-        first, stop = stop, stop + _num_rows(values)
-        sums.append(_added_up(rows[first:stop]))
-    return sums
+def device_norms(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the 2-norm of each shard, 1-D of any floating type and all on one device, in fp32 there.
+
+    Each has the bits that it has alone: a list that torch's kernel takes is of one type, and the values that each thread of it
+    takes depend on the address.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for dtype in dict.fromkeys(values.dtype for values in shards):
+        places = [place for place, values in enumerate(shards) if values.dtype == dtype]
+        aligned = [v if v.data_ptr() % 16 == 0 else v.clone() for v in map(shards.__getitem__, places)]
+        found |= zip(places, torch._foreach_norm(aligned, 2, torch.float32), strict=True)
+    return [found[place] for place in range(len(shards))]
 
 
-def _num_rows(values: torch.Tensor) -> int:
-    return -(-values.numel() // ROW_NUMEL)
-
-
-def _added_up(rows: Array) -> float:
-    """Return the sum in fp64, one row after another."""
-    return float(np.cumsum(rows, dtype=np.float64)[-1]) if len(rows) else 0.0
-
-
-def _row_sums(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sums of squares of all rows, one after another, on the device."""
-    found: list[torch.Tensor] = []
-    parts: list[torch.Tensor] = []
-    used = 0
-    for part in chain.from_iterable(torch.split(v, _DEVICE_TILE_ROWS * ROW_NUMEL) for v in shards if v.numel()):
-        if used + _num_rows(part) > _DEVICE_TILE_ROWS:
-            found.append(_rows_by_halves(parts))
-            parts, used = [], 0
-        parts.append(part)
-        used += _num_rows(part)
-    if parts:
-        found.append(_rows_by_halves(parts))
-    return torch.cat(found) if found else torch.empty(0)
-
-
-def _rows_by_halves(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares of each row of `parts`, which begin at rows."""
-    numels = [_num_rows(part) * ROW_NUMEL for part in parts]
-    tile = torch.zeros(sum(numels), device=parts[0].device)
-    places = zip(torch.split(tile, numels), parts, strict=True)
-    torch._foreach_copy_([place[: part.numel()] for place, part in places], parts)
-    squares = tile.mul_(tile).view(-1, ROW_NUMEL)
-    while squares.shape[-1] > 1:
-        half = squares.shape[-1] // 2
-        squares = squares[:, :half].add_(squares[:, half:])
-    return squares[:, 0].clone()  # not a view, which would keep the tile
+def _square(norm: float) -> float:
+    return norm * norm
 
 
 def norm_of_sums(sums: Sequence[tuple[str, Sequence[float]]]) -> float:

@@ -22,7 +22,7 @@ from ..device import StreamContext, Transfers
 from ..params.record import ParameterRecord
 from ..params.sharding import is_narrower
 from ..plan.needs import SPILL_POOL_BYTES
-from .norm import counted, sum_of_squares
+from .norm import SumOfSquares, counted, sum_of_squares
 
 _MOST_UNDER_WAY_BYTES = 64 * 1024 * 1024
 
@@ -44,24 +44,26 @@ class GradientSpill:
         self._pool = store.make_pool(pool_bytes)
         self._workers = Workers(1, "zstore-gradients")
         self._under_way: deque[tuple[Ticket[None], int]] = deque()
-        self._squares: dict[ParameterRecord, float] = {}
+        self._squares: dict[ParameterRecord, float | SumOfSquares] = {}
         """Sums of squares of the gradients that are there in this step."""
 
     def __contains__(self, record: ParameterRecord) -> bool:
         return record in self._arrays
 
-    def add(self, record: ParameterRecord, rows: torch.Tensor, total: torch.dtype) -> None:
+    def add(
+        self, record: ParameterRecord, rows: torch.Tensor, total: torch.dtype, squares: SumOfSquares | None = None
+    ) -> None:
         """Keep `rows`, 1-D, added to the rows of this step so far, rounded to `total`; they belong to this from now on.
 
-        Raises the error of an earlier write.
+        `squares` is the sum of theirs, if it was begun. Raises the error of an earlier write.
         """
         if record in self._squares:
             self.drain()
-            rows = self._read(record, on_host=self._transfers.streams.is_host(rows)).to(total).add_(rows)
+            rows, squares = self._read(record, on_host=self._transfers.streams.is_host(rows)).to(total).add_(rows), None
         elif is_narrower(total, rows.dtype):
             rows = rows.to(total)
         self._make_room(record, rows)
-        self._squares[record] = sum_of_squares(counted(record, rows))
+        self._squares[record] = squares or sum_of_squares(counted(record, rows))
         nbytes = rows.nbytes
         while self._under_way and sum(size for _, size in self._under_way) + nbytes > _MOST_UNDER_WAY_BYTES:
             self._under_way.popleft()[0].wait()
@@ -106,7 +108,8 @@ class GradientSpill:
 
     def squares(self, record: ParameterRecord) -> float | None:
         """Return the sum of squares of a gradient of this step, None if there is none."""
-        return self._squares.get(record)
+        found = self._squares.get(record)
+        return found.value() if isinstance(found, SumOfSquares) else found
 
     def owned(self, record: ParameterRecord) -> torch.Tensor | None:
         """Return a copy of the rows of this step, 1-D; None if there are none."""

@@ -305,6 +305,11 @@ class UnitGradients(Gradients):
         if held is not None and is_narrower(held.dtype, self._total(record)):
             self._rows[record] = self._empty(record, held).copy_(held)
 
+    def _take_squares(self, record: ParameterRecord, rows: torch.Tensor) -> None:
+        """Begin to take the sum of squares of this rank's rows, or of what they become."""
+        one_by_one = self._rules.squares_at_once
+        self._squares[record] = SumOfSquares(counted(record, rows), self._transfers, one_by_one=one_by_one)
+
     def _put(self, record: ParameterRecord, rows: torch.Tensor, part: torch.Tensor, *, add: bool) -> None:
         """Copy a segment of a gradient into its rows, or `add` it to them."""
         summed: Add | None = partial(add_in, dtype=self._total(record)) if add else None
@@ -327,8 +332,11 @@ class UnitGradients(Gradients):
             return
         if add:
             self._widen(record)
+            self._squares.pop(record, None)
         else:
             self._rows[record] = self._empty(record, gradient)
+            if gradient.device.type != "cpu" and not self._several:  # there it costs the host nothing
+                self._take_squares(record, gradient)
         self._put(record, self._rows[record], gradient, add=add)
 
     # -- complete rows ----------------------------------------------------------------------------------------------
@@ -340,8 +348,8 @@ class UnitGradients(Gradients):
     def _complete(self, record: ParameterRecord) -> None:
         """The rows of this backward are complete: take them to disk if they belong there."""
         if (spill := self._spill_of(record)) is not None:
-            self._on_disk(partial(spill.add, record, self._rows.pop(record), self._total(record)))
-            self._squares.pop(record, None)
+            rows, squares = self._rows.pop(record), self._squares.pop(record, None)
+            self._on_disk(partial(spill.add, record, rows, self._total(record), squares))
         if record in self._final and self.on_final is not None:
             raise UsageError(
                 f"parameter {record.name!r} got a part of its gradient after its update in this backward had begun: its "
@@ -353,8 +361,8 @@ class UnitGradients(Gradients):
 
     def _finish(self, record: ParameterRecord) -> None:
         """Tell that the gradient is final, and there to be used."""
-        if self._rules.squares_at_once and record in self._rows:
-            self._squares[record] = SumOfSquares(counted(record, self._rows[record]), self._transfers)
+        if self._rules.squares_at_once and record in self._rows and record not in self._squares:
+            self._take_squares(record, self._rows[record])
         self._final.add(record)
         if self.on_final is None:
             return
@@ -423,7 +431,7 @@ class UnitGradients(Gradients):
             )
         self._rows[record].copy_(full[slice(*record.owned_range)])
         if record in self._squares:
-            self._squares[record] = SumOfSquares(counted(record, self._rows[record]), self._transfers)
+            self._take_squares(record, self._rows[record])
 
     def take(self, record: ParameterRecord) -> torch.Tensor | None:
         """See Gradients."""
@@ -439,7 +447,7 @@ class UnitGradients(Gradients):
         if (spill := self._spill_of(record)) is not None:
             return spill.squares(record)
         begun = self._squares.get(record)
-        return None if begun is None else begun.value()
+        return None if begun is None else begun.value(self._squares.values())
 
     def drop(self) -> None:
         """See Gradients."""

@@ -29,6 +29,7 @@ from tests.reference import Reference
 from zstore.engine import Engine
 from zstore.engine.device import CudaStreams
 from zstore.engine.extras.zeropp.block_code import BlockCode
+from zstore.engine.zero.norm import device_norms
 from zstore.io.pinning import PinnedSlabs, clear_cuda_error
 from zstore.optim import Offloaded
 from zstore.tensors import as_torch
@@ -66,6 +67,26 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def test_the_norm_of_a_shard_has_the_same_bits_beside_others_and_at_any_address() -> None:
+    sizes = [3, 4096, 4097, 3_000_001, 70_000, 65536 * 600, 1]
+    dtypes = [
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+    ]
+    shards = [torch.randn(n, device=DEVICE).to(dtype) for n, dtype in zip(sizes, dtypes, strict=True)]
+    norms = [norm.item() for norm in device_norms(shards)]
+    assert norms == [torch._foreach_norm([values], 2, torch.float32)[0].item() for values in shards]
+    moved = [torch.cat([values[:1], values])[1:] for values in shards]
+    assert [norm.item() for norm in device_norms(moved)] == norms
+    apart = 1e-6 if DEVICE == "cuda" else 1e-2  # a CPU adds all squares of a tensor in a few sums
+    assert norms == pytest.approx([values.double().norm().item() for values in shards], rel=apart)
 
 
 # (stage, optimizer's tier, parameters' tier, step mode); the state is updated on the host.

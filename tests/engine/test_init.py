@@ -313,8 +313,8 @@ def peak():
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
 torch.set_num_threads(1)
 config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "bf16": {"enabled": True},
-          "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": sys.argv[1]},
-                                "offload_param": {"device": "nvme", "nvme_path": sys.argv[1]}}}
+          "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": sys.argv[1]},
+                                "offload_optimizer": {"device": "nvme", "nvme_path": sys.argv[1], "buffer_count": 4}}}
 with zstore.Init(config=config, live_bytes=0):
     small = nn.Linear(1536, 1536)  # whatever the first use brings in
 before = peak()

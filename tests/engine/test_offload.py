@@ -190,8 +190,8 @@ def test_buffers_of_the_state_are_as_many_and_as_large_as_asked(nvme: Path) -> N
             return found.store, engine_digests(engine)
 
     usual, bits = trained()
-    assert usual.pool_bytes == 64 * 2**20
-    assert trained(buffer_count=4)[0].pool_bytes == usual.pool_bytes
+    assert usual.pool_bytes == 128 * 2**20
+    assert trained(buffer_count=8)[0].pool_bytes == usual.pool_bytes
     operations = []
     for keys, nbytes in (
         ({"buffer_count": 2, "buffer_size": 2**20}, 2**23),

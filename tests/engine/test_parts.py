@@ -18,12 +18,12 @@ from torch import nn
 
 import zstore
 from tests.engine.models import make_net
-from tests.reference import sum_of_squares_by_halves
 from zstore.engine.checkpoint.client_state import join, split
 from zstore.engine.checkpoint.record import plain, restored
 from zstore.engine.checkpoint.rng import derive_rng_state, load_rng_state, rng_state
 from zstore.engine.config.resolve import BatchSizes
 from zstore.engine.data.loader import TrainingLoader
+from zstore.engine.device import Streams, Transfers
 from zstore.engine.optim.update import _admitted
 from zstore.engine.params.record import ParameterRecord, make_record, named_parameters
 from zstore.engine.params.sharding import Sharding
@@ -31,8 +31,9 @@ from zstore.engine.params.units import find_units
 from zstore.engine.zero import norm
 from zstore.engine.zero.collectives import bucket_limit, mean_of_rows, pack, plan_buckets, unpack
 from zstore.engine.zero.hooks import tensors_in
-from zstore.engine.zero.norm import norm_of_sums, scale_factor, sum_of_squares, sums_by_halves
+from zstore.engine.zero.norm import SumOfSquares, device_norms, norm_of_sums, scale_factor, sum_of_squares
 from zstore.errors import UsageError
+from zstore.io import LinkCounters
 from zstore.io.files import Files
 from zstore.ranks.world import World
 from zstore.tensors import as_numpy, as_torch, dtype_name
@@ -206,22 +207,34 @@ def test_the_norm_shows_what_is_not_finite() -> None:
     assert math.isinf(norm_of_sums([("a", [sum_of_squares(torch.tensor([1.0, -math.inf], dtype=torch.float16))])]))
 
 
-def test_sums_by_halves_are_the_same_bits_beside_whatever_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a device that is not the host takes them; each shard alone is the truth."""
-    monkeypatch.setattr(norm, "_DEVICE_TILE_ROWS", 4)
+def test_the_norms_on_a_device_are_those_of_each_shard_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = [3, 4096, 0, 4097, 9 * 4096 + 5, 2 * 4096, 1]
     dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.float32, torch.float32]
     shards = [torch.randn(n, generator=generator).to(dtype) for n, dtype in zip(sizes, dtypes, strict=True)]
-    expected = [sum_of_squares_by_halves(values) for values in shards]
-    assert sums_by_halves(shards) == expected
-    assert [sums_by_halves([values])[0] for values in shards] == expected
-    assert expected == pytest.approx([sum_of_squares(values) for values in shards], rel=1e-6)
-    assert sums_by_halves([]) == []
-    rows = norm._rows_by_halves([torch.ones(2 * 4096)])
-    assert rows.untyped_storage().nbytes() == 2 * rows.itemsize  # it keeps nothing of the size of the gradients
-    assert math.isnan(sums_by_halves([torch.tensor([1.0, math.nan])])[0])
-    assert math.isinf(sums_by_halves([torch.tensor([1.0, -math.inf], dtype=torch.float16)])[0])
+    norms = device_norms(shards)
+    assert {norm.dtype for norm in norms} == {torch.float32}
+    assert norms == [norm for values in shards for norm in device_norms([values])]
+    assert [norm.item() ** 2 for norm in norms] == pytest.approx(
+        [sum_of_squares(values) for values in shards], rel=1e-5
+    )
+    assert math.isnan(device_norms([torch.tensor([1.0, math.nan])])[0])
+    assert math.isinf(device_norms([torch.tensor([1.0, -math.inf], dtype=torch.float16)])[0])
+
+
+def test_sums_on_a_device_come_to_the_host_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = iter([3.0, 4.0, 5.0])
+    monkeypatch.setattr(norm, "device_norms", lambda shards: [torch.tensor(next(norms)) for _ in shards])
+    there: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))  # values of a device that is not the host
+    transfers = Transfers(Streams(), LinkCounters())
+    sums = [SumOfSquares(there, transfers, one_by_one=False) for _ in range(2)]
+    alone = SumOfSquares(there, transfers, one_by_one=True)
+    looks: list[int] = []
+    stack = torch.stack
+    monkeypatch.setattr(torch, "stack", lambda values: looks.append(len(values)) or stack(values))
+    assert [one.value([*sums, alone]) for one in (*sums, alone)] == [9.0, 16.0, 25.0]
+    assert looks == [2]
+    assert SumOfSquares(torch.tensor([3.0, 4.0]), transfers, one_by_one=False).value() == 25.0
 
 
 def test_the_scale_factor() -> None:

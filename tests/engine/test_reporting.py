@@ -203,7 +203,7 @@ def test_memory_breakdown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         memory = engine.statistics().memory
     (line,) = [line for line in lines_of(caplog) if line.startswith("step 2: state on device")]
     found = re.fullmatch(
-        r"step 2: state on device ([\d.]+ \w+), host ([\d.]+ \w+), disk ([\d.]+ \w+); buffers 67.11 MB, "
+        r"step 2: state on device ([\d.]+ \w+), host ([\d.]+ \w+), disk ([\d.]+ \w+); buffers 134.22 MB, "
         r"at most ([\d.]+ \w+) in use; peak of the process ([\d.]+ \w+)",
         line,
     )

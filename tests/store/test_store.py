@@ -296,10 +296,22 @@ def test_tensors_larger_than_any_buffer(tmp_path: Path, budget: int) -> None:
         assert found.pool_peak_bytes + found.host_bytes <= budget + 2 * MIB
 
 
-@pytest.mark.parametrize("budget", [64 * 1024, MIB, 10 * MIB, 400 * MIB])
-def test_the_pool_is_half_of_a_small_budget(tmp_path: Path, budget: int) -> None:
+@pytest.mark.parametrize(
+    ("budget", "pool"),
+    [
+        (64 * 1024, 32 * 1024),
+        (10 * MIB, 5 * MIB),
+        (400 * MIB, 64 * MIB),
+        (800 * MIB, 100 * MIB),
+        (2000 * MIB, 128 * MIB),
+    ],
+)
+def test_the_pool_is_half_of_a_small_budget_and_an_eighth_of_a_larger_one(
+    tmp_path: Path, budget: int, pool: int
+) -> None:
     with TensorStore(StoreOptions(run_path=tmp_path, host_budget_bytes=budget)) as store:
-        assert store.statistics().pool_bytes == min(budget // 2, StoreOptions().pool_bytes)
+        assert store.statistics().pool_bytes == pool
+    assert StoreOptions(host_budget_bytes=budget, most_pool_bytes=96 * MIB).pool_bytes == min(budget // 2, 96 * MIB)
 
 
 def test_state_and_buffers_stay_within_the_budget_together(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def open_store(  # noqa: PLR0913 - options of one thing, all but the first by na
 
     Arrays live as long as the store is open; `Store.checkpoint` saves them, and `Store.load` brings them back, both by links
     if drive and layout allow. All memory that the store takes is counted against `host_budget_bytes`: transfer buffers,
-    arrays in host memory, data read ahead; None: buffers of 64 MiB, else no bound. Transfers go through
+    arrays in host memory, data read ahead; None: buffers of 128 MiB, else no bound. Transfers go through
     `buffer_count` buffers of `buffer_size` bytes, in place of that. `pin_memory` registers them with CUDA. `num_threads`
     read and write; `verify` checks the crc32c of all that is read from the drive; tier "device" is on `device`.
 

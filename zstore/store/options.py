@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-DEFAULT_POOL_BYTES = 64 * 1024 * 1024
+DEFAULT_POOL_BYTES = 128 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +24,13 @@ class StoreOptions:
     reserves: bool = True
     """An array on disk has its room from the start; else its first values take it, in fewer requests to the drive."""
     host_budget_bytes: int | None = None
-    """Bytes of host memory for buffers and host-tier state of this rank; None: buffers of 64 MiB, state unlimited."""
+    """Bytes of host memory for buffers and host-tier state of this rank; None: buffers of 128 MiB, state unlimited."""
     buffer_count: int | None = None
     """Transfer buffers; None: as many as `most_pool_bytes` and half of the budget have room for."""
     buffer_size: int | None = None
     """Bytes of each, and of a request at most; None: `block_bytes`."""
     most_pool_bytes: int = DEFAULT_POOL_BYTES
-    """Transfer buffers if `buffer_count` is None; half of a smaller budget."""
+    """Transfer buffers if `buffer_count` is None; at most half of the budget, and by default an eighth, but at least 64 MiB."""
     num_threads: int = 8
     """I/O threads."""
     queue_depth: int = 64
@@ -55,12 +55,15 @@ class StoreOptions:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of transfer buffers: `buffer_count` of `buffer_size`, else `most_pool_bytes`, or half of a smaller budget."""
+        """Bytes of transfer buffers: `buffer_count` of `buffer_size`, else as `most_pool_bytes` says."""
+        most, budget_bytes = self.most_pool_bytes, self.host_budget_bytes
         if self.buffer_count is not None:
             return self.buffer_count * (self.buffer_size or self.block_bytes)
-        if self.host_budget_bytes is None:
-            return self.most_pool_bytes
-        return min(self.most_pool_bytes, self.host_budget_bytes // 2)
+        if budget_bytes is None:
+            return most
+        if most == DEFAULT_POOL_BYTES:  # state in memory gains more from what they leave
+            most = min(most, max(most // 2, budget_bytes // 8))
+        return min(most, budget_bytes // 2)
 
     @property
     def span_bytes(self) -> int:
