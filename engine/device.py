@@ -245,8 +245,8 @@ class Transfers:
         return copy.wait()
 
 
-class Room(threading.local):
-    """Scratch memory of each thread for the length of a tile, by name, kept for later tiles: memory that is freed and allocated
+class Scratch(threading.local):
+    """Memory of each thread for the length of a tile, by name, kept for later tiles: memory that is freed and allocated
     again has fresh pages each time, which costs more than the work on it."""
 
     def __init__(self) -> None:
@@ -266,7 +266,7 @@ class GradientTiles:
     """The rows of a gradient, tile by tile, in fp32 beside the state, copied there ahead of use if they are elsewhere. With
     `room` each tile uses the same memory."""
 
-    def __init__(self, transfers: Transfers, rows: torch.Tensor, room: Room | None = None) -> None:
+    def __init__(self, transfers: Transfers, rows: torch.Tensor, room: Scratch | None = None) -> None:
         self._transfers = transfers
         self._rows = rows
         self._room = room

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from zstore.engine.config.keys import Section, Status, about, description, known_keys, section_of, type_of
-from zstore.engine.config.schema import Settings
+from zstore.engine.config.schema import ConfigSections
 from zstore.engine.config.values import expected, show
 
 
@@ -70,7 +70,7 @@ def _tables(section: type[Section], path: str = "", kind: str = "") -> Iterator[
 
 def all_keys() -> str:
     """Return the tables of all keys."""
-    return "\n".join(_tables(Settings)) + "\n"
+    return "\n".join(_tables(ConfigSections)) + "\n"
 
 
 _HEADINGS = {
@@ -86,7 +86,7 @@ def missing_keys() -> str:
     for status, heading in _HEADINGS.items():
         lines += ["", f"### {heading}", "", "| key | |", "|---|---|"]
         reasons: dict[str, list[str]] = {}
-        for path, field in known_keys(Settings):
+        for path, field in known_keys(ConfigSections):
             if section_of(field) is None and about(field)[0] is status:
                 reasons.setdefault(about(field)[1], []).append(f"`{path}`")
         lines += [f"| {', '.join(dict.fromkeys(keys))} | {_cell(why)} |" for why, keys in reasons.items()]

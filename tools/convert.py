@@ -30,11 +30,11 @@ from .export import write_state_dict
 from .export_deepspeed import arrays_read, write_universal
 from .opening import DEFAULTS, Common, open_location, reporting
 from .options import Dtype, Tag
-from .progress import Progress
+from .progress import ProgressBar
 from .reshard import reshard_into
 
 
-class Target(StrEnum):
+class OutputKind(StrEnum):
     """Kinds of output of `convert`."""
 
     ZSTORE = "zstore"
@@ -44,7 +44,7 @@ class Target(StrEnum):
     SAFETENSORS = "safetensors"
 
 
-_WEIGHTS_ALONE = (Target.TORCH, Target.SAFETENSORS)
+_WEIGHTS_ALONE = (OutputKind.TORCH, OutputKind.SAFETENSORS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class ConvertOptions:
     """Options of `zstore convert` beside source and target."""
 
     tag: Tag = None
-    to: Annotated[Target, typer.Option(help="Kind of checkpoint to write.")] = Target.ZSTORE
+    to: Annotated[OutputKind, typer.Option(help="Kind of checkpoint to write.")] = OutputKind.ZSTORE
     world_size: Annotated[
         int | None,
         typer.Option(
@@ -66,14 +66,14 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other."""
-        if self.to not in list(Target):
-            raise UsageError(f"--to {self.to}: expected one of {', '.join(Target)}")
+        if self.to not in list(OutputKind):
+            raise UsageError(f"--to {self.to}: expected one of {', '.join(OutputKind)}")
         if self.dtype is not None and (self.dtype not in DTYPES or self.to not in _WEIGHTS_ALONE):
             raise UsageError(
                 f"--dtype {self.dtype} with --to {self.to}: expected one of {', '.join(DTYPES)}, and --to torch or "
                 "safetensors; a whole checkpoint keeps its types"
             )
-        if self.world_size is not None and self.to != Target.ZSTORE:
+        if self.world_size is not None and self.to != OutputKind.ZSTORE:
             raise UsageError(f"--world-size with --to {self.to}: only zstore's own checkpoints are laid out for ranks")
 
     @property
@@ -107,7 +107,7 @@ def convert_command(
         names = _arrays_read(source, options)
         total_bytes = sum(source.arrays[name].spec.nbytes for name in names)
         title = f"convert {source.location}"
-        parted = replace(common, team=ALONE) if options.to == Target.TORCH else common
+        parted = replace(common, team=ALONE) if options.to == OutputKind.TORCH else common
         with reporting(title, parted, source, total_bytes=total_bytes) as progress:
             what = f"{format_count(len(set(names)), 'tensor')}, {format_bytes(total_bytes)}"
             with common.team.agreeing():  # before any rank writes
@@ -116,28 +116,28 @@ def convert_command(
             for note in source.notes:
                 progress.say(f"not carried over: {note}")
             progress.document |= {"from": source.kind, "to": options.to}
-            progress.document |= _WRITERS[Target(options.to)](source, out, options, _Showing(progress, common.team))
+            progress.document |= _WRITERS[OutputKind(options.to)](source, out, options, _Showing(progress, common.team))
     return 0
 
 
 def _arrays_read(source: ArraySource, options: ConvertOptions) -> list[str]:
     if options.to in _WEIGHTS_ALONE:
         return [weight.array for weight in list_weights(source, None)]
-    if options.to == Target.DEEPSPEED:
+    if options.to == OutputKind.DEEPSPEED:
         return arrays_read(UniversalFolder(source))
     return list(source.arrays)
 
 
 def _plan(source: ArraySource, out: Path, options: ConvertOptions) -> str:
-    if options.to == Target.ZSTORE:
+    if options.to == OutputKind.ZSTORE:
         ranks = options.world_size or source.record.world_size
         return f"the checkpoint {source.tag!r} in {out}, for {format_count(ranks, 'rank')}"
     _require_new(out)
-    if options.to == Target.DCP:
+    if options.to == OutputKind.DCP:
         return f"{out}, for torch.distributed.checkpoint"
-    if options.to == Target.DEEPSPEED:
+    if options.to == OutputKind.DEEPSPEED:
         return f"{out}, a universal checkpoint of DeepSpeed with the tag {source.tag!r}"
-    what = "a plain torch state dict" if options.to == Target.TORCH else "safetensors files"
+    what = "a plain torch state dict" if options.to == OutputKind.TORCH else "safetensors files"
     return f"{out}: the weights as {what}, in {options.dtype or 'the types that they have'}"
 
 
@@ -150,7 +150,7 @@ def _require_new(out: Path) -> None:
 class _Showing:
     """The ranks that write, and their progress."""
 
-    progress: Progress
+    progress: ProgressBar
     team: Team
 
 
@@ -213,9 +213,9 @@ def _refuse(lost: Sequence[Lost], options: ConvertOptions) -> None:
 
 
 _WRITERS = {
-    Target.ZSTORE: _to_zstore,
-    Target.DCP: _to_dcp,
-    Target.DEEPSPEED: _to_deepspeed,
-    Target.TORCH: _to_torch,
-    Target.SAFETENSORS: _to_safetensors,
+    OutputKind.ZSTORE: _to_zstore,
+    OutputKind.DCP: _to_dcp,
+    OutputKind.DEEPSPEED: _to_deepspeed,
+    OutputKind.TORCH: _to_torch,
+    OutputKind.SAFETENSORS: _to_safetensors,
 }

@@ -68,7 +68,7 @@ class MemoryReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Diagnosis:
     """All that `zstore doctor` found out."""
 
     system: str
@@ -85,7 +85,7 @@ class Report:
     """Things that work, but slower than they could, and the remedy."""
 
 
-def examine(path: Path, *, rate_bytes: int = RATE_BYTES) -> Report:
+def examine(path: Path, *, rate_bytes: int = RATE_BYTES) -> Diagnosis:
     """Look at this machine and at the folder `path`, which is left as it was.
 
     The rates are measured on a file of `rate_bytes`, or less on a small drive. `ConfigError` if the folder does
@@ -95,7 +95,7 @@ def examine(path: Path, *, rate_bytes: int = RATE_BYTES) -> Report:
     drive = measure_drive(path, rate_bytes) if folder.writable else None
     memory = _examine_memory()
     devices = tuple(_devices(memory))
-    return Report(
+    return Diagnosis(
         system=f"{platform.system()} {platform.release()}, {platform.machine()}",
         versions={
             "python": platform.python_version(),
@@ -242,7 +242,7 @@ def _size(num_bytes: int | None) -> str:
     return "unknown" if num_bytes is None else format_bytes(num_bytes)
 
 
-def _rows(report: Report) -> Iterator[tuple[str, str]]:
+def _rows(report: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "system", report.system
     installed = [f"{name} {version}" for name, version in report.versions.items() if version]
     yield "versions", ", ".join(installed)
@@ -275,7 +275,7 @@ def _rate(bytes_per_s: float, drive: DriveReport) -> str:
     return f"{bytes_per_s / 1e9:.2f} GB/s ({NUM_THREADS} threads x {BLOCK_BYTES // 2**20} MiB{how})"
 
 
-def _print(report: Report) -> None:
+def _print(report: Diagnosis) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

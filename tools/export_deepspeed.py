@@ -11,7 +11,7 @@ import numpy as np
 from zstore.checkpoint import ArraySource, ReadAhead
 from zstore.errors import CheckpointError
 from zstore.format import Bytes
-from zstore.interop.deepspeed.universal import HINT, Document, Stored, UniversalFolder, folder_of
+from zstore.interop.deepspeed.universal import HINT, ArchiveStorage, Document, UniversalFolder, folder_of
 from zstore.interop.torch_archive import write_archive
 from zstore.io import Files, NewFile
 from zstore.ranks.division import items_of
@@ -74,7 +74,7 @@ def _write(source: ArraySource, files: Files, documents: list[tuple[Path, Docume
                 sink.finish()
 
 
-def _parts(source: ArraySource, ahead: ReadAhead, stored: Stored, advance: Advance) -> Iterator[Bytes]:
+def _parts(source: ArraySource, ahead: ReadAhead, stored: ArchiveStorage, advance: Advance) -> Iterator[Bytes]:
     if not stored.array:
         yield np.frombuffer(stored.data, np.uint8)
         return

@@ -31,7 +31,7 @@ from .listing import describe_refusals, print_refusals
 from .opening import DEFAULTS, Common, array_bytes, open_location, read_of, reporting
 from .options import Location, Tag
 from .printing import cell, make_console, make_table, printable
-from .progress import Progress
+from .progress import ProgressBar
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,7 +76,7 @@ def inspect_command(
     return 0
 
 
-def _read_stats(source: ArraySource, progress: Progress) -> dict[str, ArrayStats]:
+def _read_stats(source: ArraySource, progress: ProgressBar) -> dict[str, ArrayStats]:
     from zstore.open.stats import collect_stats
 
     progress.expect(array_bytes(source))

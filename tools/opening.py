@@ -20,7 +20,7 @@ from zstore.remote.url import is_url, parse_options
 
 from .options import Json, StorageOption, parse_size
 from .printing import print_json
-from .progress import Progress
+from .progress import ProgressBar
 
 MIB = 1024 * 1024
 DEFAULT_MEMORY_BYTES = 256 * MIB
@@ -156,10 +156,12 @@ def require_memory(common: Common, least_bytes: int, why: str) -> None:
 
 
 @contextlib.contextmanager
-def reporting(title: str, common: Common, *sources: ArraySource, total_bytes: int | None = None) -> Iterator[Progress]:
-    """Show the progress of a block; then report the bytes read from `sources`, and with `json` print `Progress.document` with
-    them and `Progress.summary`. For several ranks it is the total of all (all ranks)."""
-    with Progress(title, total_bytes, team=common.team) as progress:
+def reporting(
+    title: str, common: Common, *sources: ArraySource, total_bytes: int | None = None
+) -> Iterator[ProgressBar]:
+    """Show the progress of a block; then report the bytes read from `sources`, and with `json` print `ProgressBar.document`
+    with them and `ProgressBar.summary`. For several ranks it is the total of all (all ranks)."""
+    with ProgressBar(title, total_bytes, team=common.team) as progress:
         yield progress
         progress.document |= read_of(progress, *sources, team=common.team)
         progress.add_up()
@@ -172,7 +174,7 @@ def array_bytes(source: ArraySource) -> int:
     return sum(array.spec.nbytes for array in source.arrays.values())
 
 
-def read_of(progress: Progress, *sources: ArraySource, team: Team = ALONE) -> dict[str, int]:
+def read_of(progress: ProgressBar, *sources: ArraySource, team: Team = ALONE) -> dict[str, int]:
     """Report the bytes read from zstore's own checkpoints, and how many of them were needed; return both for `--json`.
 
     For several ranks it is the total of all (all ranks).

@@ -61,7 +61,7 @@ class Bar:
             print(text, file=self._stream, flush=True)
 
 
-class Progress(Bar):
+class ProgressBar(Bar):
     """Bytes done of `total_bytes` (None: unknown), with GB/s; a closing line gives the total, the time and the rate.
 
     After an exception it closes without the last line. The ranks of a team have about the same bytes each: this rank's part

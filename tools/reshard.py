@@ -21,7 +21,7 @@ from zstore.sizes import format_bytes, format_count
 from .opening import DEFAULTS, Common, array_bytes, open_location, read_of
 from .options import Location, Tag
 from .printing import print_json
-from .progress import Progress
+from .progress import ProgressBar
 
 
 class CodecName(StrEnum):
@@ -97,7 +97,7 @@ def reshard_command(
 
 
 def reshard_into(
-    source: ArraySource, folder: Path, ranks: int, progress: Progress, *, codec: str = "none", team: Team = ALONE
+    source: ArraySource, folder: Path, ranks: int, progress: ProgressBar, *, codec: str = "none", team: Team = ALONE
 ) -> Path:
     """Write the checkpoint into `folder`, laid out for `ranks`; return the tag's folder (all ranks of `team`).
 
@@ -116,7 +116,7 @@ def _reshard(
 ) -> tuple[Path, dict[str, Any]]:
     """Write it, for so many ranks and with a codec; return the tag's folder, and a summary as JSON."""
     (ranks, codec), total_bytes = made, array_bytes(source)
-    with Progress(f"reshard {source.location}", total_bytes, team=team) as progress:
+    with ProgressBar(f"reshard {source.location}", total_bytes, team=team) as progress:
         progress.say(plan)
         for note in source.notes:
             progress.say(f"not carried over: {note}")
@@ -142,7 +142,7 @@ def _file_bytes(path: Path) -> int:
 
 
 def _upload(path: Path, url: str, common: Common, plan: str) -> dict[str, Any]:
-    with Progress(f"upload {path.name} to {shown(url)}", _file_bytes(path)) as progress:
+    with ProgressBar(f"upload {path.name} to {shown(url)}", _file_bytes(path)) as progress:
         if plan:
             progress.say(plan)
         place, messages = upload_checkpoint(

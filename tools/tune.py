@@ -35,7 +35,7 @@ from zstore.errors import ConfigError, UsageError
 from zstore.journal.reader import read
 
 from .options import Json, parse_size
-from .plan.choices import Outcome, all_choices, weigh, weigh_given
+from .plan.choices import Costs, all_choices, weigh, weigh_given
 from .plan.job import Choice, PlannedJob, make_job
 from .plan.machine import own_gpus
 from .plan.options import PlanOptions
@@ -250,7 +250,7 @@ class Search:
         """Whether the config leaves the batch size open."""
         self.folder = Path(section.results_dir)
         self.trials: list[Trial] = []
-        self.left_out: list[Outcome] = []
+        self.left_out: list[Costs] = []
         """Choices that do not fit by the plan."""
 
     def run(self) -> Trial | None:
@@ -274,10 +274,10 @@ class Search:
             return 0.0
         return (1 if self.section.metric == "latency" else one.found.samples) / statistics.median(one.found.step_s)
 
-    def _candidates(self, start: Choice) -> list[Outcome]:
+    def _candidates(self, start: Choice) -> list[Costs]:
         """Return the choices that fit, the best by the plan first; the others go to `left_out`."""
         tiers = {"none", *(["cpu"] if self._job.machine.gpus else []), start.optimizer, start.parameters}
-        found: list[Outcome] = []
+        found: list[Costs] = []
         for space in (one.choice for one in all_choices(self._job)):
             is_usual = space.groups is None and (self._num_ranks > 1 or space.stage in (0, 3))
             if is_usual and {space.optimizer, space.parameters} <= tiers:
@@ -304,7 +304,7 @@ class Search:
             size *= 2
         return sorted(found)
 
-    def _estimate(self, one: Outcome) -> tuple[float, ...]:
+    def _estimate(self, one: Costs) -> tuple[float, ...]:
         """Return the plan's seconds and bytes to and from the drive for a sample, and whatever else makes one slower."""
         choice, samples = one.choice, self._samples(one.choice.micro_batch)
         seconds, moved = (one.seconds.in_turn or 0.0) / samples, one.plan.traffic_total.total / samples

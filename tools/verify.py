@@ -15,14 +15,14 @@ from zstore.sizes import format_bytes, format_count
 from .opening import DEFAULTS, Common, add_reading, array_bytes, open_location
 from .options import Location, Tag
 from .printing import print_json, printable
-from .progress import Progress
+from .progress import ProgressBar
 
 
 def verify_command(ckpt: Location, common: Common = DEFAULTS, *, tag: Tag = None) -> int:
     """Check `ckpt` and print each fault on stdout; return the exit code, 1 if there is one.
 
     In a folder of checkpoints `tag` is checked; without one the newest, and checkpoints whose record is not valid are faults
-    too. With `json`, one object: `path`, `faults`, the bytes read by purpose (see `ReadStatistics`), and `Progress.summary`.
+    too. With `json`, one object: `path`, `faults`, the bytes read by purpose (see `ReadStatistics`), and `ProgressBar.summary`.
     """
     faults: list[VerifyFault] = []
     place, named = split_location(ckpt, tag)
@@ -38,7 +38,7 @@ def verify_command(ckpt: Location, common: Common = DEFAULTS, *, tag: Tag = None
                     "checksums; `zstore convert` makes a checkpoint that has"
                 )
             total = sum(array.file_bytes for array in reader.arrays.values())
-            with Progress(f"verify {reader.location}", total, team=common.team) as progress:
+            with ProgressBar(f"verify {reader.location}", total, team=common.team) as progress:
                 faults += verify_checkpoint(reader, progress.advance, team=common.team)
                 progress.add_up()
                 # All data was asked for; of a folder the check reads the files past its reader.

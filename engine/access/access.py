@@ -23,7 +23,7 @@ from ..optim.kernel import AVERAGED
 from ..params.record import ParameterRecord, Residency
 from ..runtime.messages import listed
 from ..zero.gradients import WholeGradients, agree_any
-from .full_tensors import Piece, Source, WholeArrays
+from .full_tensors import ArrayPiece, RankArray, WholeArrays
 from .statedict import StateDictGuard
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Access:
             return torch.tensor(source) if self.world.rank == 0 or not rank0_only else None
         return self._whole(source, rank0_only)
 
-    def slot(self, name: str, slot: str) -> Source | float:
+    def slot(self, name: str, slot: str) -> RankArray | float:
         """Return this rank's rows of an optimizer slot of a parameter, or its scalar (all ranks)."""
         record = self.finished(f"get_optimizer_state({name!r}, {slot!r})", lambda: self._record_with(name, slot))
         scalars = self.state.scalars[record]
@@ -201,7 +201,7 @@ class Access:
             return None
         return found.float().div_(self.scaler.scale)
 
-    def master(self, record: ParameterRecord) -> Source:
+    def master(self, record: ParameterRecord) -> RankArray:
         """Return this rank's rows of a parameter's master, or of the parameter if it is not trained."""
         state = self.state
         if not state.is_split(record):
@@ -213,9 +213,9 @@ class Access:
             tickets.append(state.store.read(ties, first // BITS, -(-stop // BITS)))
             return lambda: state.take_master([as_torch(ticket.wait()) for ticket in tickets])
 
-        return Source(record=record, name=model_array(record.name), dtype=torch.float32, begin=begin)
+        return RankArray(record=record, name=model_array(record.name), dtype=torch.float32, begin=begin)
 
-    def _slot(self, record: ParameterRecord, slot: str) -> Source:
+    def _slot(self, record: ParameterRecord, slot: str) -> RankArray:
         """Return this rank's rows of an optimizer slot of a parameter, moments in fp32 whatever type they are kept in."""
         state, group = self.state, f"optimizer/{slot}"
         names, moment = state.moment(record, slot)
@@ -229,9 +229,9 @@ class Access:
             tickets = [state.store.read(*part) for part in parts]
             return lambda: moment.expand([as_torch(ticket.wait()) for ticket in tickets])[0]
 
-        return Source(record=record, name=names[0], dtype=torch.float32, begin=begin)
+        return RankArray(record=record, name=names[0], dtype=torch.float32, begin=begin)
 
-    def source(self, record: ParameterRecord, group: str) -> Source:
+    def source(self, record: ParameterRecord, group: str) -> RankArray:
         """Return this rank's rows of an array of a parameter, for `WholeArrays`."""
         store, name = self.state.store, f"{group}/{record.name}"
 
@@ -242,33 +242,33 @@ class Access:
         spec = store.spec(name)
         dtype: torch.dtype = getattr(torch, spec.dtype)
         shape = None if spec.shape == tuple(record.parameter.shape) else spec.shape
-        return Source(record=record, name=name, dtype=dtype, begin=begin, shape=shape)
+        return RankArray(record=record, name=name, dtype=dtype, begin=begin, shape=shape)
 
     def read_into(
-        self, targets: Mapping[ParameterRecord, torch.Tensor], sources: Sequence[Source], *, rank0_only: bool = False
+        self, targets: Mapping[ParameterRecord, torch.Tensor], sources: Sequence[RankArray], *, rank0_only: bool = False
     ) -> None:
         """Read the arrays `sources` into the targets, 1-D, of their parameters; those without one are skipped (all
         ranks)."""
 
-        def take(piece: Piece) -> None:
+        def take(piece: ArrayPiece) -> None:
             target = targets.get(piece.source.record)
             if target is not None:
                 target[piece.first : piece.stop] = piece.values
 
         self.each(sources, take, rank0_only=rank0_only)
 
-    def each(self, sources: Sequence[Source], take: Callable[[Piece], None], *, rank0_only: bool) -> None:
+    def each(self, sources: Sequence[RankArray], take: Callable[[ArrayPiece], None], *, rank0_only: bool) -> None:
         """Call `take` with every piece of the arrays, in flat order; see `WholeArrays.each`."""
         WholeArrays(self.world, sources, sharded=self.state.is_sharded).each(take, rank0_only=rank0_only)
 
-    def whole(self, source: Source) -> torch.Tensor:
+    def whole(self, source: RankArray) -> torch.Tensor:
         """Return the whole array `source` on the CPU (all ranks)."""
         found = self._whole(source, rank0_only=False)
         if found is None:
             raise UsageError(f"{source.name} was not read on rank {self.world.rank}")
         return found
 
-    def _whole(self, source: Source, rank0_only: bool) -> torch.Tensor | None:
+    def _whole(self, source: RankArray, rank0_only: bool) -> torch.Tensor | None:
         record, wanted = source.record, self.world.rank == 0 or not rank0_only
         shape = record.parameter.shape if source.shape is None else torch.Size(source.shape)
         out = torch.empty(shape.numel() if wanted else 0, dtype=source.dtype)
@@ -473,13 +473,13 @@ def _as_integers(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.int32 if values.itemsize == 4 else torch.int16)
 
 
-def rows_source(record: ParameterRecord, rows: torch.Tensor, dtype: torch.dtype) -> Source:
+def rows_source(record: ParameterRecord, rows: torch.Tensor, dtype: torch.dtype) -> RankArray:
     """Return this rank's rows of a parameter, 1-D in memory, for `WholeArrays`, cast to `dtype`."""
 
     def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
         return lambda: rows[first:stop].to(dtype)
 
-    return Source(record=record, name=f"rows/{record.name}", dtype=dtype, begin=begin)
+    return RankArray(record=record, name=f"rows/{record.name}", dtype=dtype, begin=begin)
 
 
 _live: weakref.WeakSet[Access] = weakref.WeakSet()

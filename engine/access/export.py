@@ -23,7 +23,7 @@ from zstore.weights.layout import MAX_FILE_BYTES, STEM, SUFFIX, FileLayout, Weig
 from zstore.weights.writer import WeightsWriter, lost_text
 
 from ..build.model import save_config, stored_buffers
-from .full_tensors import Piece
+from .full_tensors import ArrayPiece
 
 if TYPE_CHECKING:
     from ..params.record import ParameterRecord
@@ -148,7 +148,7 @@ class _Export:
             self._writer = self._opened.enter_context(writer)
         return self._writer
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: ArrayPiece) -> None:
         """Write a piece, and the buffers that come before it in the files."""
         writer = self._open()
         self._put_buffers(writer, piece.source.name)

@@ -32,7 +32,7 @@ Read = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class RankArray:
     """An array of which this rank has its rows."""
 
     record: ParameterRecord
@@ -52,10 +52,10 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class ArrayPiece:
     """Global flat elements from `first` on of the array of `source`."""
 
-    source: Source
+    source: RankArray
     first: int
     values: torch.Tensor
     """1-D, on the CPU."""
@@ -68,7 +68,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Plan:
-    source: Source
+    source: RankArray
     grid: Grid
     shard: int
     first: int
@@ -78,13 +78,13 @@ class _Plan:
 class WholeArrays:
     """Gathers `sources`; `sharded` says whether each rank has its own rows alone. See [Note: pieces]."""
 
-    def __init__(self, world: World, sources: Sequence[Source], *, sharded: bool) -> None:
+    def __init__(self, world: World, sources: Sequence[RankArray], *, sharded: bool) -> None:
         self._world = world
         self._sources = sources
         self._sharded = sharded and world.world_size > 1
         self._error: Exception | None = None
 
-    def each(self, take: Callable[[Piece], None], *, rank0_only: bool) -> None:
+    def each(self, take: Callable[[ArrayPiece], None], *, rank0_only: bool) -> None:
         """Call `take` with every piece, in order, on every rank or on rank 0 alone (all ranks).
 
         Raises on every rank the error of `take` or of a read on any.
@@ -153,10 +153,10 @@ class WholeArrays:
         world.broadcast(values, plan.shard)
         return values
 
-    def _hand_over(self, plan: _Plan, values: torch.Tensor, take: Callable[[Piece], None]) -> None:
+    def _hand_over(self, plan: _Plan, values: torch.Tensor, take: Callable[[ArrayPiece], None]) -> None:
         first = plan.shard * plan.grid.shard_numel + plan.first
         try:
-            take(Piece(source=plan.source, first=first, values=values.cpu()))
+            take(ArrayPiece(source=plan.source, first=first, values=values.cpu()))
         except Exception as error:
             self._error = error
 

@@ -15,7 +15,7 @@ from zstore.errors import UsageError
 
 from ..params.record import ParameterRecord
 from .access import Access, live, rows_source
-from .full_tensors import Source
+from .full_tensors import RankArray
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -120,7 +120,7 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     safe_set_full_grad(param, _joined(param, value))
 
 
-def _rows(record: ParameterRecord, source: Source) -> torch.Tensor:
+def _rows(record: ParameterRecord, source: RankArray) -> torch.Tensor:
     return source.begin(0, record.owned_numel)().clone()
 
 

@@ -185,7 +185,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     choices = _process.choices
     run = function
     if choices.synchronize or choices.profile or _process.tracker.get_states():
-        run = _Block(function, choices)
+        run = _Recomputed(function, choices)
     with _keeping(choices):
         return torch_checkpoint.checkpoint(run, *args, use_reentrant=False)
 
@@ -218,7 +218,7 @@ def _keeping(choices: Choices) -> AbstractContextManager[object]:
     return torch.autograd.graph.save_on_cpu(pin_memory=device_type == "cuda", device_type=device_type)
 
 
-class _Block:
+class _Recomputed:
     """A function that is called once forward, and again in the backward: timed, and with the same named random streams."""
 
     def __init__(self, function: Callable[..., Any], choices: Choices) -> None:

@@ -13,7 +13,7 @@ from zstore.errors import ConfigError
 
 from .keys import Section, answer_type, known_keys, section_of
 from .parse import nearest_key
-from .schema import Settings
+from .schema import ConfigSections
 from .values import refusal, show
 
 _SOURCE = "initialize(auto=...)"
@@ -23,7 +23,7 @@ _SOURCE = "initialize(auto=...)"
 def _fields() -> Mapping[str, list[FieldInfo]]:
     """Return the fields of each dotted key: several if its section is one of several."""
     found: dict[str, list[FieldInfo]] = {}
-    for key, field in known_keys(Settings):
+    for key, field in known_keys(ConfigSections):
         found.setdefault(key, []).append(field)
     return found
 
@@ -90,7 +90,7 @@ def _read(written: str, value: object) -> tuple[str, Any]:
 
 def _spelled(written: str) -> tuple[type[Section], str]:
     """Return the section of a dotted key, as far as it is known, and the key in the schema's spelling."""
-    section: type[Section] = Settings
+    section: type[Section] = ConfigSections
     names: list[str] = []
     for part in written.split("."):
         field = None if not names else section.model_fields.get(names[-1])

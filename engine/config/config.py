@@ -21,7 +21,7 @@ from .parse import parse
 from .resolve import BatchSizes, ResolveContext, answered, default_weight_decay, resolve_settings
 from .rules import one_bit_problems
 from .scheduler import SchedulerSection
-from .schema import Settings, ZstoreSection
+from .schema import ConfigSections, ZstoreSection
 from .sections import Fp16Section
 from .values import show
 from .zero import OffloadOptimizerSection, OffloadParamSection, ZeroSection
@@ -66,7 +66,7 @@ class IoConfig:
 class Config:
     """A sound config, made by `load_config`. Its properties are there once `resolve` has filled in "auto"."""
 
-    settings: Settings
+    settings: ConfigSections
     """Every key, typed."""
     source: str
     """Its source, for messages."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .keys import Section, Status, about, description, stages_of
-from .notices import Notice, Problem
+from .notices import ConfigProblem, Notice
 from .parse import parse
-from .schema import Settings
+from .schema import ConfigSections
 from .values import show
 
 ERROR = "error"
@@ -33,15 +33,15 @@ class KeyFact:
     """The key's effect; for one that does not act, or is wrong, the reason."""
 
 
-def explain(raw: Mapping[str, Any]) -> tuple[list[KeyFact], list[Problem]]:
+def explain(raw: Mapping[str, Any]) -> tuple[list[KeyFact], list[ConfigProblem]]:
     """Return a fact about each key of `raw`, in its order, and every problem."""
     settings, problems, notices = parse(raw)
-    facts = list(_Explained(problems, notices, None if problems else settings).facts(Settings, raw))
+    facts = list(_Explained(problems, notices, None if problems else settings).facts(ConfigSections, raw))
     return facts, problems
 
 
 class _Explained:
-    def __init__(self, problems: list[Problem], notices: list[Notice], settings: Settings | None) -> None:
+    def __init__(self, problems: list[ConfigProblem], notices: list[Notice], settings: ConfigSections | None) -> None:
         self._problems = {key: problem.what for problem in problems for key in problem.keys}
         self._notices = {notice.key: notice.message for notice in notices}
         self._settings = settings

@@ -17,7 +17,7 @@ class Notice:
 
 
 @dataclass(frozen=True)
-class Problem:
+class ConfigProblem:
     """An error, and the keys that it is about."""
 
     keys: tuple[str, ...]

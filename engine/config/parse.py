@@ -1,4 +1,4 @@
-"""Reads a config into `Settings`, and names every key that is wrong or does not act."""
+"""Reads a config into `ConfigSections`, and names every key that is wrong or does not act."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from .keys import Section, Status, about, known_keys, type_of
-from .notices import Notice, Problem
+from .notices import ConfigProblem, Notice
 from .rules import contradictions, idle_keys
-from .schema import Settings
+from .schema import ConfigSections
 from .values import expected, refusal, show
 
 _CLOSE = 0.72
@@ -27,13 +27,13 @@ _TELLING = 5
 """Letters below which a part of a name is ambiguous."""
 
 
-def parse(raw: Mapping[str, Any]) -> tuple[Settings, list[Problem], list[Notice]]:
+def parse(raw: Mapping[str, Any]) -> tuple[ConfigSections, list[ConfigProblem], list[Notice]]:
     """Return settings, problems and notices of `raw`, all of them; with problems, the settings mean nothing."""
-    problems: list[Problem] = []
+    problems: list[ConfigProblem] = []
     sound, removed = dict(raw), set[tuple[str, ...]]()
     while True:
         try:
-            settings = Settings.model_validate(sound)
+            settings = ConfigSections.model_validate(sound)
             break
         except ValidationError as failure:
             # Wrong keys are taken out and the others are read again, so that checks across keys are made too.
@@ -62,10 +62,10 @@ def parse(raw: Mapping[str, Any]) -> tuple[Settings, list[Problem], list[Notice]
     return settings, problems, notices
 
 
-def _problem(raw: Any, error: ErrorDetails) -> tuple[tuple[str, ...], Problem]:
+def _problem(raw: Any, error: ErrorDetails) -> tuple[tuple[str, ...], ConfigProblem]:
     """Return the path of the key that pydantic's `error` is about, as the schema spells it, and the message, with the key
     as it was written."""
-    section: type[Section] | None = Settings
+    section: type[Section] | None = ConfigSections
     field: FieldInfo | None = None
     variants: Mapping[str, type[Section]] = {}
     path: list[str] = []
@@ -92,7 +92,7 @@ def _problem(raw: Any, error: ErrorDetails) -> tuple[tuple[str, ...], Problem]:
         message = f"the key is missing; expected {expected(type_of(field))}"
     else:
         message = refusal(type_of(field), error["input"] if raw is None else raw, error)
-    return tuple(path), Problem((key,), message)
+    return tuple(path), ConfigProblem((key,), message)
 
 
 def _is_missing(error: ErrorDetails, path: Sequence[str]) -> bool:
@@ -102,7 +102,7 @@ def _is_missing(error: ErrorDetails, path: Sequence[str]) -> bool:
 
 @cache
 def _every_key() -> tuple[str, ...]:
-    return tuple(path for path, _ in known_keys(Settings))
+    return tuple(path for path, _ in known_keys(ConfigSections))
 
 
 def nearest_key(section: type[Section], path: Sequence[str]) -> str:
@@ -148,7 +148,7 @@ def _spelled(raw: Any, section: type[Section], name: str) -> str:
     return next((other for other, target in section.renames.items() if target == name and other in raw), name)
 
 
-def _without(raw: Any, path: Sequence[str], section: type[Section] | None = Settings) -> Any:
+def _without(raw: Any, path: Sequence[str], section: type[Section] | None = ConfigSections) -> Any:
     """Return a copy of `raw` without the key at `path`, however spelled."""
     if not path or section is None or not isinstance(raw, Mapping):
         return {}
@@ -161,9 +161,9 @@ def _without(raw: Any, path: Sequence[str], section: type[Section] | None = Sett
     return copy
 
 
-def _review(section: Section, raw: Any, prefix: str = "") -> tuple[list[Problem], list[Notice]]:
+def _review(section: Section, raw: Any, prefix: str = "") -> tuple[list[ConfigProblem], list[Notice]]:
     """Return the refused keys and the ones that do not act, among those set in `section` and in its sections."""
-    problems: list[Problem] = []
+    problems: list[ConfigProblem] = []
     notices: list[Notice] = []
     for name, field in type(section).model_fields.items():
         if name not in section.model_fields_set or (section.is_off and name != section.switch):
@@ -180,7 +180,7 @@ def _review(section: Section, raw: Any, prefix: str = "") -> tuple[list[Problem]
         asks = value != field.default
         off_switch = name == section.switch and section.is_off
         if status is Status.REFUSED and asks:
-            problems.append(Problem((key,), f"{show(value)} is not supported: {why}"))
+            problems.append(ConfigProblem((key,), f"{show(value)} is not supported: {why}"))
         elif status in (Status.NOT_BUILT, Status.NO_EFFECT) and asks and not off_switch:
             notices.append(Notice(key, f"{status.value}: {why}"))
     return problems, notices

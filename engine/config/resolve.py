@@ -10,7 +10,7 @@ from zstore.errors import UsageError
 
 from .keys import Section, answer_type
 from .optimizers import AdamParams, OptimizerSection
-from .schema import BATCH_KEYS, Settings
+from .schema import BATCH_KEYS, ConfigSections
 from .zero_groups import group_problems
 
 S = TypeVar("S", bound=Section)
@@ -107,7 +107,7 @@ def _divide(train: int, given: str, number: int, world_size: int) -> int:
     return quotient
 
 
-def _batch(settings: Settings, context: ResolveContext) -> BatchSizes:
+def _batch(settings: ConfigSections, context: ResolveContext) -> BatchSizes:
     """Return the batch sizes of the config; those that it leaves "auto", or all if it names none, are the caller's."""
     if settings.elasticity.enabled and not context.frozen:
         sizes = settings.elasticity.sizes_at(context.world_size)
@@ -136,7 +136,7 @@ def open_keys(section: Section, prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
-def _precision(settings: Settings, context: ResolveContext) -> dict[str, bool]:
+def _precision(settings: ConfigSections, context: ResolveContext) -> dict[str, bool]:
     """Return which 16-bit type is on: of those that are "auto" the first that the device computes natively, bf16 before
     fp16; none of them if the config demands the other."""
     bf16, fp16 = settings.bf16.enabled, settings.fp16.enabled
@@ -147,7 +147,7 @@ def _precision(settings: Settings, context: ResolveContext) -> dict[str, bool]:
     return {"bf16.enabled": bool(bf16), "fp16.enabled": bool(fp16)}
 
 
-def stand_ins(settings: Settings) -> dict[str, Any]:
+def stand_ins(settings: ConfigSections) -> dict[str, Any]:
     """Return stand-ins for answers that only a training script has: 1 for a batch size that is open, and for each "auto"
     without a default. With them the other keys of a config can be checked."""
     found: dict[str, Any] = {key: 1 for key in open_keys(settings) if _field(settings, key).is_required()}
@@ -162,7 +162,9 @@ _BUCKETS = {"reduce_bucket_size": 100, "allgather_bucket_size": 100, "stage3_pre
 """Sizes of buckets, in hundredths of the hidden size squared."""
 
 
-def resolve_settings(settings: Settings, context: ResolveContext) -> tuple[Settings, tuple[str, ...], dict[str, Any]]:
+def resolve_settings(
+    settings: ConfigSections, context: ResolveContext
+) -> tuple[ConfigSections, tuple[str, ...], dict[str, Any]]:
     """Return `settings` with each "auto" and the batch sizes filled in: by the caller's answers, else by what follows
     from the model and from other keys, else by the key's default.
 
@@ -197,13 +199,13 @@ def resolve_settings(settings: Settings, context: ResolveContext) -> tuple[Setti
     return _replaced(settings, values | derived | defaults), (*problems, *missing), defaults
 
 
-def answered(settings: Settings, answers: Mapping[str, Any]) -> Settings:
+def answered(settings: ConfigSections, answers: Mapping[str, Any]) -> ConfigSections:
     """Return `settings` with the answers in place of "auto"; batch sizes are solved elsewhere."""
     asked = [key for key in open_keys(settings) if key not in BATCH_KEYS]
     return _replaced(settings, {key: answers[key] for key in asked if key in answers})
 
 
-def _fill(settings: Settings, hidden_size: int | None) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def _fill(settings: ConfigSections, hidden_size: int | None) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Return values for the keys that are still "auto": those that follow from the model and from other keys, and defaults;
     and a line about each key that has neither."""
     derived: dict[str, Any] = {}

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 from .keys import Section, stages_of, type_of
-from .notices import Notice, Problem
+from .notices import ConfigProblem, Notice
 from .optimizers import ONE_BIT, AdamParams
-from .schema import BATCH_KEYS, Settings
+from .schema import BATCH_KEYS, ConfigSections
 from .values import expected
 
 
-def idle_keys(settings: Settings) -> Iterator[Notice]:
+def idle_keys(settings: ConfigSections) -> Iterator[Notice]:
     """Yield the keys that act in general, but not with the other keys of this config."""
     zero, own, optimizer = settings.zero_optimization, settings.zstore, settings.optimizer
     yield from _of_other_stages(zero, zero.stage, "zero_optimization.")
@@ -63,7 +63,7 @@ def _of_other_stages(section: Section, stage: int, prefix: str) -> Iterator[Noti
             yield Notice(f"{prefix}{name}", f"no effect: {what}, and the stage is {stage}")
 
 
-def _idle_quantization(settings: Settings) -> Iterator[Notice]:
+def _idle_quantization(settings: ConfigSections) -> Iterator[Notice]:
     """Yield the keys of ZeRO++ that do nothing at this stage."""
     zero = settings.zero_optimization
     if zero.zero_quantized_weights and zero.stage != 3:
@@ -87,10 +87,10 @@ def _idle_quantization(settings: Settings) -> Iterator[Notice]:
         )
 
 
-def contradictions(settings: Settings) -> Iterator[Problem]:
+def contradictions(settings: ConfigSections) -> Iterator[ConfigProblem]:
     """Yield the contradictions between keys that are each right by themselves."""
     if settings.fp16.enabled is True and settings.bf16.enabled is True:
-        yield Problem(("fp16.enabled", "bf16.enabled"), "both are true; set one of them to false")
+        yield ConfigProblem(("fp16.enabled", "bf16.enabled"), "both are true; set one of them to false")
     yield from _offload(settings)
     yield from _durability_and_activations(settings)
     if settings.checkpoint.use_node_local_storage:
@@ -101,62 +101,62 @@ def contradictions(settings: Settings) -> Iterator[Problem]:
         yield from one_bit_problems(settings, settings.optimizer.type)
     if settings.curriculum_learning.enabled:
         for key, what in settings.curriculum_learning.problems():
-            yield Problem((f"curriculum_learning.{key}",), what)
+            yield ConfigProblem((f"curriculum_learning.{key}",), what)
     for key, what in settings.data_efficiency.problems():
-        yield Problem((f"data_efficiency.{key}",), what)
+        yield ConfigProblem((f"data_efficiency.{key}",), what)
     threads, aio = settings.zstore.io_threads, settings.aio
     if threads is not None and "thread_count" in aio.model_fields_set and threads != aio.thread_count:
         message = f"these are the same setting, but one is {threads} and one {aio.thread_count}; keep one"
-        yield Problem(("zstore.io_threads", "aio.thread_count"), message)
+        yield ConfigProblem(("zstore.io_threads", "aio.thread_count"), message)
 
 
-def _offload(settings: Settings) -> Iterator[Problem]:
+def _offload(settings: ConfigSections) -> Iterator[ConfigProblem]:
     zero = settings.zero_optimization
     if zero.mics_shard_size > 0 and zero.stage == 0:
         message = (
             "it needs stage 1, 2 or 3, got stage 0, which shards nothing; set the stage, or leave mics_shard_size out"
         )
-        yield Problem(("zero_optimization.mics_shard_size", "zero_optimization.stage"), message)
+        yield ConfigProblem(("zero_optimization.mics_shard_size", "zero_optimization.stage"), message)
     if zero.zero_hpz_partition_size > 1 and zero.stage < 3:
         message = f"it needs stage 3, got stage {zero.stage}, where every rank has all parameters; set stage 3, or leave it out"
-        yield Problem(("zero_optimization.zero_hpz_partition_size", "zero_optimization.stage"), message)
+        yield ConfigProblem(("zero_optimization.zero_hpz_partition_size", "zero_optimization.stage"), message)
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         key = f"zero_optimization.{name}"
         ignored = offload is zero.offload_param and zero.stage != 3
         if offload.device == "nvme" and offload.nvme_path is None and not ignored:
             message = 'the device is "nvme"; give the path of a folder on the drive'
-            yield Problem((f"{key}.nvme_path", f"{key}.device"), message)
+            yield ConfigProblem((f"{key}.nvme_path", f"{key}.device"), message)
     if zero.offload_optimizer.device != "none" and zero.stage == 0:
         message = f'"{zero.offload_optimizer.device}" needs stage 1, 2 or 3; got stage 0'
-        yield Problem(("zero_optimization.offload_optimizer.device", "zero_optimization.stage"), message)
+        yield ConfigProblem(("zero_optimization.offload_optimizer.device", "zero_optimization.stage"), message)
 
 
-def _durability_and_activations(settings: Settings) -> Iterator[Problem]:
+def _durability_and_activations(settings: ConfigSections) -> Iterator[ConfigProblem]:
     """Yield the errors of settings that use the drives of offloaded state, unless they have a folder of their own."""
     zero, own = settings.zero_optimization, settings.zstore
     nvme = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device if zero.stage == 3 else "none")
     if own.durability == "step" and own.durability_path is None and not nvme:
         message = '"step" needs a folder for its snapshots, and nothing is on a drive: give the absolute path of one'
-        yield Problem(("zstore.durability", "zstore.durability_path"), message)
+        yield ConfigProblem(("zstore.durability", "zstore.durability_path"), message)
     if own.activations == "disk" and own.activations_path is None and not nvme:
         message = '"disk" needs a folder, and nothing else is on a drive: give the absolute path of one'
-        yield Problem(("zstore.activations", "zstore.activations_path"), message)
+        yield ConfigProblem(("zstore.activations", "zstore.activations_path"), message)
     if own.durability_path is not None and len(own.durability_path) > 1:
         message = f"expected one folder, got {len(own.durability_path)}: a snapshot is in one place"
-        yield Problem(("zstore.durability_path",), message)
+        yield ConfigProblem(("zstore.durability_path",), message)
 
 
-def _moments(settings: Settings) -> Iterator[Problem]:
+def _moments(settings: ConfigSections) -> Iterator[ConfigProblem]:
     own, optimizer = settings.zstore, settings.optimizer
     asked = {
         "bf16.bf16_optimizer_states": settings.bf16.bf16_optimizer_states,
         "optimizer.params.fp32_optimizer_states": optimizer is not None and not optimizer.params.fp32_optimizer_states,
     }
     for key in (key for key, value in asked.items() if value and own.moments not in (None, "bf16")):
-        yield Problem((key, "zstore.moments"), f'one asks for moments in bf16, one for "{own.moments}"; keep one')
+        yield ConfigProblem((key, "zstore.moments"), f'one asks for moments in bf16, one for "{own.moments}"; keep one')
 
 
-def one_bit_problems(settings: Settings, kind: str) -> Iterator[Problem]:
+def one_bit_problems(settings: ConfigSections, kind: str) -> Iterator[ConfigProblem]:
     """Yield the settings that the optimizer `kind`, which sends signs, cannot be combined with."""
     optimizer, zero, own = settings.optimizer, settings.zero_optimization, settings.zstore
     named = () if optimizer is None else ("optimizer.type",)
@@ -165,7 +165,7 @@ def one_bit_problems(settings: Settings, kind: str) -> Iterator[Problem]:
         message = (
             f"every rank sends what it has of whole gradients, which are sharded then; write stage 0 or 1, {instead}"
         )
-        yield Problem(("zero_optimization.stage", *named), message)
+        yield ConfigProblem(("zero_optimization.stage", *named), message)
     moments, masters = "its moments are kept in fp32", "its masters are kept in fp32"
     asks = optimizer is not None and not optimizer.params.fp32_optimizer_states
     beside = {
@@ -187,23 +187,23 @@ def one_bit_problems(settings: Settings, kind: str) -> Iterator[Problem]:
     }
     for key, (asked, why) in beside.items():
         if asked:
-            yield Problem((key, *named), f"{why}; leave {key} out, {instead}")
+            yield ConfigProblem((key, *named), f"{why}; leave {key} out, {instead}")
 
 
-def _local_storage(settings: Settings) -> Iterator[Problem]:
+def _local_storage(settings: ConfigSections) -> Iterator[ConfigProblem]:
     zero, key = settings.zero_optimization, "checkpoint.use_node_local_storage"
     if zero.stage == 0 or zero.mics_shard_size > 0:
         other = "zero_optimization.stage" if zero.stage == 0 else "zero_optimization.mics_shard_size"
         message = (
             "each rank loads what ranks of other machines saved; use stage 1, 2 or 3 over all ranks, or a shared folder"
         )
-        yield Problem((key, other), message)
+        yield ConfigProblem((key, other), message)
     if zero.stage3_gather_16bit_weights_on_model_save:
         message = "no machine has all weights; leave one of them out, and gather the weights with `zstore consolidate`"
-        yield Problem((key, "zero_optimization.stage3_gather_16bit_weights_on_model_save"), message)
+        yield ConfigProblem((key, "zero_optimization.stage3_gather_16bit_weights_on_model_save"), message)
 
 
-def _elasticity(settings: Settings) -> Iterator[Problem]:
+def _elasticity(settings: ConfigSections) -> Iterator[ConfigProblem]:
     """Yield the errors of an enabled section `elasticity`, by itself and with the batch sizes beside it."""
     section = settings.elasticity
     if not section.enabled:
@@ -211,7 +211,7 @@ def _elasticity(settings: Settings) -> Iterator[Problem]:
     missing = [key for key in ("max_train_batch_size", "micro_batch_sizes") if getattr(section, key) is None]
     for key in missing:
         kind = expected(type_of(type(section).model_fields[key]))
-        yield Problem((f"elasticity.{key}",), f"the key is missing, and elasticity is enabled; expected {kind}")
+        yield ConfigProblem((f"elasticity.{key}",), f"the key is missing, and elasticity is enabled; expected {kind}")
     beside = [key for key in BATCH_KEYS if getattr(settings, key) not in (None, "auto")]
     if beside and not section.ignore_non_elastic_batch_info:
         message = (
@@ -219,13 +219,13 @@ def _elasticity(settings: Settings) -> Iterator[Problem]:
             '"ignore_non_elastic_batch_info": true into the section elasticity'
         )
         for key in beside:
-            yield Problem((key,), message)
+            yield ConfigProblem((key,), message)
     if section.max_gpus < section.min_gpus:
-        yield Problem(
+        yield ConfigProblem(
             ("elasticity.min_gpus", "elasticity.max_gpus"), "min_gpus is more than max_gpus; make them a range"
         )
     if not missing:
         try:
             section.batch()
         except ValueError as error:
-            yield Problem(("elasticity",), str(error))
+            yield ConfigProblem(("elasticity",), str(error))

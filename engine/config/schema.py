@@ -161,7 +161,7 @@ _NO_COMPRESSION = (
 )
 
 
-class Settings(Section):
+class ConfigSections(Section):
     """The whole config."""
 
     renames: ClassVar[Mapping[str, str]] = {

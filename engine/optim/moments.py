@@ -11,7 +11,6 @@ size, and after a resume.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
 from hashlib import blake2b
@@ -32,6 +31,7 @@ from zstore.checkpoint import (
 )
 from zstore.errors import UsageError
 
+from ..device import Scratch
 from .kernel import ParameterStep, SlotArray
 
 _WORDS = 1 << 17
@@ -65,21 +65,6 @@ def check_moments(moments: Moments, slots: Sequence[Sequence[str]], kind: str) -
         f"which keeps {kept}: in fewer bits that would not be what it is for; leave the key out, or use Adam or SGD with "
         "momentum"
     )
-
-
-class Scratch(threading.local):
-    """Memory of each thread for the fp32 values of a piece, reused for the next: fresh pages would cost more than the
-    work on them."""
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[torch.device, int], torch.Tensor] = {}
-
-    def take(self, device: torch.device, number: int, numel: int) -> torch.Tensor:
-        """Return memory number `number` on a device, 1-D fp32 [numel], with undefined values."""
-        held = self._held.get((device, number))
-        if held is None or held.numel() < numel:
-            held = self._held[device, number] = torch.empty(numel, device=device)
-        return held[:numel]
 
 
 class MomentTiles:
@@ -128,11 +113,11 @@ class MomentTiles:
             if view.dtype == torch.float32:
                 values.append(view)
                 continue
-            value = scratch.take(view.device, number + 1, view.numel())
+            value = scratch.take(str(number), view, torch.float32)
             if scales is None:
                 value.copy_(view)
             else:
-                expand_codes(view, scales, slot.block, value, scratch.take(view.device, 0, view.numel()))
+                expand_codes(view, scales, slot.block, value, scratch.take("codes", view, torch.float32))
             values.append(value)
         return values
 
@@ -150,7 +135,7 @@ class MomentTiles:
                     reduce_to_bf16(value[begin:stop], view[begin:stop], noise)
                 else:
                     part = scales[begin // slot.block : -(-stop // slot.block)]
-                    room = self._scratch.take(view.device, 0, stop - begin)
+                    room = self._scratch.take("codes", view, torch.float32, stop - begin)
                     reduce_to_codes(value[begin:stop], view[begin:stop], part, slot.block, noise, room)
 
     def _slots(self, views: Sequence[torch.Tensor]) -> Iterator[tuple[SlotArray, torch.Tensor, torch.Tensor | None]]:

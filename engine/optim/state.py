@@ -19,7 +19,7 @@ from zstore.format import BITS, ArraySpec, Grid, grid_in_checkpoint, make_grid, 
 from zstore.store import ModeName, Stream, TensorStore, Tile
 from zstore.tensors import as_torch
 
-from ..device import Room, Transfers, one_thread
+from ..device import Scratch, Transfers, one_thread
 from ..params.record import ParameterRecord
 from ..params.sharding import GradientTypes
 from ..plan.plan import EMA, Placement
@@ -258,7 +258,7 @@ class OptimizerState:
             return [name]
         return [name, f"{LOW}/{record.name}", ties_spec(self.store.spec(name)).name]
 
-    def take_master(self, views: Sequence[torch.Tensor], room: Room | None = None) -> torch.Tensor:
+    def take_master(self, views: Sequence[torch.Tensor], room: Scratch | None = None) -> torch.Tensor:
         """Return the master out of `views`, 1-D tiles of `master_arrays`: the view itself if there is one.
 
         A split master is on the device of its low bits; with `room` it is there until the next one is taken.
@@ -266,12 +266,12 @@ class OptimizerState:
         if len(views) == 1:
             return views[0]
         weight, low, ties = views
-        here, room = self._beside(low, weight, weight.dtype), room or Room()
+        here, room = self._beside(low, weight, weight.dtype), room or Scratch()
         return join_master(
             here, low, ties, room.take("master", low, torch.float32), room.take("bits", low, torch.int32)
         )
 
-    def put_master(self, master: torch.Tensor, views: Sequence[torch.Tensor], room: Room | None = None) -> None:
+    def put_master(self, master: torch.Tensor, views: Sequence[torch.Tensor], room: Scratch | None = None) -> None:
         """Set `views`, 1-D tiles of `master_arrays`, to those of `master`, of any floating type if it is not split."""
         if len(views) == 1:
             if views[0] is not master:
@@ -280,7 +280,7 @@ class OptimizerState:
         weight, low, ties = views
         master = self._beside(low, master, torch.float32)
         here = weight if self.transfers.link(low, weight) is None else torch.empty_like(low, dtype=weight.dtype)
-        split_master(master, here, low, ties, (room or Room()).take("bits", master, torch.int32))
+        split_master(master, here, low, ties, (room or Scratch()).take("bits", master, torch.int32))
         if here is not weight:
             self.transfers.copy_into(weight, here)
 

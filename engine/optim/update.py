@@ -39,7 +39,7 @@ from ..device import (
     Copy,
     GradientTiles,
     H2DQueue,
-    Room,
+    Scratch,
     Transfers,
     labelled,
     side_by_side,
@@ -106,7 +106,7 @@ class _Change:
     ) -> None:
         self.record = record
         self._state = state
-        self._room: Room = Room() if former is None else former._room
+        self._room: Scratch = Scratch() if former is None else former._room
         self._moments: MomentTiles | None = state.moment_tiles(
             record, settings.step, None if former is None else former._moments
         )
@@ -190,7 +190,7 @@ class _Portion:
         self._slots.append(slots)
         self._own.append(own)
 
-    def apply(self, room: Room, h2d: H2DQueue) -> None:
+    def apply(self, room: Scratch, h2d: H2DQueue) -> None:
         """Carry the phases out."""
         gradients = self._gradients
         if gradients[0].dtype != torch.float32:
@@ -289,7 +289,7 @@ class Update:
         self._begun = state.take_ahead(self.records)
         self._steps: dict[ParameterRecord, ParameterStep] = {}
         self._shared: dict[tuple[int, float | None], ParameterStep] = {}
-        self._room = Room()
+        self._room = Scratch()
 
     def run(
         self,

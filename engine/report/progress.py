@@ -24,7 +24,7 @@ from .step import PhaseTimes, StepLosses, value_of
 if TYPE_CHECKING:
     from zstore.ranks.world import World
 
-    from ..config.schema import Settings
+    from ..config.schema import ConfigSections
     from ..optim.state import OptimizerState
     from ..params.record import ParameterRecord
     from ..training import Training
@@ -188,7 +188,7 @@ class RunReport:
         self.journal.close()
 
 
-def state_text(settings: Settings, state: OptimizerState, world: World) -> str:
+def state_text(settings: ConfigSections, state: OptimizerState, world: World) -> str:
     """Return the config as it acts and the places of all state, a line for each parameter."""
     config = json.dumps(acting(settings), indent=2)
     lines = [_record_line(state, record) for record in state.records]

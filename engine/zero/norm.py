@@ -22,7 +22,7 @@ import torch
 
 from zstore.ranks.world import World
 
-from ..device import Copy, Room, Transfers, one_thread, side_by_side, threads_for, tile_numel
+from ..device import Copy, Scratch, Transfers, one_thread, side_by_side, threads_for, tile_numel
 from ..params.record import ParameterRecord
 from ..params.sharding import Sharding
 from .gradients import Gradients
@@ -94,7 +94,7 @@ def _sums_of_small(shards: Sequence[torch.Tensor]) -> list[float]:
 def _sums_of_large(shards: Sequence[torch.Tensor]) -> list[float]:
     threads = threads_for([values.numel() for values in shards])
     numel = tile_numel(threads)
-    room, tiles = Room(), [torch.split(values, numel) for values in shards]
+    room, tiles = Scratch(), [torch.split(values, numel) for values in shards]
     norms: list[list[list[float]]] = [[[] for _ in each] for each in tiles]
 
     def take(place: tuple[int, int]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import zstore
 from tests.engine.runs import make_config, start
 from zstore.engine.config.keys import Status, about, known_keys, section_of
-from zstore.engine.config.schema import Settings
+from zstore.engine.config.schema import ConfigSections
 from zstore.tools.config_docs import END, mark, missing_keys, updated
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "deepspeed.md"
@@ -48,7 +48,7 @@ def test_every_key_that_does_not_act_is_listed_once_under_what_becomes_of_it() -
     assert all(key.startswith("optimizer.params.") for key in several)
     expected = {
         (path, about(field)[1].replace("|", "\\|")): about(field)[0]
-        for path, field in known_keys(Settings)
+        for path, field in known_keys(ConfigSections)
         if section_of(field) is None and about(field)[0] is not Status.BUILT
     }
     assert found == expected

@@ -16,7 +16,7 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.format.arrays import Bytes
 from zstore.io.files import Files, OpenFile
-from zstore.io.parts import Parts
+from zstore.io.parts import ScatteredMemory
 
 WIDTH = 160
 """A matrix of fp32 is 100 KiB."""
@@ -29,11 +29,11 @@ class CountedFiles(Files):
         super().__init__()
         self.requests: list[int] = []
 
-    def _preadv(self, file: OpenFile, out: Bytes | Parts, offset: int) -> int:
+    def _preadv(self, file: OpenFile, out: Bytes | ScatteredMemory, offset: int) -> int:
         self.requests.append(out.size)
         return super()._preadv(file, out, offset)
 
-    def _pwritev(self, file: OpenFile, data: Bytes | Parts, offset: int) -> int:
+    def _pwritev(self, file: OpenFile, data: Bytes | ScatteredMemory, offset: int) -> int:
         self.requests.append(data.size)
         return super()._pwritev(file, data, offset)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zstore.engine.device import GradientTiles, Room, Streams, Transfers
+from zstore.engine.device import GradientTiles, Scratch, Streams, Transfers
 from zstore.io.links import LinkCounters
 
 
@@ -13,7 +13,7 @@ from zstore.io.links import LinkCounters
 def test_each_tile_of_a_narrow_gradient_is_cast_in_the_memory_of_the_one_before(dtype: torch.dtype) -> None:
     rows = torch.linspace(-3, 3, 160).to(dtype)
     whole, kept = rows.float(), rows.clone()
-    tiles, beside = GradientTiles(Transfers(Streams(), LinkCounters()), rows, Room()), torch.zeros(64)
+    tiles, beside = GradientTiles(Transfers(Streams(), LinkCounters()), rows, Scratch()), torch.zeros(64)
     places = set()
     for first in (0, 64, 128):
         tile = tiles.tile(first, min(first + 64, 160), beside)
@@ -31,4 +31,4 @@ def test_without_such_memory_tiles_are_apart_and_fp32_is_not_copied() -> None:
     one, other = narrow.tile(0, 8, beside), narrow.tile(8, 16, beside)
     assert one.data_ptr() != other.data_ptr()
     rows = torch.ones(16)
-    assert GradientTiles(transfers, rows, Room()).tile(8, 16, beside).data_ptr() == rows[8:].data_ptr()
+    assert GradientTiles(transfers, rows, Scratch()).tile(8, 16, beside).data_ptr() == rows[8:].data_ptr()

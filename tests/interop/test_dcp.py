@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zstore.dcp
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.dcp.destination import Place
+from zstore.dcp.destination import CheckpointPlace
 from zstore.dcp.save import Save
 from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.io.flush import Flush
@@ -443,9 +443,9 @@ def test_pieces_that_overlap_as_much_as_they_leave_out_are_refused(tmp_path: Pat
         ]
         return SavePlan([WriteItem(MetadataIndex("w"), WriteItemType.SHARD, tensor_data=piece) for piece in pieces])
 
-    Save(Place.of(tmp_path / "a", None), 0, [plan(0), plan(2, 4)], 1.0)
+    Save(CheckpointPlace.of(tmp_path / "a", None), 0, [plan(0), plan(2, 4)], 1.0)
     with pytest.raises(UsageError, match=r"'w' has 24 elements, but the ranks hold 24, or some twice"):
-        Save(Place.of(tmp_path / "a", None), 0, [plan(0), plan(2, 2)], 1.0)
+        Save(CheckpointPlace.of(tmp_path / "a", None), 0, [plan(0), plan(2, 2)], 1.0)
 
 
 @alone

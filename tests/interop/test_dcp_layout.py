@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstore.checkpoint.metadata import array_document, parse_array
-from zstore.dcp.work import PIECES_FOLDER, RankWriter, Share, Wrote, assemble
+from zstore.dcp.work import PIECES_FOLDER, RankWork, RankWriter, Wrote, assemble
 from zstore.errors import CheckpointError
 from zstore.format import ArrayLayout, lay_out
 from zstore.format.arrays import ArraySpec
@@ -42,7 +42,7 @@ def write(folder: Path, values: Array, boxes: list[Box], world_size: int) -> tup
     folder.mkdir()
 
     def one(rank: int) -> list[Wrote]:
-        share = Share(
+        share = RankWork(
             save_id="0" * 32,
             folder=str(folder),
             rank=rank,
@@ -145,7 +145,7 @@ def test_a_rank_that_waits_hears_of_one_that_failed(tmp_path: Path) -> None:
     layout = lay_out(spec, cut((64, 96), (1, 2)), 2)
     assert layout.passes_through_files
     shares = [
-        Share(
+        RankWork(
             save_id="0" * 32, folder=str(tmp_path), rank=r, world_size=2, arrays={"w": layout}, names={}, timeout_s=60
         )
         for r in range(2)
@@ -172,7 +172,7 @@ def test_pieces_that_are_not_the_whole_are_never_put_together(tmp_path: Path) ->
     spec = ArraySpec(name="model/w", shape=(64, 96), dtype="float32")
     left, right = cut(spec.shape, (1, 2))
     layout = ArrayLayout(spec=spec, grid=lay_out(spec, [left, right], 1).grid, boxes=(left,))
-    share = Share(
+    share = RankWork(
         save_id="0" * 32, folder=str(tmp_path), rank=0, world_size=1, arrays={"w": layout}, names={}, timeout_s=1
     )
     with open_resources(num_threads=1, pool_bytes=2**21) as resources:
@@ -183,7 +183,7 @@ def test_pieces_that_are_not_the_whole_are_never_put_together(tmp_path: Path) ->
 
 
 def test_a_rank_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
-    share = Share(
+    share = RankWork(
         save_id="0" * 32, folder=str(tmp_path / "gone"), rank=3, world_size=4, arrays={}, names={}, timeout_s=1
     )
     with (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zstore.errors import CorruptionError
 from zstore.interop.dcp_names import Path, key_of, name_arrays, paths_of
-from zstore.interop.dcp_values import DcpState, NotPlainError, Room, decode_value, encode_value, make_document
+from zstore.interop.dcp_values import DcpState, NotPlainError, RecordRoom, decode_value, encode_value, make_document
 
 
 def there_and_back(paths: list[Path]) -> dict[str, str]:
@@ -127,7 +127,7 @@ def test_what_is_more_than_a_record_holds_is_no_plain_data() -> None:
     for value in (doubled, ["x" * 1000] * 2**20, [bytes(2**20)] * 100, [2**1_000_000] * 1000):
         with pytest.raises(NotPlainError, match="room"):
             encode_value(value)
-    room = Room(values=4)
+    room = RecordRoom(values=4)
     assert encode_value([1, 2], room) == [1, 2]
     with pytest.raises(NotPlainError):
         encode_value([3], room)

@@ -20,7 +20,7 @@ from zstore.engine.config.keys import Section, Status, about, known_keys, sectio
 from zstore.engine.config.optimizers import ONE_BIT, OptimizerSection
 from zstore.engine.config.resolve import default_weight_decay
 from zstore.engine.config.scheduler import SCHEDULES
-from zstore.engine.config.schema import BATCH_KEYS, Settings
+from zstore.engine.config.schema import BATCH_KEYS, ConfigSections
 
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -161,7 +161,7 @@ def _compared() -> tuple[dict[str, tuple[Any, Any]], set[str]]:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     whole, found, alone = DeepSpeedConfig({"train_batch_size": 1}), {}, set()
-    for key, field in known_keys(Settings):
+    for key, field in known_keys(ConfigSections):
         status, _ = about(field)
         one_value = section_of(field) is None and field.annotation is not Any and not field.is_required()
         if not one_value or ".params" in key or key.startswith("zstore.") or key in BATCH_KEYS:

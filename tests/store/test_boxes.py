@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstore.format.boxes import Box, Run, cut_numel, flat_ranges, gather, tiles
+from zstore.format.boxes import Box, BoxRun, cut_numel, flat_ranges, gather, tiles
 
 
 @st.composite
@@ -115,7 +115,10 @@ def test_many_boxes_are_looked_at_once() -> None:
 
 def test_a_column_of_a_tall_tensor_takes_no_memory_for_its_rows() -> None:
     column = Box((2**40, 2), (0, 1), (2**40, 1))
-    assert list(column.overlap(2**40, 2**40 + 4)) == [Run(2**40 + 1, 2**39, 1), Run(2**40 + 3, 2**39 + 1, 1)]
+    assert list(column.overlap(2**40, 2**40 + 4)) == [
+        BoxRun(2**40 + 1, 2**39, 1),
+        BoxRun(2**40 + 3, 2**39 + 1, 1),
+    ]
     assert column.extent == (1, 2**41)
 
 

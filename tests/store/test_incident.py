@@ -7,13 +7,13 @@ import socket
 import pytest
 
 from zstore.ranks.connections import Connections, listed
-from zstore.ranks.incident import ABSENT_S, SAME_S, Outcome, Report, explain, judge
+from zstore.ranks.incident import ABSENT_S, SAME_S, Outcome, RankReport, explain, judge
 
 LATER_S = SAME_S + 1
 
 
-def at(entered: int, **more: object) -> Report:
-    return Report(at="forward", entered=entered, **more)  # type: ignore[arg-type]
+def at(entered: int, **more: object) -> RankReport:
+    return RankReport(at="forward", entered=entered, **more)  # type: ignore[arg-type]
 
 
 FAILED = {"cause": "ValueError: x", "details": "a traceback"}
@@ -40,7 +40,7 @@ FAILED = {"cause": "ValueError: x", "details": "a traceback"}
     ],
 )
 def test_the_outcome_follows_from_the_reports_of_all_ranks(
-    reports: dict[int, Report], waited_s: float, outcome: Outcome | None
+    reports: dict[int, RankReport], waited_s: float, outcome: Outcome | None
 ) -> None:
     assert judge(reports, 2, waited_s) is outcome
 
@@ -59,7 +59,7 @@ def test_the_outcome_follows_from_the_reports_of_all_ranks(
         ({0: at(3, lost="a cable fell out"), 1: at(3)}, r"rank 0 in forward: a cable fell out"),
     ],
 )
-def test_the_error_names_the_rank_that_failed_and_why(reports: dict[int, Report], said: str) -> None:
+def test_the_error_names_the_rank_that_failed_and_why(reports: dict[int, RankReport], said: str) -> None:
     error = explain(reports, 2, 0, "step, unit 'blocks.1', collective all_gather", "no answer")
     assert "rank 0 stops with it, in step, unit 'blocks.1', collective all_gather" in str(error)
     with pytest.raises(type(error), match=said):

@@ -17,7 +17,7 @@ from zstore.format.partition import Grid, make_grid, plan_reads
 from zstore.format.shardfile import layout_of
 from zstore.io.buffers import make_slab
 from zstore.io.files import Files, Kind, OpenFile
-from zstore.io.parts import Parts
+from zstore.io.parts import ScatteredMemory
 from zstore.io.queue import Priority
 from zstore.io.shards import (
     Fill,
@@ -453,16 +453,16 @@ class _Strict(Files):
         super().__init__()
         self.moved: list[int] = []
 
-    def _strict(self, data: Bytes | Parts) -> None:
+    def _strict(self, data: Bytes | ScatteredMemory) -> None:
         self.moved.append(data.size)
-        if isinstance(data, Parts) and any(view.nbytes % 4096 for view in data.views):
+        if isinstance(data, ScatteredMemory) and any(view.nbytes % 4096 for view in data.views):
             raise OSError(errno.EINVAL, "Invalid argument")
 
-    def _preadv(self, file: OpenFile, out: Bytes | Parts, offset: int) -> int:
+    def _preadv(self, file: OpenFile, out: Bytes | ScatteredMemory, offset: int) -> int:
         self._strict(out)
         return super()._preadv(file, out, offset)
 
-    def _pwritev(self, file: OpenFile, data: Bytes | Parts, offset: int) -> int:
+    def _pwritev(self, file: OpenFile, data: Bytes | ScatteredMemory, offset: int) -> int:
         self._strict(data)
         return super()._pwritev(file, data, offset)
 

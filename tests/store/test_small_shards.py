@@ -12,7 +12,7 @@ from tests.store.stores import LARGE, Array, create, other_than
 from zstore.errors import CorruptionError
 from zstore.format.arrays import Bytes
 from zstore.io.files import OpenFile
-from zstore.io.parts import Parts
+from zstore.io.parts import ScatteredMemory
 from zstore.io.queue import Priority
 from zstore.io.shards import ShardReader
 from zstore.store import StoreOptions, TensorStore
@@ -31,11 +31,11 @@ class CountedFiles(FaultyFiles):
         super().__init__()
         self.requests: list[tuple[str, int]] = []
 
-    def _preadv(self, file: OpenFile, out: Bytes | Parts, offset: int) -> int:
+    def _preadv(self, file: OpenFile, out: Bytes | ScatteredMemory, offset: int) -> int:
         self.requests.append(("read", out.size))
         return super()._preadv(file, out, offset)
 
-    def _pwritev(self, file: OpenFile, data: Bytes | Parts, offset: int) -> int:
+    def _pwritev(self, file: OpenFile, data: Bytes | ScatteredMemory, offset: int) -> int:
         self.requests.append(("write", data.size))
         return super()._pwritev(file, data, offset)
 

@@ -15,7 +15,7 @@ import torch
 from zstore.engine.plan.rates import measure_rates
 from zstore.errors import ConfigError
 from zstore.tools import doctor
-from zstore.tools.doctor import Report, doctor_command, examine
+from zstore.tools.doctor import Diagnosis, doctor_command, examine
 from zstore.tools.drive import BLOCK_BYTES, file_system_of, measure_drive, probe_folder
 
 TINY = 2 * BLOCK_BYTES
@@ -24,7 +24,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @pytest.fixture
-def report(tmp_path: Path) -> Report:
+def report(tmp_path: Path) -> Diagnosis:
     return examine(tmp_path, rate_bytes=TINY)
 
 
@@ -37,7 +37,7 @@ def test_a_good_folder_has_no_faults_and_is_left_as_it_was(tmp_path: Path) -> No
     assert [file.name for file in tmp_path.iterdir()] == ["mine"]
 
 
-def test_the_rates_are_of_bytes_that_were_moved(report: Report) -> None:
+def test_the_rates_are_of_bytes_that_were_moved(report: Diagnosis) -> None:
     assert report.drive is not None
     assert report.drive.file_bytes == TINY
     for rate in (report.drive.read_bytes_per_s, report.drive.write_bytes_per_s, report.drive.write_new_bytes_per_s):
@@ -58,7 +58,7 @@ def test_the_file_system_is_the_one_that_df_names(path: str) -> None:
 
 
 @linux
-def test_memory_and_cores_are_the_systems(report: Report) -> None:
+def test_memory_and_cores_are_the_systems(report: Diagnosis) -> None:
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     assert report.memory.total_bytes == pages * page_bytes
     assert report.memory.available_bytes is not None
@@ -88,7 +88,7 @@ def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
 
 
 def test_json_is_the_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, report: Report
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, report: Diagnosis
 ) -> None:
     monkeypatch.setattr(doctor, "RATE_BYTES", TINY)
     assert doctor_command(tmp_path, json=True) == 0
@@ -124,7 +124,7 @@ def test_the_table_names_all_parts(
 
 
 @pytest.mark.cuda
-def test_a_gpu_is_listed_and_pins_our_buffers(report: Report) -> None:
+def test_a_gpu_is_listed_and_pins_our_buffers(report: Diagnosis) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     gpus = [device for device in report.devices if device.kind == "cuda"]

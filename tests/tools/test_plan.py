@@ -24,7 +24,7 @@ from zstore.sizes import format_bytes
 from zstore.testing.ranks import run_ranks
 from zstore.tools import cli
 from zstore.tools.drive import BLOCK_BYTES
-from zstore.tools.plan.choices import Outcome, all_choices, ladder, plan_of
+from zstore.tools.plan.choices import Costs, all_choices, ladder, plan_of
 from zstore.tools.plan.command import plan_command
 from zstore.tools.plan.estimate import activations_of, step_seconds
 from zstore.tools.plan.job import Choice, PlannedJob, make_job
@@ -60,7 +60,7 @@ def make(
     )
 
 
-def first_that_fits(job: PlannedJob) -> Outcome | None:
+def first_that_fits(job: PlannedJob) -> Costs | None:
     return next((rung for rung in ladder(job) if rung.fits), None)
 
 

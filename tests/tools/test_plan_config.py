@@ -19,7 +19,7 @@ from zstore.engine.plan.run import plan_run
 from zstore.engine.plan.rungs import next_rung
 from zstore.errors import UsageError
 from zstore.ranks.world import World
-from zstore.tools.plan.choices import Outcome, changed_config, ladder, plan_of, weigh_given
+from zstore.tools.plan.choices import Costs, changed_config, ladder, plan_of, weigh_given
 from zstore.tools.plan.command import plan_command
 from zstore.tools.plan.estimate import activations_of
 from zstore.tools.plan.given import differences
@@ -230,7 +230,7 @@ def test_the_state_is_that_of_the_configs_optimizer(tmp_path: Path, kind: str) -
 
 
 def test_activations_rest_where_the_config_says(tmp_path: Path) -> None:
-    def weighed(**own: Any) -> Outcome:
+    def weighed(**own: Any) -> Costs:
         return weigh_given(make_job(options(tmp_path, BASE | {"zstore": own}, gpu_memory=100 * GB)))
 
     plain, kept = weighed(), weighed(gradient_checkpointing=True)

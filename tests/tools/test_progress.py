@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from zstore.sizes import format_bytes
-from zstore.tools.progress import PLAIN_LINE_S, Progress
+from zstore.tools.progress import PLAIN_LINE_S, ProgressBar
 
 
 class Clock:
@@ -44,7 +44,7 @@ def test_bytes_are_written_in_decimal_units(num_bytes: float, text: str) -> None
 
 def test_plain_lines_come_every_thirty_seconds() -> None:
     stream, clock = io.StringIO(), Clock()
-    with Progress("verify", 10**9, stream=stream, clock=clock) as progress:
+    with ProgressBar("verify", 10**9, stream=stream, clock=clock) as progress:
         for _ in range(100):
             clock.now_s += 1
             progress.advance(10**7)
@@ -59,7 +59,7 @@ def test_plain_lines_come_every_thirty_seconds() -> None:
 
 def test_an_unknown_total_is_left_out() -> None:
     stream, clock = io.StringIO(), Clock()
-    with Progress("copy", stream=stream, clock=clock) as progress:
+    with ProgressBar("copy", stream=stream, clock=clock) as progress:
         clock.now_s += PLAIN_LINE_S
         progress.advance(3 * 10**9)
     assert stream.getvalue().splitlines()[0] == "copy: 3.00 GB, 0.10 GB/s"
@@ -67,13 +67,13 @@ def test_an_unknown_total_is_left_out() -> None:
 
 def test_a_failure_ends_without_a_closing_line() -> None:
     stream = io.StringIO()
-    with contextlib.suppress(ZeroDivisionError), Progress("copy", 10, stream=stream) as progress:
+    with contextlib.suppress(ZeroDivisionError), ProgressBar("copy", 10, stream=stream) as progress:
         progress.advance(5 // 0)
     assert stream.getvalue() == ""
 
 
 def test_threads_lose_no_bytes() -> None:
-    with Progress("read", stream=io.StringIO()) as progress:
+    with ProgressBar("read", stream=io.StringIO()) as progress:
         threads = [threading.Thread(target=lambda: [progress.advance(1) for _ in range(2000)]) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -86,7 +86,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()
-    with Progress("consolidate [fp16] :smile:", 1000, stream=stream) as progress:
+    with ProgressBar("consolidate [fp16] :smile:", 1000, stream=stream) as progress:
         progress.advance(1000)
         progress.say("a line [above] :heart: it")
     assert "consolidate [fp16] :smile:" in stream.getvalue()

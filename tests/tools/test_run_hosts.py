@@ -24,7 +24,7 @@ from zstore.tools.run.command import EPILOG
 from zstore.tools.run.hosts import Host, limit, parse_filter, parse_hostfile, parse_nodelist, select
 from zstore.tools.run.job import RunJob
 from zstore.tools.run.options import RunOptions
-from zstore.tools.run.plan import Plan, make_plan
+from zstore.tools.run.plan import LaunchPlan, make_plan
 
 NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
 POOLS = st.dictionaries(NAMES, st.integers(1, 9), min_size=1, max_size=5)
@@ -155,7 +155,7 @@ def test_the_first_hosts_and_slots_are_taken() -> None:
 # -- plans ----------------------------------------------------------------------------------------------------------------
 
 
-def planned(environment: Mapping[str, str] | None = None, gpus: int = 0, **options: Any) -> Plan:
+def planned(environment: Mapping[str, str] | None = None, gpus: int = 0, **options: Any) -> LaunchPlan:
     return make_plan(RunOptions(script="train.py", **options), environment or {}, lambda: gpus)
 
 

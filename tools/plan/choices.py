@@ -28,7 +28,7 @@ _BUDGET_PERCENT = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Costs:
     """The needs of a choice. Bytes of the device are one rank's, those of host and disk all ranks'."""
 
     title: str
@@ -54,7 +54,7 @@ class Outcome:
         return not self.lacking
 
 
-def all_choices(job: PlannedJob) -> list[Outcome]:
+def all_choices(job: PlannedJob) -> list[Costs]:
     """Return stages 0 to 3 with every tier of optimizer state and parameters that the engine offers."""
     choices = [Choice(stage=stage, micro_batch=job.micro_batch) for stage in (0, 1, 2, 3)]
     tiers: tuple[OffloadTier, ...] = ("cpu", "nvme")
@@ -66,7 +66,7 @@ def all_choices(job: PlannedJob) -> list[Outcome]:
     return [weigh(job, choice) for choice in choices]
 
 
-def ladder(job: PlannedJob) -> list[Outcome]:
+def ladder(job: PlannedJob) -> list[Costs]:
     """Return the choices to try when memory runs out; each rung adds to the ones before."""
     return [weigh(job, choice, title) for title, choice in _rungs(job)]
 
@@ -92,7 +92,7 @@ def _rungs(job: PlannedJob) -> Iterator[tuple[str, Choice]]:
     yield "both to NVMe", replace(choice, optimizer="nvme", parameters="nvme")
 
 
-def weigh(job: PlannedJob, choice: Choice, title: str = "") -> Outcome:
+def weigh(job: PlannedJob, choice: Choice, title: str = "") -> Costs:
     """Return the needs of `choice`, and which of them this machine lacks."""
     activations = activations_of(job, choice).total_bytes
     config = make_config(job, choice)
@@ -117,7 +117,7 @@ def _drive_rates(job: PlannedJob) -> dict[str, int]:
     return {"disk_read_rate": max(1, round(rates.disk_read)), "disk_write_rate": max(1, round(rates.disk_write))}
 
 
-def weigh_given(job: PlannedJob) -> Outcome:
+def weigh_given(job: PlannedJob) -> Costs:
     """Return the needs of the job's own config, as it is written, and which of them this machine lacks."""
     raw = dict(job.base or {})
     choice = _choice_of(_resolved(job, json.dumps(raw)))
@@ -151,7 +151,7 @@ def _without_budget(config: dict[str, Any]) -> dict[str, Any]:
     return config | {"zstore": own}
 
 
-def _outcome(job: PlannedJob, choice: Choice, title: str, config: dict[str, Any], plan: Plan) -> Outcome:
+def _outcome(job: PlannedJob, choice: Choice, title: str, config: dict[str, Any], plan: Plan) -> Costs:
     machine, held, rest = job.machine, plan.held_total, _resolved(job, _text(config)).activations
     kept, transit = activations_of(job, choice), transit_bytes(job, choice, plan)
     activations = kept.total_bytes
@@ -159,7 +159,7 @@ def _outcome(job: PlannedJob, choice: Choice, title: str, config: dict[str, Any]
     # When whole tensors are updated, nothing of the backward remains.
     on_device = held.device + max(transit + activations - moved, plan.update_bytes)
     in_host = held.host + held.pinned + (moved if rest == "host" else 0)
-    outcome = Outcome(
+    outcome = Costs(
         title=title,
         choice=choice,
         config=config,
@@ -300,7 +300,7 @@ def _budget_bytes(job: PlannedJob, choice: Choice, plan: Plan, activations: int)
     return max(1, budget)
 
 
-def memories(outcome: Outcome, machine: PlannedMachine) -> list[tuple[str, int, int | None]]:
+def memories(outcome: Costs, machine: PlannedMachine) -> list[tuple[str, int, int | None]]:
     """Return (name, bytes needed, bytes that may be used or None if that is not known) of each memory."""
     return [
         ("device", outcome.device_bytes, without_headroom(machine.gpu_bytes)),
@@ -309,7 +309,7 @@ def memories(outcome: Outcome, machine: PlannedMachine) -> list[tuple[str, int, 
     ]
 
 
-def _lacking(outcome: Outcome, machine: PlannedMachine) -> Iterator[str]:
+def _lacking(outcome: Costs, machine: PlannedMachine) -> Iterator[str]:
     for name, needed, usable in memories(outcome, machine):
         if usable is not None and needed > usable:
             yield f"{name}: {format_bytes(needed)} needed, {format_bytes(usable)} usable"

@@ -10,12 +10,12 @@ from typing import Any
 from zstore.sizes import format_bytes
 
 from ..printing import make_console, make_table, print_json
-from .choices import Outcome, memories
+from .choices import Costs, memories
 from .job import PlannedJob
 from .report import cells, headline, make_outcome_table, notes_of, outcome_document, shape_document
 
 
-def print_given(job: PlannedJob, mine: Outcome, rungs: Sequence[Outcome], *, json: bool) -> int:
+def print_given(job: PlannedJob, mine: Costs, rungs: Sequence[Costs], *, json: bool) -> int:
     """Print the needs of the config beside the memory available, and if it does not fit, the first rung of the ladder that
     does; return 0 if it fits, else 1."""
     first = None if mine.fits else next((rung for rung in rungs if rung.fits), None)
@@ -56,9 +56,9 @@ def differences(
 
 def _print(
     job: PlannedJob,
-    mine: Outcome,
-    rungs: Sequence[Outcome],
-    first: Outcome | None,
+    mine: Costs,
+    rungs: Sequence[Costs],
+    first: Costs | None,
     changes: Sequence[tuple[str, Any, Any]],
 ) -> None:
     console = make_console()

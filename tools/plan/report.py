@@ -12,7 +12,7 @@ from zstore.engine.plan.report import describe
 from zstore.sizes import format_bytes
 
 from ..printing import make_console, make_table
-from .choices import Outcome
+from .choices import Costs
 from .estimate import ASSUMED, activations_of
 from .job import Choice, PlannedJob
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def notes_of(job: PlannedJob, first: Outcome | None) -> list[str]:
+def notes_of(job: PlannedJob, first: Costs | None) -> list[str]:
     """Return notes about the numbers."""
     counted = "sizes of state are computed as the engine does; activations and buffers in transit are estimates"
     notes = [f"{counted}; {HEADROOM_PERCENT} % of each memory is left free"]
@@ -62,7 +62,7 @@ def _activations(job: PlannedJob, micro_batch: int) -> str:
     )
 
 
-def print_plan(job: PlannedJob, choices: Sequence[Outcome], rungs: Sequence[Outcome], first: Outcome | None) -> None:
+def print_plan(job: PlannedJob, choices: Sequence[Costs], rungs: Sequence[Costs], first: Costs | None) -> None:
     """Print the tables, and the plan and the config of the first rung that fits."""
     console = make_console()
     console.print(headline(job), soft_wrap=True)
@@ -109,7 +109,7 @@ def make_outcome_table(job: PlannedJob, title: str, names: Sequence[str]) -> Tab
     return table
 
 
-def cells(job: PlannedJob, one: Outcome) -> list[str]:
+def cells(job: PlannedJob, one: Costs) -> list[str]:
     """Return the row of a choice in such a table, after its names."""
     written = one.plan.traffic_total.written * job.machine.num_ranks
     cells = [_size(one.host_bytes), _size(one.disk_bytes), _size(written), _seconds(one)]
@@ -124,14 +124,14 @@ def _size(nbytes: int) -> str:
     return format_bytes(nbytes) if nbytes else "-"
 
 
-def _seconds(one: Outcome) -> str:
+def _seconds(one: Costs) -> str:
     seconds = one.seconds
     best, worst = f"{seconds.overlapped:.3g}", f"{seconds.in_turn:.3g}"
     return best if best == worst else f"{best} to {worst}"
 
 
 def document(
-    job: PlannedJob, choices: Sequence[Outcome], rungs: Sequence[Outcome], first: Outcome | None, notes: list[str]
+    job: PlannedJob, choices: Sequence[Costs], rungs: Sequence[Costs], first: Costs | None, notes: list[str]
 ) -> dict[str, Any]:
     """Return the document of `--json`."""
     return {
@@ -154,7 +154,7 @@ def shape_document(job: PlannedJob) -> dict[str, Any]:
     }
 
 
-def outcome_document(one: Outcome) -> dict[str, Any]:
+def outcome_document(one: Costs) -> dict[str, Any]:
     """Return the part of `--json` about a choice."""
     names = (
         "title",

@@ -10,7 +10,7 @@ from zstore.errors import UsageError
 
 from .ending import RunEnd, leave
 from .options import RunOptions
-from .plan import Plan, make_plan
+from .plan import LaunchPlan, make_plan
 
 CONTEXT_SETTINGS = {
     # Arguments after the script are the script's.
@@ -60,7 +60,7 @@ def _become(command: tuple[str, ...], environment: Mapping[str, str]) -> None:
         raise UsageError(f"no program {command[0]!r} on PATH; install MPI, or take --launcher ssh") from None
 
 
-def _run(plan: Plan) -> RunEnd:
+def _run(plan: LaunchPlan) -> RunEnd:
     if plan.starts:
         from .machines import run_machines
 

@@ -35,7 +35,7 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LaunchPlan:
     """What `zstore run` does: the ranks of this machine, or programs that start those of several."""
 
     job: RunJob
@@ -47,7 +47,7 @@ class Plan:
     """Said on stderr first."""
 
 
-def make_plan(options: RunOptions, environment: Mapping[str, str], count_gpus: Callable[[], int]) -> Plan:
+def make_plan(options: RunOptions, environment: Mapping[str, str], count_gpus: Callable[[], int]) -> LaunchPlan:
     """Return the plan for `options` in `environment`. `count_gpus` is called only if it matters.
 
     Raises UsageError if they cannot be met.
@@ -55,16 +55,16 @@ def make_plan(options: RunOptions, environment: Mapping[str, str], count_gpus: C
     if options.launcher in MPI:
         return _over_mpi(options, environment, count_gpus)
     if _started_by_hand(options, environment):
-        return Plan(job=_one_of_several(options, environment))
+        return LaunchPlan(job=_one_of_several(options, environment))
     if _under_slurm(options, environment):
         return _over_srun(options, environment)
     hosts = _hosts(options, count_gpus)
     if not hosts:
-        return Plan(job=_alone(options, environment), note=_unused_nodes(options, environment))
+        return LaunchPlan(job=_alone(options, environment), note=_unused_nodes(options, environment))
     hosts = limit(hosts, num_hosts=options.nnodes, ranks_per_host=options.nproc)
     if len(hosts) == 1 and is_here(hosts[0].name):
         job = dataclasses.replace(_alone(options, environment), hosts=tuple(hosts))
-        return Plan(job=job, note=_replaced(environment))
+        return LaunchPlan(job=job, note=_replaced(environment))
     return _over_ssh(options, environment, hosts)
 
 
@@ -230,7 +230,7 @@ def _far_end(environment: Mapping[str, str]) -> list[str]:
     return [*words, sys.executable, "-u", "-m", "zstore.tools.run.remote"]
 
 
-def _over_ssh(options: RunOptions, environment: Mapping[str, str], hosts: list[Host]) -> Plan:
+def _over_ssh(options: RunOptions, environment: Mapping[str, str], hosts: list[Host]) -> LaunchPlan:
     first = hosts[0].name
     # Not localhost: that is another machine on each of them.
     address = options.master_addr or (
@@ -255,10 +255,10 @@ def _over_ssh(options: RunOptions, environment: Mapping[str, str], hosts: list[H
     starts = [
         Start(name=host.name, command=(*ssh, host.name, shell), job=one) for host, one in zip(hosts, jobs, strict=True)
     ]
-    return Plan(job=jobs[0], starts=tuple(starts))
+    return LaunchPlan(job=jobs[0], starts=tuple(starts))
 
 
-def _over_srun(options: RunOptions, environment: Mapping[str, str]) -> Plan:
+def _over_srun(options: RunOptions, environment: Mapping[str, str]) -> LaunchPlan:
     nodelist = environment.get("SLURM_JOB_NODELIST")
     if nodelist is None:
         raise UsageError("--launcher slurm: there is no job of Slurm here; run this within sbatch or salloc")
@@ -290,10 +290,10 @@ def _over_srun(options: RunOptions, environment: Mapping[str, str]) -> Plan:
         "--kill-on-bad-exit=1",
         *shlex.split(options.launcher_args),
     ]
-    return Plan(job=job, starts=(Start(name="srun", command=(*srun, *_far_end({})), job=job),))
+    return LaunchPlan(job=job, starts=(Start(name="srun", command=(*srun, *_far_end({})), job=job),))
 
 
-def _over_mpi(options: RunOptions, environment: Mapping[str, str], count_gpus: Callable[[], int]) -> Plan:
+def _over_mpi(options: RunOptions, environment: Mapping[str, str], count_gpus: Callable[[], int]) -> LaunchPlan:
     """mpirun places ranks by their number, so that slots are the first ones of each host."""
     here = Host(name="localhost", slots=tuple(range(options.nproc or count_gpus() or 1)))
     hosts = limit(_hosts(options, count_gpus) or [here], num_hosts=options.nnodes, ranks_per_host=options.nproc)
@@ -308,7 +308,7 @@ def _over_mpi(options: RunOptions, environment: Mapping[str, str], count_gpus: C
     exports |= {"MASTER_ADDR": options.master_addr or hosts[0].name, "MASTER_PORT": str(options.master_port or _PORT)}
     counts = {name: len(numbers) for name, numbers in slots.items()}
     words = mpi_command(options.launcher, counts, job.command, exports, shlex.split(options.launcher_args))
-    return Plan(job=job, instead=tuple(words))
+    return LaunchPlan(job=job, instead=tuple(words))
 
 
 # -- notes ----------------------------------------------------------------------------------------------------------------

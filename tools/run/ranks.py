@@ -47,7 +47,7 @@ def run_ranks(job: RunJob, control: Control | None = None) -> RunEnd:
         agent(spec, job.shutdown_timeout_s) as one,
         Wakeups() as wakeups,
     ):
-        work = _Work(one, wakeups)
+        work = _AgentThread(one, wakeups)
         work.start()
         while work.is_alive() and not one.may_leave():
             came, ready = wakeups.wait(_LOOK_S, [] if control is None or control.said_lost else [control.fileno()])
@@ -69,7 +69,7 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-class _Work(threading.Thread):
+class _AgentThread(threading.Thread):
     """Torch's agent at work. A daemon: it may wait for machines that never come."""
 
     def __init__(self, one: Agent, wakeups: Wakeups) -> None:

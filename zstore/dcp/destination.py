@@ -173,7 +173,7 @@ class RemoteDestination:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class CheckpointPlace:
     """The place of a checkpoint, as data that another process may be given."""
 
     location: str
@@ -181,7 +181,7 @@ class Place:
     storage_options: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Place:
+    def of(cls, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> CheckpointPlace:
         """Return the place that `path` names. Raises UsageError if it is no checkpoint's own folder."""
         text = os.fspath(path)
         if not is_url(text):

@@ -123,11 +123,11 @@ class Reader(StorageReader):
         """Read all that the plan asks for; done when this returns (all ranks)."""
         source = self._open()
         values = {key_of(path): value for path, value in self._state.values}
-        blocks: list[_Block] = []
+        blocks: list[_BlockRead] = []
         for item in plan.items:
             key = item.storage_index.fqn
             if item.type != LoadItemType.BYTE_IO:
-                blocks.append(_Block(source, self._arrays[key], item, planner))
+                blocks.append(_BlockRead(source, self._arrays[key], item, planner))
             elif key in values:
                 planner.load_bytes(item, _pickled(decode_value(values[key])))
             else:
@@ -191,7 +191,7 @@ def _pickled(value: object) -> io.BytesIO:
 
 
 @dataclass
-class _Block:
+class _BlockRead:
     """A block of an array on its way into a tensor of the state dict."""
 
     source: ArraySource
@@ -242,7 +242,7 @@ class _Block:
         self.planner.commit_tensor(self.item, self._target)
 
 
-def _read_blocks(source: ArraySource, blocks: list[_Block], num_threads: int) -> None:
+def _read_blocks(source: ArraySource, blocks: list[_BlockRead], num_threads: int) -> None:
     """Read blocks one after the other, each by several threads."""
     ranges = [[each for each in block.ranges() if each[1] < each[2]] for block in blocks]
     with ExitStack() as opened:

@@ -19,13 +19,13 @@ from zstore.interop.dcp_values import make_document
 from zstore.io import Files, ShardSummary
 from zstore.tensors import dtype_name
 
-from .destination import Place
+from .destination import CheckpointPlace
 from .resting import box_of, resting_grid
-from .work import Share, Wrote, assemble
+from .work import RankWork, Wrote, assemble
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
+class EntryReport:
     """A rank's report to rank 0 on one entry."""
 
     wrote: tuple[Wrote, ...] = ()
@@ -43,7 +43,7 @@ class Save:
 
     def __init__(
         self,
-        place: Place,
+        place: CheckpointPlace,
         step: int,
         plans: Sequence[SavePlan],
         timeout_s: float,
@@ -109,9 +109,9 @@ class Save:
             dataclasses.replace(plan, storage_data=self._share(rank, plan)) for rank, plan in enumerate(self._plans)
         ]
 
-    def _share(self, rank: int, plan: SavePlan) -> Share:
+    def _share(self, rank: int, plan: SavePlan) -> RankWork:
         mine = {item.index.fqn for item in plan.items}
-        return Share(
+        return RankWork(
             save_id=self.id,
             folder=str(self._destination.folder),
             url=self._destination.url,
@@ -130,7 +130,7 @@ class Save:
 
     # -- committing --------------------------------------------------------------------------------------------------
 
-    def commit(self, stored: Iterable[Stored]) -> None:
+    def commit(self, stored: Iterable[EntryReport]) -> None:
         """Complete the checkpoint from all ranks' files, and commit it. Raises CheckpointError if a part is missing."""
         entries = list(stored)
         state = {STATE: self._document(entries)}
@@ -155,7 +155,7 @@ class Save:
             grids=grids | {spec.name: make_grid(spec.stored_shape, 1) for spec in opaque},
         )
 
-    def _document(self, entries: Sequence[Stored]) -> dict[str, Any]:
+    def _document(self, entries: Sequence[EntryReport]) -> dict[str, Any]:
         values: list[tuple[KeyPath, Any]] = []
         opaque: dict[str, str] = {}
         for entry in entries:
@@ -167,7 +167,7 @@ class Save:
                 self._names.paths[entry.opaque.name] = path
         return make_document(self._names, values, opaque)
 
-    def _summaries(self, plan: CheckpointPlan, entries: Sequence[Stored]) -> list[list[ShardSummary]]:
+    def _summaries(self, plan: CheckpointPlan, entries: Sequence[EntryReport]) -> list[list[ShardSummary]]:
         """Return by rank, whose manifest names them, the shards of that number."""
         parts: dict[tuple[str, int], list[Wrote]] = defaultdict(list)
         for entry in entries:

@@ -51,7 +51,7 @@ class Wrote:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class RankWork:
     """A rank's instructions for a save that all ranks share."""
 
     save_id: str
@@ -76,7 +76,7 @@ class Share:
 class RankWriter:
     """Writes one rank's part of a save."""
 
-    share: Share
+    share: RankWork
     resources: IoResources
     _buffered: Files = field(default_factory=lambda: Files(direct=False))
     _previous: Previous | None = None

@@ -38,12 +38,12 @@ from zstore.io import Files, IoResources, Workers, helpful_threads, open_resourc
 from zstore.remote.url import is_url
 from zstore.tensors import bytes_of, dtype_name
 
-from .destination import SCRATCH_NAME, Place
+from .destination import SCRATCH_NAME, CheckpointPlace
 from .ending import complete_at_the_end, told_at_the_end
 from .resting import box_of, is_resting
-from .save import Save, Stored
+from .save import EntryReport, Save
 from .upload import UploadingRankWriter
-from .work import RankWriter, Share, Wrote
+from .work import RankWork, RankWriter, Wrote
 
 
 class Writer(StorageWriter):
@@ -78,7 +78,7 @@ class Writer(StorageWriter):
         self._save: Save | None = None
         self._forget: Callable[[], None] | None = None
         self._storage_options = storage_options
-        self._place = Place.of(path, storage_options)
+        self._place = CheckpointPlace.of(path, storage_options)
         self.save_id = ""
         """On rank 0 the id of the checkpoint that is written, or was last, as its record has it."""
 
@@ -88,7 +88,7 @@ class Writer(StorageWriter):
         """Begin another checkpoint, at `checkpoint_id` if it is given (all ranks)."""
         self._give_up()
         if checkpoint_id is not None:
-            self._place = Place.of(checkpoint_id, self._storage_options)
+            self._place = CheckpointPlace.of(checkpoint_id, self._storage_options)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """See `StorageWriter` (all ranks)."""
@@ -117,12 +117,12 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part; done when this returns (all ranks)."""
         share = plan.storage_data
-        if not isinstance(share, Share):
+        if not isinstance(share, RankWork):
             raise UsageError("zstore.dcp.Writer was given a plan that it has not prepared")
         with told_at_the_end(self._title):
             return self._write_data(plan, planner, share)
 
-    def _write_data(self, plan: SavePlan, planner: SavePlanner, share: Share) -> Future[list[WriteResult]]:
+    def _write_data(self, plan: SavePlan, planner: SavePlanner, share: RankWork) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
         num_threads = self._num_threads
         if not share.url:
@@ -157,7 +157,7 @@ class Writer(StorageWriter):
         return f"the save of {self._place.shown}"
 
     @contextlib.contextmanager
-    def _rank_writer(self, share: Share, resources: IoResources) -> Iterator[RankWriter]:
+    def _rank_writer(self, share: RankWork, resources: IoResources) -> Iterator[RankWriter]:
         if not share.url:
             yield RankWriter(share, resources)
             return
@@ -196,7 +196,7 @@ def _write(writer: RankWriter, plan: SavePlan, planner: SavePlanner, workers: Wo
     items = sorted(plan.items, key=lambda item: not _passes(writer, item))
     results = workers.run([partial(_write_item, writer, item, planner) for item in items], here=True)
     for wrote in workers.run([partial(writer.assemble_shard, layout) for layout in writer.owned()], here=True):
-        results.append(WriteResult(MetadataIndex(wrote[0].array), 0, Stored(wrote=tuple(wrote))))
+        results.append(WriteResult(MetadataIndex(wrote[0].array), 0, EntryReport(wrote=tuple(wrote))))
     workers.run(writer.syncs(), here=True)
     return results
 
@@ -242,7 +242,7 @@ def _write_item(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> Wr
         try:
             published = writer.publish(layout.spec, layout.grid, box, pin)
             if published is not None:
-                return WriteResult(item.index, pin.local.nbytes, Stored(wrote=(published,)))
+                return WriteResult(item.index, pin.local.nbytes, EntryReport(wrote=(published,)))
             data = writer.values_of(pin)
         finally:
             pin.release()
@@ -250,7 +250,7 @@ def _write_item(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> Wr
         wrote = writer.write_box(layout.spec, layout.grid, box, data)
     elif box.numel:
         writer.write_piece(layout, box, data)
-    return WriteResult(item.index, data.size, Stored(wrote=tuple(wrote)))
+    return WriteResult(item.index, data.size, EntryReport(wrote=tuple(wrote)))
 
 
 def _bytes(item: WriteItem, tensor: Any, spec: ArraySpec, box: Box) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -273,7 +273,7 @@ def _write_value(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> W
             kind, content = BYTES, value
         else:
             try:
-                return WriteResult(item.index, 0, Stored(key=key, value=encode_value(value), is_value=True))
+                return WriteResult(item.index, 0, EntryReport(key=key, value=encode_value(value), is_value=True))
             except NotPlainError:
                 pass
     if kind == PICKLE:
@@ -284,7 +284,7 @@ def _write_value(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> W
     data = np.frombuffer(content, np.uint8)
     spec = ArraySpec(name=writer.share.names[key], shape=(data.size,), dtype="uint8")
     wrote = writer.write_box(spec, make_grid(spec.stored_shape, 1), Box.whole(spec.shape), data)
-    return WriteResult(item.index, data.size, Stored(key=key, kind=kind, opaque=spec, wrote=tuple(wrote)))
+    return WriteResult(item.index, data.size, EntryReport(key=key, kind=kind, opaque=spec, wrote=tuple(wrote)))
 
 
 def _is_plain(planner: DefaultSavePlanner) -> bool:

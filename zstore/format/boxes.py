@@ -32,7 +32,7 @@ _BATCH_RUNS = 4096
 """Most runs whose starts are held at a time: a box of columns may have one for every row."""
 
 
-class Run(NamedTuple):
+class BoxRun(NamedTuple):
     """Consecutive elements that a box shares with a range of the whole tensor."""
 
     at: int
@@ -53,7 +53,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Runs:
+class BoxRuns:
     """The elements at `axes` of an array, as runs of its flat order. See [Note: runs]."""
 
     axes: tuple[Axis, ...]
@@ -124,8 +124,8 @@ class Box:
         return math.prod(self.sizes)
 
     @cached_property
-    def _runs(self) -> Runs:
-        return Runs(tuple(map(Axis, self.shape, self.offsets, self.sizes)))
+    def _runs(self) -> BoxRuns:
+        return BoxRuns(tuple(map(Axis, self.shape, self.offsets, self.sizes)))
 
     @property
     def run_numel(self) -> int:
@@ -164,7 +164,7 @@ class Box:
         last = self.num_runs - 1
         return int(self.starts(0, 1)[0]), int(self.starts(last, last + 1)[0]) + self.run_numel
 
-    def overlap(self, first: int, stop: int) -> Iterator[Run]:
+    def overlap(self, first: int, stop: int) -> Iterator[BoxRun]:
         """Yield its runs within the flat elements `[first, stop)` of the whole tensor, in order."""
         length = self.run_numel
         low_run, high_run = max(0, self._num_runs_before(first + 1) - 1), self._num_runs_before(stop)
@@ -173,7 +173,7 @@ class Box:
             for number, start in enumerate(starts, batch):
                 low, high = max(start, first), min(start + length, stop)
                 if low < high:
-                    yield Run(low, number * length + low - start, high - low)
+                    yield BoxRun(low, number * length + low - start, high - low)
 
     @property
     def cut_numel(self) -> int:

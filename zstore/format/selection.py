@@ -17,7 +17,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from .boxes import Axis, Runs
+from .boxes import Axis, BoxRuns
 
 GROUP_NUMEL = 1024 * 1024
 """Elements of a group, about; runs that are longer are read straight into the result."""
@@ -42,7 +42,7 @@ class Group:
 class Selection:
     """The elements of an array that a key selects. See [Note: runs and groups]."""
 
-    runs: Runs
+    runs: BoxRuns
     """Its elements in the flat order."""
     reversed_axes: tuple[int, ...]
     """Axes that the key walks backwards: the result is reversed along them."""
@@ -108,7 +108,7 @@ def select(key: Any, shape: tuple[int, ...]) -> Selection:
             axes.append(Axis(extent, walk.start if walk else 0, len(walk), walk.step if len(walk) > 1 else 1))
         else:
             axes.append(Axis(extent, _position(item, extent, len(axes)), 1))
-    return Selection(Runs(tuple(axes)), tuple(reversed_axes), tuple(result), not result and not num_dots)
+    return Selection(BoxRuns(tuple(axes)), tuple(reversed_axes), tuple(result), not result and not num_dots)
 
 
 def _position(item: Any, extent: int, axis: int) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import CheckpointMismatchError, CorruptionError
 from ..format.arrays import Bytes
 from ..io.files import Files
-from .dcp_values import BYTES, PICKLE, NotPlainError, Room, encode_value
+from .dcp_values import BYTES, PICKLE, NotPlainError, RecordRoom, encode_value
 from .torchfile import find_pickle, load_torch_file, opened_file
 
 _MOST_LOADED_BYTES = 4 * 1024 * 1024
@@ -133,7 +133,7 @@ class PickledEntries:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._room = Room(_MOST_VALUES, _MOST_VALUES_BYTES)
+        self._room = RecordRoom(_MOST_VALUES, _MOST_VALUES_BYTES)
         self._left: dict[Path, int] = {}
         """Bytes of each file that no entry has claimed yet."""
 

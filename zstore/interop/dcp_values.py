@@ -31,7 +31,7 @@ class NotPlainError(Exception):
 
 
 @dataclass
-class Room:
+class RecordRoom:
     """The room for values in a record: their number, and about the bytes of their JSON."""
 
     values: int = MAX_RECORD_VALUES
@@ -51,14 +51,14 @@ class Room:
             raise NotPlainError("more values than a record has room for")
 
 
-def encode_value(value: object, room: Room | None = None) -> Any:
+def encode_value(value: object, room: RecordRoom | None = None) -> Any:
     """Return plain data as JSON: None, bool, int, float, text, bytes, lists, tuples and dicts of them, nothing else.
 
     Tuples, bytes and dicts with other keys than plain text are objects with one key that begins with `$`. Raises
     NotPlainError; subclasses are not plain, since they would come back as something else, nor are deeply nested ones, or those
     that take more than there is `room` for (then `room` is as before): a small pickle may hold one list a million times.
     """
-    room = Room() if room is None else room
+    room = RecordRoom() if room is None else room
     before = (room.values, room.nbytes)
     try:
         return _encode(value, room, 0)
@@ -67,7 +67,7 @@ def encode_value(value: object, room: Room | None = None) -> Any:
         raise
 
 
-def _encode(value: object, room: Room, depth: int) -> Any:
+def _encode(value: object, room: RecordRoom, depth: int) -> Any:
     room.take(value)
     kind = type(value)
     if value is None or kind in (bool, int, float, str):

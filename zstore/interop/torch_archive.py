@@ -131,7 +131,7 @@ def _emit_tensor(tensor: Tensor, out: bytearray) -> None:
 # -- the archive -----------------------------------------------------------------------------------------------------
 
 
-class Sink(Protocol):
+class ArchiveOutput(Protocol):
     """A file that is written from its beginning to its end."""
 
     offset: int
@@ -147,7 +147,7 @@ class Sink(Protocol):
 class _ArchiveFile(io.RawIOBase):
     """A sink from its present end on, as a separate file."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: ArchiveOutput) -> None:
         self._sink = sink
         self._base = self._at = sink.offset
 
@@ -171,7 +171,7 @@ class _ArchiveFile(io.RawIOBase):
         return self._at - self._base
 
 
-def write_archive(sink: Sink, value: Any, storages: Iterable[tuple[int, Iterable[Bytes]]] = ()) -> int:
+def write_archive(sink: ArchiveOutput, value: Any, storages: Iterable[tuple[int, Iterable[Bytes]]] = ()) -> int:
     """Write, at the end of `sink`, an archive from which torch.load returns `value`; return its bytes.
 
     `storages` are those that the tensors in `value` name, in the order of their numbers: how many bytes each has, and

@@ -20,7 +20,7 @@ from ..format.partition import Grid, round_up
 from ..format.shardfile import BLOCK_BYTES, CRC_BYTES, checksum_error, layout_of
 from .buffers import Buffer
 from .queue import Priority, Ticket, in_order, wait_all
-from .shards import Fill, IoResources, ShardReader, ShardSummary, Target, fill_chunk
+from .shards import Fill, IoResources, ShardRange, ShardReader, ShardSummary, fill_chunk
 from .sink import NewFile
 
 _MOST_IN_FLIGHT = 8
@@ -107,7 +107,9 @@ class PackedReader(ShardReader):
         first, stop = self._places()[chunk : chunk + 2].tolist()
         return first, stop - first
 
-    def _scan_chunks(self, first_chunk: int, stop_chunk: int, target: Target | None, priority: Priority) -> list[int]:
+    def _scan_chunks(
+        self, first_chunk: int, stop_chunk: int, target: ShardRange | None, priority: Priority
+    ) -> list[int]:
         def read_span(first: int, stop: int, low: int, high: int, buffer: Buffer) -> list[int]:
             with buffer:
                 stored, room = buffer.bytes[: high - low], buffer.bytes[high - low :][: self.layout.payload_bytes]
@@ -131,7 +133,7 @@ class PackedReader(ShardReader):
             first = stop
         return [crc for part in wait_all(tickets) for crc in part]
 
-    def _decode(self, chunk: int, stored: Bytes, base: int, room: Bytes, target: Target | None) -> int:
+    def _decode(self, chunk: int, stored: Bytes, base: int, room: Bytes, target: ShardRange | None) -> int:
         """Decode chunk number `chunk`, which is in `stored`, file offset `base` and on; return its crc32c."""
         offset, nbytes = self.place(chunk)
         data = stored[offset - base : offset - base + nbytes - CRC_BYTES]

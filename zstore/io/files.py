@@ -23,7 +23,7 @@ import numpy as np
 from ..errors import DiskFullError, StorageError, storage_error
 from ..format.arrays import Bytes
 from .buffers import make_slab
-from .parts import Parts
+from .parts import ScatteredMemory
 
 with contextlib.suppress(ImportError):  # Windows, where no transfer goes past the page cache
     import fcntl
@@ -73,7 +73,7 @@ class Files:
         self.direct = direct and _O_DIRECT != 0
         """Whether transfers go past the page cache if the file system allows it."""
         self.takes_parts = True
-        """Whether `Parts` are written without a copy; false once a drive required memory in larger units."""
+        """Whether `ScatteredMemory` are written without a copy; false once a drive required memory in larger units."""
         self.most_dirty_bytes = _MOST_DIRTY_BYTES
         """Other programs' most bytes in the page cache if a whole file system is to be flushed."""
         self._refusing: set[int] = set()
@@ -134,25 +134,25 @@ class Files:
         """Return whether the transfers of a file opened like this go past the page cache, if they may."""
         return True
 
-    def read_into(self, file: OpenFile, out: Bytes | Parts, offset: int) -> None:
+    def read_into(self, file: OpenFile, out: Bytes | ScatteredMemory, offset: int) -> None:
         """Fill `out` from `offset` on; short reads are resumed. A file that ends before is a StorageError."""
         try:
             self._read(file, out, offset)
         except StorageError as error:
-            if not isinstance(out, Parts) or not self._refuses_parts(file, error):
+            if not isinstance(out, ScatteredMemory) or not self._refuses_parts(file, error):
                 raise
             whole = make_slab(out.size)
             self._read(file, whole, offset)
             out.fill(whole)
 
     def _refuses_parts(self, file: OpenFile, error: StorageError) -> bool:
-        """Return whether `error` means that a drive requires memory in larger units than `Parts` have."""
+        """Return whether `error` means that a drive requires memory in larger units than `ScatteredMemory` have."""
         refused = file.direct and error.errno == errno.EINVAL
         if refused:
             self.takes_parts = False
         return refused
 
-    def _read(self, file: OpenFile, out: Bytes | Parts, offset: int) -> None:
+    def _read(self, file: OpenFile, out: Bytes | ScatteredMemory, offset: int) -> None:
         done = 0
         while done < out.size:
             try:
@@ -170,17 +170,17 @@ class Files:
                 )
             done = _resume_at(done, count, out.size, file.direct)
 
-    def write_from(self, file: OpenFile, data: Bytes | Parts, offset: int) -> None:
+    def write_from(self, file: OpenFile, data: Bytes | ScatteredMemory, offset: int) -> None:
         """Write all of `data` at `offset`; short writes are resumed."""
         try:
             self._write(file, data, offset)
         except StorageError as error:
-            if not isinstance(data, Parts) or not self._refuses_parts(file, error):
+            if not isinstance(data, ScatteredMemory) or not self._refuses_parts(file, error):
                 raise
             data.copy_into(whole := make_slab(data.size))
             self._write(file, whole, offset)
 
-    def _write(self, file: OpenFile, data: Bytes | Parts, offset: int) -> None:
+    def _write(self, file: OpenFile, data: Bytes | ScatteredMemory, offset: int) -> None:
         done = 0
         while done < data.size:
             try:
@@ -294,18 +294,18 @@ class Files:
         # Not by opening the file again: that takes two more calls, each of which releases the GIL.
         fcntl.fcntl(fd, fcntl.F_SETFL, _O_DIRECT)
 
-    def _preadv(self, file: OpenFile, out: Bytes | Parts, offset: int) -> int:
+    def _preadv(self, file: OpenFile, out: Bytes | ScatteredMemory, offset: int) -> int:
         return os.preadv(file.fd, _views(out), offset)
 
-    def _pwritev(self, file: OpenFile, data: Bytes | Parts, offset: int) -> int:
+    def _pwritev(self, file: OpenFile, data: Bytes | ScatteredMemory, offset: int) -> int:
         return os.pwritev(file.fd, _views(data), offset)
 
     def _do(self, kind: Kind, path: str, operation: Callable[[], object]) -> None:
         operation()
 
 
-def _views(data: Bytes | Parts) -> Sequence[memoryview]:
-    return data.views if isinstance(data, Parts) else [data.data]
+def _views(data: Bytes | ScatteredMemory) -> Sequence[memoryview]:
+    return data.views if isinstance(data, ScatteredMemory) else [data.data]
 
 
 def _reserve(fd: int, nbytes: int) -> None:
@@ -398,10 +398,10 @@ class UnsyncedFiles(Files):
     def _make_direct(self, fd: int) -> None:
         self._inner._make_direct(fd)
 
-    def _preadv(self, file: OpenFile, out: Bytes | Parts, offset: int) -> int:
+    def _preadv(self, file: OpenFile, out: Bytes | ScatteredMemory, offset: int) -> int:
         return self._inner._preadv(file, out, offset)
 
-    def _pwritev(self, file: OpenFile, data: Bytes | Parts, offset: int) -> int:
+    def _pwritev(self, file: OpenFile, data: Bytes | ScatteredMemory, offset: int) -> int:
         return self._inner._pwritev(file, data, offset)
 
     def _do(self, kind: Kind, path: str, operation: Callable[[], object]) -> None:

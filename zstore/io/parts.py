@@ -9,7 +9,7 @@ import numpy as np
 from ..format.arrays import Bytes
 
 
-class Parts:
+class ScatteredMemory:
     """Memory in several places for one transfer, as if it were one array of `size` bytes."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
@@ -17,7 +17,7 @@ class Parts:
         """Of bytes, each contiguous, in the order of the file."""
         self.size = sum(view.nbytes for view in views)
 
-    def __getitem__(self, part: slice) -> Parts:
+    def __getitem__(self, part: slice) -> ScatteredMemory:
         """Return a part of it, which is the same memory."""
         start, stop, _ = part.indices(self.size)
         found: list[memoryview] = []
@@ -26,7 +26,7 @@ class Parts:
             if piece := view[max(0, start - at) : max(0, stop - at)]:
                 found.append(piece)
             at += view.nbytes
-        return Parts(found)
+        return ScatteredMemory(found)
 
     def fill(self, data: bytes | Bytes) -> None:
         """Copy `data`, of as many bytes, into the places."""

@@ -383,7 +383,7 @@ class ShardReader:
         if out.size != (stop - first) * self.spec.itemsize:
             raise UsageError(f"expected {(stop - first) * self.spec.itemsize} bytes to read into, got {out.size}")
         if first < stop:
-            target = Target(self, first, stop, out)
+            target = ShardRange(self, first, stop, out)
             self._scan(target.chunks.start, target.chunks.stop, target, priority)
 
     def verify(self, first_chunk: int = 0, stop_chunk: int | None = None) -> list[int]:
@@ -391,7 +391,7 @@ class ShardReader:
         stop = self.layout.num_present if stop_chunk is None else stop_chunk
         return self._scan(first_chunk, stop, None, Priority.READ)
 
-    def _scan(self, first_chunk: int, stop_chunk: int, target: Target | None, priority: Priority) -> list[int]:
+    def _scan(self, first_chunk: int, stop_chunk: int, target: ShardRange | None, priority: Priority) -> list[int]:
         try:
             crcs = self._scan_chunks(first_chunk, stop_chunk, target, priority)
         except StorageError:
@@ -407,7 +407,9 @@ class ShardReader:
                 )
         return crcs
 
-    def _scan_chunks(self, first_chunk: int, stop_chunk: int, target: Target | None, priority: Priority) -> list[int]:
+    def _scan_chunks(
+        self, first_chunk: int, stop_chunk: int, target: ShardRange | None, priority: Priority
+    ) -> list[int]:
         """Read chunks, into `target` if there is one; return their crc32c, none if they are not checked."""
         layout, res = self.layout, self._res
 
@@ -440,7 +442,7 @@ class ShardReader:
         return [crc for part in wait_all(tickets) for crc in part]
 
 
-class Target:
+class ShardRange:
     """Memory for global flat elements `[first, stop)`, all of one shard, of which `chunks` hold parts."""
 
     def __init__(self, reader: ShardReader, first: int, stop: int, out: Bytes) -> None:

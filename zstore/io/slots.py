@@ -17,7 +17,7 @@ import numpy as np
 
 from ..format.arrays import Bytes
 from ..format.shardfile import CRC_BYTES, ShardLayout, checksum, checksum_error
-from .parts import Parts
+from .parts import ScatteredMemory
 
 _ALIGN_BYTES = 512
 _LEAST_PAYLOAD_BYTES = 16 * 1024
@@ -95,7 +95,7 @@ class Slots:
             self.ends.append(whole[at : at + end_bytes])
             at += end_bytes
         self.index = buffer[: self.head]
-        self.data: Bytes | Parts = buffer[:at] if not parts else Parts([*parts, whole[begun:at]])
+        self.data: Bytes | ScatteredMemory = buffer[:at] if not parts else ScatteredMemory([*parts, whole[begun:at]])
         """The transferred bytes, in the order of the file."""
 
     @cached_property

@@ -30,7 +30,7 @@ _MOST_UNWRITTEN_BYTES = 4 * 1024 * 1024
 _BLOCK_BYTES = 64 * 1024
 
 
-class Sink(Protocol):
+class JournalSink(Protocol):
     """The target of lines. Called by one thread at a time."""
 
     def append(self, lines: bytes) -> None:
@@ -103,7 +103,7 @@ class JournalWriter(Closing):
         self._adding = threading.Lock()
         self._writing = threading.Lock()
         self._unwritten: deque[bytes] = deque()
-        self._sink: Sink | None = None
+        self._sink: JournalSink | None = None
         self.beside: Callable[[], None] | None = None
         """Called by the thread every half second while there is a sink; must not raise."""
         self._ending = threading.Event()
@@ -126,7 +126,7 @@ class JournalWriter(Closing):
         half = len(self._records) // 2
         self._records = deque(r for i, r in enumerate(self._records) if i >= half or i % 2)
 
-    def open(self, sink: Sink, first: Iterable[Mapping[str, Any]] = ()) -> None:
+    def open(self, sink: JournalSink, first: Iterable[Mapping[str, Any]] = ()) -> None:
         """Write to `sink`, which is this object's from now on: the records `first`, then those that wait, then new ones."""
         with self._adding:
             self._records.extendleft(reversed(list(first)))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
-class Share(NamedTuple):
+class UnitRange(NamedTuple):
     """Units `[first, stop)` of the item with the number `item`."""
 
     item: int
@@ -20,14 +20,14 @@ class Share(NamedTuple):
     stop: int
 
 
-def shares_of(items: Sequence[tuple[int, int]], rank: int, world_size: int) -> list[Share]:
+def shares_of(items: Sequence[tuple[int, int]], rank: int, world_size: int) -> list[UnitRange]:
     """Return the shares of process `rank` of `world_size`, in the items' order; see [Note: the line of bytes].
 
     An item is (number of units, bytes of each); units of no bytes count as one byte.
     """
     total = sum(units * max(1, nbytes) for units, nbytes in items)
     low, high = total * rank // world_size, total * (rank + 1) // world_size
-    found: list[Share] = []
+    found: list[UnitRange] = []
     at = 0
     for number, (units, nbytes) in enumerate(items):
         size = max(1, nbytes)
@@ -36,7 +36,7 @@ def shares_of(items: Sequence[tuple[int, int]], rank: int, world_size: int) -> l
         first = min(units, max(0, -(-(low - at) // size)))
         stop = min(units, max(0, -(-(high - at) // size)))
         if first < stop:
-            found.append(Share(number, first, stop))
+            found.append(UnitRange(number, first, stop))
         at += units * size
     return found
 

@@ -49,7 +49,7 @@ class Activity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class RankReport:
     """A rank's answer."""
 
     at: str
@@ -72,7 +72,7 @@ class Report:
         return asdict(self)
 
 
-def judge(reports: Mapping[int, Report], world_size: int, waited_s: float) -> Outcome | None:
+def judge(reports: Mapping[int, RankReport], world_size: int, waited_s: float) -> Outcome | None:
     """Return the outcome of the reports; None while an answer may still change it."""
     there = [report for report in reports.values() if not report.left]
     errors = [report for report in there if report.cause is not None]
@@ -89,7 +89,7 @@ def judge(reports: Mapping[int, Report], world_size: int, waited_s: float) -> Ou
     return Outcome.BROKEN if waited_s >= SAME_S else None
 
 
-def explain(reports: Mapping[int, Report], world_size: int, rank: int, at: str, gone: str) -> RankError:
+def explain(reports: Mapping[int, RankReport], world_size: int, rank: int, at: str, gone: str) -> RankError:
     """Return the error that rank `rank` raises at `at`; `gone` is the known state of ranks without a report."""
     failures: dict[int, str] = {}
     causes: dict[int, str] = {}
@@ -111,7 +111,7 @@ def explain(reports: Mapping[int, Report], world_size: int, rank: int, at: str, 
     return RankError(f"rank {ranks} of {world_size} failed ({text}); rank {rank} stops with it, in {at}", failures)
 
 
-def _late(reports: Mapping[int, Report], rank: int) -> tuple[dict[int, str], dict[int, str]]:
+def _late(reports: Mapping[int, RankReport], rank: int) -> tuple[dict[int, str], dict[int, str]]:
     """Return (cause, details) of ranks that left, or that others wait for."""
     left = {other for other, report in reports.items() if report.left and other != rank}
     entered = {other: report.entered for other, report in reports.items() if not report.left}

@@ -30,7 +30,7 @@ import torch.distributed as torch_dist
 
 from ..closing import start_threads
 from ..errors import RankError, UsageError
-from .incident import ABSENT_S, SAME_S, Activity, Outcome, Report, explain, judge
+from .incident import ABSENT_S, SAME_S, Activity, Outcome, RankReport, explain, judge
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -74,8 +74,8 @@ class Watch:
         self._missed = 0
         self._last_at = self._told_at = ""
         self._incident = 0
-        self._reports: dict[int, Report] = {}
-        self._mine: Report | None = None
+        self._reports: dict[int, RankReport] = {}
+        self._mine: RankReport | None = None
         self._what_others_said = ""
         self._changed = threading.Condition()
         self._closing = self._ended = self._agreed = self._told = False
@@ -126,7 +126,7 @@ class Watch:
             cause = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
             details = "".join(traceback.format_exception(error))
             self._raise_alarm(
-                Report(
+                RankReport(
                     at=str(self._activity), entered=self._activity.entered, cause=cause, details=details, final=final
                 )
             )
@@ -142,7 +142,7 @@ class Watch:
         """Return the error to raise for a collective that failed."""
         if self._broken is None:
             lost = f"{type(error).__name__}: {error}"
-            self._raise_alarm(Report(at=str(self._activity), entered=self._activity.entered, lost=lost))
+            self._raise_alarm(RankReport(at=str(self._activity), entered=self._activity.entered, lost=lost))
         self._told = True
         broken = self._broken
         if broken is None:  # every other rank is gone by itself
@@ -182,7 +182,7 @@ class Watch:
         prefixed: Store = torch_dist.PrefixStore(self._prefix, store)  # type: ignore[attr-defined]
         return prefixed
 
-    def _raise_alarm(self, report: Report) -> None:
+    def _raise_alarm(self, report: RankReport) -> None:
         with self._changed:
             self._mine = report
             self._changed.notify_all()
@@ -246,17 +246,17 @@ class Watch:
             self._told_at = at
         self._last_at = at
 
-    def _present(self, lost: str | None = None) -> Report:
+    def _present(self, lost: str | None = None) -> RankReport:
         """Return the present place of this rank."""
         frame = sys._current_frames().get(self._trainer)
         details = "" if frame is None else "it is at\n" + "".join(traceback.format_stack(frame))
-        return Report(at=str(self._activity), entered=self._activity.entered, details=details, lost=lost)
+        return RankReport(at=str(self._activity), entered=self._activity.entered, details=details, lost=lost)
 
     def _resolve(self) -> None:
         """Report until the outcome of the incident is clear."""
         started, number = time.monotonic(), self._incident
         outcome: Outcome | None = None
-        last: Report | None = None
+        last: RankReport | None = None
         while outcome is None:
             report = self._mine or self._present()
             if report != last:
@@ -286,10 +286,10 @@ class Watch:
     def _collect(self, number: int) -> None:
         for rank in range(self._world_size):
             if self._store.check([f"report/{number}/{rank}"]):
-                self._reports[rank] = Report(**json.loads(self._store.get(f"report/{number}/{rank}")))
+                self._reports[rank] = RankReport(**json.loads(self._store.get(f"report/{number}/{rank}")))
             elif self._store.check([f"left/{rank}"]):
                 entered = int(self._store.get(f"left/{rank}"))
-                self._reports[rank] = Report(at="the end", entered=entered, left=True)
+                self._reports[rank] = RankReport(at="the end", entered=entered, left=True)
 
     def _wait_for_readers(self, number: int) -> None:
         """Keep the store, which may be in this process, until all that reported have read."""
@@ -314,7 +314,7 @@ class Watch:
 
     def _without_store(self) -> None:
         """End the run when nobody can be asked for the cause."""
-        unknown = Report(at="an unknown place", entered=0)
+        unknown = RankReport(at="an unknown place", entered=0)
         self._reports = dict.fromkeys(range(self._world_size), unknown) | self._reports
         if _in_rank_0(self._store):
             del self._reports[0]

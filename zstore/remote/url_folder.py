@@ -17,7 +17,7 @@ from ..checkpoint.format import MAX_JSON_BYTES
 from ..errors import CorruptionError, StorageError, UsageError, storage_error
 from ..format.arrays import Bytes
 from ..io.files import Files, OpenFile
-from ..io.parts import Parts
+from ..io.parts import ScatteredMemory
 from ..io.pool import Workers
 from ..io.shards import IoResources
 
@@ -107,7 +107,7 @@ class _UrlFiles(Files):
             raise UsageError(f"{path} is behind a URL: it is written by uploads, not in place")
         yield OpenFile(-1, os.fspath(path), False)
 
-    def read_into(self, file: OpenFile, out: Bytes | Parts, offset: int) -> None:
+    def read_into(self, file: OpenFile, out: Bytes | ScatteredMemory, offset: int) -> None:
         """See `Files.read_into`; one request."""
         try:
             data = self._folder.read_range(self._folder.file_at(file.path), offset, offset + out.size)
@@ -120,7 +120,7 @@ class _UrlFiles(Files):
                 offset=offset,
                 nbytes=out.size,
             )
-        if isinstance(out, Parts):
+        if isinstance(out, ScatteredMemory):
             out.fill(data)
         else:
             out[:] = np.frombuffer(data, dtype=np.uint8)

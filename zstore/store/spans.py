@@ -16,7 +16,7 @@ Groups = Sequence[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SpanPlan:
     """A span of a group before it has memory."""
 
     group: int
@@ -25,7 +25,7 @@ class Plan:
     ends_group: bool
 
 
-Batch = tuple[Plan, ...]
+Batch = tuple[SpanPlan, ...]
 """Spans that share a buffer: one of a group, or groups that are small, each of them whole."""
 
 
@@ -42,7 +42,7 @@ def plan_batches(
     _check_groups(groups, shards)
     planner = _Planner(groups, tiers, shards, pool_bytes)
     batches: list[Batch] = []
-    small: list[Plan] = []
+    small: list[SpanPlan] = []
     for plan in planner.plans(chunks):
         if plan.starts_group and plan.ends_group and planner.is_small(plan.group):
             small.append(plan)
@@ -79,7 +79,7 @@ class _Planner:
         self._pool_bytes = pool_bytes
         self._in_memory = all(isinstance(tiers[name], MemoryTier) for group in groups for name in group)
 
-    def plans(self, chunks: tuple[int, int] | None) -> Iterator[Plan]:
+    def plans(self, chunks: tuple[int, int] | None) -> Iterator[SpanPlan]:
         """Yield the spans of each group, alike in size."""
         for number, group in enumerate(self._groups):
             shard = self._shards[group[0]]
@@ -92,7 +92,7 @@ class _Planner:
                 count = -(-(stop - start) // most)
                 step = -(-(stop - start) // count)
             for first in range(start, stop, step):
-                yield Plan(number, ChunkSpan(first, min(step, stop - first)), first == start, first + step >= stop)
+                yield SpanPlan(number, ChunkSpan(first, min(step, stop - first)), first == start, first + step >= stop)
 
     def _span_chunks(self, group: Sequence[str]) -> int:
         """Return the number of chunks of the group in a span: a request to the disk, of which the pool holds several."""
@@ -108,7 +108,7 @@ class _Planner:
         tiers = [(self._tiers[name], name) for name in self._groups[group]]
         return all(not isinstance(tier, DiskTier) or tier.is_packed(name) for tier, name in tiers)
 
-    def cut(self, small: Sequence[Plan]) -> list[Batch]:
+    def cut(self, small: Sequence[SpanPlan]) -> list[Batch]:
         """Return whole groups in as few batches as requests hold, alike in bytes."""
         sizes = [
             sum(self._tiers[name].span_bytes(name, plan.span.num_chunks) for name in self._groups[plan.group])
@@ -117,7 +117,7 @@ class _Planner:
         if not any(sizes):
             return [(plan,) for plan in small]
         count = -(-sum(sizes) // min(_BATCH_BYTES, self._pool_bytes // _LEAST_SPANS_IN_POOL))
-        batches: list[list[Plan]] = []
+        batches: list[list[SpanPlan]] = []
         before = 0
         for plan, size in zip(small, sizes, strict=True):
             if before * count >= len(batches) * sum(sizes):

@@ -31,7 +31,7 @@ import numpy as np
 from ..format.arrays import Bytes
 from ..io.buffers import Buffer, Pool
 from ..io.queue import Priority, Ticket
-from .spans import Batch, Plan, plan_batches
+from .spans import Batch, SpanPlan, plan_batches
 from .tiers import DiskTier, LocalShard, MemoryTier, Mode, Tier, Tile
 from .tiers.base import Piece, View
 from .tiers.packed import load_packed, save_packed
@@ -385,7 +385,7 @@ class Stream:
             yield from self._tiles_of_group(plan, names, parts, loaded.on_disk)
 
     def _tiles_of_group(
-        self, plan: Plan, names: Sequence[str], parts: Sequence[Bytes], on_disk: Mapping[str, Iterator[View]]
+        self, plan: SpanPlan, names: Sequence[str], parts: Sequence[Bytes], on_disk: Mapping[str, Iterator[View]]
     ) -> Iterator[Tile]:
         shard = self._shards[names[0]]
         in_memory = [

@@ -17,7 +17,7 @@ from pathlib import Path
 from ..errors import storage_error
 from ..format.arrays import Bytes
 from ..io.files import Files, Kind, OpenFile
-from ..io.parts import Parts
+from ..io.parts import ScatteredMemory
 
 
 class WatchedFiles(Files):
@@ -35,11 +35,11 @@ class WatchedFiles(Files):
         self.step("open", path)
         return super()._open(path, flags)
 
-    def _preadv(self, file: OpenFile, out: Bytes | Parts, offset: int) -> int:
+    def _preadv(self, file: OpenFile, out: Bytes | ScatteredMemory, offset: int) -> int:
         self.step("read", file.path)
         return super()._preadv(file, out, offset)
 
-    def _pwritev(self, file: OpenFile, data: Bytes | Parts, offset: int) -> int:
+    def _pwritev(self, file: OpenFile, data: Bytes | ScatteredMemory, offset: int) -> int:
         self.step("write", file.path)
         return super()._pwritev(file, data, offset)
 
@@ -162,11 +162,11 @@ class FaultyFiles(WatchedFiles):
         """Carry out the failure of operation number `fail_at`."""
         raise OSError(self.error_number, os.strerror(self.error_number))
 
-    def _preadv(self, file: OpenFile, out: Bytes | Parts, offset: int) -> int:
+    def _preadv(self, file: OpenFile, out: Bytes | ScatteredMemory, offset: int) -> int:
         fault = self._fault_of("read", file.path)
         return Files._preadv(self, file, out if fault is None else out[: fault.most_bytes], offset)
 
-    def _pwritev(self, file: OpenFile, data: Bytes | Parts, offset: int) -> int:
+    def _pwritev(self, file: OpenFile, data: Bytes | ScatteredMemory, offset: int) -> int:
         fault = self._fault_of("write", file.path)
         if fault is not None and fault.lost:
             return data.size

@@ -24,7 +24,7 @@ from .layout import FileLayout, Weight
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class WeightPiece:
     """Flat elements `[first, stop)` of a weight."""
 
     weight: Weight
@@ -42,7 +42,7 @@ class TensorBlock:
     """Bytes that follow each other in a file: of the header, or of weights. See [Note: blocks]."""
 
     header: bytes = b""
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[WeightPiece, ...] = ()
     skip: int = 0
     """Bytes before the wanted ones."""
     nbytes: int
@@ -60,7 +60,7 @@ def cut_blocks(
         part = header[at : at + block_bytes]
         yield TensorBlock(header=part, nbytes=len(part))
     low = max(start, len(layout.header))
-    pieces: list[Piece] = []
+    pieces: list[WeightPiece] = []
     held, origin = 0, low
     for begin, piece in _pieces(source, layout, low, stop, block_bytes):
         if pieces and held + piece.nbytes > block_bytes:
@@ -74,14 +74,14 @@ def cut_blocks(
         yield _block(pieces, origin, held, low, stop)
 
 
-def _block(pieces: list[Piece], origin: int, held: int, low: int, stop: int) -> TensorBlock:
+def _block(pieces: list[WeightPiece], origin: int, held: int, low: int, stop: int) -> TensorBlock:
     skip = max(0, low - origin)
     return TensorBlock(pieces=tuple(pieces), skip=skip, nbytes=min(held, stop - origin) - skip)
 
 
 def _pieces(
     source: ArraySource, layout: FileLayout, low: int, stop: int, block_bytes: int
-) -> Iterator[tuple[int, Piece]]:
+) -> Iterator[tuple[int, WeightPiece]]:
     """Yield the elements that bytes `[low, stop)` of a file take, in order, with the place of the first in the file."""
     for number in range(max(0, bisect_right(layout.offsets, low) - 1), len(layout.weights)):
         weight, offset = layout.weights[number], layout.offsets[number]
@@ -94,7 +94,7 @@ def _pieces(
         array = source.array(weight.array)
         for span in cut_spans(array, first, max(first, last), step * array.spec.itemsize):
             for at in range(span.first, span.stop, step):
-                yield offset + at * size, Piece(weight=weight, first=at, stop=min(at + step, span.stop))
+                yield offset + at * size, WeightPiece(weight=weight, first=at, stop=min(at + step, span.stop))
 
 
 def read_block(source: ArraySource, block: TensorBlock, overflow: Overflow) -> memoryview:

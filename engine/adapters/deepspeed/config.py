@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from zstore.engine.config.config import load_config, read_config
 from zstore.engine.config.resolve import ResolveContext
-from zstore.engine.config.schema import Settings
+from zstore.engine.config.schema import ConfigSections
 from zstore.engine.config.sections import Bf16Section, CsvMonitorSection, Fp16Section, TensorboardSection, WandbSection
 from zstore.engine.config.zero import Device, OffloadOptimizerSection, OffloadParamSection, ZeroSection
 from zstore.errors import ConfigError
@@ -26,7 +26,7 @@ from zstore.ranks.world import World
 
 _log = logging.getLogger("zstore")
 
-GRADIENT_CLIPPING_DEFAULT: float = Settings.model_fields["gradient_clipping"].default
+GRADIENT_CLIPPING_DEFAULT: float = ConfigSections.model_fields["gradient_clipping"].default
 
 
 def cleaned(source: Any) -> Any:
@@ -169,7 +169,7 @@ class DeepSpeedConfig:
         self._param_dict: dict[str, Any] = raw_config(config)
         loaded = load_config(cleaned(self._param_dict))
         self.world_size = World.current().world_size
-        self._settings: Settings = loaded.resolve(ResolveContext(world_size=self.world_size)).settings
+        self._settings: ConfigSections = loaded.resolve(ResolveContext(world_size=self.world_size)).settings
         self.zero_config = DeepSpeedZeroConfig(**self._param_dict.get("zero_optimization") or {})
         self.zero_optimization_stage = self.zero_config.stage
         sections = {key: self._param_dict.get(key) or {} for key in DeepSpeedMonitorConfig.model_fields}

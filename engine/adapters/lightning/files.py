@@ -28,7 +28,7 @@ STATE = "lightning"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class LightningCheckpoint:
     """A checkpoint of Lightning's: `folder/name`, which is the engine's checkpoint of the tag `name` in `folder`.
 
     A name with characters that a checkpoint's folder cannot have is a symbolic link to the folder.
@@ -48,10 +48,10 @@ class Place:
         return Path(self.folder) / tag_folder(self.name)
 
     @staticmethod
-    def of(path: str) -> Place:
+    def of(path: str) -> LightningCheckpoint:
         """Return the place of a path or URL. Raises UsageError for a name that is no tag."""
         folder, _, name = path.rstrip("/").rpartition("/")
-        place = Place(folder=folder or ("/" if path.startswith("/") else "."), name=name)
+        place = LightningCheckpoint(folder=folder or ("/" if path.startswith("/") else "."), name=name)
         if is_url(path) and tag_folder(name) != name:
             raise UsageError(
                 f"{path}: {name!r} cannot name a checkpoint behind a URL: use letters, digits and `-_.~=+@,` alone"
@@ -94,7 +94,7 @@ def load_checkpoint(path: str | os.PathLike[str], *, load_objects: bool = False)
     runs code of the checkpoint's author; else those entries are left out. Raises CheckpointNotFoundError, and
     CheckpointMismatchError for a checkpoint that no Trainer saved.
     """
-    place = Place.of(os.fspath(path))
+    place = LightningCheckpoint.of(os.fspath(path))
     with open_checkpoint(*place.to_load()) as checkpoint:
         state = join(checkpoint.state.get("client_state", {}), lambda name: checkpoint[name][...])
         if STATE not in state:
@@ -135,7 +135,7 @@ def whole_weights(engine: Engine) -> dict[str, Any]:
     return found
 
 
-def remove(place: Place, storage_options: Mapping[str, Any]) -> None:
+def remove(place: LightningCheckpoint, storage_options: Mapping[str, Any]) -> None:
     """Remove a checkpoint so that at no instant half of it looks like one; do nothing if it is not there."""
     if is_url(place.folder):
         from zstore.remote.commit import remove_checkpoint

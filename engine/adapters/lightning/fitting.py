@@ -14,11 +14,11 @@ from torch.utils.data import DistributedSampler
 from zstore.engine.checkpoint.rng import load_rng_state
 from zstore.errors import ConfigError, UsageError
 
-from .settings import Source, check_optimizer
+from .settings import GivenConfig, check_optimizer
 
 
 def configured(
-    library: str, source: Source, module: Any, raw: Mapping[str, Any]
+    library: str, source: GivenConfig, module: Any, raw: Mapping[str, Any]
 ) -> tuple[torch.optim.Optimizer | None, list[Any]]:
     """Return the optimizer and the schedules of `configure_optimizers`; no optimizer if the config has it.
 

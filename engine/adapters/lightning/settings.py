@@ -12,7 +12,7 @@ import torch
 
 from zstore.engine.config.config import CONFIG_VARIABLE, load_config, read_given
 from zstore.engine.config.optimizers import AdamParams
-from zstore.engine.config.schema import Settings
+from zstore.engine.config.schema import ConfigSections
 from zstore.errors import ConfigError
 
 DEFAULT_STAGE = 2
@@ -28,7 +28,7 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class GivenConfig:
     """A config as it was given."""
 
     raw: Mapping[str, Any]
@@ -36,12 +36,12 @@ class Source:
     """For messages."""
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> ConfigSections:
         """Every key, typed."""
         return load_config(self.raw, name=self.name).settings
 
 
-def read_source(config: Mapping[str, Any] | str | os.PathLike[str] | None, stage: int | None) -> Source:
+def read_source(config: Mapping[str, Any] | str | os.PathLike[str] | None, stage: int | None) -> GivenConfig:
     """Return the config of a strategy: the given one, the one that `ZSTORE_CONFIG` names, or one of `stage`. Text is a path,
     or the JSON itself.
 
@@ -51,13 +51,13 @@ def read_source(config: Mapping[str, Any] | str | os.PathLike[str] | None, stage
     if config is None and stage is None and (config := os.environ.get(CONFIG_VARIABLE) or None) is not None:
         name = f"the variable {CONFIG_VARIABLE}"
     if config is None:
-        source = Source(
+        source = GivenConfig(
             raw={"zero_optimization": {"stage": DEFAULT_STAGE if stage is None else stage}}, name="ZstoreStrategy"
         )
     elif stage is not None:
         raise ConfigError(f"ZstoreStrategy got a config and stage={stage}: write the stage into the config")
     elif (found := read_given(config, name)) is not None:
-        source = Source(raw=found[0], name=found[1])
+        source = GivenConfig(raw=found[0], name=found[1])
     else:
         raise ConfigError(
             f"ZstoreStrategy: expected a config as a dict, a path or JSON text, got {type(config).__name__}"
@@ -86,7 +86,7 @@ class TrainerValues:
     clip_norm: float | None
 
 
-def for_trainer(source: Source, trainer: TrainerValues) -> dict[str, Any]:
+def for_trainer(source: GivenConfig, trainer: TrainerValues) -> dict[str, Any]:
     """Return the config with the Trainer's values for missing keys and "auto".
 
     Raises ConfigError if both name different values.
@@ -107,7 +107,7 @@ def for_trainer(source: Source, trainer: TrainerValues) -> dict[str, Any]:
     return raw
 
 
-def _agree(source: Source, key: str, settings: Settings, theirs: float, argument: str) -> None:
+def _agree(source: GivenConfig, key: str, settings: ConfigSections, theirs: float, argument: str) -> None:
     """Raise ConfigError if the config says another number than the Trainer."""
     own = getattr(settings, key)
     if key in settings.model_fields_set and own not in (None, "auto", theirs):
@@ -116,7 +116,7 @@ def _agree(source: Source, key: str, settings: Settings, theirs: float, argument
         )
 
 
-def _precision(source: Source, settings: Settings, wanted: str | None, given: str) -> dict[str, Any]:
+def _precision(source: GivenConfig, settings: ConfigSections, wanted: str | None, given: str) -> dict[str, Any]:
     """Return the sections of precision; the Trainer's default, 32 bits, leaves the config its choice."""
     sections: Mapping[str, Any] = {"bf16": settings.bf16, "fp16": settings.fp16}
     stated = [name for name, section in sections.items() if section.enabled is True]
@@ -141,7 +141,7 @@ def _precision(source: Source, settings: Settings, wanted: str | None, given: st
     return changed
 
 
-def check_batch_size(source: Source, micro: int, accumulation: int, world_size: int) -> None:
+def check_batch_size(source: GivenConfig, micro: int, accumulation: int, world_size: int) -> None:
     """Raise ConfigError if the config says another batch size than follows from the loader's, `micro`."""
     settings = source.settings
     whole = f"{micro * accumulation * world_size}, that x accumulate_grad_batches {accumulation} x {world_size} ranks"
@@ -163,7 +163,7 @@ def compute_dtype(raw: Mapping[str, Any]) -> torch.dtype:
     return _DTYPES[on[0]] if on else torch.float32
 
 
-def check_optimizer(source: Source, client: torch.optim.Optimizer) -> None:
+def check_optimizer(source: GivenConfig, client: torch.optim.Optimizer) -> None:
     """Raise ConfigError if the config's optimizer is not the one of `configure_optimizers`.
 
     Keys that the section leaves "auto", or out, are that optimizer's.

@@ -32,7 +32,7 @@ from zstore.errors import CheckpointMismatchError, UsageError
 
 from . import content
 from .asking import begin_journal, journal_taken_along, keep_journal
-from .files import STATE, Place, remove, whole_weights
+from .files import STATE, LightningCheckpoint, remove, whole_weights
 from .fitting import batch_size, configured, hand_on_settings, resumable, resume_data
 from .precision import EnginePrecision
 from .refusals import check_device, check_predict, check_trainer
@@ -327,7 +327,7 @@ class EngineStrategy:
         """Save the engine's state and Lightning's dict as a checkpoint whose folder is `filepath` (all ranks)."""
         if storage_options is not None:
             raise UsageError("save_checkpoint(storage_options=...): write them into the config: zstore.storage_options")
-        place = Place.of(self.engine.world.broadcast_object(os.fspath(filepath)))
+        place = LightningCheckpoint.of(self.engine.world.broadcast_object(os.fspath(filepath)))
         if "optimizer_states" not in checkpoint:
             self._save_weights(checkpoint, place)
             return
@@ -345,7 +345,7 @@ class EngineStrategy:
             if self.is_global_zero:
                 place.finish()
 
-    def _save_weights(self, checkpoint: dict[str, Any], place: Place) -> None:
+    def _save_weights(self, checkpoint: dict[str, Any], place: LightningCheckpoint) -> None:
         """Write the file that Lightning's own strategies write for `weights_only` (all ranks)."""
         engine = self.engine
         weights = whole_weights(engine)
@@ -361,7 +361,7 @@ class EngineStrategy:
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint into the engine, all of it to fit, else the weights alone; return Lightning's dict (all ranks)."""
-        place = Place.of(os.fspath(checkpoint_path))
+        place = LightningCheckpoint.of(os.fspath(checkpoint_path))
         fitting = self.lightning_module.trainer.state.fn.value == "fit"
         strict = bool(self.lightning_module.strict_loading)
         load_objects = self._load_objects or weights_only is False
@@ -407,7 +407,7 @@ class EngineStrategy:
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Remove a checkpoint (rank 0)."""
         if self.is_global_zero:
-            place = Place.of(os.fspath(filepath))
+            place = LightningCheckpoint.of(os.fspath(filepath))
             keep_journal(self.engine, place.stored)
             remove(place, self.engine.training_state.config.storage_options)
 

@@ -20,7 +20,7 @@ from zstore.tensors import as_torch
 
 from .block_kernel import BlockKernel, parts_of
 from .records import LocalRecord, local_part, make_local_record, memory_of
-from .stored_tensor import RestingTensor, StoredArray, StoredTensor, require_float, with_own_copies
+from .stored_tensor import OptimizerArray, RestingTensor, StoredTensor, require_float, with_own_copies
 from .whole_tensors import WholeTensors
 
 _log = logging.getLogger("zstore")
@@ -193,7 +193,7 @@ class LocalState:
     def _stored(self, record: LocalRecord, slot: SlotArray) -> StoredTensor:
         """Return this rank's part of an array."""
         is_master = slot is _MASTER_SLOT
-        array = StoredArray(
+        array = OptimizerArray(
             name=model_array(record.name) if is_master else optimizer_array(slot.name, record.name),
             record=record,
             state=self.arrays,

@@ -37,7 +37,7 @@ _SAME = (_aten.detach.default, _aten.alias.default)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class StoredArray:
+class OptimizerArray:
     """An array of the store that has a value for each element of a parameter's local part, or for each block of them."""
 
     name: str
@@ -92,10 +92,10 @@ class StoredArray:
 class StoredTensor(torch.Tensor):
     """A tensor whose values are in the store. See [Note: a stored tensor]."""
 
-    array: StoredArray
+    array: OptimizerArray
     box: Box
 
-    def __new__(cls, array: StoredArray, box: Box | None = None) -> Self:
+    def __new__(cls, array: OptimizerArray, box: Box | None = None) -> Self:
         """Return the tensor of `box` of the array, all of it by default, without memory of its own."""
         box = Box.whole(array.shape) if box is None else box
         make: Any = torch.Tensor._make_wrapper_subclass
@@ -103,7 +103,7 @@ class StoredTensor(torch.Tensor):
         made.array, made.box = array, box
         return made
 
-    def __init__(self, array: StoredArray, box: Box | None = None) -> None:
+    def __init__(self, array: OptimizerArray, box: Box | None = None) -> None:
         super().__init__()
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl

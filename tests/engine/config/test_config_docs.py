@@ -5,7 +5,7 @@ from pathlib import Path
 from tests import warm
 from zstore.engine.config.arguments import add_config_arguments
 from zstore.engine.config.keys import known_keys
-from zstore.engine.config.schema import Settings
+from zstore.engine.config.schema import ConfigSections
 from zstore.tools.config_docs import END, all_keys, mark, updated
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "config.md"
@@ -19,7 +19,7 @@ def test_the_document_is_up_to_date() -> None:
 
 def test_the_document_names_every_key() -> None:
     lines = all_keys().splitlines()
-    for path, _ in known_keys(Settings):
+    for path, _ in known_keys(ConfigSections):
         assert any(line.startswith(f"| `{path.rpartition('.')[2]}` |") for line in lines), path
 
 

@@ -12,7 +12,7 @@ from zstore.engine.config.config import Config, IoConfig, OptimizerConfig, load_
 from zstore.engine.config.keys import answer_type, known_keys
 from zstore.engine.config.resolve import BatchSizes, ResolveContext, open_keys, solve_batch
 from zstore.engine.config.scheduler import WarmupLRParams
-from zstore.engine.config.schema import Settings
+from zstore.engine.config.schema import ConfigSections
 from zstore.errors import ConfigError, UsageError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
@@ -160,7 +160,7 @@ def test_answers_may_be_dotted_or_nested_in_any_spelling() -> None:
 
 def test_every_key_that_may_be_auto_can_be_answered() -> None:
     values: list[Any] = [1, True, [0.5, 0.5]]
-    keys = {path for path, field in known_keys(Settings) if answer_type(field) is not None}
+    keys = {path for path, field in known_keys(ConfigSections) if answer_type(field) is not None}
     assert len(keys) > 15
     for key in keys:
         accepted = []

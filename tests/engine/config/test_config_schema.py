@@ -13,12 +13,12 @@ from zstore.engine.config.config import Config, load_config
 from zstore.engine.config.keys import Section, Status, about, description, known_keys, section_of, type_of
 from zstore.engine.config.optimizers import OPTIMIZERS
 from zstore.engine.config.resolve import ResolveContext
-from zstore.engine.config.schema import Settings
+from zstore.engine.config.schema import ConfigSections
 from zstore.engine.config.values import expected
 from zstore.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
-NAMES = sorted({path.rpartition(".")[2] for path, _ in known_keys(Settings)})
+NAMES = sorted({path.rpartition(".")[2] for path, _ in known_keys(ConfigSections)})
 NVME = {"device": "nvme", "nvme_path": "/local_nvme"}
 
 # What the two largest configs set beyond what acts, found by reading them.
@@ -35,7 +35,7 @@ TYPICAL = {
 }
 
 
-def sections(section: type[Section] = Settings) -> Iterator[type[Section]]:
+def sections(section: type[Section] = ConfigSections) -> Iterator[type[Section]]:
     yield section
     for field in section.model_fields.values():
         inner = section_of(field)
@@ -81,7 +81,7 @@ def test_each_key_that_does_not_act_is_reported_once(name: str, expected: set[st
 
 def test_every_key_has_a_type_in_words_a_description_and_a_reason() -> None:
     assert all(section.__doc__ for section in sections())
-    for path, field in known_keys(Settings):
+    for path, field in known_keys(ConfigSections):
         if section_of(field) is not None:
             continue
         status, why = about(field)
@@ -93,7 +93,7 @@ def test_every_key_has_a_type_in_words_a_description_and_a_reason() -> None:
 
 
 def test_every_default_is_what_its_type_makes_of_it() -> None:
-    for path, field in known_keys(Settings):
+    for path, field in known_keys(ConfigSections):
         if section_of(field) is None and not field.is_required() and field.default is not None:
             assert TypeAdapter(type_of(field)).validate_python(field.default) == field.default, path
 
@@ -133,7 +133,7 @@ def test_every_key_that_does_not_act_is_reported_when_set() -> None:
         "forward",
         "random",
     ]
-    for path, field in known_keys(Settings):
+    for path, field in known_keys(ConfigSections):
         status, _ = about(field)
         if section_of(field) is not None or status not in (Status.NOT_BUILT, Status.NO_EFFECT):
             continue
@@ -436,7 +436,7 @@ ANY = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from(list(Settings.model_fields)) | st.text(), ANY, max_size=6))
+@given(st.dictionaries(st.sampled_from(list(ConfigSections.model_fields)) | st.text(), ANY, max_size=6))
 def test_any_object_gives_a_config_or_a_config_error(source: dict[str, Any]) -> None:
     before = repr(source)
     try:

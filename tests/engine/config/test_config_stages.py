@@ -9,7 +9,7 @@ import pytest
 from zstore.engine.config.config import load_config
 from zstore.engine.config.explain import explain
 from zstore.engine.config.keys import Status, about, known_keys, section_of
-from zstore.engine.config.schema import Settings
+from zstore.engine.config.schema import ConfigSections
 from zstore.errors import ConfigError
 
 # By DeepSpeed's documentation of ZeRO: stage 1 shards optimizer state, 2 gradients, 3 parameters. Of all other keys the stages
@@ -49,14 +49,14 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 KEYS = [
     key.partition(".")[2]
-    for key, field in known_keys(Settings)
+    for key, field in known_keys(ConfigSections)
     if key.startswith("zero_optimization.") and section_of(field) is None and about(field)[0] is Status.BUILT
 ]
 ACTING = [key for key in KEYS if key != "stage"]
 
 
 def _section(key: str) -> dict[str, Any]:
-    fields = {name.partition(".")[2]: field for name, field in known_keys(Settings)}
+    fields = {name.partition(".")[2]: field for name, field in known_keys(ConfigSections)}
     default = fields[key].default
     value = VALUES.get(key, not default if isinstance(default, bool) else 3)
     if key.endswith("nvme_path"):
@@ -109,7 +109,7 @@ def _statuses(key: str, value: Any) -> tuple[str, ...]:
 
 def test_keys_of_other_sections_have_one_status_at_every_stage() -> None:
     differing, seen = {}, set()
-    for key, field in known_keys(Settings):
+    for key, field in known_keys(ConfigSections):
         apart = key.startswith("zero_optimization") or ".params." in key or key == "optimizer.params"
         if apart or section_of(field) is not None or about(field)[0] is not Status.BUILT:
             continue

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import zstore
 from zstore.engine.config.keys import Status, about, known_keys, section_of
-from zstore.engine.config.schema import Settings
+from zstore.engine.config.schema import ConfigSections
 
 SOURCES = Path(zstore.__file__).parent
 GIVEN_WHOLE = ("optimizer.params.", "scheduler.params.")
@@ -21,7 +21,7 @@ def test_every_key_that_acts_is_read() -> None:
     read = set(re.findall(r"\.([a-z]\w+)\b", "\n".join(path.read_text(encoding="utf-8") for path in paths)))
     acting = [
         path
-        for path, field in known_keys(Settings)
+        for path, field in known_keys(ConfigSections)
         if section_of(field) is None and about(field)[0] is Status.BUILT and not path.startswith(GIVEN_WHOLE)
     ]
     assert len(acting) > 150

@@ -41,7 +41,7 @@ SCALE_RULES = {
 """Settings by which a dynamic loss scale changes, and their names in DeepSpeed's scaler."""
 
 
-class Progress:
+class ProgressRecord:
     """Builds the record. `model` are rank 0's model states, `states` the optimizer's."""
 
     def __init__(self, model: Fields, states: States, files: Files) -> None:

@@ -20,7 +20,7 @@ from ..source import ForeignSource
 from ..torchfile import TorchTensor
 from .folder import CheckpointFiles, check_ranks, find, refusal
 from .pieces import MASTER, Elements, MemoryPart, States, Striped, whole
-from .progress import Progress
+from .progress import ProgressRecord
 from .states import StateReader
 from .values import Fields, buffer_names, shapes_of, table_of, tensor_of
 
@@ -51,7 +51,7 @@ class DeepSpeedSource(ForeignSource):
         self._specs: dict[str, ArraySpec] = {}
         states = StateReader(folder, self._model, files).read()
         self._add_arrays(states)
-        progress = Progress(self._model, states, files)
+        progress = ProgressRecord(self._model, states, files)
         parameters = [name.removeprefix("model/") for name in self._specs if name.startswith("model/")]
         record = progress.record(folder.tag, parameters)
         for name, value in progress.client_tensors.items():
@@ -169,7 +169,7 @@ def _degree(value: Any) -> int:
     return value if type(value) is int else 1
 
 
-def _kind(folder: CheckpointFiles, states: States, progress: Progress) -> str:
+def _kind(folder: CheckpointFiles, states: States, progress: ProgressRecord) -> str:
     details = [f"stage {states.stage}", progress.precision]
     if folder.universal:
         details.append("universal")

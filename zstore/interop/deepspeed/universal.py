@@ -55,7 +55,7 @@ _ITEMS, _TENSOR = "$items", "$tensor"
 
 
 @dataclass(frozen=True)
-class Stored:
+class ArchiveStorage:
     """A storage of an archive: its content is array `array` as `dtype`, or `data` as it is."""
 
     array: str = ""
@@ -69,7 +69,7 @@ class Document:
     """A file: the value that torch.load returns, and the storages of the tensors in it, by number."""
 
     value: Any
-    storages: list[Stored]
+    storages: list[ArchiveStorage]
 
 
 class _Tensors:
@@ -78,7 +78,7 @@ class _Tensors:
     def __init__(self, source: ArraySource) -> None:
         self._source = source
         self._made: dict[tuple[str, str], Tensor] = {}
-        self.storages: list[Stored] = []
+        self.storages: list[ArchiveStorage] = []
 
     def of_array(self, name: str, dtype: str | None = None) -> Tensor:
         spec = self._source.array(name).spec
@@ -91,7 +91,7 @@ class _Tensors:
         known = self._made.get((name, dtype))
         if known is None:
             known = self._made[name, dtype] = Tensor(len(self.storages), shape, dtype)
-            self.storages.append(Stored(name, dtype, known.nbytes))
+            self.storages.append(ArchiveStorage(name, dtype, known.nbytes))
         return known
 
 
@@ -199,9 +199,9 @@ class UniversalFolder:
             )
         return next(iter(steps))
 
-    def _stored_step(self) -> Stored:
+    def _stored_step(self) -> ArchiveStorage:
         data = struct.pack("<f", self._step)
-        return Stored(nbytes=len(data), data=data)
+        return ArchiveStorage(nbytes=len(data), data=data)
 
     # -- the optimizer ------------------------------------------------------------------------------------------------
 

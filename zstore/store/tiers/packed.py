@@ -12,7 +12,7 @@ from ...io.shards import IoResources
 from .base import Piece
 from .disk import DiskTier
 from .diskfiles import DiskFile, DiskShard, read_slots, write_slots
-from .packs import Run, runs_of
+from .packs import PackRun, runs_of
 
 _Part = tuple[DiskShard, DiskFile, Piece]
 _Move = Callable[[IoResources, Sequence[_Part], Bytes], None]
@@ -46,11 +46,11 @@ def _submit(
     return res.queue.submit(partial(move, res, parts, memory), priority, nbytes, subject=kind)
 
 
-def _runs(parts: Sequence[_Part]) -> list[Run]:
+def _runs(parts: Sequence[_Part]) -> list[PackRun]:
     places = []
     for shard, file, piece in parts:
         offset = shard.offset(file, piece.span.first_chunk)
-        places.append(Run(path=file.path, offset=offset, first=piece.first, nbytes=piece.nbytes))
+        places.append(PackRun(path=file.path, offset=offset, first=piece.first, nbytes=piece.nbytes))
     return runs_of(places)
 
 

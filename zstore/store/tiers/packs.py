@@ -109,7 +109,7 @@ class Pack:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PackRun:
     """Bytes of one file, from `offset` on, in the same order in memory."""
 
     path: Path
@@ -123,9 +123,9 @@ class Run:
         return memory[self.first : self.first + self.nbytes]
 
 
-def runs_of(places: Iterable[Run]) -> list[Run]:
+def runs_of(places: Iterable[PackRun]) -> list[PackRun]:
     """Return as few runs as cover `places`."""
-    found: list[Run] = []
+    found: list[PackRun] = []
     for place in sorted(places, key=lambda one: (str(one.path), one.offset)):
         last = found[-1] if found else None
         if last and (last.path, last.offset + last.nbytes, last.first + last.nbytes) == (
@@ -133,7 +133,7 @@ def runs_of(places: Iterable[Run]) -> list[Run]:
             place.offset,
             place.first,
         ):
-            found[-1] = Run(path=last.path, offset=last.offset, first=last.first, nbytes=last.nbytes + place.nbytes)
+            found[-1] = PackRun(path=last.path, offset=last.offset, first=last.first, nbytes=last.nbytes + place.nbytes)
         else:
             found.append(place)
     return found
