@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zstore.serve.settings import Settings
 
 _TOKEN_VARIABLE = "ZSTORE_TOKEN"
+_WEBHOOK_SECRET = "ZSTORE_WEBHOOK_SECRET"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,17 @@ class Listening:
     access_log: Annotated[
         Path | None, typer.Option(help="Append a line for each request to this file.", metavar="FILE")
     ] = None
+    webhook: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="URL to POST to when a run fails, stalls, is killed or done, has numbers that are not finite, or cannot save, "
+            f"and when a drive is nearly full; repeat it for more. The variable {_WEBHOOK_SECRET} signs what is sent.",
+            metavar="URL",
+        ),
+    ] = None
+    stalled_after: Annotated[
+        float, typer.Option(help="Seconds without a step after which a run stalls.", min=1.0, metavar="SECONDS")
+    ] = 900.0
     uploads: Annotated[
         bool, typer.Option("--uploads", help="List uploads that are not committed, and end without serving.")
     ] = False
@@ -151,6 +163,9 @@ def serve_command(
         tls_key=listening.tls_key,
         hosts=tuple(listening.allow_host or ()),
         trusted_proxies=tuple(listening.trust_proxy or ()),
+        webhooks=tuple(listening.webhook or ()),
+        webhook_secret=os.environ.get(_WEBHOOK_SECRET) or None,
+        stalled_s=listening.stalled_after,
         storage_options=parse_options(listening.storage_option or ()),
     )
     for root in settings.roots:

@@ -37,6 +37,7 @@ def make_app(settings: Settings) -> Starlette:
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     service: Service = app.state.service
     threading.Thread(target=service.listing.get, name="zstore-list", daemon=True).start()  # so that nobody waits for it
+    service.webhooks.start()
     yield
     await anyio.to_thread.run_sync(service.close)
 

@@ -76,6 +76,8 @@ class RunSummary(_Model):
     """The error of a run that failed."""
     not_finite_step: int | None = None
     """The last step with a loss, a norm or a metric that is NaN or infinite."""
+    failed_save: str | None = None
+    """Step and error of the last save, if it failed."""
     run_id: str | None
     step: int | None
     total_steps: int | None

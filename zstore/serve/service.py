@@ -19,6 +19,7 @@ from .runs import Run
 from .settings import Settings
 from .views.library import Library
 from .views.readers import NUM_HEAVY
+from .webhooks import Webhooks
 
 _MOST_FILES = 32
 """Files of uploads that are read at a time, with about 2 MiB each; others wait with their connections."""
@@ -59,6 +60,13 @@ class Service(Library):
         self.plans = Plans()
         self.jobs = Jobs()
         self.inbox = Inbox(self.runs, self.jobs, keep_last=settings.keep_last, files=settings.files)
+        self.webhooks = Webhooks(
+            settings.webhooks,
+            self.listing.get,
+            self.runs.local_roots(),
+            stalled_s=settings.stalled_s,
+            secret=settings.webhook_secret,
+        )
         self.upload_files = asyncio.Semaphore(_MOST_FILES)
         self.large_bodies = asyncio.Semaphore(1)
         """For JSON of over a megabyte, and the objects that are made of it."""
@@ -70,6 +78,7 @@ class Service(Library):
 
     def close(self) -> None:
         """End all work; blocks."""
+        self.webhooks.close()
         self.jobs.close()
         self.transfers.close()
         super().close()

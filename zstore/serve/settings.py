@@ -58,6 +58,12 @@ class Settings:
     """Addresses of proxies, whose `X-Forwarded-For` says from where a request came; nobody else's does."""
     hosts: tuple[str, ...] = ()
     """Names by which the service is reached, beside the address that it listens on and those of this machine."""
+    webhooks: tuple[str, ...] = ()
+    """URLs that are told what happens to runs. See [Note: webhooks]."""
+    webhook_secret: str | None = field(default=None, repr=False)
+    """Signs what they are told."""
+    stalled_s: float = 900.0
+    """After how long without a line a run that trains counts as stalled."""
     memory_bytes: int = 512 * 1024 * 1024
     """Most that buffers and cached metadata take together; see `zstore.serve.views.readers`."""
     files: Files = field(default_factory=Files, repr=False)
@@ -69,6 +75,8 @@ class Settings:
             raise UsageError("name at least one folder or URL to serve")
         if self.keep_last is not None and self.keep_last < 1:
             raise UsageError(f"keep {self.keep_last} checkpoints: expected at least 1")
+        if odd := [url for url in self.webhooks if not url.startswith(("http://", "https://"))]:
+            raise UsageError(f"expected a webhook's URL to begin with http:// or https://, got {odd[0]!r}")
         if (self.tls_key is None) != (self.tls_certificate is None):
             raise UsageError("TLS takes two files: give --tls-certificate and --tls-key, or neither")
         if self.token is not None and not (

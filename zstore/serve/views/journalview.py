@@ -245,6 +245,12 @@ class JournalView:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
+    def failed_save(self) -> str | None:
+        """Step and error of the last save, if it failed."""
+        _, save = next(reversed(self.saves.values()), (0, None))
+        return f"step {save.step}: {save.problem}" if save is not None and save.state == "failed" else None
+
+    @property
     def state(self) -> State:
         """The state of the run."""
         session = self.sessions[-1] if self.sessions else None

@@ -47,6 +47,7 @@ class RunSummaries:
             state=journal.state,
             error=journal.error,
             not_finite_step=journal.not_finite[-1].step if journal.not_finite else None,
+            failed_save=journal.failed_save,
             run_id=journal.sessions[-1].run_id if journal.sessions else None,
             step=journal.step,
             total_steps=journal.total_steps,
