@@ -50,9 +50,11 @@ class ServiceInfo(_Model):
     allows_actions: bool
     """Whether the service takes uploads and actions at all."""
     authorized: bool
-    """Whether this request showed the token."""
+    """Whether this request showed a token or a link."""
+    role: Literal["read", "write", "act"] | None = None
+    """Role of that token; of a link, read."""
     needs_token: bool = False
-    """Whether reading needs the token, and this request did not show it."""
+    """Whether reading needs a token, and this request did not show it."""
 
 
 class Newest(_Model):
