@@ -29,7 +29,7 @@ from zstore.serve.tokens import (
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 app = typer.Typer(
-    help="Add, list and remove the tokens of a service, and make links to a run; a service that runs with --tokens FILE goes by "
+    help="Add, list and remove tokens of a service, and make links to a run; a service that runs with --tokens FILE goes by "
     "them at once.",
     add_completion=False,
     no_args_is_help=True,
