@@ -190,7 +190,7 @@ class Permissions:
         if not self._wrong.may_try(source):
             raise HTTPException(429, "too many wrong tokens from this address: wait a second", {"Retry-After": "1"})
         if self._wrong.count(source, shown):
-            record(what="refused token", token=name, address=address)
+            record(what="refused token", token=name, address=address, outcome="refused")
 
 
 def _ended(token: Token) -> bool:
