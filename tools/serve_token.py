@@ -14,17 +14,7 @@ import typer
 
 from zstore.errors import UsageError
 from zstore.serve.audit import append_to, record
-from zstore.serve.tokens import (
-    ROLES,
-    Link,
-    Role,
-    Token,
-    TokenFile,
-    digest_of,
-    edit_tokens,
-    read_tokens,
-    sign,
-)
+from zstore.serve.tokens import Link, Role, Token, TokenFile, digest_of, edit_tokens, read_tokens, sign
 
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -46,35 +36,15 @@ def _parse_seconds(text: str | int) -> int:
     return int(found[1]) * _UNITS_S[found[2]]
 
 
-def _parse_role(text: str) -> Role:
-    for role in ROLES:
-        if role == text:
-            return role
-    raise typer.BadParameter(f"expected {', '.join(ROLES)}, got {text!r}")
-
-
 FileOption = Annotated[Path, typer.Option("--file", help="The file of tokens.", metavar="FILE")]
-AuditOption = Annotated[
-    Path | None, typer.Option("--audit", help="Append a line for this to the audit log.", metavar="FILE")
-]
-
-
-def _note(audit: Path | None, what: str, *, token: str = "", run: str = "", path: str = "") -> None:
-    if audit is not None:
-        append_to(audit)
-        record(what=what, token=token, run=run, path=path)
 
 
 @app.command("add")
 def _add(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Whose it is, for lists and the audit log.")],
     role: Annotated[
-        str,
-        typer.Option(
-            help="read; write, which may upload too; or act, which may also save, stop, verify and prune.",
-            metavar="ROLE",
-            parser=_parse_role,
-        ),
+        Role,
+        typer.Option(help="write may upload too, and act may also save, stop, verify and prune.", show_choices=True),
     ],
     file: FileOption,
     runs: Annotated[
@@ -86,7 +56,6 @@ def _add(
             help="How long it is valid, as 12h or 30d; without it, always.", metavar="TIME", parser=_parse_seconds
         ),
     ] = None,
-    audit: AuditOption = None,
 ) -> None:
     """Print a new token, once: the file has its hash alone."""
     shown, now = secrets.token_urlsafe(32), int(time.time())
@@ -95,14 +64,8 @@ def _add(
         raise UsageError(
             f"expected a name of up to 64 letters, digits and `_.@-`, and runs like 'gpt-*,bert', got {name!r} and {runs!r}"
         )
-    token = Token(
-        name=name,
-        role=_parse_role(role),
-        runs=patterns,
-        created=now,
-        expires=None if expires is None else now + expires,
-        sha256=digest_of(shown.encode()),
-    )
+    ends, sha256 = None if expires is None else now + expires, digest_of(shown.encode())
+    token = Token(name=name, role=role, runs=patterns, created=now, expires=ends, sha256=sha256)
 
     def add(content: TokenFile) -> TokenFile:
         if any(one.name == name for one in content.tokens):
@@ -110,7 +73,6 @@ def _add(
         return content.model_copy(update={"tokens": (*content.tokens, token)})
 
     edit_tokens(file, add)
-    _note(audit, "token added", token=name)
     print(shown)
 
 
@@ -118,21 +80,15 @@ def _add(
 def _list(file: FileOption) -> None:
     """Print name, role, runs and end of each token."""
     for token in read_tokens(file).tokens:
-        print(f"{token.name}  {token.role}  {','.join(token.runs)}  {_end(token)}")
-
-
-def _end(token: Token) -> str:
-    if token.expires is None:
-        return "does not expire"
-    at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(token.expires))
-    return f"{'expired' if token.expires <= time.time() else 'until'} {at}"
+        at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(token.expires or 0))
+        end = f"{'expired' if token.has_expired else 'until'} {at}" if token.expires else "does not expire"
+        print(f"{token.name}  {token.role}  {','.join(token.runs)}  {end}")
 
 
 @app.command("remove")
 def _remove(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the token.")],
     file: FileOption,
-    audit: AuditOption = None,
 ) -> None:
     """Remove a token, and end all sessions that began with it."""
 
@@ -144,7 +100,6 @@ def _remove(
         return content.model_copy(update={"tokens": kept})
 
     edit_tokens(file, remove)
-    _note(audit, "token removed", token=name)
 
 
 @app.command("share")
@@ -164,7 +119,7 @@ def _share(
             help="How long it is valid, as 12h or 30d.", metavar="TIME", parser=_parse_seconds, show_default="7d"
         ),
     ] = 7 * 86400,
-    audit: AuditOption = None,
+    audit: Annotated[Path | None, typer.Option(help="Append a line for it to this file.", metavar="FILE")] = None,
 ) -> None:
     """Print the path of a link that lets whoever has it read a run."""
     if weights and "/" not in weights.strip("/"):
@@ -176,14 +131,15 @@ def _share(
     link = Link(run=run, weights=weights.strip("/"), expires=int(time.time()) + expires)
     text = sign(edit_tokens(file, with_key).link_key, link)
     path = f"/weights/{quote(run, safe='')}/{quote(link.weights)}" if weights else f"/run/{quote(run, safe='')}"
-    _note(audit, "link made", run=run, path=path)
+    if audit is not None:
+        append_to(audit)
+        record(what="link made", run=run, path=path)
     print(f"{path}?share={text}")
 
 
 @app.command("unshare")
-def _unshare(file: FileOption, audit: AuditOption = None) -> None:
+def _unshare(file: FileOption) -> None:
     """End all links: the key that they are signed with is removed."""
     read_tokens(file)
     edit_tokens(file, lambda content: content.model_copy(update={"link_key": ""}))
-    _note(audit, "links ended")
     print("all links have ended", file=sys.stderr)

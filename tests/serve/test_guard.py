@@ -27,11 +27,11 @@ from tests.serve.raw import Answer, ask, connect, read_all
 from zstore.errors import UsageError
 from zstore.serve import auth
 from zstore.serve.app import make_app
-from zstore.serve.auth import ANYBODY, Grant, Permissions, require_role
+from zstore.serve.auth import ANYBODY, Permissions, require_role
 from zstore.serve.guard.guard import HEADERS, MOST_BODY_BYTES
 from zstore.serve.server import make_server, serving
 from zstore.serve.settings import Root, Settings
-from zstore.serve.tokens import ROLES
+from zstore.serve.tokens import Role, Token
 
 TOKEN = "correct-horse-battery-staple"
 BEARER = f"Authorization: Bearer {TOKEN}"
@@ -197,10 +197,10 @@ def test_a_session_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     access = Permissions(Settings(roots=(Root.parse("x"),), token=TOKEN))
     now = [1000.0]
     monkeypatch.setattr(auth.time, "monotonic", lambda: now[0])
-    grant = access.of_token(TOKEN.encode(), "10.0.0.1")
-    assert grant is not None
-    value = access.begin_session(grant)
-    assert access.of_cookie(value) == grant
+    token = access.of_token(TOKEN.encode(), "10.0.0.1")
+    assert token is not None
+    value = access.begin_session(token)
+    assert access.of_cookie(value) == token
     now[0] += auth.SESSION_S
     assert access.of_cookie(value) is None
 
@@ -320,19 +320,20 @@ def test_pages_of_other_sites_reach_nothing(base: str, headers: list[str], reads
 
 
 def test_actions_are_refused_without_the_token_and_where_none_are_allowed(folder: Path) -> None:
-    def status(grant: Grant | None, **options: Any) -> int:
+    def status(shown: Token | None, **options: Any) -> int:
         app = make_app(Settings(roots=(Root.parse(str(folder)),), **options))
-        request = Request({"type": "http", "app": app, "headers": [], "state": {"grant": grant}})
+        request = Request({"type": "http", "app": app, "headers": [], "state": {"token": shown}})
         try:
-            require_role(request, "act")
+            require_role(request, Role.ACT)
         except auth.HTTPException as error:
             return error.status_code
         return 200
 
+    tokens = [Token(name="x", role=role, created=0, sha256="1" * 64) for role in Role]
     assert status(ANYBODY) == 403
-    assert status(Grant(role="act"), token=TOKEN) == 403
+    assert status(tokens[-1], token=TOKEN) == 403
     assert status(None, token=TOKEN, allow_actions=True) == 401
-    statuses = [status(Grant(name="x", role=role), token=TOKEN, allow_actions=True) for role in ROLES]
+    statuses = [status(one, token=TOKEN, allow_actions=True) for one in tokens]
     assert statuses == [403, 403, 200]
 
 

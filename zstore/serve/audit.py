@@ -18,20 +18,9 @@ def append_to(file: Path, log: logging.Logger = _log) -> None:
     log.propagate = False
 
 
-def record(
-    *, what: str, token: str = "", address: str = "", run: str = "", path: str = "", outcome: str | int = "ok"
-) -> None:
-    """Write a line: what was done to which run, at which path, with the token of that name, from which address; the outcome is
-    the status of the answer to a request."""
+def record(**fields: str | int) -> None:
+    """Write a line: `what` was done to which `run`, at which `path`, with the `token` of that name, from which `address`; its
+    `outcome` is the status of the answer to a request."""
     if _log.isEnabledFor(logging.INFO):
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        fields = {
-            "at": at,
-            "what": what,
-            "token": token,
-            "address": address,
-            "run": run,
-            "path": path,
-            "outcome": outcome,
-        }
-        _log.info(json.dumps(fields))
+        _log.info(json.dumps({"at": at, "what": "", "token": "", "address": "", "run": "", "path": "", "outcome": "ok"} | fields))

@@ -10,16 +10,12 @@ is too long to be guessed (`zstore.serve.settings`), and others may have the sam
 
 from __future__ import annotations
 
-import fnmatch
-import glob
 import hashlib
 import hmac
 import ipaddress
-import math
 import secrets
 import threading
 import time
-from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -28,7 +24,7 @@ from starlette.responses import Response
 from .audit import record
 from .cache import Cache
 from .settings import Settings
-from .tokens import ROLES, Link, Role, Token, Tokens, digest_of, read_link
+from .tokens import Role, Token, Tokens, digest_of, read_link
 
 SESSION_S = 7 * 24 * 3600.0
 """How long a browser stays signed in."""
@@ -71,29 +67,8 @@ class WrongTokens:
         return min(float(_TRIES), left + (time.monotonic() - at) * _TRIES_PER_S)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Grant:
-    """What a request may do, because of the token or the link that it showed."""
-
-    name: str = ""
-    role: Role = "read"
-    runs: tuple[str, ...] = ("*",)
-    sha256: str = ""
-    """Of the token."""
-    link: str = ""
-    """The link's parameter."""
-
-    def sees(self, run: str) -> bool:
-        """Return whether the run of that name is there for it."""
-        return any(fnmatch.fnmatchcase(run, pattern) for pattern in self.runs)
-
-    def may(self, role: Role) -> bool:
-        """Return whether it may do what needs `role`."""
-        return ROLES.index(self.role) >= ROLES.index(role)
-
-
-ANYBODY = Grant()
-"""Of all requests to a service without tokens."""
+ANYBODY = Token(name="anybody", role=Role.READ, created=0, sha256="0" * 64)
+"""Stands for a token in requests to a service that has none."""
 
 
 class Permissions:
@@ -104,78 +79,72 @@ class Permissions:
         self._own: tuple[Token, ...] = ()
         if settings.token is not None:
             sha256 = digest_of(settings.token.encode())
-            self._own = (Token(name=OWN_NAME, role="act", created=0, sha256=sha256),)
+            self._own = (Token(name=OWN_NAME, role=Role.ACT, created=0, sha256=sha256),)
         self.has_token = settings.needs_token
         """Whether the service has tokens at all."""
-        self._sessions: Cache[bytes, tuple[float, Grant]] = Cache(_MOST_SESSIONS)
-        """Digest of a cookie's value -> when it ends, and what was granted then."""
+        self._sessions: Cache[bytes, tuple[float, Token]] = Cache(_MOST_SESSIONS)
+        """Digest of a cookie's value -> when it ends, and its token."""
         self._wrong = WrongTokens()
 
-    def of_token(self, shown: bytes, address: str) -> Grant | None:
-        """Return what a token may do, None if it is not one. Raises HTTPException (429) after many wrong ones."""
+    def of_token(self, shown: bytes, address: str) -> Token | None:
+        """Return the token that was shown, None if it is not valid. Raises HTTPException (429) after many wrong ones."""
         token = self._find(digest_of(shown))
-        if token is not None and not _ended(token):
-            return _grant_of(token)
-        self._refuse(shown, address, "" if token is None else token.name)
-        return None
+        if token is None or token.has_expired:
+            self._refuse(shown, address, "" if token is None else token.name)
+            return None
+        return token
 
-    def current(self, grant: Grant) -> Grant | None:
-        """Return what a grant is worth now: None if its token was removed, or it or its link has ended."""
-        if grant.link:
-            link = self._link(grant.link)
-            return None if link is None else _grant_of_link(link, grant.link)
-        if not grant.sha256:
-            return grant
-        token = self._find(grant.sha256)
-        return None if token is None or _ended(token) else _grant_of(token)
+    def current(self, token: Token) -> Token | None:
+        """Return a token as it is now; None if it was removed or has expired, or if it is a link and their key was removed."""
+        if token is ANYBODY:
+            return token
+        key = self._tokens.now().link_key
+        is_link = key != "" and token.sha256 == digest_of(key.encode())
+        found = token if is_link else self._find(token.sha256)
+        return None if found is None or found.has_expired else found
 
-    def begin_session(self, grant: Grant) -> str:
+    def begin_session(self, token: Token) -> str:
         """Return the value of a new session's cookie."""
         value = secrets.token_urlsafe(32)
-        self._sessions.put(_digest(value), (time.monotonic() + SESSION_S, grant))
+        self._sessions.put(_digest(value), (time.monotonic() + SESSION_S, token))
         return value
 
-    def of_cookie(self, value: str) -> Grant | None:
-        """Return what a cookie's value lets its browser do, None if its session or link has ended."""
-        ends_s, grant = self._sessions.get(_digest(value)) or (math.inf, Grant(link=value))
-        return self.current(grant) if ends_s > time.monotonic() else None
+    def of_cookie(self, value: str) -> Token | None:
+        """Return the token that a browser's session began with, or its link; None if that is not valid any more."""
+        if "." in value:
+            return read_link(self._tokens.now().link_key, value)
+        ends_s, token = self._sessions.get(_digest(value)) or (0.0, ANYBODY)
+        return self.current(token) if ends_s > time.monotonic() else None
 
     def end_session(self, value: str) -> None:
         """End a session."""
         self._sessions.remove(_digest(value))
 
-    def of_request(self, request: Request) -> Grant | None:
+    def of_request(self, request: Request) -> Token | None:
         """Return what a request may do, by its token, its cookie or its link; None: nothing.
 
-        A link's parameter is taken out of the query, and noted in the state if it grants more than the browser's cookie does.
+        A link's parameter is taken out of the query, and noted in the state if it gives more than the browser's cookie does.
         Raises HTTPException: 429, and 401 for a link that has ended.
         """
         shown_link = _take_link(request)
         if not self.has_token:
             return ANYBODY
         scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-        grant = None
+        token = None
         if scheme.lower() == "bearer":
-            grant = self.of_token(shown.strip().encode("latin-1"), address_of(request))
+            token = self.of_token(shown.strip().encode("latin-1"), address_of(request))
         elif (value := cookie_of(request)) is not None:
-            grant = self.of_cookie(value)
+            token = self.of_cookie(value)
         if not shown_link:
-            return grant
-        link = self._link(shown_link, request.scope["path"])
-        if link is not None and (grant is None or not grant.sees(link.run)):
+            return token
+        linked = read_link(self._tokens.now().link_key, shown_link, request.scope["path"])
+        if linked is not None and (token is None or not token.sees(linked.runs[0])):
             request.scope["state"]["link"] = shown_link
-            return _grant_of_link(link, shown_link)
-        if grant is None:
+            return linked
+        if token is None:
             self._refuse(shown_link.encode(), address_of(request), "link")
             raise HTTPException(401, "this link has ended, or is for something else: ask whoever sent it for another")
-        return grant
-
-    def _link(self, text: str, path: str = "") -> Link | None:
-        """Return the link of a text, None if it has ended, or if it is for a file other than that at `path`."""
-        link = read_link(self._tokens.now().link_key, text)
-        if link is not None and link.weights and path != f"/weights/{link.run}/{link.weights}":
-            return None
-        return link
+        return token
 
     def _find(self, sha256: str) -> Token | None:
         found = None
@@ -191,18 +160,6 @@ class Permissions:
             raise HTTPException(429, "too many wrong tokens from this address: wait a second", {"Retry-After": "1"})
         if self._wrong.count(source, shown):
             record(what="refused token", token=name, address=address, outcome="refused")
-
-
-def _ended(token: Token) -> bool:
-    return token.expires is not None and token.expires <= time.time()
-
-
-def _grant_of(token: Token) -> Grant:
-    return Grant(name=token.name, role=token.role, runs=token.runs, sha256=token.sha256)
-
-
-def _grant_of_link(link: Link, text: str) -> Grant:
-    return Grant(name="link", runs=(glob.escape(link.run),), link=text)
 
 
 def _take_link(request: Request) -> str:
@@ -248,23 +205,18 @@ def set_cookie(request: Request, answer: Response, value: str) -> None:
     answer.set_cookie(name, value, max_age=seconds, secure=secure, httponly=True, samesite="strict")
 
 
-def grant_of(request: Request) -> Grant | None:
+def token_of(request: Request) -> Token | None:
     """Return what a request may do, None if it showed nothing that is valid."""
-    grant: Grant | None = request.scope.get("state", {}).get("grant")
-    return grant
+    token: Token | None = request.scope.get("state", {}).get("token")
+    return token
 
 
-def is_authorized(request: Request) -> bool:
-    """Return whether a request showed a token or a link."""
-    return grant_of(request) not in (None, ANYBODY)
-
-
-def require_token(request: Request) -> Grant:
+def require_token(request: Request) -> Token:
     """Return what a request may do. Raises HTTPException (401) if that is nothing."""
-    grant = grant_of(request)
-    if grant is None:
+    token = token_of(request)
+    if token is None:
         raise HTTPException(401, "this needs a token: send `Authorization: Bearer TOKEN`, or sign in", _CHALLENGE)
-    return grant
+    return token
 
 
 def require_role(request: Request, role: Role) -> None:
@@ -273,6 +225,6 @@ def require_role(request: Request, role: Role) -> None:
     settings: Settings = request.app.state.service.settings
     if not settings.allow_actions:
         raise HTTPException(403, "this service takes no actions: start it with --allow-actions")
-    grant = require_token(request)
-    if not grant.may(role):
-        raise HTTPException(403, f"this needs a token with the role {role}: the role of {grant.name!r} is {grant.role}")
+    token = require_token(request)
+    if not token.may(role):
+        raise HTTPException(403, f"this needs a token with the role {role}: the role of {token.name!r} is {token.role}")

@@ -14,6 +14,8 @@ stored for a link, so it ends by its time, or with the key and all other links.
 from __future__ import annotations
 
 import base64
+import fnmatch
+import glob
 import hashlib
 import hmac
 import logging
@@ -21,8 +23,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -32,14 +35,19 @@ from ..io.files import Files
 
 _log = logging.getLogger("zstore.serve")
 
-Role = Literal["read", "write", "act"]
-"""write: also uploads; act: also the page's actions."""
-ROLES: tuple[Role, ...] = get_args(Role)
-"""Each may do all that those before it may."""
+
+class Role(StrEnum):
+    """What a token is for: each role may do all that those before it may."""
+
+    READ = "read"
+    WRITE = "write"
+    """Uploads."""
+    ACT = "act"
+    """What the page's buttons do."""
 
 
 class Token(BaseModel):
-    """A token as the file has it. Times are seconds since 1970."""
+    """A token as the file has it, and so what a request may do. Times are seconds since 1970."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,6 +58,19 @@ class Token(BaseModel):
     created: int
     expires: int | None = None
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether it is valid no more."""
+        return self.expires is not None and self.expires <= time.time()
+
+    def sees(self, run: str) -> bool:
+        """Return whether the run of that name is there for it."""
+        return any(fnmatch.fnmatchcase(run, pattern) for pattern in self.runs)
+
+    def may(self, role: Role) -> bool:
+        """Return whether it may do what needs `role`."""
+        return list(Role).index(self.role) >= list(Role).index(role)
 
 
 class TokenFile(BaseModel):
@@ -86,13 +107,18 @@ def sign(key: str, link: Link) -> str:
     return f"{payload}.{_mac(key, payload)}"
 
 
-def read_link(key: str, text: str) -> Link | None:
-    """Return the link of a text that `sign` returned; None for any other text, and once the link has ended."""
+def read_link(key: str, text: str, path: str = "") -> Token | None:
+    """Return what a link that `sign` made gives at the URL's `path`, as a token whose hash is that of the key; None for any
+    other text, once the link has ended, and for one to a file of weights if the path is another."""
     payload, _, mac = text.partition(".")
     if not key or not hmac.compare_digest(_mac(key, payload).encode(), mac.encode()):
         return None
     link = Link.model_validate_json(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
-    return link if link.expires > time.time() else None
+    if link.weights and path != f"/weights/{link.run}/{link.weights}":
+        return None
+    runs, sha256 = (glob.escape(link.run),), digest_of(key.encode())
+    token = Token(name="link", role=Role.READ, runs=runs, created=0, expires=link.expires, sha256=sha256)
+    return None if token.has_expired else token
 
 
 def _mac(key: str, payload: str) -> str:

@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..audit import record
-from ..auth import address_of, grant_of, require_token
+from ..auth import address_of, require_token, token_of
 from ..replies import problem
 from ..service import Service, Streams
 from ..settings import Settings
@@ -105,23 +105,18 @@ class Guard:
         check_origin(request)
         check_body(request)
         state = request.scope.setdefault("state", {})
-        state["grant"] = self._service.access.of_request(request)
+        state["token"] = self._service.access.of_request(request)
         if not _OPEN.fullmatch(request.scope["path"]):
             require_token(request)
 
 
 def _audit(request: Request, status: int) -> None:
     """Note a request in the audit log if its route has said what it does."""
-    state, grant = request.scope.get("state", {}), grant_of(request)
+    state, token = request.scope.get("state", {}), token_of(request)
     if "audit" in state:
-        record(
-            what=state["audit"],
-            token="" if grant is None else grant.name,
-            address=address_of(request),
-            run=request.path_params.get("run") or state.get("run", ""),
-            path=request.scope["path"],
-            outcome=status,
-        )
+        run = request.path_params.get("run") or state.get("run", "")
+        name, path = "" if token is None else token.name, request.scope["path"]
+        record(what=state["audit"], token=name, address=address_of(request), run=run, path=path, outcome=status)
 
 
 class _Answer:

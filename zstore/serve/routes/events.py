@@ -36,8 +36,8 @@ async def _stream(request: Request, broadcast: Broadcast, seen: Cursor | None) -
         now = await broadcast.now()
         # Jobs belong to this process: a listener that comes back gets all that are kept.
         cursor = first_cursor(now) if seen is None else replace(seen, jobs=0)
-        access, grant = service_of(request).access, require_token(request)
-        while access.current(grant) == grant:
+        access, token = service_of(request).access, require_token(request)
+        while access.current(token) == token:
             news = await broadcast.news(cursor)
             cursor = news.cursor
             for name, data in news.events:

@@ -21,6 +21,7 @@ from ...errors import UsageError, ZstoreError
 from ..auth import require_role
 from ..replies import reply
 from ..service import run_of, service_of
+from ..tokens import Role
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -90,7 +91,7 @@ class Description:
         if self.audit:
             request.scope["state"]["audit"] = self.audit
         if self.access in ("write", "act"):
-            require_role(request, self.access)
+            require_role(request, Role(self.access))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from ..auth import grant_of, set_cookie
+from ..auth import set_cookie, token_of
 from ..replies import problem
 from ..service import run_of
 
@@ -92,7 +92,7 @@ async def _answer(request: Request) -> Response:
 
 async def _redirect(request: Request) -> Response:
     """Redirect from the address of a run to its page; clients that may not read learn nothing about the run."""
-    if grant_of(request) is not None:
+    if token_of(request) is not None:
         await run_in_threadpool(run_of, request)
     name = quote(request.path_params["run"], safe="")
     return RedirectResponse(f"/run/{name}", 307, headers={"Cache-Control": "no-store"})

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..._version import __version__
-from ..auth import grant_of, is_authorized, require_token
+from ..auth import ANYBODY, require_token, token_of
 from ..models import (
     ArrayList,
     ArrayStatistics,
@@ -38,15 +38,15 @@ CHECKPOINT = _RUN + _CHECKPOINT
 
 
 async def _info(request: Request, values: Values) -> Response:
-    settings, grant = service_of(request).settings, grant_of(request)
-    authorized = is_authorized(request)
+    settings, token = service_of(request).settings, token_of(request)
+    authorized = token not in (None, ANYBODY)
     return reply(
         ServiceInfo(
             version=__version__,
             allows_actions=settings.allow_actions,
             authorized=authorized,
-            role=grant.role if grant is not None and authorized else None,
-            needs_token=grant is None,
+            role=token.role if token is not None and authorized else None,
+            needs_token=token is None,
         )
     )
 

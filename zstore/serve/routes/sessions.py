@@ -29,12 +29,12 @@ async def _begin(request: Request) -> Response:
         raise UsageError('expected the JSON object {"token": "..."}') from None
     if not access.has_token:
         raise HTTPException(403, "this service has no token: reading needs none, and nothing can act")
-    grant = await run_in_threadpool(access.of_token, shown.encode("utf-8", "replace"), address_of(request))
-    if grant is None:
+    token = await run_in_threadpool(access.of_token, shown.encode("utf-8", "replace"), address_of(request))
+    if token is None:
         raise HTTPException(401, "this is no token of the service, or it has expired")
-    request.scope["state"] |= {"grant": grant, "audit": "sign-in"}
+    request.scope["state"] |= {"token": token, "audit": "sign-in"}
     answer = Response(status_code=204, headers={"Cache-Control": "no-store"})
-    set_cookie(request, answer, access.begin_session(grant))
+    set_cookie(request, answer, access.begin_session(token))
     return answer
 
 
