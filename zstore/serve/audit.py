@@ -23,4 +23,5 @@ def record(**fields: str | int) -> None:
     `outcome` is the status of the answer to a request."""
     if _log.isEnabledFor(logging.INFO):
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        _log.info(json.dumps({"at": at, "what": "", "token": "", "address": "", "run": "", "path": "", "outcome": "ok"} | fields))
+        unknown = dict.fromkeys(("what", "token", "address", "run", "path"), "")
+        _log.info(json.dumps({"at": at, **unknown, "outcome": "ok", **fields}))
