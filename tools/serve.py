@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import logging.handlers
 import os
 import stat
 import sys
@@ -25,6 +24,9 @@ if TYPE_CHECKING:
 
 _TOKEN_VARIABLE = "ZSTORE_TOKEN"
 _WEBHOOK_SECRET = "ZSTORE_WEBHOOK_SECRET"
+EPILOG = (
+    "Tokens of a file are made by `zstore serve token`, and so are links to a run: see `zstore serve token --help`."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,13 @@ class Listening:
     token_file: Annotated[
         Path | None,
         typer.Option(help=f"File with the token; without it the variable {_TOKEN_VARIABLE}.", metavar="FILE"),
+    ] = None
+    tokens: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of tokens with names, roles and runs, which `zstore serve token` edits while the service runs.",
+            metavar="FILE",
+        ),
     ] = None
     allow_actions: Annotated[
         bool,
@@ -84,6 +93,13 @@ class Listening:
     stalled_after: Annotated[
         float, typer.Option(help="Seconds without a step after which a run stalls.", min=1.0, metavar="SECONDS")
     ] = 900.0
+    audit: Annotated[
+        Path | None,
+        typer.Option(
+            help="Append a line of JSON to this file for each upload, action, sign-in and refused token.",
+            metavar="FILE",
+        ),
+    ] = None
     uploads: Annotated[
         bool, typer.Option("--uploads", help="List uploads that are not committed, and end without serving.")
     ] = False
@@ -146,6 +162,7 @@ def serve_command(
 ) -> int:
     """Serve the runs in `places` until a signal ends it."""
     try:
+        from zstore.serve.audit import append_to
         from zstore.serve.server import run
         from zstore.serve.settings import Root, Settings
     except ImportError as error:
@@ -157,6 +174,7 @@ def serve_command(
         host=listening.host,
         port=listening.port,
         token=listening.token,
+        tokens=listening.tokens,
         allow_actions=listening.allow_actions,
         keep_last=listening.keep_last,
         tls_certificate=listening.tls_certificate,
@@ -174,9 +192,8 @@ def serve_command(
     if listening.uploads or listening.remove_upload:
         return _list_uploads(settings, listening.remove_upload or ())
     if listening.access_log is not None:
-        log = logging.getLogger("zstore.serve.access")
-        log.addHandler(logging.handlers.WatchedFileHandler(listening.access_log))  # follows a file that was rotated
-        log.setLevel(logging.INFO)
-        log.propagate = False
+        append_to(listening.access_log, logging.getLogger("zstore.serve.access"))
+    if listening.audit is not None:
+        append_to(listening.audit)
     run(settings, lambda url: print(f"serving on {url}", file=sys.stderr, flush=True))
     return 0

@@ -435,4 +435,4 @@ def test_sessions_and_uploads_are_as_described(copy: Path) -> None:
         stranger = Client(client.base, token=None, document=client.document)
         assert stranger.raw("POST", "/api/session", body).status == 204
         assert "204" in session["post"]["responses"]
-        assert "not the token" in stranger.post("/api/session", {"token": "x"}, 401)["error"]
+        assert "no token" in stranger.post("/api/session", {"token": "x"}, 401)["error"]

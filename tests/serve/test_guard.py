@@ -27,10 +27,11 @@ from tests.serve.raw import Answer, ask, connect, read_all
 from zstore.errors import UsageError
 from zstore.serve import auth
 from zstore.serve.app import make_app
-from zstore.serve.auth import Permissions, require_action
+from zstore.serve.auth import ANYBODY, Permissions, require_role
 from zstore.serve.guard.guard import HEADERS, MOST_BODY_BYTES
 from zstore.serve.server import make_server, serving
 from zstore.serve.settings import Root, Settings
+from zstore.serve.tokens import Role, Token
 
 TOKEN = "correct-horse-battery-staple"
 BEARER = f"Authorization: Bearer {TOKEN}"
@@ -167,9 +168,9 @@ def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
     plain = hmac.compare_digest
     monkeypatch.setattr(auth.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or plain(a, b))
     access = Permissions(Settings(roots=(Root.parse("x"),), token=TOKEN))
-    assert access.is_token(TOKEN.encode(), "10.0.0.1")
-    assert not access.is_token(b"", "10.0.0.1")
-    assert not access.is_token(TOKEN.encode() + b"x", "10.0.0.1")
+    assert access.of_token(TOKEN.encode(), "10.0.0.1")
+    assert not access.of_token(b"", "10.0.0.1")
+    assert not access.of_token(TOKEN.encode() + b"x", "10.0.0.1")
     assert [(len(a), len(b)) for a, b in compared] == [(32, 32)] * 3  # digests, whatever the length of the token
 
 
@@ -178,28 +179,30 @@ def test_wrong_tokens_are_limited_by_address_and_old_ones_are_not_counted(monkey
     now = [1000.0]
     monkeypatch.setattr(auth.time, "monotonic", lambda: now[0])
     for _ in range(100):
-        assert not access.is_token(b"old", "10.0.0.1")
+        assert not access.of_token(b"old", "10.0.0.1")
     for number in range(19):
-        assert not access.is_token(f"guess {number}".encode(), "10.0.0.1")
+        assert not access.of_token(f"guess {number}".encode(), "10.0.0.1")
     with pytest.raises(auth.HTTPException) as refused:
-        access.is_token(b"another guess", "10.0.0.1")
+        access.of_token(b"another guess", "10.0.0.1")
     assert refused.value.status_code == 429
-    assert not access.is_token(b"another guess", "10.0.0.2")
-    assert access.is_token(TOKEN.encode(), "10.0.0.1")
+    assert not access.of_token(b"another guess", "10.0.0.2")
+    assert access.of_token(TOKEN.encode(), "10.0.0.1")
     for number in range(20):
-        access.is_token(f"guess {number}".encode(), f"2001:db8::{number}")
+        access.of_token(f"guess {number}".encode(), f"2001:db8::{number}")
     with pytest.raises(auth.HTTPException):
-        access.is_token(b"another guess", "2001:db8::ffff")
+        access.of_token(b"another guess", "2001:db8::ffff")
 
 
 def test_a_session_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     access = Permissions(Settings(roots=(Root.parse("x"),), token=TOKEN))
     now = [1000.0]
     monkeypatch.setattr(auth.time, "monotonic", lambda: now[0])
-    value = access.begin_session()
-    assert access.is_session(value)
+    token = access.of_token(TOKEN.encode(), "10.0.0.1")
+    assert token is not None
+    value = access.begin_session(token)
+    assert access.of_cookie(value) == token
     now[0] += auth.SESSION_S
-    assert not access.is_session(value)
+    assert access.of_cookie(value) is None
 
 
 def test_the_token_is_in_no_log_and_no_answer(
@@ -317,19 +320,21 @@ def test_pages_of_other_sites_reach_nothing(base: str, headers: list[str], reads
 
 
 def test_actions_are_refused_without_the_token_and_where_none_are_allowed(folder: Path) -> None:
-    def status(authorized: bool, **options: Any) -> int:
+    def status(shown: Token | None, **options: Any) -> int:
         app = make_app(Settings(roots=(Root.parse(str(folder)),), **options))
-        request = Request({"type": "http", "app": app, "headers": [], "state": {"authorized": authorized}})
+        request = Request({"type": "http", "app": app, "headers": [], "state": {"token": shown}})
         try:
-            require_action(request)
+            require_role(request, Role.ACT)
         except auth.HTTPException as error:
             return error.status_code
         return 200
 
-    assert status(False) == 403
-    assert status(True, token=TOKEN) == 403
-    assert status(False, token=TOKEN, allow_actions=True) == 401
-    assert status(True, token=TOKEN, allow_actions=True) == 200
+    tokens = [Token(name="x", role=role, created=0, sha256="1" * 64) for role in Role]
+    assert status(ANYBODY) == 403
+    assert status(tokens[-1], token=TOKEN) == 403
+    assert status(None, token=TOKEN, allow_actions=True) == 401
+    statuses = [status(one, token=TOKEN, allow_actions=True) for one in tokens]
+    assert statuses == [403, 403, 200]
 
 
 @pytest.mark.parametrize("token", ["", "two words", "new\nline", "zażółć", " x"])

@@ -146,16 +146,16 @@ class Jobs(Closing):
         self._workers.submit(carry_out)
         return running.now
 
-    def all(self) -> JobList:
-        """Return the kept jobs, the oldest first."""
+    def all(self, sees: Callable[[str], bool] = lambda _: True) -> JobList:
+        """Return the kept jobs of the runs whose names `sees` accepts, the oldest first."""
         with self.lock:
-            return JobList(jobs=[one.now for one in self._kept.values()])
+            return JobList(jobs=[one.now for one in self._kept.values() if sees(one.now.run)])
 
-    def get(self, job_id: str) -> Job:
-        """Return a job. Raises CheckpointNotFoundError if none of that id is kept."""
+    def get(self, job_id: str, sees: Callable[[str], bool] = lambda _: True) -> Job:
+        """Return a job of such a run. Raises CheckpointNotFoundError if none of that id is kept."""
         with self.lock:
             found = self._kept.get(job_id)
-        if found is None:
+        if found is None or not sees(found.now.run):
             raise CheckpointNotFoundError(
                 f"there is no job {job_id!r}: the newest {_MOST_KEPT} are kept, see /api/jobs"
             )

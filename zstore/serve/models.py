@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticSerializationError
 
 from ..open.compare import Comparison
+from .tokens import Role
 
 
 def json_of(model: BaseModel) -> str:
@@ -50,9 +51,11 @@ class ServiceInfo(_Model):
     allows_actions: bool
     """Whether the service takes uploads and actions at all."""
     authorized: bool
-    """Whether this request showed the token."""
+    """Whether this request showed a token or a link."""
+    role: Role | None = None
+    """Role of that token; of a link, read."""
     needs_token: bool = False
-    """Whether reading needs the token, and this request did not show it."""
+    """Whether reading needs a token, and this request did not show it."""
 
 
 class Newest(_Model):

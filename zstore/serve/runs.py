@@ -9,9 +9,10 @@ characters in its name, which no URL of the service may have.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,10 +48,18 @@ class Runs:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._found = Renewed(self._look, _FRESH_S)
+        self._sees: Callable[[str], bool] = lambda _: True
         self.all = self._found.get
         """Returns the runs by name, in the order of the roots."""
         self.forget = self._found.forget
         """Has the next call look again."""
+
+    def limited_to(self, sees: Callable[[str], bool]) -> Runs:
+        """Return the runs whose names `sees` accepts, as if there were no others."""
+        limited = copy.copy(self)
+        limited._sees = sees
+        limited.all = lambda: {name: run for name, run in self.all().items() if sees(name)}
+        return limited
 
     def get(self, name: str) -> Run:
         """Return the run of that name. Raises CheckpointNotFoundError that names some that are there."""
@@ -71,8 +80,11 @@ class Runs:
     def folder_for_uploads(self, name: str) -> Path:
         """Return the folder of the run of that name, or that of a new run of it: in the first root that is not a run.
 
-        Raises UsageError for a run behind a URL, and for names that no new run can have.
+        Raises UsageError for a run behind a URL, and for names that no new run can have, CheckpointNotFoundError for one that
+        these runs are not limited to.
         """
+        if not self._sees(name):
+            raise CheckpointNotFoundError(f"there is no run {name!r:.200}, and the token is for runs of other names")
         run = self.all().get(name)
         if run is None:
             self.forget()

@@ -8,14 +8,14 @@ import functools
 import anyio
 from starlette.requests import Request
 
-from .auth import Permissions
+from .auth import Permissions, require_token
 from .files.downloads import Downloads, Plans
 from .files.opened import RemoteSizes
 from .files.transfers import Transfers
 from .inbox.inbox import Inbox
 from .jobs import Jobs
 from .metrics import Metrics
-from .runs import Run
+from .runs import Run, Runs
 from .settings import Settings
 from .views.library import Library
 from .views.readers import NUM_HEAVY
@@ -90,6 +90,11 @@ def service_of(request: Request) -> Service:
     return found
 
 
+def runs_of(request: Request) -> Runs:
+    """Return the runs that are there for a request: all ways from a name to a run go through it. Raises HTTPException (401)."""
+    return service_of(request).runs.limited_to(require_token(request).sees)
+
+
 def run_of(request: Request) -> Run:
     """Return the run that the path of a request names; call it in a thread. Raises CheckpointNotFoundError."""
-    return service_of(request).runs.get(request.path_params["run"])
+    return runs_of(request).get(request.path_params["run"])

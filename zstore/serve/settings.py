@@ -48,6 +48,8 @@ class Settings:
     """0: any free one."""
     token: str | None = field(default=None, repr=False)
     """Clients that show it may use all of the service. None: anybody may read, and nobody act."""
+    tokens: Path | None = None
+    """File of further tokens, with names, roles and runs; see `zstore.serve.tokens`."""
     allow_actions: bool = False
     """Take uploads, and carry out the page's actions: save, stop, verify, prune."""
     keep_last: int | None = None
@@ -88,13 +90,18 @@ class Settings:
                 f"the token has {len(self.token)} characters, expected at least {LEAST_TOKEN}: make one with "
                 'python -c "import secrets; print(secrets.token_urlsafe(32))"'
             )
-        if self.token is None and not self.is_loopback:
+        if not self.needs_token and not self.is_loopback:
             raise UsageError(
-                f"{self.host} can be reached from other machines: give a token (--token-file, or the variable ZSTORE_TOKEN), "
-                "or listen on 127.0.0.1"
+                f"{self.host} can be reached from other machines: give a token (--tokens, --token-file, or the variable "
+                "ZSTORE_TOKEN), or listen on 127.0.0.1"
             )
-        if self.token is None and self.allow_actions:
-            raise UsageError("actions need a token: give --token-file, or set the variable ZSTORE_TOKEN")
+        if not self.needs_token and self.allow_actions:
+            raise UsageError("actions need a token: give --tokens or --token-file, or set the variable ZSTORE_TOKEN")
+
+    @property
+    def needs_token(self) -> bool:
+        """Whether nothing is read without a token."""
+        return self.token is not None or self.tokens is not None
 
     @property
     def is_loopback(self) -> bool:

@@ -44,7 +44,7 @@ export function askForToken(done, text = "This service needs a token.") {
       h("label", { for: "token" }, "Token"),
       h("div", { class: "row" }, field, button),
       trouble,
-      h("p", { class: "hint" }, "The token that zstore serve was started with (--token-file or ZSTORE_TOKEN)."),
+      h("p", { class: "hint" }, "A token of this service: ask whoever runs it (zstore serve token add)."),
     ),
   );
 }

@@ -22,7 +22,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..auth import require_token
+from ..audit import record
+from ..auth import address_of, require_token, token_of
 from ..replies import problem
 from ..service import Service, Streams
 from ..settings import Settings
@@ -95,6 +96,7 @@ class Guard:
         finally:
             metrics.under_way -= 1
             metrics.ended(scope, answer.status, answer.sent_bytes, time.perf_counter() - began_s)
+            _audit(request, answer.status)
 
     def _check(self, request: Request) -> None:
         settings = self._service.settings
@@ -103,9 +105,18 @@ class Guard:
         check_origin(request)
         check_body(request)
         state = request.scope.setdefault("state", {})
-        state["authorized"] = self._service.access.authorized(request)
-        if self._service.access.has_token and not _OPEN.fullmatch(request.scope["path"]):
+        state["token"] = self._service.access.of_request(request)
+        if not _OPEN.fullmatch(request.scope["path"]):
             require_token(request)
+
+
+def _audit(request: Request, status: int) -> None:
+    """Note a request in the audit log if its route has said what it does."""
+    state, token = request.scope.get("state", {}), token_of(request)
+    if "audit" in state:
+        run = request.path_params.get("run") or state.get("run", "")
+        name, path = "" if token is None else token.name, request.scope["path"]
+        record(what=state["audit"], token=name, address=address_of(request), run=run, path=path, outcome=status)
 
 
 class _Answer:

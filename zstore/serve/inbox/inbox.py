@@ -19,7 +19,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -96,10 +96,10 @@ class Inbox:
                     with contextlib.suppress(ValueError, OSError, ZstoreError):
                         yield Upload.load(path.parent, self._files)
 
-    def get(self, upload_id: str) -> Upload:
-        """Return the upload of that id. Raises CheckpointNotFoundError."""
+    def get(self, upload_id: str, sees: Callable[[str], bool] = lambda _: True) -> Upload:
+        """Return the upload of that id, to a run whose name `sees` accepts. Raises CheckpointNotFoundError."""
         for upload in self.all():
-            if upload.id == upload_id:
+            if upload.id == upload_id and sees(upload.offer.run):
                 return upload
         if self._committed.get(upload_id):
             raise CheckpointExistsError("the checkpoint is there: the same upload was committed by another client")

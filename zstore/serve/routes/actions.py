@@ -1,4 +1,4 @@
-"""What `/api` does: verify, prune, and ask a run to save or to stop. Each needs the token, and a service that takes actions."""
+"""What `/api` does, on a service that takes actions: verify, prune, and ask a run to save or to stop."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ _ACCEPTED = 202
 
 async def _prune(request: Request, values: Values) -> Response:
     rules = await parse_body(request, PruneRules)
+    request.scope["state"]["audit"] = "prune" if rules.plan is not None else "plan of a prune"
     return await answer(lambda: prune(service_of(request), run_of(request), rules))
 
 
@@ -39,6 +40,7 @@ def _asks(action: Literal["save", "stop"], summary: str) -> Operation:
         status=_ACCEPTED,
         problems=(507,),
         access="act",
+        audit=action,
     )
 
 
@@ -75,6 +77,7 @@ OPERATIONS = (
         handle=of_run(start_verify, _ACCEPTED),
         status=_ACCEPTED,
         access="act",
+        audit="verify",
     ),
     Operation(
         path="/api/runs/{run}/prune",
@@ -84,6 +87,7 @@ OPERATIONS = (
         handle=_prune,
         body=PruneRules,
         access="act",
+        audit="prune",
     ),
     _asks("save", "Have a run save at the end of its step"),
     _asks("stop", "Have a run stop after its step"),

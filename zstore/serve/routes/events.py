@@ -9,6 +9,7 @@ import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from ..auth import require_token
 from ..service import run_of, service_of
 from .broadcast import Broadcast, Cursor, first_cursor
 from .operations import Operation, Values
@@ -26,16 +27,17 @@ async def _events(request: Request, values: Values) -> Response:
     )
     seen = Cursor.parse(request.headers.get("last-event-id", ""))
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_stream(broadcast, seen), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(_stream(request, broadcast, seen), media_type="text/event-stream", headers=headers)
 
 
-async def _stream(broadcast: Broadcast, seen: Cursor | None) -> AsyncIterator[str]:
+async def _stream(request: Request, broadcast: Broadcast, seen: Cursor | None) -> AsyncIterator[str]:
     yield f"retry: {_RETRY_MS}\n\n"
     async with broadcast.listening():
         now = await broadcast.now()
         # Jobs belong to this process: a listener that comes back gets all that are kept.
         cursor = first_cursor(now) if seen is None else replace(seen, jobs=0)
-        while True:
+        access, token = service_of(request).access, require_token(request)
+        while access.current(token) == token:
             news = await broadcast.news(cursor)
             cursor = news.cursor
             for name, data in news.events:

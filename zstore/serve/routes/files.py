@@ -26,7 +26,7 @@ from ..files.opened import IsFolderError, Opened, open_local
 from ..files.ranges import Part, choose
 from ..files.transfers import Transfers
 from ..files.visible import Place
-from ..service import Service, service_of
+from ..service import Service, runs_of, service_of
 
 _AT_ONCE_BYTES = 256 * 1024
 """Bytes that are read with the opening of the file: that costs less than going to a thread once more."""
@@ -85,7 +85,7 @@ def routes() -> list[BaseRoute]:
 
 async def run_without_slash(request: Request) -> Response:
     """Point to the run's folder."""
-    await run_in_threadpool(service_of(request).runs.get, request.path_params["run"])
+    await run_in_threadpool(runs_of(request).get, request.path_params["run"])
     return with_slash(request)
 
 
@@ -119,7 +119,7 @@ def _candidates(parts: tuple[str, ...]) -> list[tuple[str, ...]]:
 def first(request: Request, parts: tuple[str, ...], use: Callable[[Place], _T]) -> _T:
     """Return the result of `use` for the place that `parts_of` names. Raises CheckpointNotFoundError if nothing is there."""
     service = service_of(request)
-    run = service.runs.get(unquote(parts[0]))
+    run = runs_of(request).get(unquote(parts[0]))
     missing: Exception | None = None
     for candidate in _candidates(parts[1:]):
         try:

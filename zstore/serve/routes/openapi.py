@@ -44,7 +44,7 @@ _ABOUT = (
 _MEANINGS = {
     400: "The request is not as expected.",
     401: "The token is missing or wrong.",
-    403: "The service takes no actions, or has no token.",
+    403: "The service takes no actions, has no token, or the role of the token is less than this needs.",
     404: "There is no such run, checkpoint, array, job, upload or file.",
     409: "It does not fit how things are now.",
     413: "The body is too large.",
@@ -52,7 +52,12 @@ _MEANINGS = {
     429: "Too many wrong tokens: wait a second.",
     507: "The drive is full.",
 }
-_ACCESS: Mapping[str, list[dict[str, list[str]]]] = {"read": [{"token": []}, {}], "act": [{"token": []}], "open": [{}]}
+_ACCESS: Mapping[str, list[dict[str, list[str]]]] = {
+    "read": [{"token": []}, {}],
+    "write": [{"token": []}],
+    "act": [{"token": []}],
+    "open": [{}],
+}
 """Requirements of security; a service without a token lets everybody read."""
 
 
@@ -119,7 +124,7 @@ def _problems(one: Description) -> set[int]:
     found = {400, 401, *one.problems}
     if _SEGMENT.search(one.path):
         found.add(404)
-    return found | {403, 404, 409} if one.access == "act" else found
+    return found | {403, 404, 409} if one.access in ("write", "act") else found
 
 
 def _name(one: Description) -> str:

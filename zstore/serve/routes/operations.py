@@ -18,9 +18,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...errors import UsageError, ZstoreError
-from ..auth import require_action
+from ..auth import require_role
 from ..replies import reply
 from ..service import run_of, service_of
+from ..tokens import Role
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -80,23 +81,31 @@ class Description:
     media: str = "application/json"
     problems: tuple[int, ...] = ()
     """Statuses of answers that it may give instead of this, beside those that all of its kind may give."""
-    access: Literal["read", "act", "open"] = "read"
-    """act: needs the token, and a service that takes actions; open: needs no token."""
+    access: Literal["read", "write", "act", "open"] = "read"
+    """write and act: need a token of that role, and a service that takes actions; open: needs no token."""
+    audit: str = ""
+    """What the audit log calls it; empty: it is not noted there."""
+
+    def admit(self, request: Request) -> None:
+        """Raise HTTPException unless a request may carry it out."""
+        if self.audit:
+            request.scope["state"]["audit"] = self.audit
+        if self.access in ("write", "act"):
+            require_role(request, Role(self.access))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange(Description):
-    """An operation that reads its request itself, and acts unless it says otherwise."""
+    """An operation that reads its request itself, and is a part of uploads unless it says otherwise."""
 
     handle: Callable[[Request], Awaitable[Response]]
-    access: Literal["read", "act", "open"] = "act"
+    access: Literal["read", "write", "act", "open"] = "write"
 
     def route(self) -> Route:
         """Return its route."""
 
         async def endpoint(request: Request) -> Response:
-            if self.access == "act":
-                require_action(request)
+            self.admit(request)
             return await self.handle(request)
 
         return Route(self.path, endpoint, methods=[self.method])
@@ -113,8 +122,7 @@ class Operation(Description):
 
         async def endpoint(request: Request) -> Response:
             values = self.parse_query(request)
-            if self.access == "act":
-                require_action(request)
+            self.admit(request)
             return await self.handle(request, values)
 
         middleware = _GZIP if self.media == "application/json" else []

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from ..auth import may_read
+from ..auth import set_cookie, token_of
 from ..replies import problem
 from ..service import run_of
 
@@ -71,7 +71,14 @@ def routes() -> list[Route]:
 
 
 async def _answer(request: Request) -> Response:
-    """Answer with the file that the path names, with the shell if it names none."""
+    """Answer with the file that the path names, with the shell if it names none; a link signs the browser in first."""
+    link = request.scope["state"].get("link")
+    if link is not None and "rest" in request.path_params:
+        request.scope["state"] |= {"audit": "link opened", "run": request.path_params["rest"].partition("/")[0]}
+        path = request.scope["raw_path"].decode("ascii", "replace")
+        signed_in = RedirectResponse(path, 303, headers={"Cache-Control": "no-store"})
+        set_cookie(request, signed_in, link)
+        return signed_in
     name = request.path_params.get("file", _SHELL)
     asset = (await run_in_threadpool(_assets)).get(name)
     if asset is None:
@@ -85,7 +92,7 @@ async def _answer(request: Request) -> Response:
 
 async def _redirect(request: Request) -> Response:
     """Redirect from the address of a run to its page; clients that may not read learn nothing about the run."""
-    if may_read(request):
+    if token_of(request) is not None:
         await run_in_threadpool(run_of, request)
     name = quote(request.path_params["run"], safe="")
     return RedirectResponse(f"/run/{name}", 307, headers={"Cache-Control": "no-store"})

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..._version import __version__
-from ..auth import is_authorized
+from ..auth import ANYBODY, require_token, token_of
 from ..models import (
     ArrayList,
     ArrayStatistics,
@@ -38,28 +38,30 @@ CHECKPOINT = _RUN + _CHECKPOINT
 
 
 async def _info(request: Request, values: Values) -> Response:
-    settings = service_of(request).settings
-    authorized = is_authorized(request)
+    settings, token = service_of(request).settings, token_of(request)
+    authorized = token not in (None, ANYBODY)
     return reply(
         ServiceInfo(
             version=__version__,
             allows_actions=settings.allow_actions,
             authorized=authorized,
-            needs_token=settings.token is not None and not authorized,
+            role=token.role if token is not None and authorized else None,
+            needs_token=token is None,
         )
     )
 
 
 async def _runs(request: Request, values: Values) -> Response:
-    return await answer(service_of(request).listing.get)
+    service, sees = service_of(request), require_token(request).sees
+    return await answer(lambda: RunList(runs=[run for run in service.listing.get().runs if sees(run.name)]))
 
 
 async def _jobs(request: Request, values: Values) -> Response:
-    return reply(service_of(request).jobs.all())
+    return reply(service_of(request).jobs.all(require_token(request).sees))
 
 
 async def _job(request: Request, values: Values) -> Response:
-    return reply(service_of(request).jobs.get(request.path_params["job"]))
+    return reply(service_of(request).jobs.get(request.path_params["job"], require_token(request).sees))
 
 
 def _of_run(

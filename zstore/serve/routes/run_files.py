@@ -29,7 +29,8 @@ from ...journal.requests import read_request
 from ...journal.writer import FileSink
 from ...weights.companions import is_companion
 from ..replies import ConflictError, reply
-from ..service import Service, service_of
+from ..runs import Runs
+from ..service import runs_of, service_of
 from .operations import Exchange, Parameter
 
 MOST_LINES_BYTES = 1024 * 1024
@@ -61,7 +62,7 @@ class JournalSize(BaseModel):
 
 async def _size(request: Request) -> Response:
     run, run_id = request.path_params["run"], request.path_params["run_id"]
-    return reply(await run_in_threadpool(append_lines, service_of(request), run, run_id, 0, b""))
+    return reply(await run_in_threadpool(append_lines, runs_of(request), run, run_id, 0, b""))
 
 
 async def _append(request: Request) -> Response:
@@ -81,8 +82,9 @@ async def _append(request: Request) -> Response:
     taken = request.query_params.get("taken")
 
     def append() -> JournalSize:
-        size = append_lines(service_of(request), run, run_id, int(offset), lines)
-        path = service_of(request).runs.folder_for_uploads(run) / request_file(run_id)
+        runs = runs_of(request)
+        size = append_lines(runs, run, run_id, int(offset), lines)
+        path = runs.folder_for_uploads(run) / request_file(run_id)
         return size.model_copy(update={"request": _pending(path, taken)})
 
     return reply(await run_in_threadpool(append))
@@ -93,7 +95,7 @@ async def _put(request: Request) -> Response:
     if not is_companion(name) or name.startswith(".") or "/" in name or "\\" in name:
         raise UsageError(f"{name!r:.100}: expected a model's config or tokenizer, as config.json")
     data = await _small_body(request, MOST_COMPANION_BYTES)
-    await run_in_threadpool(_keep, service_of(request), run, name, data)
+    await run_in_threadpool(_keep, request, run, name, data)
     return Response(status_code=204)
 
 
@@ -107,13 +109,13 @@ async def _small_body(request: Request, most_bytes: int) -> bytes:
     return bytes(data)
 
 
-def append_lines(service: Service, run: str, run_id: str, offset: int, lines: bytes) -> JournalSize:
+def append_lines(runs: Runs, run: str, run_id: str, offset: int, lines: bytes) -> JournalSize:
     """Let the journal of training run `run_id` have `lines` from byte `offset` on; return its size.
 
     Raises CheckpointExistsError for a name with the checkpoints of another training run, ConflictError if the journal has
     other lines there, or ends before.
     """
-    path = service.runs.folder_for_uploads(run) / journal_file(run_id)
+    path = runs.folder_for_uploads(run) / journal_file(run_id)
     with _LOCK:
         if not path.exists():
             _require_own(path.parent, run, run_id)
@@ -166,10 +168,10 @@ def _require_own(folder: Path, run: str, run_id: str) -> None:
         raise CheckpointExistsError(f"{run!r} has the checkpoints of another training run: save under another name")
 
 
-def _keep(service: Service, run: str, name: str, data: bytes) -> None:
+def _keep(request: Request, run: str, name: str, data: bytes) -> None:
     """Write a file beside the checkpoints. If there are some, it may be made, but not replaced."""
-    folder = service.runs.folder_for_uploads(run)
-    path, files = folder / name, service.settings.files
+    folder = runs_of(request).folder_for_uploads(run)
+    path, files = folder / name, service_of(request).settings.files
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise ConflictError(f"{name} is no file in the folder of {run!r}")
     if path.is_file():

@@ -1,4 +1,4 @@
-"""`/api/session`: a browser shows the token once, and has a cookie from then on."""
+"""`/api/session`: a browser shows a token once, and has a cookie from then on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...errors import UsageError
-from ..auth import SESSION_S, address_of, cookie_name, cookie_of
+from ..auth import address_of, cookie_name, cookie_of, set_cookie
 from ..service import service_of
 from .operations import Exchange
 
@@ -29,17 +29,12 @@ async def _begin(request: Request) -> Response:
         raise UsageError('expected the JSON object {"token": "..."}') from None
     if not access.has_token:
         raise HTTPException(403, "this service has no token: reading needs none, and nothing can act")
-    if not await run_in_threadpool(access.is_token, shown.encode("utf-8", "replace"), address_of(request)):
-        raise HTTPException(401, "this is not the token of the service")
+    token = await run_in_threadpool(access.of_token, shown.encode("utf-8", "replace"), address_of(request))
+    if token is None:
+        raise HTTPException(401, "this is no token of the service, or it has expired")
+    request.scope["state"] |= {"token": token, "audit": "sign-in"}
     answer = Response(status_code=204, headers={"Cache-Control": "no-store"})
-    answer.set_cookie(
-        cookie_name(request),
-        access.begin_session(),
-        max_age=int(SESSION_S),
-        secure=request.scope["scheme"] == "https",
-        httponly=True,
-        samesite="strict",
-    )
+    set_cookie(request, answer, access.begin_session(token))
     return answer
 
 
@@ -57,7 +52,7 @@ OPERATIONS = (
     Exchange(
         path="/api/session",
         method="POST",
-        summary="Show the token, and get a cookie in exchange",
+        summary="Show a token, and get a cookie in exchange",
         answer=None,
         handle=_begin,
         body=SignIn,

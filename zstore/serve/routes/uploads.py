@@ -27,10 +27,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ...errors import CheckpointError, CheckpointNotFoundError, UsageError
+from ..auth import require_token
 from ..inbox.models import Claims, Committed, Linked, UploadFile, UploadList, UploadOffer, UploadState
 from ..inbox.upload import Arrival, Upload
 from ..replies import problem, reply
-from ..service import Service, service_of
+from ..service import runs_of, service_of
 from .operations import Exchange, Parameter
 
 _OFFER_BYTES = 160 * 1024 * 1024
@@ -46,18 +47,20 @@ M = TypeVar("M", bound=BaseModel)
 
 async def _begin(request: Request) -> Response:
     async with _body(request, UploadOffer, _OFFER_BYTES) as offer:
+        await run_in_threadpool(runs_of(request).folder_for_uploads, offer.run)
         return reply(await run_in_threadpool(service_of(request).inbox.begin, offer))
 
 
 async def _list(request: Request) -> Response:
     name = request.query_params.get("run")
-    return reply(await run_in_threadpool(_listed, service_of(request), name))
+    return reply(await run_in_threadpool(_listed, request, name))
 
 
-def _listed(service: Service, name: str | None) -> UploadList:
+def _listed(request: Request, name: str | None) -> UploadList:
     if name is not None:
-        service.runs.folder_for_uploads(name)
-    states = [upload.state(files=False) for upload in service.inbox.all()]
+        runs_of(request).folder_for_uploads(name)
+    sees = require_token(request).sees
+    states = [upload.state(files=False) for upload in service_of(request).inbox.all() if sees(upload.offer.run)]
     return UploadList(uploads=[state for state in states if name in (None, state.run)])
 
 
@@ -167,7 +170,10 @@ def _place_of(request: Request, file: str, num_bytes: int) -> tuple[int, int]:
 
 
 async def _upload_of(request: Request) -> Upload:
-    return await run_in_threadpool(service_of(request).inbox.get, request.path_params["upload"])
+    inbox, sees = service_of(request).inbox, require_token(request).sees
+    upload = await run_in_threadpool(inbox.get, request.path_params["upload"], sees)
+    request.scope["state"]["run"] = upload.offer.run
+    return upload
 
 
 @contextlib.asynccontextmanager
@@ -248,6 +254,7 @@ OPERATIONS = (
         summary="Make the checkpoint visible, whole",
         answer=Committed,
         handle=_of_upload(lambda request, upload: service_of(request).inbox.commit(upload)),
+        audit="upload",
         problems=(422, 507),
     ),
     Exchange(

@@ -8,6 +8,7 @@ import { openDialog, signIn } from "../session.js";
 export function whyNot(service) {
   if (isReport) return "This is a report. Actions need the service that it was made from.";
   if (!service.allows_actions) return "This service is read-only: actions need zstore serve --allow-actions and a token.";
+  if (service.authorized && service.role !== "act") return `Actions need a token with the role act: the role of yours is ${service.role}.`;
   return null;
 }
 

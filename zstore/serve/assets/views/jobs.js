@@ -53,7 +53,7 @@ class JobsView {
   /** Show the uploads that are not committed, to those who may remove them. */
   async lookAtUploads() {
     const { service } = this.context;
-    if (isReport || !service.allows_actions || !service.authorized) return;
+    if (isReport || !service.allows_actions || !["write", "act"].includes(service.role)) return;
     const { uploads } = await get("/api/uploads");
     const text = JSON.stringify(uploads);
     if (text === this.shownUploads) return;
