@@ -41,14 +41,36 @@ def open_source(
     storage_options: Mapping[str, Any] | None = None,
     also: Sequence[str | os.PathLike[str]] = (),
 ) -> ArraySource:
-    """Open the checkpoint `tag` at `location` (the newest committed one by default), or a tag's own folder.
+    """Open the checkpoint `tag` at `location` (the newest committed one by default), or a tag's own folder. A location
+    `FOLDER@TAG` that is not there itself means `tag` in `FOLDER`.
 
     `storage_options` are those of the fsspec file system of a URL. Raises CheckpointNotFoundError, CorruptionError if it
     is damaged, CheckpointMismatchError if it is of a kind or version that is not read, or other software's behind a URL,
     UsageError for a URL that nothing opens. `resources` stays the caller's.
     """
+    try:
+        return _open_at(location, None if tag is None else tag_text(tag), resources, storage_options, also)
+    except CheckpointNotFoundError:
+        above, _, name = os.fspath(location).rpartition("@")
+        if (
+            tag is not None
+            or not above
+            or not name
+            or "/" in name
+            or (not is_url(location) and Path(location).exists())
+        ):
+            raise
+        return _open_at(above, tag_text(name), resources, storage_options, also)
+
+
+def _open_at(
+    location: str | os.PathLike[str],
+    text: str | None,
+    resources: IoResources | None,
+    storage_options: Mapping[str, Any] | None,
+    also: Sequence[str | os.PathLike[str]],
+) -> ArraySource:
     folder = folder_of(location, storage_options, also)
-    text = None if tag is None else tag_text(tag)
     try:
         return open_checkpoint(folder, text, resources=resources)
     except CheckpointNotFoundError:
@@ -62,12 +84,14 @@ def open_source(
 
 
 def split_location(location: str | os.PathLike[str], tag: str | None = None) -> tuple[str, str | None]:
-    """Return path or URL, and the tag, of `DIR`, `DIR:TAG`, or `DIR` and a `tag` beside it (None: not named).
+    """Return path or URL, and the tag, of `DIR`, `DIR:TAG`, `DIR@TAG`, or `DIR` and a `tag` beside it (None: not named).
 
-    An existing local folder is taken literally, colons included. Raises UsageError if there are two tags.
+    An existing local folder is taken literally, colons included; in a URL `open_source` sees to `@`. Raises UsageError if
+    there are two tags.
     """
     text = os.fspath(location)
-    places = [(text[:at], text[at + 1 :]) for at, character in enumerate(text) if character == ":"]
+    separators = ":" if is_url(text) else ":@"
+    places = [(text[:at], text[at + 1 :]) for at, character in enumerate(text) if character in separators]
     if is_url(text):
         # The last one alone: others belong to the URL.
         places = [(url, name) for url, name in places[-1:] if is_url(url) and name and "/" not in name]
@@ -76,7 +100,7 @@ def split_location(location: str | os.PathLike[str], tag: str | None = None) -> 
     elif Path(text).is_dir():
         places = []
     else:
-        places = [(folder, name) for folder, name in places if name and Path(folder).is_dir()]
+        places = [(folder, name) for folder, name in places if name and "/" not in name and Path(folder).is_dir()]
     if not places:
         return text, tag
     if tag is not None:

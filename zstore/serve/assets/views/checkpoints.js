@@ -11,7 +11,7 @@ import { here, note, runUrl } from "../router.js";
 import { empty } from "../states.js";
 import { actionButton, whyNot } from "../parts/act.js";
 import { RunActions } from "../parts/actions.js";
-import { age, fact } from "../parts/facts.js";
+import { age, fact, marks } from "../parts/facts.js";
 import { filterField, filterText, fits } from "../parts/filter.js";
 import { Grid } from "../parts/grid.js";
 import { refusedPanel, unfinishedPanel } from "../parts/leftovers.js";
@@ -162,7 +162,8 @@ class CheckpointsView {
   }
 
   drawData() {
-    const { checkpoints, unfinished, refused, total_bytes: total } = this.list;
+    const { checkpoints, unfinished, refused, dangling, total_bytes: total } = this.list;
+    const gone = Object.entries(dangling).map(([tag, checkpoint]) => `@${tag} (${checkpoint})`);
     const newest = checkpoints.at(-1);
     replace(
       this.facts,
@@ -170,6 +171,7 @@ class CheckpointsView {
       fact("On disk, each file once", bytes(total), { test: "checkpoints-total" }),
       newest === undefined ? null : fact("Newest", [`step ${count(newest.step)}, `, age(newest.committed_at)]),
       unfinished.length === 0 ? null : fact("Unfinished", count(unfinished.length)),
+      gone.length === 0 ? null : fact("Tags of checkpoints that are gone", h("span", { class: "bad" }, gone.join(", "))),
       refused.length === 0 ? null : fact("Refused", h("span", { class: "bad" }, count(refused.length))),
     );
     if (this.detail !== null) this.actions.update(this.detail);
@@ -232,7 +234,7 @@ class CheckpointsView {
   columns() {
     const link = (entry) => {
       const place = { href: this.urlOf(entry), tabindex: "-1", title: entry.checkpoint, test: "checkpoint-link" };
-      return h("a", place, h("bdi", null, entry.tag));
+      return [h("a", place, h("bdi", null, entry.tag)), marks(entry)];
     };
     const ageOf = (entry) => age(entry.committed_at);
     const metric = (name) => {
