@@ -34,7 +34,7 @@ from zstore.checkpoint import (
     tag_text,
     whole_moment,
 )
-from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
+from zstore.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from zstore.format import layout_of, model_array, numpy_dtype
 from zstore.open.sources import open_source
 from zstore.remote.url import is_url
@@ -108,7 +108,7 @@ class Restore:
                 except CheckpointNotFoundError:
                     if tag is not None:
                         raise
-            self._check_all_found(reader is not None)
+            self._check_all_found(reader)
             if reader is None or plan is None:
                 warn_once("there is no checkpoint in %s: training starts from the beginning", folder)
                 return None, {}
@@ -134,11 +134,15 @@ class Restore:
             check_saved_state(training.stepper, reader)
         return plan
 
-    def _check_all_found(self, found: bool) -> None:
-        ranks = self._training.world.all_gather_object(found)
-        if any(ranks) and not all(ranks):
+    def _check_all_found(self, reader: ArraySource | None) -> None:
+        ids = self._training.world.all_gather_object(None if reader is None else reader.record.id)
+        if len(set(ids)) > 1 and None not in ids:
+            raise CheckpointError(
+                "ranks found different checkpoints: a tag moved, or one was saved, meanwhile; load again"
+            )
+        if len(set(ids)) > 1:
             raise CheckpointNotFoundError(
-                f"ranks {[rank for rank, seen in enumerate(ranks) if not seen]} do not see the checkpoint that others "
+                f"ranks {[rank for rank, seen in enumerate(ids) if seen is None]} do not see the checkpoint that others "
                 "loaded: the folder is local to a machine; give one that all ranks share, or set "
                 "checkpoint.use_node_local_storage where each machine saved to its own"
             )

@@ -99,6 +99,7 @@ def change_marks(
     tag: str | None = None,
     held: bool | None = None,
     note: str | None = None,
+    files: Files | None = None,
 ) -> Marks:
     """Let the moving tag `tag` point at `checkpoint`, a checkpoint's own tag, hold or release it, and note a text on it (an
     empty one: none); None leaves a mark as it is. Without a checkpoint `tag` is removed. Returns all marks of the folder.
@@ -107,6 +108,8 @@ def change_marks(
     there.
     """
     folder = folder_at(place)
+    if checkpoint is None and (held is not None or note is not None):
+        raise UsageError("a hold or a note is one of a checkpoint: name it")
     if note is not None and (len(note) > _MOST_NOTE or not note.isprintable()):
         raise UsageError(f"a note has up to {_MOST_NOTE} characters on one line, got {note!r:.100}")
     if tag is not None and checkpoint is not None and folder.child(tag_folder(check_moving_tag(tag))).has(RECORD_FILE):
@@ -120,7 +123,7 @@ def change_marks(
         marks, data = changed()
         folder.write_small(MARKS_FILE, data)
         return marks
-    files, temporary = Files(), folder.path / own_name(MARKS_FILE, TEMPORARY, _OWNER)
+    files, temporary = files or Files(), folder.path / own_name(MARKS_FILE, TEMPORARY, _OWNER)
     lock = SaveLock(folder.path / own_name(MARKS_FILE, LOCK, _OWNER))
     try:
         marks, data = changed()

@@ -42,8 +42,9 @@ def mark(service: Service, run: Run, change: MarkChange) -> CheckpointList:
 
     Raises UsageError for a name that cannot be one, CheckpointNotFoundError if there is no such checkpoint.
     """
+    files = service.settings.files
     found = None if change.checkpoint is None else resolve(run.folder, tag_text(change.checkpoint)).tag
-    change_marks(run.folder, found, tag=change.tag, held=change.held, note=change.note)
+    change_marks(run.folder, found, tag=change.tag, held=change.held, note=change.note, files=files)
     timeline = service.timeline(run)
     timeline.forget()
     return timeline.answer()
