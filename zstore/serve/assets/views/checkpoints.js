@@ -1,7 +1,8 @@
 // The checkpoints of a run: a chart over steps or time, a table, what was left unfinished, and the prune.
 //
 // For tests: checkpoints-total, checkpoints-filter, checkpoints-table with grid-row (data-key: the checkpoint), sort-<column>,
-// open-selected, verify-selected, compare-selected, open-prune, prune (see parts/prune.js), timeline, axis-step, axis-time,
+// open-selected, verify-selected, mark-selected (see parts/marks.js), compare-selected, open-prune, prune (see parts/prune.js),
+// timeline, axis-step, axis-time, mark,
 // unfinished, refused, verify-job (see parts/job.js), and the buttons of parts/actions.js.
 
 import { api, get, has, isReport, listen } from "../data.js";
@@ -15,6 +16,7 @@ import { age, fact, marks } from "../parts/facts.js";
 import { filterField, filterText, fits } from "../parts/filter.js";
 import { Grid } from "../parts/grid.js";
 import { refusedPanel, unfinishedPanel } from "../parts/leftovers.js";
+import { changeMarks } from "../parts/marks.js";
 import { PrunePanel } from "../parts/prune.js";
 import { Timeline } from "../parts/timeline.js";
 import { startVerify } from "../parts/verify.js";
@@ -287,10 +289,13 @@ class CheckpointsView {
       this.context.go(runUrl(this.run, "compare", { before: before.checkpoint, after: after.checkpoint }));
     };
     const verify = () => this.verify(one);
+    const mark = () => changeMarks(this.run, one, this.context, () => void this.refresh());
+    const notHere = one?.checkpoint.includes("/") ? "Only checkpoints in the run's own folder have tags and holds." : null;
     replace(
       this.toolbar,
       actionButton("Open", "open-selected", () => this.context.go(this.urlOf(one)), notOne),
       isReport ? null : actionButton("Verify", "verify-selected", verify, notOne ?? whyNot(this.context.service)),
+      isReport ? null : actionButton("Tag…", "mark-selected", mark, notOne ?? notHere ?? whyNot(this.context.service)),
       actionButton("Compare", "compare-selected", compare, b === undefined ? pick("two checkpoints") : null),
     );
   }
