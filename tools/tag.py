@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -57,13 +58,10 @@ def tag_command(
             _change(place, target, {"tag": name if remove or ckpt else None, "held": hold, "note": note})
         marks, infos = read_marks(place), list_tags(place).tags
         progress.advance(check_records(place, infos, common))
-        dangling = marks.dangling([info.tag for info in infos])
         progress.document |= {
             "path": place.location,
-            "tags": dict(marks.tags),
-            "held": list(marks.held),
-            "notes": dict(marks.notes),
-            "dangling": dangling,
+            **asdict(marks),
+            "dangling": marks.dangling([info.tag for info in infos]),
         }
     if not common.json:
         _print(marks, [info.tag for info in infos])

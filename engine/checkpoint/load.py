@@ -34,7 +34,7 @@ from zstore.checkpoint import (
     tag_text,
     whole_moment,
 )
-from zstore.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, UsageError
+from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from zstore.format import layout_of, model_array, numpy_dtype
 from zstore.open.sources import open_source
 from zstore.remote.url import is_url
@@ -94,8 +94,7 @@ class Restore:
         plan: LoadPlan | None = None
         world, is_local = training.world, training.config.settings.checkpoint.use_node_local_storage
         if is_local and world.world_size > 1 and not is_url(folder):
-            text = None if tag is None else tag_text(tag)
-            tag = common_tag(world, folder, text, training.config.storage_options)
+            tag = common_tag(world, folder, None if tag is None else tag_text(tag), training.config.storage_options)
         with ExitStack() as opened:
             with training.world.agreeing():  # until here nothing was changed, on any rank
                 try:
@@ -136,15 +135,12 @@ class Restore:
 
     def _check_all_found(self, reader: ArraySource | None) -> None:
         ids = self._training.world.all_gather_object(None if reader is None else reader.record.id)
-        if len(set(ids)) > 1 and None not in ids:
-            raise CheckpointError(
-                "ranks found different checkpoints: a tag moved, or one was saved, meanwhile; load again"
-            )
+        missing = [rank for rank, found in enumerate(ids) if found is None]
         if len(set(ids)) > 1:
             raise CheckpointNotFoundError(
-                f"ranks {[rank for rank, seen in enumerate(ids) if seen is None]} do not see the checkpoint that others "
-                "loaded: the folder is local to a machine; give one that all ranks share, or set "
-                "checkpoint.use_node_local_storage where each machine saved to its own"
+                f"ranks {missing} do not see the checkpoint: name a shared folder, or set checkpoint.use_node_local_storage"
+                if missing
+                else "ranks found different checkpoints: a tag moved, or one was saved, meanwhile; load again"
             )
 
     def _replace(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from zstore.checkpoint.marks import Marks, change_marks, check_moving_tag, read_
 from zstore.checkpoint.names import tag_folder
 from zstore.checkpoint.retention import Keep, remove_each, retire
 from zstore.errors import (
-    CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CorruptionError,
@@ -155,6 +154,12 @@ def test_marks_come_back_as_they_were_written(tmp_path_factory: pytest.TempPathF
     assert (found.tags, set(found.held), set(found.notes)) == (names, held, held)
 
 
+def test_a_checkpoint_has_no_marks_in_it(folder: Path) -> None:
+    with pytest.raises(UsageError, match="is one checkpoint: its tags and holds are in the folder above"):
+        change_marks(folder / FIRST, FIRST, held=True)
+    assert not (folder / FIRST / "tags.json").exists()
+
+
 @pytest.mark.parametrize("note", ["a\nb", "\x1b[2J", "x" * 1001, "\u202eabc"])
 def test_a_note_is_a_short_line(folder: Path, note: str) -> None:
     with pytest.raises(UsageError, match="a note has up to 1000 characters on one line"):
@@ -257,7 +262,7 @@ def _load_two(rank: int, folder: str) -> str:
         for _ in range(2):
             step(engine)
             engine.save_checkpoint(folder)
-        with pytest.raises(CheckpointError, match="a tag moved, or one was saved, meanwhile") as raised:
+        with pytest.raises(CheckpointNotFoundError, match="a tag moved, or one was saved, meanwhile") as raised:
             engine.load_checkpoint(folder, tag=(FIRST, SECOND)[rank])
         assert engine.load_checkpoint(folder, tag=SECOND)[0] == f"{folder}/{SECOND}"
         return str(raised.value)

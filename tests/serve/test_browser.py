@@ -218,7 +218,7 @@ def test_an_action_needs_the_token(site: Site) -> None:
     page.wait_for_selector("[data-test=mark]:has-text('@best')")
     assert page.locator("[data-test=mark]").all_inner_texts() == ["@best", "held", "<b>good</b>"]
     marked = read_marks(site.guarded_folder / RUN)
-    assert (marked.tags, marked.held) == ({"best": "step-00000240"}, ("step-00000240",))
+    assert (marked.tags, marked.held) == ({"best": "step-00000240"}, ["step-00000240"])
     folders = {path.name for path in (site.guarded_folder / RUN).iterdir()}
     page.click("[data-test=open-prune]")
     page.fill("[data-test=keep-last]", "2")

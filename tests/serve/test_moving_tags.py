@@ -214,7 +214,7 @@ def test_the_command_acts_through_a_service(client: Client, runs: Path, monkeypa
     assert "prod" in told("prod", "1")
     assert "before the crash" in told("prod", "--hold", "--note", "before the crash")
     marks = read_marks(runs / "gpt")
-    assert (marks.tags, marks.held, marks.notes) == ({"prod": FIRST}, (FIRST,), {FIRST: "before the crash"})
+    assert (marks.tags, marks.held, marks.notes) == ({"prod": FIRST}, [FIRST], {FIRST: "before the crash"})
     ls = CliRunner().invoke(app, ["ls", f"{client.base}/gpt"], catch_exceptions=False)
     assert "@prod held before the crash" in " ".join(ls.stdout.split())
     told("prod", "--remove")

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
 
 from ..errors import CheckpointMismatchError, CorruptionError, UsageError
 from ..io.files import Files
@@ -31,15 +31,15 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 """Of moving tags: the grammar of tags in the OCI distribution specification."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Marks:
     """The marks in a folder. Checkpoints are named by their tags, and need not be there any more. See [Note: marks]."""
 
-    tags: Mapping[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
     """Moving tag -> checkpoint."""
-    held: tuple[str, ...] = ()
+    held: list[str] = field(default_factory=list)
     """Checkpoints that stay, whatever the rules."""
-    notes: Mapping[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
     """Checkpoint -> text."""
 
     def tags_of(self, checkpoint: str) -> list[str]:
@@ -69,7 +69,7 @@ def read_marks(place: FolderLike) -> Marks:
     if document.get("format") == _FORMAT and document.get("version") not in (None, _VERSION):
         raise CheckpointMismatchError(f"{location} is of version {document['version']}: update zstore to read it")
     try:
-        tags, held, notes = dict(document["tags"]), tuple(document["held"]), dict(document["notes"])
+        tags, held, notes = dict(document["tags"]), list(document["held"]), dict(document["notes"])
         texts = [*tags, *tags.values(), *held, *notes, *notes.values()]
         if document["format"] != _FORMAT or not all(isinstance(text, str) for text in texts):
             raise ValueError
@@ -108,6 +108,8 @@ def change_marks(
     there.
     """
     folder = folder_at(place)
+    if folder.has(RECORD_FILE):
+        raise UsageError(f"{folder} is one checkpoint: its tags and holds are in the folder above, name that")
     if checkpoint is None and (held is not None or note is not None):
         raise UsageError("a hold or a note is one of a checkpoint: name it")
     if note is not None and (len(note) > _MOST_NOTE or not note.isprintable()):
@@ -115,39 +117,35 @@ def change_marks(
     if tag is not None and checkpoint is not None and folder.child(tag_folder(check_moving_tag(tag))).has(RECORD_FILE):
         raise UsageError(f"{folder} has a checkpoint that is called {tag!r}, which comes first: choose another tag")
 
-    def changed() -> tuple[Marks, bytes]:
-        marks = _changed(read_marks(folder), checkpoint, tag, held, note)
-        return marks, json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(marks)}, indent=1).encode() + b"\n"
-
-    if not folder.is_local:
-        marks, data = changed()
-        folder.write_small(MARKS_FILE, data)
-        return marks
-    files, temporary = files or Files(), folder.path / own_name(MARKS_FILE, TEMPORARY, _OWNER)
-    lock = SaveLock(folder.path / own_name(MARKS_FILE, LOCK, _OWNER))
+    files, temporary = files or Files(), own_name(MARKS_FILE, TEMPORARY, _OWNER)
+    lock = SaveLock(folder.path / own_name(MARKS_FILE, LOCK, _OWNER)) if folder.is_local else None
     try:
-        marks, data = changed()
-        files.write_small(temporary, data)
-        files.rename(temporary, folder.path / MARKS_FILE)
-        files.sync_folder(folder.path)
+        marks = read_marks(folder)
+        _change(marks, checkpoint, tag, held, note)
+        data = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(marks)}, indent=1).encode() + b"\n"
+        if lock is None:
+            folder.write_small(MARKS_FILE, data)
+        else:
+            files.write_small(folder.path / temporary, data)
+            files.rename(folder.path / temporary, folder.path / MARKS_FILE)
+            files.sync_folder(folder.path)
     finally:
-        lock.release()
+        if lock is not None:
+            lock.release()
     return marks
 
 
-def _changed(marks: Marks, checkpoint: str | None, tag: str | None, held: bool | None, note: str | None) -> Marks:
+def _change(marks: Marks, checkpoint: str | None, tag: str | None, held: bool | None, note: str | None) -> None:
     if checkpoint is None:
-        if tag not in marks.tags:
-            raise UsageError(
-                f"there is no moving tag {tag!r}: expected one of {', '.join(sorted(marks.tags)) or 'none'}"
-            )
-        return replace(marks, tags={name: target for name, target in marks.tags.items() if name != tag})
+        if tag is None or marks.tags.pop(tag, None) is None:
+            there = ", ".join(sorted(marks.tags)) or "none"
+            raise UsageError(f"there is no moving tag {tag!r}: expected one of {there}")
+        return
     if tag is not None:
-        marks = replace(marks, tags={**marks.tags, tag: checkpoint})
+        marks.tags[tag] = checkpoint
     if held is not None:
-        others = [name for name in marks.held if name != checkpoint]
-        marks = replace(marks, held=(*others, checkpoint) if held else tuple(others))
+        marks.held = [name for name in marks.held if name != checkpoint] + [checkpoint] * held
     if note is not None:
-        notes = {name: text for name, text in marks.notes.items() if name != checkpoint}
-        marks = replace(marks, notes=notes | ({checkpoint: note} if note else {}))
-    return marks
+        marks.notes[checkpoint] = note
+    if note == "":
+        del marks.notes[checkpoint]

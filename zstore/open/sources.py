@@ -48,39 +48,20 @@ def open_source(
     is damaged, CheckpointMismatchError if it is of a kind or version that is not read, or other software's behind a URL,
     UsageError for a URL that nothing opens. `resources` stays the caller's.
     """
-    try:
-        return _open_at(location, None if tag is None else tag_text(tag), resources, storage_options, also)
-    except CheckpointNotFoundError:
-        above, _, name = os.fspath(location).rpartition("@")
-        if (
-            tag is not None
-            or not above
-            or not name
-            or "/" in name
-            or (not is_url(location) and Path(location).exists())
-        ):
-            raise
-        return _open_at(above, tag_text(name), resources, storage_options, also)
-
-
-def _open_at(
-    location: str | os.PathLike[str],
-    text: str | None,
-    resources: IoResources | None,
-    storage_options: Mapping[str, Any] | None,
-    also: Sequence[str | os.PathLike[str]],
-) -> ArraySource:
     folder = folder_of(location, storage_options, also)
+    text = None if tag is None else tag_text(tag)
     try:
         return open_checkpoint(folder, text, resources=resources)
     except CheckpointNotFoundError:
         # Only if there is none of ours: a run that moved here goes on in the same folder.
         if is_url(location):
             _refuse_foreign(folder if text is None else folder.child(text))
-            raise
-        if (foreign := _open_foreign(os.fspath(location), text, resources)) is not None:
+        elif (foreign := _open_foreign(os.fspath(location), text, resources)) is not None:
             return foreign
-        raise
+        above, _, name = os.fspath(location).rpartition("@")
+        if tag is not None or not above or not name or "/" in name or (folder.is_local and folder.path.exists()):
+            raise
+    return open_source(above, name, resources=resources, storage_options=storage_options, also=also)
 
 
 def split_location(location: str | os.PathLike[str], tag: str | None = None) -> tuple[str, str | None]:
