@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import urllib3
+import zarr
 from safetensors.numpy import load
 from typer.testing import CliRunner
 
@@ -134,32 +135,37 @@ def open_base(serve: Serve, runs: Path) -> str:
     return serve(runs)
 
 
-def test_files_and_their_etags_follow_the_tag(open_base: str, runs: Path, http: urllib3.PoolManager) -> None:
-    url = f"{open_base}/zarr/gpt/prod/model/w/c.0.0"
+@pytest.mark.parametrize("form", ["gpt/prod", "gpt@prod"])
+def test_files_and_their_etags_follow_the_tag(form: str, open_base: str, runs: Path, http: urllib3.PoolManager) -> None:
+    url = f"{open_base}/zarr/{form}/model/w/c.0.0"
     first = http.request("GET", url)
     assert first.status == 200
-    assert first.data == http.request("GET", url.replace("prod", FIRST)).data
+    assert first.data == http.request("GET", url.replace(form, f"gpt/{FIRST}")).data
     etag = {"If-None-Match": first.headers["ETag"]}
     assert http.request("GET", url, headers=etag).status == 304
     assert "no-cache" in first.headers["Cache-Control"]
     change_marks(runs / "gpt", SECOND, tag="prod")
     second = http.request("GET", url, headers=etag)
-    assert (second.status, second.data) == (200, http.request("GET", url.replace("prod", SECOND)).data)
+    assert (second.status, second.data) == (200, http.request("GET", url.replace(form, f"gpt/{SECOND}")).data)
     assert second.headers["ETag"] != first.headers["ETag"]
     xarray = http.request("GET", url.replace("/zarr/", "/xarray/"))
     assert xarray.data == second.data
-    names = http.request("GET", f"{open_base}/zarr/gpt/prod/", headers={"Accept": "application/json"}).json()
+    names = http.request("GET", f"{open_base}/zarr/{form}/", headers={"Accept": "application/json"}).json()
     assert "zstore.json" in [file["name"] for file in names["files"]]
     assert http.request("GET", url.replace("prod", "bets")).status == 404
+    assert http.request("GET", f"{open_base}/zarr/{form}").headers["Location"] == f"./{form.rpartition('/')[2]}/"
+    group = zarr.open_group(f"{open_base}/zarr/{form}", mode="r")
+    assert group["model/w"][0, 0] == 2
     shutil.rmtree(runs / "gpt" / SECOND)
     assert http.request("GET", url).status == 404
     assert http.request("GET", f"{open_base}/zarr/gpt/tags.json").json()["tags"] == {"prod": SECOND}
 
 
+@pytest.mark.parametrize("form", ["gpt/prod", "gpt@prod"])
 def test_weights_follow_the_tag_and_a_resumed_download_does_not_mix_two(
-    open_base: str, runs: Path, http: urllib3.PoolManager
+    form: str, open_base: str, runs: Path, http: urllib3.PoolManager
 ) -> None:
-    url = f"{open_base}/weights/gpt/prod/model.safetensors?dtype=fp32"
+    url = f"{open_base}/weights/{form}/model.safetensors?dtype=fp32"
     first = http.request("GET", url)
     assert first.headers["Content-Location"] == f"/weights/gpt/{FIRST}/model.safetensors"
     assert load(first.data)["w"][0, 0] == 1
@@ -171,7 +177,7 @@ def test_weights_follow_the_tag_and_a_resumed_download_does_not_mix_two(
     assert (again.status, load(again.data)["w"][0, 0]) == (200, 2)
     assert again.headers["ETag"] != first.headers["ETag"]
     assert http.request("GET", url, headers={"If-None-Match": first.headers["ETag"]}).status == 200
-    assert http.request("GET", f"{open_base}/weights/gpt/prod/").json()["checkpoint"] == SECOND
+    assert http.request("GET", f"{open_base}/weights/{form}/").json()["checkpoint"] == SECOND
 
 
 def test_a_checkpoint_of_that_name_comes_first(open_base: str, runs: Path, http: urllib3.PoolManager) -> None:
@@ -193,10 +199,13 @@ def test_readers_take_a_tag_and_keep_to_its_checkpoint(form: str, client: Client
     assert value(client.base + form) == value(f"{client.base}/gpt", "prod") == 2
 
 
-def test_a_run_of_that_name_comes_first(client: Client, runs: Path) -> None:
+def test_a_run_of_that_name_comes_first(serve: Serve, runs: Path) -> None:
     change_marks(runs / "gpt", FIRST, tag="prod")
     save(runs / "gpt@prod", 7)
+    client = Client(serve(runs, token=TOKEN))
     assert value(f"{client.base}/gpt@prod") == 7
+    files = client.raw("GET", "/zarr/gpt@prod/", headers={"Accept": "application/json"}).json()
+    assert files["folders"] == ["step-00000007"]
     with pytest.raises(CheckpointNotFoundError, match="and the moving tags 'prod'"):
         value(f"{client.base}/gpt@bets")
     with pytest.raises(CheckpointNotFoundError, match="there is no run 'nobody'"):

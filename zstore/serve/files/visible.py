@@ -3,10 +3,10 @@
 [Note: visible paths]
 A path in a run's folder begins with the folder of a checkpoint (`step-00000060`), with the folder that a loop makes and one of
 a checkpoint in it (`checkpoint-60/step-00000060`), with `latest`, which is the newest, or with a moving tag; the last two are
-looked up for each request. Files that a save has under way or left behind are not there; a checkpoint that is being replaced
-is found by its tag, as readers find it on disk. Beside checkpoints, `latest`, `tags.json`, journals, and config and tokenizer
-files are visible. Links are not, except for one to another
-checkpoint in the same folder, which readers follow too.
+looked up for each request. `RUN@TAG/...` means `RUN/TAG/...`, unless there is a run of that name. Files that a save has under
+way or left behind are not there; a checkpoint that is being replaced is found by its tag, as readers find it on disk. Beside
+checkpoints, `latest`, `tags.json`, journals, and config and tokenizer files are visible. Links are not, except for one to
+another checkpoint in the same folder, which readers follow too.
 """
 
 from __future__ import annotations

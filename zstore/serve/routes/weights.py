@@ -44,7 +44,7 @@ from ..files.visible import Place
 from ..models import WeightsFile, WeightsFolder
 from ..replies import problem, reply, status_of
 from ..runs import Run
-from ..service import Service, run_of, service_of
+from ..service import Service, service_of
 from .files import FileResponse, disconnected, headers_of, open_place
 
 _log = logging.getLogger(__name__)
@@ -132,8 +132,9 @@ class _Source:
 
 
 def _find(request: Request, checkpoint: str) -> _Source:
-    service, run = service_of(request), run_of(request)
-    info = service.checkpoints.find(run.folder, checkpoint)
+    service = service_of(request)
+    run, tag = service.runs.split(request.path_params["run"])
+    info = service.checkpoints.find(run.folder, "/".join(tag + ((checkpoint,) if checkpoint else ())))
     return _Source(service, run, info, service.readers.open(info))
 
 
