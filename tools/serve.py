@@ -51,7 +51,7 @@ class Listening:
     allow_actions: Annotated[
         bool,
         typer.Option(
-            "--allow-actions", help="Take uploads, and save, stop, verify and prune when asked; needs a token."
+            "--allow-actions", help="Take uploads, and save, stop, verify, tag and prune when asked; needs a token."
         ),
     ] = False
     keep_last: Annotated[

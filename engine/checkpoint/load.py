@@ -94,8 +94,7 @@ class Restore:
         plan: LoadPlan | None = None
         world, is_local = training.world, training.config.settings.checkpoint.use_node_local_storage
         if is_local and world.world_size > 1 and not is_url(folder):
-            text = None if tag is None else tag_text(tag)
-            tag = common_tag(world, folder, text, training.config.storage_options)
+            tag = common_tag(world, folder, None if tag is None else tag_text(tag), training.config.storage_options)
         with ExitStack() as opened:
             with training.world.agreeing():  # until here nothing was changed, on any rank
                 try:
@@ -108,7 +107,7 @@ class Restore:
                 except CheckpointNotFoundError:
                     if tag is not None:
                         raise
-            self._check_all_found(reader is not None)
+            self._check_all_found(reader)
             if reader is None or plan is None:
                 warn_once("there is no checkpoint in %s: training starts from the beginning", folder)
                 return None, {}
@@ -134,13 +133,14 @@ class Restore:
             check_saved_state(training.stepper, reader)
         return plan
 
-    def _check_all_found(self, found: bool) -> None:
-        ranks = self._training.world.all_gather_object(found)
-        if any(ranks) and not all(ranks):
+    def _check_all_found(self, reader: ArraySource | None) -> None:
+        ids = self._training.world.all_gather_object(None if reader is None else reader.record.id)
+        missing = [rank for rank, found in enumerate(ids) if found is None]
+        if len(set(ids)) > 1:
             raise CheckpointNotFoundError(
-                f"ranks {[rank for rank, seen in enumerate(ranks) if not seen]} do not see the checkpoint that others "
-                "loaded: the folder is local to a machine; give one that all ranks share, or set "
-                "checkpoint.use_node_local_storage where each machine saved to its own"
+                f"ranks {missing} do not see the checkpoint: name a shared folder, or set checkpoint.use_node_local_storage"
+                if missing
+                else "ranks found different checkpoints: a tag moved, or one was saved, meanwhile; load again"
             )
 
     def _replace(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from tests.serve.browser import PHONE, WIDE, needs_chromium, overflow_px
 from tests.serve.large import make_large
 from tests.serve.pages import ARRAY, BEFORE, HOSTILE_VIEWS, LAST, TOKEN, VIEWS, Site, View, open_site, views_of
 from tests.serve.sample import HOSTILE_ARRAY, HOSTILE_RUN, NUM_STEPS, RUN, RUN_ID, JournalWriter
+from zstore.checkpoint.marks import read_marks
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
 from zstore.tools import cli
@@ -204,6 +205,20 @@ def test_an_action_needs_the_token(site: Site) -> None:
     page.wait_for_selector("[data-test=verify-job] [data-test=job-state]:has-text('done')")
 
     site.open(view("checkpoints"), watched)
+    page.locator("[data-test=checkpoints-table] [data-test=grid-row]").nth(1).click()
+    page.click("[data-test=mark-selected]")
+    page.fill("[data-test=marks-tags]", "best, latest")
+    page.fill("[data-test=marks-note]", "<b>good</b>")
+    page.check("[data-test=marks-held]")
+    page.click("[data-test=marks-save]")
+    page.wait_for_selector("[data-test=marks-problem]:has-text('cannot be a tag that moves')")
+    page.fill("[data-test=marks-tags]", "best")
+    page.click("[data-test=marks-save]")
+    page.wait_for_selector("[data-test=dialog]", state="detached")
+    page.wait_for_selector("[data-test=mark]:has-text('@best')")
+    assert page.locator("[data-test=mark]").all_inner_texts() == ["@best", "held", "<b>good</b>"]
+    marked = read_marks(site.guarded_folder / RUN)
+    assert (marked.tags, marked.held) == ({"best": "step-00000240"}, ["step-00000240"])
     folders = {path.name for path in (site.guarded_folder / RUN).iterdir()}
     page.click("[data-test=open-prune]")
     page.fill("[data-test=keep-last]", "2")

@@ -364,7 +364,8 @@ def _ask(service: Limited, header: str, method: str, path: str, **names: str) ->
     if path.startswith("/weights"):
         filled = filled.replace("zarr.json", "model.safetensors")
     filled += next((query for end, query in QUERIES.items() if path.endswith(end)), "")
-    bodies = {"prune": b'{"keep_last": 1}', "{run_id}": b"{}\n"}
+    mark = json.dumps({"checkpoint": TAG, "held": True}).encode()
+    bodies = {"tags": mark, "prune": b'{"keep_last": 1}', "{run_id}": b"{}\n"}
     body = next((body for end, body in bodies.items() if path.endswith(end) and method != "GET"), b"")
     return ask(service.base, filled, header, JSON, method=method, body=body)
 
@@ -392,6 +393,15 @@ def test_a_token_for_some_runs_sees_nothing_of_others_at_any_route(limited: Limi
     assert other.headers == {**found.headers, "content-length": other.headers["content-length"]}
     if method == "GET" and not path.endswith("events"):
         assert _ask(limited, limited.full, method, path, **names).status != 404
+
+
+@pytest.mark.parametrize("path", ["/zarr/{}@{}/zarr.json", "/zarr/{}@{}", "/weights/{}@{}/model.safetensors"])
+def test_a_token_for_some_runs_reaches_no_other_by_a_tag(limited: Limited, path: str) -> None:
+    mark = json.dumps({"tag": "best", "checkpoint": TAG}).encode()
+    assert ask(limited.base, "/api/runs/unseen/tags", limited.full, JSON, method="POST", body=mark).status == 200
+    for tag in ("best", "latest", TAG):
+        assert ask(limited.base, path.format("unseen", tag), limited.limited).status == 404
+        assert ask(limited.base, path.format("unseen", tag), limited.full).status != 404
 
 
 def test_a_token_for_some_runs_has_these_in_lists(limited: Limited) -> None:

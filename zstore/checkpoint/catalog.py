@@ -13,7 +13,8 @@ from pathlib import Path
 from ..errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ZstoreError
 from .folder import Entries, Folder, FolderLike, folder_at
 from .format import MAX_RECORD_BYTES, Record
-from .names import LATEST_FILE, METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own_name, tag_folder
+from .marks import read_marks
+from .names import LATEST_FILE, METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own_name, step_tag, tag_folder
 
 _MOST_LISTED = 10
 """Tags that a message names."""
@@ -235,8 +236,9 @@ def _set_aside(folder: Folder, name: str) -> TagInfo | None:
 def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
     """Return the checkpoint that `place` and `tag` mean: a tag's folder, or a folder of checkpoints and one of its tags.
 
-    Without a tag it is the newest committed one, by the records, whatever `latest` says; only if there is no other, one that
-    asks to be loaded by its tag. Raises CheckpointNotFoundError that lists the tags that are there.
+    A tag that no checkpoint has may be a moving tag, or the number of a step for `step-<number>`. Without one, or with
+    `latest`, it is the newest committed one, by the records, whatever the file `latest` says; only if there is no other, one
+    that asks to be loaded by its tag. Raises CheckpointNotFoundError that lists the tags that are there.
     """
     folder = folder_at(place)
     own = parse_own_name(folder.name)
@@ -247,21 +249,38 @@ def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
         )
     if (info := _tag_at(folder)) is not None:
         if tag is None or tag in (info.tag, info.record.tag):
-            return info
+            return _pinned(info)
         raise CheckpointNotFoundError(
             f"{folder} is the checkpoint {info.tag!r}, not {tag!r}: name the folder above it to choose by tag"
         )
-    if tag is not None and (named := find_tag(folder, tag)) is not None:
-        return named
+    if tag is not None and (named := find_tag(folder, tag) or _find_meant(folder, tag)) is not None:
+        return _pinned(named)
     try:
         catalog = scan(folder)
     except CheckpointNotFoundError:
         if (info := _set_aside(folder.parent, folder.name)) is not None and tag in (None, info.tag):
             return info
         raise
-    if tag is None and catalog.tags:
+    if tag in (None, LATEST_FILE) and catalog.tags:
         return newest_of(catalog.tags)
     raise CheckpointNotFoundError(_nothing(folder, tag, catalog))
+
+
+def _find_meant(folder: Folder, tag: str) -> TagInfo | None:
+    """Return the checkpoint that a moving tag, or the number of a step, means; None if there is none."""
+    target = read_marks(folder).tags.get(tag)
+    if target is None and tag.isdecimal() and len(tag) < 19:
+        target = step_tag(int(tag))
+    return None if target is None else find_tag(folder, target)
+
+
+def _pinned(info: TagInfo) -> TagInfo:
+    """Return a checkpoint by its own name, if a service found it by another one, as `latest`, which may move at any time."""
+    own = tag_folder(info.record.tag)
+    if info.folder.is_local or info.folder.name == own:
+        return info
+    same = find_folder(info.folder.parent, own)
+    return same if same is not None and same.record.id == info.record.id else info
 
 
 def newest_of(tags: Sequence[TagInfo]) -> TagInfo:
@@ -310,8 +329,12 @@ def _nothing(folder: Folder, tag: str | None, catalog: Catalog) -> str:
     what = "no committed checkpoint" if tag is None else f"no committed checkpoint with the tag {tag!r}"
     text = f"{folder} has {what}"
     entries = _entries(folder)
+    moving = {} if tag is None else read_marks(folder).tags
+    if tag is not None and tag in moving:
+        text += f": it is a moving tag that points at {moving[tag]!r}, which is gone; `zstore tag` moves or removes it"
     if catalog.tags:
         text += f"; it has {tags_text(catalog.tags)}"
+        text += f" and the moving tags {', '.join(map(repr, sorted(moving)))}" if moving else ""
     elif METADATA_FILE in entries.files:
         text += f": it has a {METADATA_FILE} but no {RECORD_FILE}, so it was never committed, or that file was lost"
     for refusal in catalog.refusals[:5]:

@@ -45,7 +45,8 @@ def open_checkpoint(
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Open the checkpoint `tag` at `location`: a folder or URL of checkpoints (the newest committed one by default), or a
-    tag's own folder. Other software's checkpoints are opened as they are.
+    tag's own folder; `FOLDER@TAG` means both, as `http://host:8700/run@prod`. Other software's checkpoints are opened as
+    they are.
 
     `storage_options` are for the file system of a URL. Raises CheckpointNotFoundError, CorruptionError if it is damaged,
     CheckpointMismatchError if it is of a kind or version that is not read.

@@ -41,7 +41,8 @@ def open_source(
     storage_options: Mapping[str, Any] | None = None,
     also: Sequence[str | os.PathLike[str]] = (),
 ) -> ArraySource:
-    """Open the checkpoint `tag` at `location` (the newest committed one by default), or a tag's own folder.
+    """Open the checkpoint `tag` at `location` (the newest committed one by default), or a tag's own folder. A location
+    `FOLDER@TAG` that is not there itself means `tag` in `FOLDER`.
 
     `storage_options` are those of the fsspec file system of a URL. Raises CheckpointNotFoundError, CorruptionError if it
     is damaged, CheckpointMismatchError if it is of a kind or version that is not read, or other software's behind a URL,
@@ -55,19 +56,23 @@ def open_source(
         # Only if there is none of ours: a run that moved here goes on in the same folder.
         if is_url(location):
             _refuse_foreign(folder if text is None else folder.child(text))
-            raise
-        if (foreign := _open_foreign(os.fspath(location), text, resources)) is not None:
+        elif (foreign := _open_foreign(os.fspath(location), text, resources)) is not None:
             return foreign
-        raise
+        above, _, name = os.fspath(location).rpartition("@")
+        if tag is not None or not above or not name or "/" in name or (folder.is_local and folder.path.exists()):
+            raise
+    return open_source(above, name, resources=resources, storage_options=storage_options, also=also)
 
 
 def split_location(location: str | os.PathLike[str], tag: str | None = None) -> tuple[str, str | None]:
-    """Return path or URL, and the tag, of `DIR`, `DIR:TAG`, or `DIR` and a `tag` beside it (None: not named).
+    """Return path or URL, and the tag, of `DIR`, `DIR:TAG`, `DIR@TAG`, or `DIR` and a `tag` beside it (None: not named).
 
-    An existing local folder is taken literally, colons included. Raises UsageError if there are two tags.
+    An existing local folder is taken literally, colons included; in a URL `open_source` sees to `@`. Raises UsageError if
+    there are two tags.
     """
     text = os.fspath(location)
-    places = [(text[:at], text[at + 1 :]) for at, character in enumerate(text) if character == ":"]
+    separators = ":" if is_url(text) else ":@"
+    places = [(text[:at], text[at + 1 :]) for at, character in enumerate(text) if character in separators]
     if is_url(text):
         # The last one alone: others belong to the URL.
         places = [(url, name) for url, name in places[-1:] if is_url(url) and name and "/" not in name]
@@ -76,7 +81,7 @@ def split_location(location: str | os.PathLike[str], tag: str | None = None) -> 
     elif Path(text).is_dir():
         places = []
     else:
-        places = [(folder, name) for folder, name in places if name and Path(folder).is_dir()]
+        places = [(folder, name) for folder, name in places if name and "/" not in name and Path(folder).is_dir()]
     if not places:
         return text, tag
     if tag is not None:

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from ..checkpoint.folder import Entries
+from ..checkpoint.names import RECORD_FILE
 from ..errors import CheckpointNotFoundError, StorageError, UsageError
 from .retries import Retries
 from .service import Answer, ServiceConnection
@@ -51,6 +52,8 @@ class ServiceFolder(UrlFolder):
         """See `UrlFolder.read_range`."""
         if stop <= start:
             return b""
+        if not self.url.folder and file == RECORD_FILE:  # `RUN@TAG` has one, which is another's whenever the tag moves
+            raise FileNotFoundError(f"{self.location} is a run and no checkpoint")
         location = self.location_of(file)
         data = self.connection.call(lambda: self._read(file, start, stop), "read", location)
         self.traffic.count(read_bytes=len(data))

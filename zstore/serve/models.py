@@ -2,7 +2,7 @@
 
 Times are seconds since 1970 (`_at`) or durations in seconds (`_s`); sizes are bytes. A number that is not known, or is not
 finite, is null. `checkpoint` is the path of a tag's folder inside the run's, as in URLs: `step-00000060`, or for
-loops that make a folder for each save `checkpoint-60/step-00000060`; `latest` means the newest.
+loops that make a folder for each save `checkpoint-60/step-00000060`; `latest` means the newest, and moving tags theirs.
 """
 
 from __future__ import annotations
@@ -253,6 +253,11 @@ class CheckpointEntry(_Model):
     """Bytes that removing it alone would free."""
     num_files: int
     metrics: dict[str, float]
+    moving_tags: list[str]
+    """That point at it."""
+    held: bool
+    """Retention and prune leave it."""
+    note: str | None
 
 
 class Unfinished(_Model):
@@ -276,6 +281,8 @@ class CheckpointList(_Model):
     checkpoints: list[CheckpointEntry]
     refused: list[RefusedFolder]
     unfinished: list[Unfinished]
+    dangling: dict[str, str]
+    """Moving tags whose checkpoint is gone, and its name."""
     total_bytes: int
     """All files, each once."""
 
@@ -397,6 +404,18 @@ class PruneResult(_Model):
     job: str | None
 
 
+class MarkChange(_Model):
+    """Body of `POST /api/runs/{run}/tags`: what null says stays as it is."""
+
+    checkpoint: str | None = None
+    """Which one: its tag, a moving tag, the number of its step. None: `tag` is removed."""
+    tag: str | None = None
+    """The moving tag that shall point at it."""
+    held: bool | None = None
+    note: str | None = None
+    """Empty: none."""
+
+
 class RunAction(_Model):
     """`POST /api/runs/{run}/actions/{save|stop}`: the run takes it up at the end of a step."""
 
@@ -428,7 +447,7 @@ class WeightsFolder(_Model):
 
     run: str
     checkpoint: str
-    """By its own name if `latest` was asked for."""
+    """By its own name if `latest` or a moving tag was asked for."""
     id: str
     """Of the checkpoint's record."""
     tag: str

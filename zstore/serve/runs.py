@@ -73,6 +73,12 @@ class Runs:
             some = ", ".join(sorted(runs)[:5]) or "none"
             raise CheckpointNotFoundError(f"there is no run {name!r}; runs that are served: {some}") from None
 
+    def split(self, name: str) -> tuple[Run, tuple[str, ...]]:
+        """Return the run of that name and nothing, or of `RUN@TAG` the run and its tag. Raises CheckpointNotFoundError."""
+        run, _, tag = name.rpartition("@")
+        runs = self.all()
+        return (runs[run], (tag,)) if tag and name not in runs and run in runs else (self.get(name), ())
+
     def local_roots(self) -> list[Path]:
         """Return the roots that are folders of this machine."""
         return [Path(root.location) for root in self._settings.roots if not is_url(root.location)]

@@ -2,10 +2,11 @@
 
 [Note: visible paths]
 A path in a run's folder begins with the folder of a checkpoint (`step-00000060`), with the folder that a loop makes and one of
-a checkpoint in it (`checkpoint-60/step-00000060`), or with `latest`, which is the newest. Files that a save has under way or
-left behind are not there; a checkpoint that is being replaced is found by its tag, as readers find it on disk. Beside
-checkpoints, `latest`, journals, and config and tokenizer files are visible. Links are not, except for one to another
-checkpoint in the same folder, which readers follow too.
+a checkpoint in it (`checkpoint-60/step-00000060`), with `latest`, which is the newest, or with a moving tag; the last two are
+looked up for each request. `RUN@TAG/...` means `RUN/TAG/...`, unless there is a run of that name. Files that a save has under
+way or left behind are not there; a checkpoint that is being replaced is found by its tag, as readers find it on disk. Beside
+checkpoints, `latest`, `tags.json`, journals, and config and tokenizer files are visible. Links are not, except for one to
+another checkpoint in the same folder, which readers follow too.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from typing import Any
 
 from ...checkpoint.catalog import LOOPS_FOLDER, Catalog, TagInfo, find_folder, list_nested, newest_of, scan
 from ...checkpoint.folder import Folder
-from ...checkpoint.names import LATEST_FILE, RECORD_FILE, parse_own_name
+from ...checkpoint.marks import read_marks
+from ...checkpoint.names import LATEST_FILE, MARKS_FILE, RECORD_FILE, parse_own_name, tag_folder
 from ...errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, CorruptionError
 from ...weights.companions import COMPANIONS
 from ..cache import Cache
 
-_RUN_FILES = (LATEST_FILE, "journal-*.jsonl", *COMPANIONS)
+_RUN_FILES = (LATEST_FILE, MARKS_FILE, "journal-*.jsonl", *COMPANIONS)
 _FRESH_S = 2.0
 """How long a checkpoint behind a URL is taken to be unchanged."""
 _MOST_CACHED, _MOST_RUNS = 256, 4096
@@ -66,18 +68,25 @@ class VisibleCheckpoints:
         self._newest: Cache[str, tuple[Signature, tuple[int, TagInfo | None]]] = Cache(_MOST_RUNS)
 
     def find(self, folder: Folder, checkpoint: str) -> TagInfo:
-        """Return the checkpoint that `checkpoint` names in a run's folder: `step-00000060`, `checkpoint-60/step-00000060`, or
-        `latest`. Raises CheckpointNotFoundError if there is none."""
-        if checkpoint == LATEST_FILE:
-            return self.latest(folder)
+        """Return the checkpoint that `checkpoint` names in a run's folder: `step-00000060`, `checkpoint-60/step-00000060`,
+        `latest` or a moving tag. Raises CheckpointNotFoundError if there is none."""
         head, slash, name = checkpoint.rpartition("/")
         if slash and LOOPS_FOLDER.fullmatch(head):
             folder = folder.child(head)
         elif slash:
             raise _nothing(folder, checkpoint)
-        if (info := self.at(folder, name)) is None:
+        if (info := self._named(folder, name)) is None:
             raise _nothing(folder, checkpoint)
         return info
+
+    def _named(self, folder: Folder, name: str) -> TagInfo | None:
+        """Return the checkpoint in the tag's folder `name`, or what `latest` or a moving tag means; None if there is none."""
+        if name == LATEST_FILE:
+            return self.latest(folder)
+        if (info := self.at(folder, name)) is not None:
+            return info
+        target = read_marks(folder).tags.get(name)
+        return None if target is None else self.at(folder, tag_folder(target))
 
     def at(self, folder: Folder, name: str) -> TagInfo | None:
         """Return the checkpoint in the tag's folder `name`, None if there is none."""
@@ -129,7 +138,7 @@ class VisibleCheckpoints:
             raise _nothing(folder, head)
         if not rest and is_run_file(head):
             return Place(folder=folder, path=head, info=None, is_folder=False)
-        info = self.latest(folder) if head == LATEST_FILE else self.at(folder, head)
+        info = self._named(folder, head)
         if info is not None:
             return Place(folder=info.folder, path=_inside(folder, rest), info=info, is_folder=False)
         if LOOPS_FOLDER.fullmatch(head) and is_real_folder(folder, head):

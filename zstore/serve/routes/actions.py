@@ -1,4 +1,4 @@
-"""What `/api` does, on a service that takes actions: verify, prune, and ask a run to save or to stop."""
+"""What `/api` does, on a service that takes actions: verify, prune, mark checkpoints, and ask a run to save or to stop."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...checkpoint.catalog import resolve
+from ...checkpoint.marks import change_marks
+from ...checkpoint.names import tag_text
 from ...journal.requests import request as ask
-from ..models import Job, PruneResult, PruneRules, RunAction
+from ..models import CheckpointList, Job, MarkChange, PruneResult, PruneRules, RunAction
 from ..replies import ConflictError
 from ..runs import Run
 from ..service import Service, run_of, service_of
@@ -27,6 +30,24 @@ async def _prune(request: Request, values: Values) -> Response:
     rules = await parse_body(request, PruneRules)
     request.scope["state"]["audit"] = "prune" if rules.plan is not None else "plan of a prune"
     return await answer(lambda: prune(service_of(request), run_of(request), rules))
+
+
+async def _mark(request: Request, values: Values) -> Response:
+    change = await parse_body(request, MarkChange)
+    return await answer(lambda: mark(service_of(request), run_of(request), change))
+
+
+def mark(service: Service, run: Run, change: MarkChange) -> CheckpointList:
+    """Change the marks of a run's checkpoints; return the list with the new ones.
+
+    Raises UsageError for a name that cannot be one, CheckpointNotFoundError if there is no such checkpoint.
+    """
+    files = service.settings.files
+    found = None if change.checkpoint is None else resolve(run.folder, tag_text(change.checkpoint)).tag
+    change_marks(run.folder, found, tag=change.tag, held=change.held, note=change.note, files=files)
+    timeline = service.timeline(run)
+    timeline.forget()
+    return timeline.answer()
 
 
 def _asks(action: Literal["save", "stop"], summary: str) -> Operation:
@@ -88,6 +109,17 @@ OPERATIONS = (
         body=PruneRules,
         access="act",
         audit="prune",
+    ),
+    Operation(
+        path="/api/runs/{run}/tags",
+        method="POST",
+        summary="Move a tag to a checkpoint, or remove it; hold, release or note a checkpoint",
+        answer=CheckpointList,
+        handle=_mark,
+        body=MarkChange,
+        problems=(422, 507),
+        access="act",
+        audit="tag",
     ),
     _asks("save", "Have a run save at the end of its step"),
     _asks("stop", "Have a run stop after its step"),

@@ -85,7 +85,7 @@ def routes() -> list[BaseRoute]:
 
 async def run_without_slash(request: Request) -> Response:
     """Point to the run's folder."""
-    await run_in_threadpool(runs_of(request).get, request.path_params["run"])
+    await run_in_threadpool(runs_of(request).split, request.path_params["run"])
     return with_slash(request)
 
 
@@ -119,11 +119,11 @@ def _candidates(parts: tuple[str, ...]) -> list[tuple[str, ...]]:
 def first(request: Request, parts: tuple[str, ...], use: Callable[[Place], _T]) -> _T:
     """Return the result of `use` for the place that `parts_of` names. Raises CheckpointNotFoundError if nothing is there."""
     service = service_of(request)
-    run = runs_of(request).get(unquote(parts[0]))
+    run, tag = runs_of(request).split(unquote(parts[0]))
     missing: Exception | None = None
     for candidate in _candidates(parts[1:]):
         try:
-            return use(service.checkpoints.place(run.folder, candidate))
+            return use(service.checkpoints.place(run.folder, tag + candidate))
         except (FileNotFoundError, NotADirectoryError) as error:
             missing = missing or error
     raise CheckpointNotFoundError(f"the run {run.name!r} has no file {'/'.join(parts[1:])!r}") from missing

@@ -30,7 +30,7 @@ Refs = Mapping[Any, dict[str, Any]]
 _SEGMENT = re.compile(r"\{(\w+)(?::path)?\}")
 _HELP = {
     "run": "Name of a run, percent-encoded.",
-    "checkpoint": "Path of the tag's folder inside the run's, or `latest`.",
+    "checkpoint": "Path of the tag's folder inside the run's, `latest`, or a moving tag.",
     "job": "Id of a job.",
     "upload": "Id of an upload.",
     "path": "Path of a file inside the checkpoint.",

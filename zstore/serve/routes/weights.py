@@ -4,8 +4,8 @@
 Length, tag and every byte of a file follow from the record of the checkpoint and from the query of the URL, so ranges and
 resumed downloads are of one and the same file. It is the one that `zstore consolidate` writes. A value that cannot be
 read, fails its checksum or does not fit its type ends the connection before all bytes were sent: a client sees that the
-download is incomplete, and never a wrong byte. `latest` may be another checkpoint at the next request: there a range is given
-only with the tag of the file that the client has begun (`If-Range`), otherwise the whole file.
+download is incomplete, and never a wrong byte. `latest`, or a moving tag, may be another checkpoint at the next request: there
+a range is given only with the tag of the file that the client has begun (`If-Range`), otherwise the whole file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from starlette.types import Receive, Scope, Send
 
 from ...checkpoint.catalog import TagInfo
 from ...checkpoint.folder import Folder
-from ...checkpoint.names import LATEST_FILE
 from ...checkpoint.reader import CheckpointReader
 from ...errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError, ZstoreError
 from ...sizes import parse_bytes
@@ -45,7 +44,7 @@ from ..files.visible import Place
 from ..models import WeightsFile, WeightsFolder
 from ..replies import problem, reply, status_of
 from ..runs import Run
-from ..service import Service, run_of, service_of
+from ..service import Service, runs_of, service_of
 from .files import FileResponse, disconnected, headers_of, open_place
 
 _log = logging.getLogger(__name__)
@@ -133,8 +132,9 @@ class _Source:
 
 
 def _find(request: Request, checkpoint: str) -> _Source:
-    service, run = service_of(request), run_of(request)
-    info = service.checkpoints.find(run.folder, checkpoint)
+    service = service_of(request)
+    run, tag = runs_of(request).split(request.path_params["run"])
+    info = service.checkpoints.find(run.folder, "/".join(tag + ((checkpoint,) if checkpoint else ())))
     return _Source(service, run, info, service.readers.open(info))
 
 
@@ -165,7 +165,7 @@ def _answer(request: Request, checkpoint: str, name: str, wanted: Wanted) -> Res
     CheckpointMismatchError if the weights are known not to fit their type."""
     source = _find(request, checkpoint)
     headers = headers_of(request)
-    if checkpoint == LATEST_FILE and not {"if-range", "if-match"} & headers.keys():
+    if checkpoint != source.checkpoint and not {"if-range", "if-match"} & headers.keys():
         headers.pop("range", None)
     files = {file.name: file for file in _files(source, wanted)}
     file = files.get(name)

@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from ...checkpoint.catalog import Catalog, TagInfo, newest_of
+from ...checkpoint.catalog import Catalog, Refusal, TagInfo, newest_of
 from ...checkpoint.folder import Folder
+from ...checkpoint.marks import Marks, read_marks
 from ...checkpoint.names import LATEST_FILE
 from ...checkpoint.usage import SharedFiles, StoredFiles, remote_files, shared_files, stored_files
-from ...errors import CheckpointNotFoundError
+from ...errors import CheckpointNotFoundError, ZstoreError
 from ..files.visible import Signature, read_catalog, signature_of
 from ..models import CheckpointEntry, CheckpointList, RefusedFolder
 from .unfinished import find_unfinished
@@ -91,7 +92,7 @@ class Timeline:
             return self._known.listed
 
     def find(self, checkpoint: str) -> Listed:
-        """Return the checkpoint of that path or tag, or the newest for `latest`.
+        """Return the checkpoint of that path, tag or moving tag, or the newest for `latest`.
 
         Only checkpoints in the list are found. Raises CheckpointNotFoundError.
         """
@@ -101,6 +102,7 @@ class Timeline:
             return next(one for one in found if one.info is newest)
         named = [one for one in found if one.entry.checkpoint == checkpoint]
         named = named or [one for one in found if one.entry.tag == checkpoint]
+        named = named or [one for one in found if checkpoint in one.entry.moving_tags]
         if named:
             return named[-1]
         some = ", ".join(one.entry.checkpoint for one in found[-5:]) or "none"
@@ -109,10 +111,10 @@ class Timeline:
         )
 
     def mark(self) -> str:
-        """Return 16 hexadecimal digits that change when checkpoints, or saves under way, come or go."""
+        """Return 16 hexadecimal digits that change when checkpoints, their marks, or saves under way, come or go."""
         answer = self.answer()
-        listed = [(one.checkpoint, one.committed_at) for one in answer.checkpoints]
-        text = repr((listed, answer.refused, answer.unfinished))
+        listed = [(one.checkpoint, one.committed_at, one.moving_tags, one.held, one.note) for one in answer.checkpoints]
+        text = repr((listed, answer.refused, answer.unfinished, answer.dangling))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def forget(self) -> None:
@@ -161,12 +163,17 @@ class Timeline:
         return self._listed(tables, shared_files(tables))
 
     def _listed(self, tables: Sequence[StoredFiles], shared: SharedFiles) -> CheckpointList:
-        known = self._known
+        known, marks, refusals = self._known, Marks(), list(self._known.catalog.refusals)
+        try:
+            marks = read_marks(self._folder)
+        except (OSError, ZstoreError) as error:
+            refusals.append(Refusal(folder=self._folder, reason=str(error)))
         known.listed = []
         for info, table, holders in zip(known.catalog.tags, tables, shared.num_holders, strict=True):
-            record = info.record
+            record, checkpoint = info.record, checkpoint_of(info, self._folder)
+            name = checkpoint if "/" in checkpoint else info.tag  # marks are of the run's own folder
             entry = CheckpointEntry(
-                checkpoint=checkpoint_of(info, self._folder),
+                checkpoint=checkpoint,
                 tag=info.tag,
                 step=record.step,
                 run_id=record.run,
@@ -177,13 +184,15 @@ class Timeline:
                 freed_bytes=table.freed_bytes,
                 num_files=table.num_files,
                 metrics=_known_metrics(record.state),
+                moving_tags=marks.tags_of(name),
+                held=name in marks.held,
+                note=marks.notes.get(name),
             )
             known.listed.append(Listed(info=info, entry=entry))
         return CheckpointList(
             checkpoints=[one.entry for one in known.listed],
-            refused=[
-                RefusedFolder(name=refusal.folder.name, reason=refusal.reason) for refusal in known.catalog.refusals
-            ],
+            refused=[RefusedFolder(name=refusal.folder.name, reason=refusal.reason) for refusal in refusals],
+            dangling=marks.dangling([one.info.tag for one in known.listed]),
             unfinished=find_unfinished(self._folder),
             total_bytes=shared.total_bytes,
         )

@@ -45,6 +45,13 @@ export function stateTag(state) {
   return h("span", { class: `tag dot ${KINDS[state] ?? ""}`, test: "state" }, state);
 }
 
+/** The marks of a checkpoint as small words: the tags that moved to it, whether it is held, and its note. */
+export function marks({ moving_tags: tags, held, note }) {
+  const words = [...tags.map((tag) => `@${tag}`), held ? "held" : null, note?.slice(0, 40)];
+  const label = (word) => h("span", { class: "tag", title: note, test: "mark" }, h("bdi", null, word));
+  return words.filter(Boolean).flatMap((word) => [" ", label(word)]);
+}
+
 function iso(at) {
   return new Date(at * 1000).toISOString();
 }

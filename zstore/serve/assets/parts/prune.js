@@ -16,6 +16,7 @@ const WHY = {
   every: "its step is a multiple",
   best: "best by the metric",
   tag: "its tag is named",
+  held: "held",
 };
 const INTRODUCTION =
   "A checkpoint is kept if any rule keeps it; the newest is always kept. Nothing is removed before you have seen the list.";

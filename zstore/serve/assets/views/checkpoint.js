@@ -11,7 +11,7 @@ import { note, runUrl } from "../router.js";
 import { load } from "../states.js";
 import { actionButton, whyNot } from "../parts/act.js";
 import { arrayCommands, commandList, weightCommands, weightsUrl } from "../parts/commands.js";
-import { date, fact, marked } from "../parts/facts.js";
+import { date, fact, marked, marks } from "../parts/facts.js";
 import { filterField, filterText } from "../parts/filter.js";
 import { HistogramView } from "../parts/histogram.js";
 import { buildTree } from "../parts/names.js";
@@ -29,17 +29,17 @@ export async function show(container, params, context) {
   const base = ["runs", run, "checkpoints", checkpoint];
   const listPath = api([...base, "arrays"]);
   const [detail, list] = await Promise.all([get(api(base)), has(listPath) ? get(listPath) : { arrays: null }]);
-  const view = new CheckpointView({ run, checkpoint, query, context, detail, arrays: list.arrays });
+  const view = new CheckpointView({ run, query, context, detail, arrays: list.arrays });
   replace(container, view.element);
   view.start();
   return () => view.close();
 }
 
 class CheckpointView {
-  constructor({ run, checkpoint, query, context, detail, arrays }) {
+  constructor({ run, query, context, detail, arrays }) {
     Object.assign(this, { run, query, context, detail, arrays });
-    // `latest` may mean another one a moment later: from here on it is the one that was shown.
-    this.checkpoint = checkpoint === "latest" ? detail.entry.checkpoint : checkpoint;
+    // `latest`, or a tag that moves, may mean another one a moment later: from here on it is the one that was shown.
+    this.checkpoint = detail.entry.checkpoint;
     this.log = query.get("log") === "1";
     this.opened = new AbortController();
     this.stopVerify = () => {};
@@ -102,7 +102,7 @@ class CheckpointView {
       "section",
       { class: "panel", "aria-label": "The checkpoint" },
       titled(
-        h("h2", { class: "name", test: "checkpoint-tag" }, h("bdi", null, entry.tag)),
+        h("h2", { class: "name", test: "checkpoint-tag" }, h("bdi", null, entry.tag), marks(entry)),
         isReport ? null : actionButton("Verify", "verify", () => this.verify(), whyNot(this.context.service)),
         h("a", compare, "Compare"),
       ),

@@ -1,7 +1,8 @@
 // The checkpoints of a run: a chart over steps or time, a table, what was left unfinished, and the prune.
 //
 // For tests: checkpoints-total, checkpoints-filter, checkpoints-table with grid-row (data-key: the checkpoint), sort-<column>,
-// open-selected, verify-selected, compare-selected, open-prune, prune (see parts/prune.js), timeline, axis-step, axis-time,
+// open-selected, verify-selected, mark-selected (see parts/marks.js), compare-selected, open-prune, prune (see parts/prune.js),
+// timeline, axis-step, axis-time, mark,
 // unfinished, refused, verify-job (see parts/job.js), and the buttons of parts/actions.js.
 
 import { api, get, has, isReport, listen } from "../data.js";
@@ -11,10 +12,11 @@ import { here, note, runUrl } from "../router.js";
 import { empty } from "../states.js";
 import { actionButton, whyNot } from "../parts/act.js";
 import { RunActions } from "../parts/actions.js";
-import { age, fact } from "../parts/facts.js";
+import { age, fact, marks } from "../parts/facts.js";
 import { filterField, filterText, fits } from "../parts/filter.js";
 import { Grid } from "../parts/grid.js";
 import { refusedPanel, unfinishedPanel } from "../parts/leftovers.js";
+import { changeMarks } from "../parts/marks.js";
 import { PrunePanel } from "../parts/prune.js";
 import { Timeline } from "../parts/timeline.js";
 import { startVerify } from "../parts/verify.js";
@@ -162,7 +164,8 @@ class CheckpointsView {
   }
 
   drawData() {
-    const { checkpoints, unfinished, refused, total_bytes: total } = this.list;
+    const { checkpoints, unfinished, refused, dangling, total_bytes: total } = this.list;
+    const gone = Object.entries(dangling).map(([tag, checkpoint]) => `@${tag} (${checkpoint})`);
     const newest = checkpoints.at(-1);
     replace(
       this.facts,
@@ -170,6 +173,7 @@ class CheckpointsView {
       fact("On disk, each file once", bytes(total), { test: "checkpoints-total" }),
       newest === undefined ? null : fact("Newest", [`step ${count(newest.step)}, `, age(newest.committed_at)]),
       unfinished.length === 0 ? null : fact("Unfinished", count(unfinished.length)),
+      gone.length === 0 ? null : fact("Tags of checkpoints that are gone", h("span", { class: "bad" }, gone.join(", "))),
       refused.length === 0 ? null : fact("Refused", h("span", { class: "bad" }, count(refused.length))),
     );
     if (this.detail !== null) this.actions.update(this.detail);
@@ -232,7 +236,7 @@ class CheckpointsView {
   columns() {
     const link = (entry) => {
       const place = { href: this.urlOf(entry), tabindex: "-1", title: entry.checkpoint, test: "checkpoint-link" };
-      return h("a", place, h("bdi", null, entry.tag));
+      return [h("a", place, h("bdi", null, entry.tag)), marks(entry)];
     };
     const ageOf = (entry) => age(entry.committed_at);
     const metric = (name) => {
@@ -285,10 +289,13 @@ class CheckpointsView {
       this.context.go(runUrl(this.run, "compare", { before: before.checkpoint, after: after.checkpoint }));
     };
     const verify = () => this.verify(one);
+    const mark = () => changeMarks(this.run, one, this.context, () => void this.refresh());
+    const notHere = one?.checkpoint.includes("/") ? "Only checkpoints in the run's own folder have tags and holds." : null;
     replace(
       this.toolbar,
       actionButton("Open", "open-selected", () => this.context.go(this.urlOf(one)), notOne),
       isReport ? null : actionButton("Verify", "verify-selected", verify, notOne ?? whyNot(this.context.service)),
+      isReport ? null : actionButton("Tag…", "mark-selected", mark, notOne ?? notHere ?? whyNot(this.context.service)),
       actionButton("Compare", "compare-selected", compare, b === undefined ? pick("two checkpoints") : null),
     );
   }
