@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
@@ -91,6 +91,16 @@ def _phase(
     return mark
 
 
+class StepObserver(Protocol):
+    """Sees the steps of an engine (all ranks)."""
+
+    def step_ended(self) -> None:
+        """Take the state after an optimizer step, taken or skipped: an update may still run behind it."""
+
+    def close(self) -> None:
+        """Release everything: the engine is closed."""
+
+
 class Engine(nn.Module):
     """A model in training: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, for every micro-batch.
 
@@ -115,6 +125,8 @@ class Engine(nn.Module):
         """The client state that it named."""
         self._batches: Iterator[Any] | None = None
         """The micro-batches of the engine's own loader, over and over."""
+        self.observers: list[StepObserver] = []
+        """Told of the end of each optimizer step, and of the engine's."""
         self._open_no_syncs = 0
         self._wait_for_device: Callable[[], object] | None = None
         """Called at both ends of each phase, at the price of overlap with the device."""
@@ -162,7 +174,8 @@ class Engine(nn.Module):
         self.requests = Requests(training.world, self.report.journal)
         pause = CollectorPause() if settings.disable_python_gc else None
         ends = (pause.end if pause is not None else None, FrozenObjects().end)
-        last = (*ends, self.signals.close, self.parameter_guard.remove)
+        observed = functools.partial(_end_observers, self.observers)
+        last = (*ends, self.signals.close, self.parameter_guard.remove, observed)
         self._finalizer: weakref.finalize[..., Any] | ClosingInCycle = closing_with(
             self, _close, training, self.checkpoints, self.steps, self.report, self.access, last
         )
@@ -261,6 +274,8 @@ class Engine(nn.Module):
                 check(present(self._unchecked.pop()))
             if self.steps.enabled:
                 self.steps.take()
+            for observer in self.observers:
+                observer.step_ended()
             if training.world.heard:
                 self.requests.carry_out(self.carry_out)
             if self._when_asked is not None and self.stop_requested is not None:
@@ -996,6 +1011,11 @@ class Engine(nn.Module):
 
 def _nothing() -> None:
     """Do nothing."""
+
+
+def _end_observers(observers: Sequence[StepObserver]) -> None:
+    for observer in observers:
+        observer.close()
 
 
 def _saves_s(checkpoints: Checkpoints, steps: StepSnapshots) -> dict[str, float]:

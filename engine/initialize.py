@@ -28,6 +28,7 @@ from .data.loader import Collate, TrainingLoader
 from .data.sampling import sampling_of
 from .device import Streams
 from .engine import Engine
+from .extras.publish import WeightsPublisher
 from .optim.lr_schedules import LRSchedule, named_schedule
 from .optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from .optim.rules import steps_tiles
@@ -151,11 +152,24 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             engine = _engine(training, monitors)
             if compiler is not None:
                 training.compile(compiler)
+            _add_observers(engine)
         except BaseException:
             monitors.close()
             raise
         leave_to_engine(model)
         return engine, engine.optimizer, loader, schedule.scheduler
+
+
+def _add_observers(engine: Engine) -> None:
+    """Let the extras that the config asks for see the engine's steps."""
+    training = engine.training_state
+    config, stepper = training.config, training.stepper
+    if config.own.publish.to is not None and not config.frozen:
+        complete = training.pending.complete
+        publisher = WeightsPublisher(
+            engine, config, training.state, training.run_id, tiles=stepper is None, complete=complete
+        )
+        engine.observers.append(publisher)
 
 
 def _names_no_optimizer(config: Config, optimizer: Any, scheduler: Any, world: World) -> bool:

@@ -23,6 +23,7 @@ from .sections import (
     CsvMonitorSection,
     DataTypesSection,
     Fp16Section,
+    PublishSection,
     TensorboardSection,
     WandbSection,
 )
@@ -138,6 +139,7 @@ class ZstoreSection(Section):
     durability_path: Folders | None = built(None)
     """Folder for the snapshots of "durability": "step", shared by all ranks. Unset: on the first `nvme_path`; needed if
     nothing is offloaded to a drive."""
+    publish: PublishSection = PublishSection()
 
 
 _NO_TENSOR = (

@@ -1,9 +1,12 @@
 """The sections of a config but `zero_optimization` and `scheduler`: precision, optimizer, I/O, monitors, checkpoints."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo
+
+from zstore.remote.url import is_url
 
 from .keys import Section, built, no_effect, not_built
 from .values import (
@@ -95,6 +98,25 @@ class AioSection(Section):
     single_submit: Bool = no_effect(False, _IO)
     overlap_events: Bool = no_effect(True, _IO)
     use_gds: Bool = not_built(False, "offloaded state passes through host memory, where it is checked and updated")
+
+
+def _version_folder(to: str) -> str:
+    if not is_url(to) and not Path(to).is_absolute():
+        raise ValueError(f"expected an absolute path, or a URL like http://HOST:8700/RUN/weights; got {show(to)}")
+    return to
+
+
+class PublishSection(Section):
+    """Weights in bf16 for whoever serves them: after steps the changed elements, and now and then all. See docs/publish.md."""
+
+    to: Annotated[Name, AfterValidator(_version_folder), Words("an absolute path or a URL")] | None = built(None)
+    """Folder that the versions go to, which all ranks and all readers see; or `http://HOST:PORT/RUN/weights`, a run of a
+    `zstore serve` that takes uploads. Unset: nothing is published."""
+    every: Positive = built(1)
+    """Optimizer steps from one version to the next. A step that publishes waits for its update."""
+    full_every: Positive = built(100)
+    """Versions from one with all weights to the next, for readers that begin or have fallen behind. One whose changes would
+    be larger than all weights is full too. Versions before the last full one but one are removed."""
 
 
 class CsvMonitorSection(Section):

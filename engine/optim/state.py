@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -50,6 +50,23 @@ class InPlace(NamedTuple):
     """The parameter's own rows, if they are in the store beside the master."""
     casts: bool
     """Whether the master is cast into `ParameterRecord.owned()`."""
+
+
+class TileObserver(Protocol):
+    """Sees every tile that an update changes, from the threads that change them, several at a time; must not raise.
+
+    Steps of whole tensors (`Rule.stepper`) are not seen."""
+
+    def before(self, masters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what `after` needs of the fp32 `masters`, 1-D, which are changed next; valid until this thread's next call."""
+
+    def after(
+        self,
+        places: Sequence[tuple[ParameterRecord, int]],
+        masters: Sequence[torch.Tensor],
+        before: Sequence[torch.Tensor],
+    ) -> None:
+        """Take the changed masters: `places` has for each its parameter, and its first element among this rank's rows."""
 
 
 class OptimizerState:
@@ -95,6 +112,8 @@ class OptimizerState:
         self._sharing: dict[ParameterRecord, bool] = {}
         self._ahead: tuple[Sequence[ParameterRecord], Stream] | None = None
         """A read ahead of an update, and the update's parameters."""
+        self.observer: TileObserver | None = None
+        """Sees the tiles of updates."""
         self._own_master: set[ParameterRecord] = set()
         self._own_shapes: dict[str, SlotArray] = {}
         """Arrays that have another shape than their parameter."""

@@ -49,7 +49,7 @@ from ..device import (
 from ..params.record import ParameterRecord
 from .kernel import FusedAdam, FusedAdamStep, ParameterStep, takes_threads
 from .moments import MomentTiles
-from .state import InPlace, OptimizerState
+from .state import InPlace, OptimizerState, TileObserver
 
 Rows = Callable[[ParameterRecord], torch.Tensor | None]
 """Gives this rank's rows of an averaged gradient, 1-D; None if they are on disk (`OptimizerState.spilled`)."""
@@ -139,10 +139,14 @@ class _Change:
             gradient = self._gradient.tile(tile.first, tile.stop, master)
         if self._factor != 1.0:
             gradient.mul_(self._factor)
+        observer = self._state.observer
+        seen = [] if observer is None else observer.before([master])
         if self._moments is None:
             self._step.tile(master, gradient, slots)
         else:
             self._moments.update(self._step, master, gradient, slots, tile.first)
+        if observer is not None:
+            observer.after([(self.record, tile.first)], [master], seen)
         if self._staged is None:
             self._state.put_master(master, held, self._room)
         else:
@@ -169,18 +173,24 @@ _MOST_AT_ONCE, _MOST_BEHIND = 256 * 1024 * 1024, 4 * 1024 * 1024
 class _Portion:
     """Rows of parameters in one memory that are changed by one call of each kernel: they take the same step."""
 
-    def __init__(self, step: FusedAdamStep, factor: float) -> None:
+    def __init__(self, step: FusedAdamStep, factor: float, observer: TileObserver | None) -> None:
         self.numel = 0
         self._step = step
         self._factor = factor
+        self._observer = observer
+        self._places: list[tuple[ParameterRecord, int]] = []
         self._gradients: list[torch.Tensor] = []
         self._masters: list[torch.Tensor] = []
         self._slots: list[list[torch.Tensor]] = []
         self._own: list[torch.Tensor | None] = []
 
-    def add(self, rows: torch.Tensor, place: InPlace, own: torch.Tensor | None, first: int, stop: int) -> None:
-        """Add elements `[first, stop)` of a parameter: `rows` are of its gradient, and its master is cast into its `own`."""
+    def add(
+        self, record: ParameterRecord, rows: torch.Tensor, place: InPlace, own: torch.Tensor | None, at: tuple[int, int]
+    ) -> None:
+        """Add elements `at` (first, stop) of a parameter: `rows` are of its gradient, and its master is cast into its `own`."""
+        first, stop = at
         self.numel += stop - first
+        self._places.append((record, first))
         master, slots = place.master, place.slots
         if stop - first < rows.numel():
             rows, master, slots = rows[first:stop], master[first:stop], [slot[first:stop] for slot in slots]
@@ -199,7 +209,10 @@ class _Portion:
             torch._foreach_copy_(gradients, self._gradients)
         if self._factor != 1.0:
             torch._foreach_mul_(gradients, self._factor)
+        seen = [] if self._observer is None else self._observer.before(self._masters)
         self._step.tiles(self._masters, gradients, self._slots)
+        if self._observer is not None:
+            self._observer.after(self._places, self._masters, seen)
         h2d.put_all(self._own, self._masters)
 
 
@@ -371,9 +384,9 @@ class Update:
                 stop = min(first + tile, numel)
                 key = step, factor, rows.dtype, on_host
                 if key not in last or last[key].numel + stop - first > most:
-                    last[key] = _Portion(step, factor)
+                    last[key] = _Portion(step, factor, self._state.observer)
                     portions.append(last[key])
-                last[key].add(rows, place, own, first, stop)
+                last[key].add(record, rows, place, own, (first, stop))
         return portions
 
     def _changes(

@@ -1,0 +1,152 @@
+"""The place that versions of weights are published to: a folder, or a run of a service.
+
+[Note: how a version appears]
+    (all ranks)   `place`, a folder on this machine that the files of the version are written to
+    (each rank)   `send` its files
+    (rank 0)      `commit`, once all were sent: the version is there from here on, whole; or `discard`
+A folder's versions get their names by a rename. Those that are removed lose theirs first. A version that is there already, of
+somebody else, is not replaced. Files are not made durable: after a power cut checksums tell a version that lost some.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from ..checkpoint.folder import Folder, LocalFolder
+from ..errors import UsageError, storage_error
+from ..io.files import Files
+from ..remote.retries import Retries
+from ..remote.service_folder import ServiceFolder
+from ..remote.url import is_url
+from ..weights.versions import INDEX_FILE, WEIGHTS_FOLDER, folder_name, numbers_in
+from .sources import folder_of
+
+_TRIES = 3
+"""Training waits for them: a service that is gone is asked again with the next version."""
+
+
+class VersionTarget:
+    """A folder that all ranks see. See [Note: how a version appears]."""
+
+    def __init__(self, folder: Folder, room: Path, rank: int) -> None:
+        self.folder = folder
+        self.room = room
+        """A folder on this machine for files of versions to come."""
+        self._rank = rank
+
+    def newest(self) -> int:
+        """Return the number of the newest version, 0: there is none."""
+        return max(numbers_in(self.folder), default=0)
+
+    def place(self, number: int) -> Path:
+        """Return the folder for the files of a version, which is made."""
+        path = self.room / f".{folder_name(number)}"
+        path.mkdir(exist_ok=True)
+        return path
+
+    def send(self, number: int, names: Iterable[str]) -> None:
+        """Take files of a version. Raises StorageError, and UsageError from a service that may not take them."""
+
+    def commit(self, number: int, index: bytes, oldest: int) -> None:
+        """Publish a version with this index, and remove those before `oldest`. Raises as `send` does."""
+        commit_in(self.room, self.place(number), number, index, oldest)
+
+    def discard(self) -> None:
+        """Remove what is left of versions that were not committed; no rank writes any now."""
+        if self._rank == 0:
+            sweep(self.room)
+
+    def close(self) -> None:
+        """Do as `discard`, at the end."""
+        self.discard()
+
+
+class ServiceVersions(VersionTarget):
+    """A run of a service."""
+
+    def __init__(self, folder: ServiceFolder, rank: int) -> None:
+        if not folder.url.run or folder.url.folder != WEIGHTS_FOLDER:
+            raise UsageError(
+                f"{folder}: a service has the versions of a run's weights in one place: expected a URL like "
+                f"{folder.url.base}/RUN/{WEIGHTS_FOLDER}"
+            )
+        super().__init__(folder, Path(tempfile.mkdtemp(prefix="zstore-publish-")), rank)
+        self._remove = weakref.finalize(self, shutil.rmtree, self.room, ignore_errors=True)
+        self._service = folder.with_retries(Retries(attempts=_TRIES))
+
+    def _path(self, number: int) -> str:
+        return f"/api/uploads/weights/{quote(self._service.url.run, safe='')}/{number}"
+
+    def send(self, number: int, names: Iterable[str]) -> None:
+        """See `VersionTarget.send`."""
+        connection, place = self._service.connection, self.place(number)
+        for name in names:
+            path = f"{self._path(number)}/{quote(name)}"
+
+            def put(source: Path = place / name, path: str = path) -> None:
+                with source.open("rb") as body:
+                    headers = {"Content-Length": str(os.fstat(body.fileno()).st_size)}
+                    connection.request("PUT", path, body=body, headers=headers)
+
+            connection.call(put, "send", f"{connection.base}{path}")
+            connection.traffic.count(written_bytes=(place / name).stat().st_size)
+        sweep(self.room)
+
+    def commit(self, number: int, index: bytes, oldest: int) -> None:
+        """See `VersionTarget.commit`."""
+        body, path = json.dumps({"index": index.decode(), "oldest": oldest}).encode(), self._path(number)
+        connection = self._service.connection
+        connection.call(lambda: connection.request("POST", path, body=body), "publish", f"{connection.base}{path}")
+
+    def discard(self) -> None:
+        """See `VersionTarget.discard`."""
+        sweep(self.room)
+
+    def close(self) -> None:
+        """See `VersionTarget.close`."""
+        self._remove()
+
+
+def target_of(location: str, rank: int, storage_options: Mapping[str, Any]) -> VersionTarget:
+    """Return the target at a path or URL. Raises UsageError for a URL of something else than a run of a service, StorageError
+    for a folder that cannot be made."""
+    if is_url(location):
+        folder = folder_of(location, storage_options)
+        if not isinstance(folder, ServiceFolder):
+            raise UsageError(f"{folder} is no service of zstore: weights are published to `zstore serve`, or to a path")
+        return ServiceVersions(folder, rank)
+    path = Path(location)
+    Files().make_folder(path)
+    return VersionTarget(LocalFolder(path), path, rank)
+
+
+def commit_in(folder: Path, place: Path, number: int, index: bytes, oldest: int) -> None:
+    """Publish the files in `place` as a version in `folder`, and remove those before `oldest`. Raises StorageError."""
+    try:
+        (place / INDEX_FILE).write_bytes(index)
+        os.rename(place, folder / folder_name(number))
+    except OSError as error:
+        raise storage_error(error, f"cannot publish version {number}", path=str(folder)) from error
+    for old in numbers_in(LocalFolder(folder)):
+        if old < oldest:
+            path = folder / folder_name(old)
+            gone = path.with_name(f".{path.name}.gone")
+            path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed processes left of versions to come or removed ones."""
+    for path in folder.glob(f".{folder_name(0)[:8]}*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
