@@ -23,6 +23,7 @@ from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
 from ..journal.names import run_of
 from ..open.sources import folder_of
 from ..remote.url import is_url
+from ..weights.versions import WEIGHTS_FOLDER, numbers_in
 from .cache import Renewed
 from .settings import Root, Settings
 
@@ -155,13 +156,15 @@ def _may_name_a_run(name: str) -> bool:
 
 
 def _is_run(folder: Folder) -> bool:
-    """Return whether a folder has checkpoints or a journal."""
+    """Return whether a folder has checkpoints, a journal, or versions of weights."""
     try:
         entries = folder.entries()
         if any(run_of(name) is not None for name in entries.files):
             return True
         if RECORD_FILE in entries.files:  # a checkpoint itself
             return False
+        if WEIGHTS_FOLDER in entries.folders and numbers_in(folder.child(WEIGHTS_FOLDER)):
+            return True
         return bool(scan(folder).tags) or any(LOOPS_FOLDER.fullmatch(name) for name in entries.folders)
     except (OSError, ZstoreError):
         return False

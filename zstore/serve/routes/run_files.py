@@ -1,4 +1,5 @@
-"""Files of a run besides its checkpoints that a client uploads: its journal, and its model's config and tokenizer.
+"""Files of a run besides its checkpoints that a client uploads: its journal, its model's config and tokenizer, and versions of
+its weights.
 
 [Note: journals that are sent]
 A client sends the lines of its journal as it writes them, each time with the place in the file that they begin at. Text that is
@@ -7,10 +8,17 @@ the service cut off is removed before the next ones come. A request to the run (
 `zstore.journal`) is in the answers, until the client says `taken=ID`: then it has the request on its own machine. One that
 waits when a process begins was meant for a process that is gone, and is removed. Under `/api/uploads`, since bodies may be
 larger there than JSON elsewhere.
+
+[Note: versions that are sent]
+    PUT   /api/uploads/weights/RUN/NUMBER/FILE   (each rank) its file of changes, and rank 0 all weights of a full version
+    POST  /api/uploads/weights/RUN/NUMBER        (rank 0) the version's index: it is there from here on, whole
+Both may be repeated until then. Readers take versions from `/zarr/RUN/weights/`, like any other files.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import uuid
 from pathlib import Path
@@ -22,12 +30,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...checkpoint.catalog import scan
+from ...checkpoint.folder import plain_sizes
+from ...checkpoint.names import RECORD_FILE
 from ...errors import CheckpointExistsError, UsageError
+from ...io.sink import NewFile
 from ...journal.lines import decode
 from ...journal.names import journal_file, request_file
 from ...journal.requests import read_request
 from ...journal.writer import FileSink
+from ...open.version_target import commit_in
 from ...weights.companions import is_companion
+from ...weights.layout import SUFFIX
+from ...weights.versions import INDEX_FILE, WEIGHTS_FOLDER, folder_name, parse_index
+from ..files.visible import is_plain
 from ..replies import ConflictError, reply
 from ..runs import Runs
 from ..service import runs_of, service_of
@@ -36,6 +51,8 @@ from .operations import Exchange, Parameter
 MOST_LINES_BYTES = 1024 * 1024
 """Of a request's lines."""
 MOST_COMPANION_BYTES = 64 * 1024 * 1024
+_WRITE_BYTES = 1024 * 1024
+"""Bytes of a file that are collected before they are written."""
 _LOCK = threading.Lock()
 """Journals grow by a few lines at a time."""
 
@@ -97,6 +114,94 @@ async def _put(request: Request) -> Response:
     data = await _small_body(request, MOST_COMPANION_BYTES)
     await run_in_threadpool(_keep, request, run, name, data)
     return Response(status_code=204)
+
+
+class VersionIndex(BaseModel):
+    """Body of `POST /api/uploads/weights/{run}/{number}`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    index: str
+    """The text of the version's `model.safetensors.index.json`."""
+    oldest: int = 0
+    """Versions before this one are removed."""
+
+
+async def _put_weights(request: Request) -> Response:
+    name, length = request.path_params["name"], request.headers.get("content-length", "")
+    if not name.startswith("delta-") and not name.endswith(SUFFIX) and not is_companion(name):
+        raise UsageError(f"{name!r:.100}: expected a file of changes, of weights, or a model's config or tokenizer")
+    if not is_plain(name) or name.startswith(".") or not length.isdecimal():
+        raise UsageError(f"expected a plain name and a Content-Length, got {name!r:.100} and {length[:20]!r}")
+    service = service_of(request)
+    files = service.settings.files
+    async with service.upload_files:
+        place = await run_in_threadpool(_version_place, request)
+        if place is None:
+            return Response(status_code=204)
+        part = place / f".{name}.{uuid.uuid4().hex}.part"
+        with contextlib.ExitStack() as opened:
+            await run_in_threadpool(files.require_room, place, int(length), f"{name} needs {length} bytes")
+            opened.callback(files.unlink, part)
+            out = NewFile(files, part, opened)
+            pending = bytearray()
+            async for data in request.stream():
+                pending += data
+                if len(pending) >= _WRITE_BYTES:
+                    await run_in_threadpool(out.write, bytes(pending))
+                    pending.clear()
+            await run_in_threadpool(out.write, bytes(pending))
+            if out.offset != int(length):
+                raise UsageError(f"{name} has {length} bytes, {out.offset} were sent")
+            await run_in_threadpool(os.rename, part, place / name)
+    return Response(status_code=204)
+
+
+async def _commit_weights(request: Request) -> Response:
+    data = await _small_body(request, MOST_COMPANION_BYTES)
+
+    def commit() -> None:
+        try:
+            sent, number = VersionIndex.model_validate_json(data), request.path_params["number"]
+            version = parse_index(sent.index.encode(), f"the index of version {number}")
+        except ValueError as error:
+            raise UsageError(f"expected the index of a version: {error!s:.300}") from error
+        place = _version_place(request, sent.index.encode())
+        if place is None:
+            return
+        sizes = {name: size for name, (size, _) in version.deltas.items()}
+        there = plain_sizes(place, [*sizes, *version.files.values()])
+        missing = [
+            name
+            for name in (*sizes, *version.files.values())
+            if there.get(name) != sizes.get(name, there.get(name, -1))
+        ]
+        if missing or version.number != number:
+            raise UsageError(
+                f"version {version.number} is not whole: {', '.join(missing[:3])}: send its files before its index"
+            )
+        commit_in(place.parent, place, number, sent.index.encode(), sent.oldest)
+        runs_of(request).forget()
+
+    await run_in_threadpool(commit)
+    return Response(status_code=204)
+
+
+def _version_place(request: Request, index: bytes | None = None) -> Path | None:
+    """Return the folder for the files of a version to come, which is made; None if it is there with that `index`.
+
+    Raises ConflictError if there is another one, or if `weights` is a checkpoint.
+    """
+    run, number = request.path_params["run"], request.path_params["number"]
+    folder = runs_of(request).folder_for_uploads(run) / WEIGHTS_FOLDER
+    place = folder / f".{folder_name(number)}"
+    there = folder / folder_name(number) / INDEX_FILE
+    if index is not None and there.exists() and there.read_bytes() == index:
+        return None
+    if folder.is_symlink() or (folder / RECORD_FILE).exists() or there.exists():
+        raise ConflictError(f"{run!r} has version {number} of its weights, or a checkpoint or link {WEIGHTS_FOLDER!r}")
+    service_of(request).settings.files.make_folder(place)
+    return place
 
 
 async def _small_body(request: Request, most_bytes: int) -> bytes:
@@ -191,6 +296,7 @@ def _keep(request: Request, run: str, name: str, data: bytes) -> None:
         raise
 
 
+_WEIGHTS = "/api/uploads/weights/{run}/{number:int}"
 _JOURNAL = "/api/uploads/journals/{run}/{run_id}"
 OPERATIONS = (
     Exchange(
@@ -212,6 +318,27 @@ OPERATIONS = (
             Parameter(name="taken", help="Id of a request that the run has taken."),
         ),
         body_media="application/x-ndjson",
+        problems=(413, 507),
+    ),
+    Exchange(
+        path=f"{_WEIGHTS}/{{name}}",
+        method="PUT",
+        summary="Send a file of a version of weights",
+        answer=None,
+        handle=_put_weights,
+        body_media="application/octet-stream",
+        status=204,
+        problems=(507,),
+    ),
+    Exchange(
+        path=_WEIGHTS,
+        method="POST",
+        summary="Make a version of weights visible, whole",
+        answer=None,
+        handle=_commit_weights,
+        body=VersionIndex,
+        status=204,
+        audit="publish",
         problems=(413, 507),
     ),
     Exchange(
