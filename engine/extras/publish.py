@@ -51,8 +51,8 @@ class Changes:
         """Length and crc32c of the bits of each tile, by parameter and first element."""
         self._file: IO[bytes] | None = None
         self._writer: DeltaWriter | None = None
-        self.is_whole = True
-        """Whether all changes since `begin` are in the file."""
+        self.is_whole = False
+        """Whether all changes since the last version are in the file."""
 
     def begin(self, *, writes: bool) -> None:
         """Begin a file; without `writes` there is none, as there is no version that changes could follow."""
@@ -109,8 +109,8 @@ class Changes:
         writer = self._writer
         if writer is None or not self.is_whole:
             return
-        if former is not None and former != (old.size, crc32c(old.data)):
-            self._fail(f"{name!r} was changed by somebody else than the optimizer")
+        if former is not None and former[0] == old.size and former[1] != crc32c(old.data):
+            self._fail(f"{name!r} is not what the last step left of it")
         elif writer.nbytes > self._most_bytes:
             self._fail("they take more than the weights")
         else:
@@ -125,24 +125,15 @@ def _bits(values: torch.Tensor) -> Bits:
     return found
 
 
-class Trained(Protocol):
-    """The engine whose weights are published."""
-
+class _Engine(Protocol):
     module: nn.Module
 
     @property
-    def world(self) -> World:
-        """Its ranks."""
-
+    def world(self) -> World: ...
     @property
-    def global_steps(self) -> int:
-        """Its optimizer steps so far."""
-
-    def was_step_applied(self) -> bool:
-        """Return whether the last step changed parameters."""
-
-    def save_16bit_model(self, save_dir: Path, *, dtype: str) -> list[Path]:
-        """Write all weights into a folder (all ranks; rank 0 writes)."""
+    def global_steps(self) -> int: ...
+    def was_step_applied(self) -> bool: ...
+    def save_16bit_model(self, save_dir: Path, *, dtype: str) -> list[Path]: ...
 
 
 class WeightsPublisher:
@@ -153,7 +144,7 @@ class WeightsPublisher:
 
     def __init__(
         self,
-        engine: Trained,
+        engine: _Engine,
         config: Config,
         state: OptimizerState,
         run: str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import struct
@@ -125,12 +126,10 @@ def test_any_other_byte_is_noticed(tmp_path_factory: pytest.TempPathFactory, at:
     path.write_bytes(data)
     with pytest.raises(CorruptionError, match="take it again"):
         read_delta(path, size, crc)
-    try:  # even if whoever changed it had the checksum agree
-        table = read_delta(path, size, crc32c(bytes(data)))
-        assert [len(patches) for patches in table.values()] == [1]
-        assert "w" not in table or apply(old, table["w"]) is None, "it was applied"
-    except CorruptionError:
-        return
+    with contextlib.suppress(CorruptionError):  # even if whoever changed it had the checksum agree
+        for name, patches in read_delta(path, size, crc32c(bytes(data))).items():
+            if name == "w":
+                np.testing.assert_array_equal(apply(old, patches), new)
 
 
 def save(folder: Path, **facts: Any) -> Version:

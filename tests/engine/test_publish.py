@@ -66,6 +66,16 @@ def test_ranks_publish_their_own_rows(stage: int, tier: str, copies: int, tmp_pa
     assert found == [["full"], *[files] * (STEPS - 1)]
 
 
+def test_the_first_version_is_full_whatever_the_model_has(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, data = torch.nn.Linear(300, 200, bias=False), torch.ones(2, 300, dtype=torch.bfloat16)
+    with start(publishing(tmp_path / "weights"), model) as engine:
+        for _ in range(2):
+            engine.backward(engine(data).sum())
+            engine.step()
+    assert [bool(one["weights"]) for one in versions(tmp_path / "weights").values()] == [True, False]
+
+
 def test_a_skipped_step_publishes_nothing(tmp_path: Path) -> None:
     keys = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 8}}
     with start(publishing(tmp_path / "weights", **keys)) as engine:

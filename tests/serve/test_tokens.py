@@ -355,7 +355,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
         yield Limited(base, mine, full, job, json.loads(begun.body)["id"])
 
 
-KNOWN = {"checkpoint": TAG, "path": f"{TAG}/zarr.json", "run_id": "0" * 32, "name": "config.json"}
+KNOWN = {"checkpoint": TAG, "path": f"{TAG}/zarr.json", "run_id": "0" * 32, "name": "config.json", "number": "1"}
 QUERIES = {"/diff": f"?before={TAG}&after={TAG}", "/stats": "?array=model/a", "{run_id}": "?offset=0"}
 
 

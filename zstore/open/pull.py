@@ -28,6 +28,7 @@ from ..weights.versions import INDEX_FILE, KEY, Version
 from .arrived import Arrived, arrived
 from .sources import folder_of
 
+_NUMBERED = "00001-of-00001.safetensors"
 _OURS = re.compile(r"\.?model-v\d{6,}-\d{5}-of-\d{5}\.safetensors(\.part)?")
 
 
@@ -94,7 +95,8 @@ def _replace(found: Arrived, source: Folder, target: Path, files: Files) -> None
         for weight in sorted(reader.weights.values(), key=lambda each: each.offset):
             groups.setdefault(weight.path, []).append(weight)
         placed: dict[str, str] = {}
-        for number, path in enumerate(sorted(groups), start=1):
+        # A file keeps its number, whichever version it is of.
+        for number, path in enumerate(sorted(groups, key=lambda path: path.name[-len(_NUMBERED) :]), start=1):
             name = path.name
             if found.full is not None or any(weight.name in found.patches for weight in groups[path]):
                 name = f"model-v{version.number:06d}-{number:05d}-of-{len(groups):05d}.safetensors"

@@ -33,8 +33,9 @@ _BYTE_GAPS_FROM = 64
 
 def encode(old: Bits, new: Bits) -> tuple[Bits, npt.NDArray[Any]]:
     """Return the values and the gaps of the elements in which `new` differs from `old`, both 1-D, of one length."""
-    (changed,) = (old != new).nonzero()
-    gaps = np.diff(changed, prepend=-1) - 1
+    changed = _differing(old, new)
+    gaps = changed.copy()
+    gaps[1:] -= changed[:-1] + 1
     kind = np.dtype("<u1" if changed.size * _BYTE_GAPS_FROM >= new.size else "<u2")
     most = np.iinfo(kind).max
     if gaps.size and gaps.max() >= most:
@@ -43,6 +44,17 @@ def encode(old: Bits, new: Bits) -> tuple[Bits, npt.NDArray[Any]]:
         gaps = np.full(at[-1] + 1, most)
         gaps[at] = rest
     return new[changed], gaps.astype(kind)
+
+
+def _differing(old: Bits, new: Bits) -> npt.NDArray[np.int64]:
+    """Return the positions of differing elements: eight are looked at together, since most are equal."""
+    differ = np.zeros(-(-old.size // 8) * 8, bool)
+    np.not_equal(old, new, out=differ[: old.size])
+    eights = differ.view(np.uint64)
+    some = np.flatnonzero(eights != 0)
+    at = np.flatnonzero(eights[some].view(bool))
+    found: npt.NDArray[np.int64] = some[at >> 3] * 8 + (at & 7)
+    return found
 
 
 def decode(gaps: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

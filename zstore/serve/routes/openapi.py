@@ -36,6 +36,7 @@ _HELP = {
     "path": "Path of a file inside the checkpoint.",
     "run_id": "Id of the training run, 32 hex digits.",
     "name": "Name of a file.",
+    "number": "Number of a version of weights.",
 }
 _ABOUT = (
     "Runs, checkpoints and arrays that a service has, what it can do with them, and how checkpoints are sent to it. Files are "

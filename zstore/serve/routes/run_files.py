@@ -18,7 +18,6 @@ Both may be repeated until then. Readers take versions from `/zarr/RUN/weights/`
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import uuid
 from pathlib import Path
@@ -33,6 +32,7 @@ from ...checkpoint.catalog import scan
 from ...checkpoint.folder import plain_sizes
 from ...checkpoint.names import RECORD_FILE
 from ...errors import CheckpointExistsError, UsageError
+from ...io.files import Files
 from ...io.sink import NewFile
 from ...journal.lines import decode
 from ...journal.names import journal_file, request_file
@@ -51,6 +51,7 @@ from .operations import Exchange, Parameter
 MOST_LINES_BYTES = 1024 * 1024
 """Of a request's lines."""
 MOST_COMPANION_BYTES = 64 * 1024 * 1024
+_MOST_DIGITS = 12
 _WRITE_BYTES = 1024 * 1024
 """Bytes of a file that are collected before they are written."""
 _LOCK = threading.Lock()
@@ -128,6 +129,7 @@ class VersionIndex(BaseModel):
 
 
 async def _put_weights(request: Request) -> Response:
+    folder, number = await run_in_threadpool(_version_of, request)
     name, length = request.path_params["name"], request.headers.get("content-length", "")
     if not name.startswith("delta-") and not name.endswith(SUFFIX) and not is_companion(name):
         raise UsageError(f"{name!r:.100}: expected a file of changes, of weights, or a model's config or tokenizer")
@@ -136,15 +138,12 @@ async def _put_weights(request: Request) -> Response:
     service = service_of(request)
     files = service.settings.files
     async with service.upload_files:
-        place = await run_in_threadpool(_version_place, request)
-        if place is None:
-            return Response(status_code=204)
+        place = await run_in_threadpool(_place_of, folder, number, files)
         part = place / f".{name}.{uuid.uuid4().hex}.part"
         with contextlib.ExitStack() as opened:
             await run_in_threadpool(files.require_room, place, int(length), f"{name} needs {length} bytes")
             opened.callback(files.unlink, part)
-            out = NewFile(files, part, opened)
-            pending = bytearray()
+            out, pending = NewFile(files, part, opened), bytearray()
             async for data in request.stream():
                 pending += data
                 if len(pending) >= _WRITE_BYTES:
@@ -153,54 +152,56 @@ async def _put_weights(request: Request) -> Response:
             await run_in_threadpool(out.write, bytes(pending))
             if out.offset != int(length):
                 raise UsageError(f"{name} has {length} bytes, {out.offset} were sent")
-            await run_in_threadpool(os.rename, part, place / name)
+            await run_in_threadpool(files.rename, part, place / name)
     return Response(status_code=204)
 
 
 async def _commit_weights(request: Request) -> Response:
+    folder, number = await run_in_threadpool(_version_of, request)
     data = await _small_body(request, MOST_COMPANION_BYTES)
 
     def commit() -> None:
         try:
-            sent, number = VersionIndex.model_validate_json(data), request.path_params["number"]
-            version = parse_index(sent.index.encode(), f"the index of version {number}")
+            sent = VersionIndex.model_validate_json(data)
+            index = sent.index.encode()
+            version = parse_index(index, f"the index of version {number}")
         except ValueError as error:
             raise UsageError(f"expected the index of a version: {error!s:.300}") from error
-        place = _version_place(request, sent.index.encode())
-        if place is None:
+        there = folder / folder_name(number) / INDEX_FILE
+        if there.exists() and there.read_bytes() == index:  # sent again, since no answer came
             return
-        sizes = {name: size for name, (size, _) in version.deltas.items()}
-        there = plain_sizes(place, [*sizes, *version.files.values()])
-        missing = [
-            name
-            for name in (*sizes, *version.files.values())
-            if there.get(name) != sizes.get(name, there.get(name, -1))
-        ]
+        place = _place_of(folder, number, service_of(request).settings.files)
+        sizes = plain_sizes(place, [*version.deltas, *version.files.values()])
+        missing = [name for name, (size, _) in version.deltas.items() if sizes.get(name) != size]
+        missing += [name for name in version.files.values() if sizes.get(name) is None]
         if missing or version.number != number:
             raise UsageError(
                 f"version {version.number} is not whole: {', '.join(missing[:3])}: send its files before its index"
             )
-        commit_in(place.parent, place, number, sent.index.encode(), sent.oldest)
+        commit_in(folder, place, number, index, sent.oldest)
         runs_of(request).forget()
 
     await run_in_threadpool(commit)
     return Response(status_code=204)
 
 
-def _version_place(request: Request, index: bytes | None = None) -> Path | None:
-    """Return the folder for the files of a version to come, which is made; None if it is there with that `index`.
+def _version_of(request: Request) -> tuple[Path, int]:
+    """Return the folder of the run's versions, and the number of that which is sent. Raises CheckpointNotFoundError."""
+    folder, number = runs_of(request).folder_for_uploads(request.path_params["run"]), request.path_params["number"]
+    if not number.isascii() or not number.isdecimal() or len(number) > _MOST_DIGITS:
+        raise UsageError(f"{number!r:.50}: expected the number of a version")
+    return folder / WEIGHTS_FOLDER, int(number)
 
-    Raises ConflictError if there is another one, or if `weights` is a checkpoint.
-    """
-    run, number = request.path_params["run"], request.path_params["number"]
-    folder = runs_of(request).folder_for_uploads(run) / WEIGHTS_FOLDER
+
+def _place_of(folder: Path, number: int, files: Files) -> Path:
+    """Return the folder for the files of a version to come, which is made. Raises ConflictError if the version is there, or
+    `weights` is a checkpoint."""
     place = folder / f".{folder_name(number)}"
-    there = folder / folder_name(number) / INDEX_FILE
-    if index is not None and there.exists() and there.read_bytes() == index:
-        return None
-    if folder.is_symlink() or (folder / RECORD_FILE).exists() or there.exists():
-        raise ConflictError(f"{run!r} has version {number} of its weights, or a checkpoint or link {WEIGHTS_FOLDER!r}")
-    service_of(request).settings.files.make_folder(place)
+    if folder.is_symlink() or (folder / RECORD_FILE).exists() or (folder / folder_name(number)).exists():
+        raise ConflictError(
+            f"{folder.parent.name!r} has version {number} of its weights, or a checkpoint {folder.name!r}"
+        )
+    files.make_folder(place)
     return place
 
 
@@ -296,7 +297,7 @@ def _keep(request: Request, run: str, name: str, data: bytes) -> None:
         raise
 
 
-_WEIGHTS = "/api/uploads/weights/{run}/{number:int}"
+_WEIGHTS = "/api/uploads/weights/{run}/{number}"
 _JOURNAL = "/api/uploads/journals/{run}/{run_id}"
 OPERATIONS = (
     Exchange(
