@@ -21,6 +21,7 @@ from zstore.checkpoint import SaveHandle
 from zstore.closing import ClosingInCycle, closing_with
 from zstore.errors import CheckpointExistsError, UsageError
 from zstore.ranks.world import World
+from zstore.tensors import cast_floating
 from zstore.weights.layout import MAX_FILE_BYTES
 
 from .access.access import Access
@@ -47,7 +48,6 @@ from .data.sampling import use_schedules
 from .data.schedule import Rise
 from .loss_backward import LossBackward
 from .params.record import ParameterRecord
-from .params.tensors import cast_floating
 from .report.journal import RunJournal
 from .report.monitors import Monitors
 from .report.progress import RunReport
