@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from bench import (
+    accumulation,
     activations,
     bare_checkpoint,
     bare_step,
@@ -96,6 +97,19 @@ def test_step_benchmark_counts_the_bytes_of_a_step(tmp_path: Path, monkeypatch: 
     # Master and two moments, read and written; small parameters rest in memory, padding and checksums add to the others.
     assert 20 < figures["bytes_per_parameter"] < 27
     assert 0 < figures["save_new_blocks_percent"] < 25  # of a tiny model, the small parameters are much
+
+
+def test_the_accumulation_benchmark_reads_parameters_once_a_step_block_by_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "accumulation.json"
+    arguments = ["--model", "tiny", "--micro-batches", "3", "--tokens", "8", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["accumulation", "--path", str(tmp_path), *arguments, "--json", str(out)])
+    accumulation.main()
+    figures = json.loads(out.read_text())
+    assert figures["same_bits"]
+    assert figures["micro_batch"]["parameter_bytes"] == pytest.approx(3 * figures["block"]["parameter_bytes"])
+    assert figures["micro_batch"]["disk_bytes"] > figures["block"]["disk_bytes"]
 
 
 def test_links_benchmark_measures_a_machine_without_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
