@@ -214,9 +214,9 @@ class Steps(_Model):
     the mean of some that follow each other, step and time those of the last."""
 
     columns: dict[str, list[float | None]]
-    """step, at, loss, loss_min, loss_max, lr, grad_norm, tokens_per_s, step_s, forward_s, backward_s, optimizer_s, stall_s,
-    mfu if it is known, and with a `/`: memory/<device|host|disk|buffers|process|cuda>, rate/<link> (bytes per second),
-    stall/<cause>, metric/<name>; not_finite counts numbers that are NaN or infinite."""
+    """step, at, tokens_seen (of all steps up to it), loss, loss_min, loss_max, lr, grad_norm, tokens_per_s, step_s, forward_s,
+    backward_s, optimizer_s, stall_s, mfu if it is known, and with a `/`: memory/<device|host|disk|buffers|process|cuda>,
+    rate/<link> (bytes per second), stall/<cause>, metric/<name>; not_finite counts numbers that are NaN or infinite."""
     last_step: int | None
     is_whole: bool
     """False while a long journal is being read: the steps are a sample, and it is well to ask again in a second."""

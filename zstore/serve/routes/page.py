@@ -64,6 +64,7 @@ def routes() -> list[Route]:
     return [
         Route("/", _answer),
         Route("/jobs", _answer),
+        Route("/runs/compare", _answer),
         Route("/run/{rest:path}", _answer),
         Route("/assets/{file:path}", _answer),
         Route("/{run}", _redirect),

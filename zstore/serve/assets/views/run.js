@@ -5,7 +5,8 @@ import { atFrame, h, replace } from "../dom.js";
 import { counted } from "../format.js";
 import { note } from "../router.js";
 import { RunActions } from "../parts/actions.js";
-import { Curves } from "../parts/curves.js";
+import { ChartGrid } from "../parts/chartgrid.js";
+import { curvesOf } from "../parts/curves.js";
 import { savesPanel, sessionsPanel, warningsPanel } from "../parts/runlists.js";
 import { RunStatus } from "../parts/runstatus.js";
 import { LiveSteps, StepColumns } from "../parts/steps.js";
@@ -30,7 +31,7 @@ class RunView {
     this.path = ["runs", run];
     this.actions = isReport ? null : new RunActions(run, context);
     this.status = new RunStatus(run, this.actions?.element ?? null);
-    this.curves = new Curves((domain) => this.zoom(domain));
+    this.curves = new ChartGrid("Curves", (domain) => this.zoom(domain));
     this.lists = h("div", { class: "lists" });
     this.waiting = h("div");
     this.element = h("div", { class: "view" }, this.status.element, this.waiting, this.curves.element, this.lists);
@@ -137,7 +138,7 @@ class RunView {
     this.status.update(this.detail, this.steps.newest);
     this.showActions();
     this.curves.element.hidden = all.length === 0;
-    this.curves.update(this.detailed ?? all, marks(this.detail), this.placement);
+    this.curves.show(curvesOf(this.detailed ?? all, marks(this.detail), this.placement));
     const waiting = all.length === 0 ? "empty" : this.isSample ? "sample" : "";
     if (this.shownWaiting !== waiting) {
       this.shownWaiting = waiting;

@@ -3,11 +3,12 @@
 import { get, isReport } from "../data.js";
 import { h, replace, titled } from "../dom.js";
 import { ago, count, counted, number, short, when } from "../format.js";
-import { here, note, runUrl } from "../router.js";
+import { go, here, note, runUrl } from "../router.js";
 import { stateTag } from "../parts/facts.js";
 import { filterField, filterText } from "../parts/filter.js";
 import { repeat } from "../parts/poll.js";
 import { empty } from "../states.js";
+import { compareUrl } from "./runscompare.js";
 
 const EVERY_S = 3;
 const COLUMNS = [
@@ -43,6 +44,8 @@ class RunTable {
     const { query } = here();
     this.runs = [];
     this.rows = new Map();
+    this.chosen = new Set();
+    this.compare = h("button", { type: "button", class: "choose-runs", disabled: true, test: "compare-runs", onclick: () => go(compareUrl([...this.chosen])) }, "Compare");
     this.filter = filterText();
     const sort = query.get("sort") ?? "-updated";
     this.key = COLUMNS.some((column) => column.key === sort.replace("-", "")) ? sort.replace("-", "") : "updated";
@@ -65,7 +68,7 @@ class RunTable {
     this.table = h(
       "section",
       { class: "panel flush" },
-      h("div", { class: "scroll" }, h("table", { class: "cards", test: "runs" }, h("thead", null, h("tr", null, this.heads)), this.body)),
+      h("div", { class: "scroll" }, h("table", { class: "cards", test: "runs" }, h("thead", null, h("tr", null, h("th", { class: "choose" }, h("span", { class: "visually-hidden" }, "Chosen")), this.heads)), this.body)),
       this.none,
     );
     this.missing = empty(
@@ -73,7 +76,7 @@ class RunTable {
       "The served folders have no checkpoints and no journals. Training with zstore writes both. Serve the folder that it saves to:",
       "zstore serve runs/my-run",
     );
-    this.tools = titled([h("h1", null, "Runs"), this.count, this.lost], field);
+    this.tools = titled([h("h1", null, "Runs"), this.count, this.lost], this.compare, field);
     this.element = h("div", { class: "view" }, this.tools, this.table, this.missing);
   }
 
@@ -113,12 +116,24 @@ class RunTable {
     if (!same) replace(this.body, rows);
   }
 
+  /** Return the cell whose box chooses a run for a comparison. */
+  box(name) {
+    const box = h("input", { type: "checkbox", "aria-label": `Compare ${name}`, test: "choose-run" });
+    box.addEventListener("change", () => {
+      if (box.checked) this.chosen.add(name);
+      else this.chosen.delete(name);
+      this.compare.disabled = this.chosen.size < 2;
+      replace(this.compare, this.chosen.size < 2 ? "Compare" : `Compare ${this.chosen.size} runs`);
+    });
+    return h("td", { class: "choose", "data-label": "Compare" }, box);
+  }
+
   /** Return the row of a run: the one that is there with what changed in it, so that focus and selected text stay. */
   row(run) {
     const parts = cells(run);
     let row = this.rows.get(run.name);
     if (row === undefined) {
-      row = h("tr", { test: "run" }, parts.map((part, index) => cell(COLUMNS[index], part)));
+      row = h("tr", { test: "run" }, this.box(run.name), parts.map((part, index) => cell(COLUMNS[index], part)));
       row.kept = parts.map(JSON.stringify);
       this.rows.set(run.name, row);
       return row;
@@ -127,7 +142,7 @@ class RunTable {
       const text = JSON.stringify(part);
       if (row.kept[index] === text) continue;
       row.kept[index] = text;
-      row.children[index].replaceWith(cell(COLUMNS[index], part));
+      row.children[index + 1].replaceWith(cell(COLUMNS[index], part));
     }
     return row;
   }
