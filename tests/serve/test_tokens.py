@@ -365,7 +365,7 @@ def _ask(service: Limited, header: str, method: str, path: str, **names: str) ->
         filled = filled.replace("zarr.json", "model.safetensors")
     filled += next((query for end, query in QUERIES.items() if path.endswith(end)), "")
     mark = json.dumps({"checkpoint": TAG, "held": True}).encode()
-    bodies = {"tags": mark, "prune": b'{"keep_last": 1}', "{run_id}": b"{}\n"}
+    bodies = {"tags": mark, "marks": b"{}", "prune": b'{"keep_last": 1}', "{run_id}": b"{}\n"}
     body = next((body for end, body in bodies.items() if path.endswith(end) and method != "GET"), b"")
     return ask(service.base, filled, header, JSON, method=method, body=body)
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticSerializationError
 
 from ..open.compare import Comparison
@@ -92,12 +92,25 @@ class RunSummary(_Model):
     newest: Newest | None
     problem: str | None
     """Why the folder cannot be read."""
+    tags: list[str] = []
+    group: str = ""
+    note: str = ""
+    settings: str = Field("", exclude=True)
+    """Config of the newest process as lines like `optimizer.params.lr=0.001`: for searching."""
+
+    def has_words(self, words: str) -> bool:
+        """Return whether each of the words is somewhere in its names, marks or settings; case does not count."""
+        texts = (self.name, self.location, self.state, *self.tags, self.group, self.note, self.settings)
+        whole = "\n".join(texts).lower()
+        return all(word in whole for word in words.lower().split())
 
 
 class RunList(_Model):
-    """`GET /api/runs`."""
+    """`GET /api/runs?q=`."""
 
     runs: list[RunSummary]
+    num_runs: int
+    """With those that the search left out."""
 
 
 class Session(_Model):
@@ -412,6 +425,17 @@ class MarkChange(_Model):
     tag: str | None = None
     """The moving tag that shall point at it."""
     held: bool | None = None
+    note: str | None = None
+    """Empty: none."""
+
+
+class RunMarksChange(_Model):
+    """Body of `POST /api/runs/{run}/marks`: what null says stays as it is."""
+
+    tags: list[str] | None = None
+    """In place of those that the run has."""
+    group: str | None = None
+    """Empty: none."""
     note: str | None = None
     """Empty: none."""
 

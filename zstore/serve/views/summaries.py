@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterator
+from typing import Any
 
 from ...checkpoint.folder import Folder
+from ...checkpoint.marks import RunMarks, read_marks
+from ...checkpoint.names import MARKS_FILE
 from ...errors import ZstoreError
 from ...journal.names import run_of
 from ..cache import Cache
-from ..files.visible import VisibleCheckpoints
+from ..files.visible import VisibleCheckpoints, file_state
 from ..models import Newest, RunSummary, Session
 from ..runs import Run
 from .journals import arrival, journals_in, last_session, read_some
@@ -26,13 +31,16 @@ class RunSummaries:
     def __init__(self, checkpoints: VisibleCheckpoints) -> None:
         self._checkpoints = checkpoints
         self._journals: Cache[str, tuple[tuple[str, int, int], JournalView]] = Cache(_MOST_CACHED)
+        self._settings: Cache[str, tuple[JournalView, str]] = Cache(_MOST_CACHED)
+        self._marks: Cache[str, tuple[object, RunMarks]] = Cache(_MOST_CACHED)
         self._sessions: Cache[str, tuple[int, Session | None]] = Cache(_MOST_CACHED)
 
     def of(self, run: Run) -> RunSummary:
         """Return a run in short."""
-        newest, info, num_checkpoints, problem = None, None, 0, None
+        newest, info, num_checkpoints, problem, marks = None, None, 0, None, RunMarks()
         try:
             num_checkpoints, info = self._checkpoints.newest(run.folder)
+            marks = self._marks_of(run.folder)
         except (ZstoreError, OSError) as error:
             problem = str(error)
         if info is not None:
@@ -57,7 +65,26 @@ class RunSummaries:
             num_checkpoints=num_checkpoints,
             newest=newest,
             problem=problem,
+            tags=marks.tags,
+            group=marks.group,
+            note=marks.note,
+            settings=self._settings_of(run.folder.location, journal),
         )
+
+    def _marks_of(self, folder: Folder) -> RunMarks:
+        if (state := file_state(folder, MARKS_FILE)) is None:
+            return RunMarks()
+        cached = self._marks.get(folder.location)
+        if cached is None or cached[0] != state:
+            cached = self._marks.put(folder.location, (state, read_marks(folder).run))
+        return cached[1]
+
+    def _settings_of(self, place: str, journal: JournalView) -> str:
+        cached = self._settings.get(place)
+        if cached is None or cached[0] is not journal:
+            config = journal.sessions[-1].config if journal.sessions else {}
+            cached = self._settings.put(place, (journal, "\n".join(_lines_of(config))))
+        return cached[1]
 
     def _journal(self, folder: Folder) -> JournalView:
         """Return what the first and last lines of the newest journal in a folder say, with the last step alone."""
@@ -85,3 +112,12 @@ class RunSummaries:
         if last:
             made.table.add(last)
         return self._journals.put(folder.location, (key, made))[1]
+
+
+def _lines_of(value: Any, path: str = "") -> Iterator[str]:
+    """Yield the values in a JSON object as `path.to.key=value`."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _lines_of(inner, f"{path}.{key}" if path else key)
+    else:
+        yield f"{path}={value if isinstance(value, str) else json.dumps(value)}"
