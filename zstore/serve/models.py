@@ -370,6 +370,7 @@ class Job(_Model):
     run: str
     checkpoint: str | None
     state: Literal["running", "done", "failed"]
+    """failed also if it was ended by a restart of the service, without `ended_at` if that did not end in order."""
     started_at: float
     ended_at: float | None
     done_bytes: int
