@@ -207,17 +207,20 @@ class NotFinite(_Model):
 
 
 class RunDetail(_Model):
-    """`GET /api/runs/{run}`."""
+    """`GET /api/runs/{run}?limit=&skip=`: of sessions and warnings `limit`, without the `skip` newest; the oldest first."""
 
     summary: RunSummary
     sessions: list[Session]
-    """The newest 100 of each journal, the oldest first. Texts are cut, and large configs left out: the journal has them."""
+    """Texts are cut, and large configs left out: the journal has them."""
+    num_sessions: int
+    """On all pages: of each journal the newest 100."""
     saves: list[SaveEvent]
     """The last state of each of the newest 200, the oldest first."""
     actions: list[ActionEvent]
     """The newest 50, the oldest first."""
     warnings: list[Warned]
-    """The newest 100, the oldest first."""
+    num_warnings: int
+    """On all pages: of each journal the newest 100."""
     not_finite: list[NotFinite]
     """The newest 100, the oldest first."""
 

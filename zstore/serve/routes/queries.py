@@ -90,6 +90,10 @@ def _of_run(
 
 
 _SEARCH = Parameter(name="q", help="Words that are in the run's name, tags, group, note, or settings like `lr=0.001`.")
+_PAGE = (
+    Parameter(name="limit", help="Most sessions and warnings.", kind="integer", default=views.PAGE, least=1, most=100),
+    Parameter(name="skip", help="How many of the newest to leave out.", kind="integer", default=0),
+)
 _STEPS = (
     Parameter(name="after", help="Steps after this one only.", kind="integer"),
     Parameter(name="until", help="Steps up to this one only.", kind="integer"),
@@ -105,7 +109,7 @@ _PAIR = (
 OPERATIONS = (
     Operation(path="/api", summary="The service, and what it allows", answer=ServiceInfo, handle=_info),
     Operation(path="/api/runs", summary="Runs in short", answer=RunList, handle=_runs, parameters=(_SEARCH,)),
-    _of_run("", "A run: its sessions, saves and warnings", RunDetail, views.run_detail),
+    _of_run("", "A run: its sessions, saves and warnings", RunDetail, views.run_detail, parameters=_PAGE),
     _of_run("/placement", "Where every byte of a run rests", Placement, views.run_placement),
     _of_run("/steps", "Steps of a run as columns", Steps, views.run_steps, parameters=_STEPS),
     _of_run("/checkpoints", "Checkpoints of a run, the oldest first", CheckpointList, views.list_checkpoints),
