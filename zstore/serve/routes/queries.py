@@ -33,7 +33,7 @@ from .operations import Operation, Parameter, Values, answer, of_run
 
 _MOST_POINTS = 20_000
 _RUN = "/api/runs/{run}"
-_CHECKPOINT = "/checkpoints/{checkpoint:path}"
+_CHECKPOINT = "/checkpoints/{checkpoint:checkpoint}"
 CHECKPOINT = _RUN + _CHECKPOINT
 
 
