@@ -15,6 +15,7 @@ from tests.serve.answers import Client
 from tests.serve.browser import PHONE, Watched, needs_chromium, new_context, open_browser, overflow_px, watch
 from tests.serve.conftest import Serve
 from tests.serve.sample import JournalWriter
+from tests.waiting import until
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
 
@@ -78,6 +79,41 @@ def test_a_journal_without_tokens_has_no_sum(tmp_path: Path, serve: Serve) -> No
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     columns = Client(serve(tmp_path), token=None).get("/api/runs/run/steps")["columns"]
     assert (columns["step"], columns["tokens_seen"]) == ([1, 2], [None, None])
+
+
+def test_steps_without_a_line_count_as_many_tokens_as_the_next_one(tmp_path: Path, serve: Serve) -> None:
+    path = tmp_path / "run" / "journal-0.jsonl"
+    path.parent.mkdir()
+    journal = JournalWriter(path, 1e9)
+    journal.start("0")
+    journal.steps(10)
+    journal.step = 20  # the lines between were left out
+    journal.steps(10)
+    columns = Client(serve(tmp_path), token=None).get("/api/runs/run/steps")["columns"]
+    assert columns["tokens_seen"] == [TOKENS * step for step in columns["step"]]
+
+
+@needs_chromium
+def test_a_long_journal_is_drawn_from_a_sample_and_then_whole(tmp_path: Path) -> None:
+    path = tmp_path / "long" / f"journal-{0:032x}.jsonl"
+    path.parent.mkdir()
+    journal = JournalWriter(path, 1e9)
+    journal.start(f"{0:032x}")
+    journal.steps(12_000)
+    assert path.stat().st_size > 4 * 2**20
+    settings = Settings(roots=(Root.parse(str(tmp_path)),), port=0)
+    with serving(settings) as base, open_browser() as browser:
+        page = watch(new_context(browser), base).page
+        page.goto(f"{base}/runs/compare?run=long&x=tokens&y=loss")
+        page.wait_for_selector("[data-test=chart-column-loss] canvas")
+        # The last point of a sample is that of the whole journal.
+        assert saved_csv(page, "loss")["tokens"].iloc[-1] == TOKENS * 12_000
+        client = Client(base, token=None)
+        until(lambda: client.get("/api/runs/long/steps")["is_whole"])
+        steps = client.get("/api/runs/long/steps")["columns"]["step"]
+        first = f"[data-test=chart-column-loss] .plot[aria-valuemin='{TOKENS * steps[0]:.0f}']"
+        page.wait_for_selector(first)
+        assert saved_csv(page, "loss")["tokens"].tolist() == [TOKENS * step for step in steps]
 
 
 def saved_csv(page: Page, chart: str) -> pd.DataFrame:

@@ -48,7 +48,7 @@ export class ChartGroup {
  */
 export class LineChart {
   constructor({ title, name, format = number, axis = short, unit = "", group, zero = false, stacked = false }) {
-    Object.assign(this, { title, format, axis, unit: unit || title.toLowerCase(), group, zero, stacked, log: false, smooth: 0, name });
+    Object.assign(this, { title, format, axis, unit: unit || title.toLowerCase(), group, zero, stacked, log: false, smooth: 0 });
     this.legend = h("div", { class: "legend" });
     this.box = h("div", { class: "plot", tabindex: "0", role: "slider", "aria-label": title, "aria-description": HELP });
     this.table = h("details", { class: "as-table", ontoggle: () => this.fillTable() }, h("summary", null, "Table"));
@@ -116,7 +116,7 @@ export class LineChart {
   lines() {
     const rows = this.stacked ? stack(this.data.series) : this.data.series;
     return rows.flatMap((row, index) => {
-      const line = { ...row, colour: `series-${(row.limits ?? index) % 8}`, width: this.stacked || row.limits !== undefined ? 1 : 1.6, isBroken: row.limits !== undefined || index >= 8 };
+      const line = { ...row, colour: `series-${(row.limits ?? index) % 8}`, width: this.stacked || row.limits !== undefined ? 1 : 1.6, isBroken: isBroken(row.limits, index) };
       const band = row.low && row.high ? [row.high, row.low].map((values) => ({ ...line, values, isEnd: true })) : [];
       if (!this.smooth || this.stacked) return [...band, line];
       return [...band, { ...line, alpha: 0.3 }, { ...line, values: smoothed(row.values, this.smooth) }];
@@ -185,7 +185,7 @@ export class LineChart {
       this.legend,
       h("span", { class: "key" }, `${this.by.label} `, this.stepText),
       this.data.series.map(({ label, limits }, index) =>
-        h("span", { class: "key" }, h("i", { class: `swatch ${limits === undefined ? "" : "limit"}`, style: inColour((limits ?? index) % 8) }), `${label} `, this.values[index]),
+        h("span", { class: "key" }, h("i", { class: `swatch ${isBroken(limits, index) ? "limit" : ""}`, style: inColour((limits ?? index) % 8) }), `${label} `, this.values[index]),
       ),
     );
   }
@@ -234,7 +234,7 @@ export class LineChart {
     const [first, last] = this.plot.chart.series[0].idxs;
     const rows = (this.stacked || !this.smooth ? [] : series).map(({ label, values }) => ({ label: `${label} (smoothed ${this.smooth})`, values: smoothed(values, this.smooth) }));
     const columns = [{ label: this.by.label, values: x }, ...series, ...rows];
-    save(`${this.name}.csv`, new Blob([toCsv(columns.map(({ label, values }) => [label, ...values.slice(first, last + 1)]))], { type: "text/csv" }));
+    save(`${this.title}.csv`, new Blob([toCsv(columns.map(({ label, values }) => [label, ...values.slice(first, last + 1)]))], { type: "text/csv" }));
   }
 
   /** Save the plot with its title and the names of its curves. */
@@ -265,7 +265,7 @@ export class LineChart {
       pen.fillStyle = colour("text");
       pen.fillText(label, stroke ? x + 16 : x, y);
     }
-    image.toBlob((blob) => save(`${this.name}.png`, blob));
+    image.toBlob((blob) => save(`${this.title}.png`, blob));
   }
 
   zoomToSelected() {
@@ -282,6 +282,11 @@ export class LineChart {
     const to = Math.min(high, center + (max - center) * factor);
     this.group.setDomain(from <= low && to >= high ? null : [from, to]);
   }
+}
+
+/** Return whether the line of a curve is broken: it limits another one, or that colour was taken. */
+function isBroken(limits, index) {
+  return limits !== undefined || index >= 8;
 }
 
 /** Return the value of a curve at an index; of one that goes over gaps the last one there. */

@@ -154,7 +154,10 @@ class StepTable:
             for height, level in enumerate(self._levels):
                 level.cut(size // FANOUT**height)
         self._join()
-        known = [count for count in (self.tokens_until(math.inf), row.get(SEEN, math.nan)) if not math.isnan(count)]
+        # Of steps without a line, as in a sample of the lines, there were as many tokens.
+        passed = max(1.0, row["step"] - self._last_step) if len(self) else 1.0
+        counts = (self.tokens_until(math.inf), passed * row.get(SEEN, math.nan))
+        known = [count for count in counts if not math.isnan(count)]
         more = {SEEN: sum(known) if known else math.nan, STEPS: 1.0, SERIAL: float(self.num_lines)}
         self._levels[0].append(self._row({**row, **more}))
 

@@ -44,7 +44,7 @@ export function changeRunMarks({ name, tags, group, note }, context, done) {
   };
   openForm("Tags, group and note", name, save, done, [
     h("label", null, "Tags ", fields.tags),
-    h("label", null, "Group, with which the list of runs shows it ", fields.group),
+    h("label", null, "Group in the list of runs ", fields.group),
     h("label", null, "Note ", fields.note),
   ]);
 }

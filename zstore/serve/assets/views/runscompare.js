@@ -42,7 +42,7 @@ export async function show(container) {
   await view.load();
   replace(container, view.element);
   view.draw();
-  const stop = repeat(() => view.refresh(), () => {}, EVERY_S);
+  const stop = repeat(() => view.refresh(), () => {}, 1);
   return () => {
     stop();
     view.charts.close();
@@ -92,20 +92,20 @@ class RunsCompare {
 
   async read(name, points) {
     const path = ["runs", name];
-    const [{ summary, sessions }, { columns }] = await Promise.all([get(api(path)), get(api([...path, "steps"], { points }))]);
+    const [{ summary, sessions }, { columns, is_whole: isWhole }] = await Promise.all([get(api(path)), get(api([...path, "steps"], { points }))]);
     const rows = new StepColumns(columns);
     const session = sessions.at(-1);
     const config = session === undefined ? {} : flat({ loop: session.loop, world_size: session.world_size, versions: session.versions, ...session.config });
     const [firstAt] = rows.column("at").filter((at) => at !== null);
-    return { name, points, summary, config, rows, shown: rows, beganAt: Math.min(firstAt ?? Infinity, sessions[0]?.started_at || Infinity) };
+    return { name, points, summary, isWhole, config, rows, shown: rows, beganAt: Math.min(firstAt ?? Infinity, sessions[0]?.started_at || Infinity) };
   }
 
   async refresh() {
-    if (this.runs.every(({ summary }) => hasEnded(summary.state))) return EVERY_S;
+    if (this.runs.every(({ summary, isWhole }) => isWhole && hasEnded(summary.state))) return EVERY_S;
     await this.fetch();
     if (this.domain !== null) await this.loadDetail();
     this.draw();
-    return EVERY_S;
+    return this.runs.every(({ isWhole }) => isWhole) ? EVERY_S : 1;
   }
 
   zoom(domain) {
@@ -178,7 +178,7 @@ class RunsCompare {
       h(
         "th",
         { scope: "col", class: "name", test: "compared" },
-        h("i", { class: "swatch", style: inColour(index % 8) }),
+        h("i", { class: `swatch ${index < 8 ? "" : "limit"}`, style: inColour(index % 8) }),
         h("a", { href: runUrl(name) }, name),
         " ",
         h("button", { type: "button", class: "small quiet", "aria-label": `Leave out ${name}`, test: "compare-remove", onclick: () => this.leaveOut(name) }, "×"),
