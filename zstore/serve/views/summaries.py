@@ -30,8 +30,7 @@ class RunSummaries:
 
     def __init__(self, checkpoints: VisibleCheckpoints) -> None:
         self._checkpoints = checkpoints
-        self._journals: Cache[str, tuple[tuple[str, int, int], JournalView]] = Cache(_MOST_CACHED)
-        self._settings: Cache[str, tuple[JournalView, str]] = Cache(_MOST_CACHED)
+        self._journals: Cache[str, tuple[tuple[str, int, int], JournalView, str]] = Cache(_MOST_CACHED)
         self._marks: Cache[str, tuple[object, RunMarks]] = Cache(_MOST_CACHED)
         self._sessions: Cache[str, tuple[int, Session | None]] = Cache(_MOST_CACHED)
 
@@ -46,7 +45,7 @@ class RunSummaries:
         if info is not None:
             place, at = checkpoint_of(info, run.folder), info.record.committed_ns / 1e9
             newest = Newest(checkpoint=place, tag=info.tag, step=info.record.step, committed_at=at)
-        journal = self._journal(run.folder)
+        journal, settings = self._journal(run.folder)
         last = {name: None if math.isnan(value) else value for name, value in journal.table.last.items()}
         times = [journal.last_at or None, newest.committed_at if newest else None]
         return RunSummary(
@@ -68,7 +67,7 @@ class RunSummaries:
             tags=marks.tags,
             group=marks.group,
             note=marks.note,
-            settings=self._settings_of(run.folder.location, journal),
+            settings=settings,
         )
 
     def _marks_of(self, folder: Folder) -> RunMarks:
@@ -79,23 +78,17 @@ class RunSummaries:
             cached = self._marks.put(folder.location, (state, read_marks(folder).run))
         return cached[1]
 
-    def _settings_of(self, place: str, journal: JournalView) -> str:
-        cached = self._settings.get(place)
-        if cached is None or cached[0] is not journal:
-            config = journal.sessions[-1].config if journal.sessions else {}
-            cached = self._settings.put(place, (journal, "\n".join(_lines_of(config))))
-        return cached[1]
-
-    def _journal(self, folder: Folder) -> JournalView:
-        """Return what the first and last lines of the newest journal in a folder say, with the last step alone."""
+    def _journal(self, folder: Folder) -> tuple[JournalView, str]:
+        """Return what the first and last lines of the newest journal in a folder say, with the last step alone, and its
+        settings as text."""
         found = journals_in(folder)
         if not found:
-            return JournalView("")
+            return JournalView(""), ""
         name = max(found, key=lambda name: found[name].written_ns)
         key = (name, found[name].nbytes, found[name].written_ns)
         cached = self._journals.get(folder.location)
         if cached is not None and cached[0] == key:
-            return cached[1]
+            return cached[1:]
         made = JournalView(run_of(name) or name)
         read_some(folder, name, made, found[name].nbytes, samples=1)
         made.arrived_at = arrival(folder, found[name], made.last_at, is_new=cached is None)
@@ -111,7 +104,8 @@ class RunSummaries:
             self._sessions.put(place, (scanned, session))
         if last:
             made.table.add(last)
-        return self._journals.put(folder.location, (key, made))[1]
+        settings = "\n".join(_lines_of(made.sessions[-1].config if made.sessions else {}))
+        return self._journals.put(folder.location, (key, made, settings))[1:]
 
 
 def _lines_of(value: Any, path: str = "") -> Iterator[str]:

@@ -65,7 +65,9 @@ class RunsCompare {
       this.draw();
     });
     this.charts = new ChartGrid("Curves", (domain) => this.zoom(domain), select);
-    this.choice = h("details", { class: "panel columns" });
+    this.choiceText = h("summary");
+    this.boxes = h("div", { class: "choices" });
+    this.choice = h("details", { class: "panel columns" }, this.choiceText, this.boxes);
     this.settings = h("section", { class: "panel flush" });
     this.troubles = h("div");
     this.element = h("div", { class: "view" }, h("h1", null, "Runs side by side"), this.troubles, this.settings, this.choice, this.charts.element);
@@ -146,20 +148,14 @@ class RunsCompare {
   }
 
   drawChoice(names, chosen) {
-    const text = JSON.stringify([names, chosen]);
-    if (this.shownChoice === text) return;
-    this.shownChoice = text;
-    const box = (name) => {
-      const input = h("input", { type: "checkbox", checked: chosen.includes(name), test: "compare-column", "data-column": name });
-      input.addEventListener("change", () => this.choose(input.checked ? [...chosen, name] : chosen.filter((one) => one !== name)));
-      return h("label", null, input, " ", h("bdi", null, chartOf(name).title));
-    };
-    const open = this.choice.open;
-    const focused = document.activeElement?.dataset.column;
-    replace(this.choice, h("summary", null, `Columns: ${count(chosen.length)} of ${count(names.length)}`), h("div", { class: "choices" }, names.map(box)));
-    this.choice.open = open;
-    [...this.choice.querySelectorAll("input")].find((input) => input.dataset.column === focused)?.focus();
+    replace(this.choiceText, `Columns: ${count(chosen.length)} of ${count(names.length)}`);
+    for (const box of this.boxes.querySelectorAll("input")) box.checked = chosen.includes(box.dataset.column);
     this.choice.hidden = names.length === 0;
+    if (this.shownChoice === names.join("\n")) return;
+    this.shownChoice = names.join("\n");
+    const choose = () => this.choose([...this.boxes.querySelectorAll(":checked")].map((box) => box.dataset.column));
+    const box = (name) => h("input", { type: "checkbox", checked: chosen.includes(name), onchange: choose, test: "compare-column", "data-column": name });
+    replace(this.boxes, names.map((name) => h("label", null, box(name), " ", h("bdi", null, chartOf(name).title))));
   }
 
   choose(columns) {
