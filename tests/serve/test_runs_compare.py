@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from PIL import Image
-from playwright.sync_api import Page
+from playwright.sync_api import Browser, Page
 
 from tests.serve.answers import Client
 from tests.serve.browser import PHONE, Watched, needs_chromium, new_context, open_browser, overflow_px, watch
@@ -45,10 +47,16 @@ def make_runs(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def browser() -> Iterator[Browser]:
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def watched(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("sweep")
     make_runs(folder)
-    with serving(Settings(roots=(Root.parse(str(folder)),), port=0)) as base, open_browser() as browser:
+    with serving(Settings(roots=(Root.parse(str(folder)),), port=0)) as base:
         yield watch(new_context(browser, accept_downloads=True), base)
 
 
@@ -94,7 +102,7 @@ def test_steps_without_a_line_count_as_many_tokens_as_the_next_one(tmp_path: Pat
 
 
 @needs_chromium
-def test_a_long_journal_is_drawn_from_a_sample_and_then_whole(tmp_path: Path) -> None:
+def test_a_long_journal_is_drawn_from_a_sample_and_then_whole(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "long" / f"journal-{0:032x}.jsonl"
     path.parent.mkdir()
     journal = JournalWriter(path, 1e9)
@@ -102,7 +110,7 @@ def test_a_long_journal_is_drawn_from_a_sample_and_then_whole(tmp_path: Path) ->
     journal.steps(12_000)
     assert path.stat().st_size > 4 * 2**20
     settings = Settings(roots=(Root.parse(str(tmp_path)),), port=0)
-    with serving(settings) as base, open_browser() as browser:
+    with serving(settings) as base:
         page = watch(new_context(browser), base).page
         page.goto(f"{base}/runs/compare?run=long&x=tokens&y=loss")
         page.wait_for_selector("[data-test=chart-column-loss] canvas")
@@ -182,6 +190,22 @@ def test_time_counts_from_the_beginning_of_each_run_and_zooms(watched: Watched) 
     assert found["time since it began"].tolist() == list(range(5, 13)), "steps of 1 s, from the start of each run"
     assert found[["a", "c"]].notna().all(axis=None)
     watched.check()
+
+
+@needs_chromium
+def test_curves_of_a_run_that_trains_grow(browser: Browser, tmp_path: Path) -> None:
+    (tmp_path / "now").mkdir()
+    journal = JournalWriter(tmp_path / "now" / "journal-0.jsonl", time.time())
+    journal.start("0", pid=os.getpid())
+    journal.steps(5)
+    with serving(Settings(roots=(Root.parse(str(tmp_path)),), port=0)) as base:
+        watched = watch(new_context(browser), base)
+        watched.page.goto(f"{base}/runs/compare?run=now&y=loss")
+        plot = "[data-test=chart-column-loss] .plot"
+        watched.page.wait_for_selector(f"{plot}[aria-valuemax='5']")
+        journal.steps(3)
+        watched.page.wait_for_selector(f"{plot}[aria-valuemax='8']")
+        watched.check()
 
 
 @needs_chromium
