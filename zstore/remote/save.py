@@ -19,7 +19,9 @@ import contextlib
 import hashlib
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..checkpoint.catalog import noting
 from ..checkpoint.commit import discard
@@ -144,8 +146,9 @@ class _Upload:
                 nbytes = self._send(workers, reader)
                 self._rendezvous.wait_until(self._all_sent, self._request.timeout_s, self._ranks_missing)
                 self._messages += self._target.commit(reader)
+            others = [int((told or {}).get("uploaded_bytes", 0)) for told in self._told().values()]
             self._clean_up(summary)
-            return self._summarise(summary, nbytes)
+            return self._summarise(summary, nbytes, nbytes + sum(others))
         except BaseException as error:
             self._give_up(error)
             raise
@@ -162,8 +165,11 @@ class _Upload:
 
     def _outcomes(self) -> dict[int, str | None]:
         """Return how each other rank's part ended, None for those that did not."""
-        told = {rank: self._rendezvous.posted(_rank_file(rank)) for rank in range(1, self._request.world_size)}
-        return {rank: None if each is None else str(each.get("outcome")) for rank, each in told.items()}
+        return {rank: None if each is None else str(each.get("outcome")) for rank, each in self._told().items()}
+
+    def _told(self) -> dict[int, Mapping[str, Any] | None]:
+        """Return what each other rank posted when its part ended, None for those that have not."""
+        return {rank: self._rendezvous.posted(_rank_file(rank)) for rank in range(1, self._request.world_size)}
 
     def _ranks_missing(self) -> str:
         missing = [rank for rank, outcome in self._outcomes().items() if outcome is None]
@@ -212,7 +218,7 @@ class _Upload:
             with contextlib.suppress(OSError):
                 self._rendezvous.post(_rank_file(rank), {"outcome": f"{type(error).__name__}: {error}"})
             raise
-        self._rendezvous.post(_rank_file(rank), {"outcome": _COMPLETE})
+        self._rendezvous.post(_rank_file(rank), {"outcome": _COMPLETE, "uploaded_bytes": nbytes})
         timeout_s = self._request.timeout_s
         self._rendezvous.wait_until(self._is_over, timeout_s, lambda: f"rank 0 did not commit within {timeout_s} s")
         return self._summarise(summary, nbytes)
@@ -244,11 +250,12 @@ class _Upload:
 
         return self._target.send(workers, reader, [self._request.rank], advance)
 
-    def _summarise(self, summary: SaveSummary, uploaded_bytes: int) -> SaveSummary:
+    def _summarise(self, summary: SaveSummary, uploaded_bytes: int, all_uploaded_bytes: int = 0) -> SaveSummary:
         return replace(
             summary,
             url=self.location,
             uploaded_bytes=uploaded_bytes,
+            all_uploaded_bytes=all_uploaded_bytes,
             elapsed_s=time.monotonic() - self._started,
             messages=(*summary.messages, *self._messages),
         )
