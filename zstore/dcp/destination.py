@@ -28,7 +28,7 @@ from zstore.checkpoint import (
 from zstore.errors import CheckpointError, UsageError
 from zstore.io import Files, Flush, Workers
 from zstore.remote.commit import RemoteCommitter
-from zstore.remote.folder import RemoteFolder, open_fsspec_folder
+from zstore.remote.fsspec_folder import RemoteFolder, open_fsspec_folder
 from zstore.remote.retries import PATIENT
 from zstore.remote.target import NUM_THREADS, send_all
 from zstore.remote.url import is_url, shown
