@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
 
 import zstore
 from tests.checkpoint.checkpoints import World, open_world, save_arrays, wait_all
@@ -26,6 +29,7 @@ from zstore.remote.folder import open_folder
 from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.upload import place_of, target_for, upload_checkpoint
 from zstore.remote.versions import VersionsFolder
+from zstore.tools.cli import app
 
 icechunk = pytest.importorskip("icechunk", reason="extra versions")
 zarr = pytest.importorskip("zarr")
@@ -80,6 +84,14 @@ class Bucket:
         self.fs.invalidate_cache()
         found = self.fs.find(f"{self.name}/runs/one/packs", detail=True)
         return {path.rpartition("/")[2]: entry["size"] for path, entry in found.items()}
+
+    def run(self, *words: str, code: int = 0) -> Any:
+        options = [
+            f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in self.options.items()
+        ]
+        result = CliRunner().invoke(app, [*words, *(word for one in options for word in ("--storage-option", one))])
+        assert result.exit_code == code, result.output
+        return result
 
     def icechunk(self) -> Any:
         """Open the repository with icechunk alone."""
@@ -237,6 +249,39 @@ def test_removing_versions_frees_exactly_the_packs_that_no_other_needs(bucket: B
     assert bucket.folder.tidy(leftover_s=0) == 1
     assert bucket.packs().keys() == needed
     expect(bucket, None, arrays)
+
+
+def test_the_commands_take_versions(bucket: Bucket, tmp_path: Path) -> None:
+    arrays = {name: array.copy() for name, array in ARRAYS.items()}
+    with open_world(arrays, world_size=2) as world:
+        for number in (1, 2, 3):
+            arrays["model/odd name/ü%~"][:] = number
+            world.fill()
+            bucket.save(world, step=number)
+    listed = json.loads(bucket.run("ls", bucket.url, "--json").stdout)["checkpoints"]
+    assert [each["step"] for each in listed] == [1, 2, 3]
+    assert all(0 < each["freed_bytes"] < each["shared_bytes"] < each["size_bytes"] for each in listed)
+    shown = json.loads(bucket.run("inspect", f"{bucket.url}:step-00000002", "--json").stdout)
+    assert shown["checkpoint"]["path"] == f"{bucket.url}/step-00000002"
+    assert json.loads(bucket.run("verify", f"{bucket.url}/step-00000001", "--json").stdout)["faults"] == []
+    different = bucket.run("diff", f"{bucket.url}:step-00000001", f"{bucket.url}:step-00000003", "--json", code=1)
+    assert "odd name" in different.stdout
+    assert "h.0" not in json.dumps(json.loads(different.stdout).get("differing", ""))
+    bucket.run("consolidate", bucket.url, str(tmp_path / "weights"), "--dtype", "fp32")
+    weights = load_file(tmp_path / "weights/model.safetensors")
+    assert weights["h.0.weight"].tobytes() == ARRAYS["model/h.0.weight"].tobytes()
+    bucket.run("reshard", bucket.url, str(tmp_path / "three"), "--world-size", "3")
+    with open_checkpoint(tmp_path / "three") as reader:
+        assert reader.read_array("model/odd name/ü%~").tobytes() == arrays["model/odd name/ü%~"].tobytes()
+    bucket.run("reshard", str(tmp_path / "three"), "--to", f"{bucket.url}-plain")
+    bucket.run("tag", bucket.url, "best", "step-00000001")
+    plan = json.loads(bucket.run("prune", bucket.url, "--keep-last", "1", "--json").stdout)
+    assert plan["removed"] == ["step-00000002"]
+    assert plan["freed_bytes"] == listed[1]["freed_bytes"]
+    assert [info.tag for info in tags(bucket.folder)] == ["step-00000001", "step-00000003"]
+    assert bucket.packs().keys() == {pack for version in bucket.folder.all().values() for pack in version.packs}
+    with zstore.open_checkpoint(f"{bucket.url}@best", storage_options=bucket.options) as checkpoint:
+        assert checkpoint.step == 1
 
 
 def test_a_version_without_its_tag_counts_and_is_tagged_by_the_next_save(bucket: Bucket) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -77,6 +78,7 @@ class VersionsFolder(RemoteFolder):
         self.repository = Repository(protocol_of(folder) or "", self.root, self.location, options)
         self._versions: dict[str, Version | None] = {}
         """By the snapshot's id."""
+        self._counted: tuple[object, Counter[str]] = (None, Counter())
         self._lock = threading.Lock()
 
     def with_retries(self, retries: Retries) -> VersionsFolder:
@@ -118,6 +120,13 @@ class VersionsFolder(RemoteFolder):
             found = workers.run([partial(self.version, one) for one in [*ids, self.repository.newest_id] if one])
         versions = sorted((one for one in found if one is not None), key=lambda one: one.record.committed_ns)
         return {one.name: one for one in versions}
+
+    def holders(self) -> Mapping[str, int]:
+        """Return how many versions refer to each pack."""
+        state = (self.repository.newest_id, frozenset(self.repository.names()))
+        if self._counted[0] != state:
+            self._counted = state, Counter(pack for version in self.all().values() for pack in version.packs)
+        return self._counted[1]
 
     def child(self, name: str) -> UrlFolder:  # type: ignore[override]
         """See `Folder.child`."""
@@ -350,6 +359,11 @@ class VersionFolder(UrlFolder):
         except FileNotFoundError:
             return {}
         return {path[len(self._inside) :]: size for path, size in found.items() if path.startswith(start)}
+
+    def packs(self) -> Mapping[str, tuple[int, int]]:
+        """See `Folder.packs`."""
+        holders = self._above.holders()
+        return {pack: (nbytes, holders[pack]) for pack, nbytes in self._version.packs.items()}
 
     def write_small(self, file: str, data: bytes) -> None:
         """See `Folder.write_small`; a version never changes."""
