@@ -8,7 +8,9 @@ Beside the icechunk repository `versions/` of a folder, `packs/` has objects tha
 A save refers to packs of the version that it was based on, and to its own. So a pack that no version refers to now is not
 referred to later, except by the save that wrote it, and may be removed once that save must be over.
 
-A rank sends its shard files in few packs, and in one more its manifest and its table: the place and digest of each shard
+A rank sends its shard files in few packs, those of arrays that train apart from others, so that packs become useless as a
+whole. One of which less than a quarter would still be referred to is not referred to at all: what is unchanged in it is sent
+again. In one more pack the rank sends its manifest and its table: the place and digest of each shard
 file, in the order of the arrays' names. Rank 0 writes the index: the place of every rank's table, of every other
 file, and all packs of the version.
 """
@@ -31,6 +33,7 @@ LEAST_BYTES = 64 * 1000**2
 """Bytes from which on a pack is large enough."""
 MOST_BYTES = 1000**3
 """Bytes of a pack to which no more is added."""
+_LEAST_USED = 0.25
 _PACKS_OF_A_RANK = 3
 """A rank makes as many at least, if they are large enough: they are sent at the same time."""
 
@@ -54,6 +57,21 @@ def plan_packs(sizes: Sequence[int]) -> list[range]:
             first, filled = number, 0
         filled += size
     return [*packs, range(first, len(sizes))] if sizes else []
+
+
+def training(arrays: Iterable[str]) -> set[str]:
+    """Return those of the arrays that the optimizer has state of, and that state: they change with every step."""
+    names = set(arrays)
+    trained = {name.split("/", 2)[2] for name in names if name.count("/") > 1 and name.startswith("optimizer/")}
+    return {name for name in names if name.startswith("optimizer/") or name.partition("/")[2] in trained}
+
+
+def worth_keeping(places: Iterable[Extent], packs: Mapping[str, int]) -> set[str]:
+    """Return the packs, of which `packs` has the bytes, that are used well enough by `places`. See [Note: packs]."""
+    used: dict[str, int] = {}
+    for pack, _, nbytes in places:
+        used[pack] = used.get(pack, 0) + nbytes
+    return {pack for pack, nbytes in used.items() if nbytes >= packs[pack] * _LEAST_USED}
 
 
 def pack_name(digests: Iterable[str], save_id: str) -> str:

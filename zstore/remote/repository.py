@@ -235,6 +235,8 @@ def _storage_of(icechunk: Any, protocol: str, root: str, options: Mapping[str, A
     bucket, _, above = root.partition("/")
     prefix = f"{above}/{VERSIONS_FOLDER}".lstrip("/")
     if protocol == "file":
+        if "ICECHUNK_LOG" not in os.environ:
+            icechunk.set_logs_filter("error")  # it warns of several committers, of which the lock lets in one
         return (
             icechunk.local_filesystem_storage(f"{root}/{VERSIONS_FOLDER}"),
             icechunk.local_filesystem_store(f"{root}/{PACKS_FOLDER}"),

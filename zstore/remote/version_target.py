@@ -18,7 +18,19 @@ from ..checkpoint.names import METADATA_FILE, manifest_file, tag_folder
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.retention import Keep, retire
 from ..io.pool import Workers
-from .packs import MOST_BYTES, PACKS_FOLDER, Extent, Index, ShardTable, is_of, pack_name, plan_packs, shards_of
+from .packs import (
+    MOST_BYTES,
+    PACKS_FOLDER,
+    Extent,
+    Index,
+    ShardTable,
+    is_of,
+    pack_name,
+    plan_packs,
+    shards_of,
+    training,
+    worth_keeping,
+)
 from .target import Advance, UploadTarget, files_at_a_time
 from .uploaded import extra_files
 from .versions import Version, VersionsFolder, icechunk_name
@@ -118,10 +130,14 @@ class VersionTarget(UploadTarget):
         places = self._unchanged(workers, reader, reader.manifest(rank))
         for place, _ in places.values():
             advance(place.nbytes)
+        changing = {reader.array(name).shard_file(rank) for name in training(reader.arrays)}
         new = [path for path in (*shards, *beside) if path not in places]
-        plan = plan_packs([(reader.path / path).stat().st_size for path in new])
         packs: dict[str, int] = {}
-        tasks = [partial(self._send_pack, reader.path, [new[n] for n in pack], advance) for pack in plan]
+        tasks = [
+            partial(self._send_pack, reader.path, [paths[n] for n in pack], advance)
+            for paths in ([p for p in new if p in changing], [p for p in new if p not in changing])
+            for pack in plan_packs([(reader.path / path).stat().st_size for path in paths])
+        ]
         for pack, nbytes, found in workers.run(tasks):
             packs[pack] = nbytes
             places |= found
@@ -162,11 +178,13 @@ class VersionTarget(UploadTarget):
             return {}
         table = base.table(rank)
         digests = workers.run([partial(_sha256, reader.path / path) for path in alike])
-        return {
+        found = {
             path: (table.extent(number), digest)
             for (path, number), digest in zip(alike.items(), digests, strict=True)
             if table.sha256[number] == digest
         }
+        kept = worth_keeping((place for place, _ in found.values()), base.index.packs)
+        return {path: place for path, place in found.items() if place[0].pack in kept}
 
     def _send_pack(self, top: Path, paths: Sequence[str], advance: Advance) -> _Pack:
         """Send some files as one pack."""
