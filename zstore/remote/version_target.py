@@ -42,7 +42,7 @@ _Pack = tuple[str, int, dict[str, tuple[Extent, str]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sent:
+class Receipt:
     """What rank 0 has to know of what a rank sent."""
 
     table: ShardTable
@@ -58,7 +58,7 @@ class _Sent:
         return {**vars(self), "table": replace(self.table, sha256=()).document()}
 
     @classmethod
-    def parse(cls, document: Mapping[str, Any]) -> _Sent:
+    def parse(cls, document: Mapping[str, Any]) -> Receipt:
         """Return what `document` made."""
         files = {path: Extent(*place) for path, place in document["files"].items()}
         table, place = ShardTable.parse(document["table"]), Extent(*document["place"])
@@ -75,7 +75,7 @@ class VersionTarget(UploadTarget):
         self._keep: Keep | None = None
         self._base: Version | None = None
         self._session: Any = None
-        self._sent: dict[int, _Sent] = {}
+        self._sent: dict[int, Receipt] = {}
 
     @property
     def _folder(self) -> VersionsFolder:
@@ -150,7 +150,7 @@ class VersionTarget(UploadTarget):
         files = {path: place for path, (place, _) in found.items()} | {path: places[path][0] for path in beside}
         place = files.pop(_TABLE)
         packs[pack] = nbytes
-        self._sent[rank] = _Sent(table=table, place=place, sha256=found[_TABLE][1], files=files, packs=packs)
+        self._sent[rank] = Receipt(table=table, place=place, sha256=found[_TABLE][1], files=files, packs=packs)
         return sum(packs.values())
 
     def _unchanged(
@@ -206,7 +206,7 @@ class VersionTarget(UploadTarget):
 
     def accept(self, receipt: Mapping[str, Any]) -> None:
         """See `UploadTarget.accept`."""
-        self._sent |= {int(rank): _Sent.parse(document) for rank, document in receipt.items()}
+        self._sent |= {int(rank): Receipt.parse(document) for rank, document in receipt.items()}
 
     def commit(self, reader: CheckpointReader) -> list[str]:
         """See `UploadTarget.commit`."""
