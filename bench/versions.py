@@ -31,6 +31,7 @@ from zstore.checkpoint.reader import CheckpointReader
 from zstore.checkpoint.source import StoredArray
 from zstore.io.pool import Workers
 from zstore.remote.packs import Extent, ShardTable, plan_packs, shards_of, training
+from zstore.remote.send import PART_BYTES
 from zstore.remote.target import NUM_THREADS
 from zstore.remote.upload import place_of, upload_checkpoint
 from zstore.remote.url import parse_options
@@ -138,10 +139,15 @@ def _as_version(url: str, storage: dict[str, Any], path: Path, files: list[Path]
 
 
 def _plainly(url: str, storage: dict[str, Any], path: Path, files: list[Path]) -> None:
-    """Upload by s3fs's own multipart upload, several files at a time."""
+    """Upload by s3fs's own multipart upload in parts as large, several files at a time."""
     place = cast(Any, place_of(url, storage))
     with Workers(NUM_THREADS, "bench") as workers:
-        workers.run([partial(place.fs.put_file, str(file), f"{place.root}/{n}") for n, file in enumerate(files)])
+        workers.run(
+            [
+                partial(place.fs.put_file, str(file), f"{place.root}/{n}", chunksize=PART_BYTES)
+                for n, file in enumerate(files)
+            ]
+        )
 
 
 # -- plan -----------------------------------------------------------------------------------------------------------------

@@ -30,12 +30,11 @@ from ..errors import CorruptionError
 
 PACKS_FOLDER = "packs"
 LEAST_BYTES = 64 * 1000**2
-"""Bytes from which on a pack is large enough."""
-MOST_BYTES = 1000**3
-"""Bytes of a pack to which no more is added."""
+"""Bytes of a pack, if a rank has as many."""
+MOST_BYTES = 2**30
+"""About the most bytes of a pack."""
+_ENOUGH_PACKS = 3
 _LEAST_USED = 0.25
-_PACKS_OF_A_RANK = 3
-"""A rank makes as many at least, if they are large enough: they are sent at the same time."""
 
 
 class Extent(NamedTuple):
@@ -47,16 +46,21 @@ class Extent(NamedTuple):
 
 
 def plan_packs(sizes: Sequence[int]) -> list[range]:
-    """Return which of a rank's files of these bytes go into each of its packs, by their number and in this order."""
-    enough = min(MOST_BYTES, max(LEAST_BYTES, -(-sum(sizes) // _PACKS_OF_A_RANK)))
-    packs: list[range] = []
-    first = filled = 0
+    """Return which of a rank's files of these bytes go into each of its packs, by their number and in this order.
+
+    Packs are about equal, and four at least if they are large enough for that: they are sent at the same time.
+    """
+    total = sum(sizes)
+    count = -(-total // MOST_BYTES)
+    if count < _ENOUGH_PACKS:
+        count = max(count, min(_ENOUGH_PACKS + 1, total // LEAST_BYTES))
+    packs: dict[int, range] = {}
+    end = 0
     for number, size in enumerate(sizes):
-        if filled >= enough or (filled >= LEAST_BYTES and filled + size > MOST_BYTES):
-            packs.append(range(first, number))
-            first, filled = number, 0
-        filled += size
-    return [*packs, range(first, len(sizes))] if sizes else []
+        end += size
+        pack = (2 * end - size) * count // max(1, 2 * total)  # that the file's middle is in
+        packs[pack] = range(packs[pack].start if pack in packs else number, number + 1)
+    return list(packs.values())
 
 
 def training(arrays: Iterable[str]) -> set[str]:
