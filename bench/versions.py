@@ -141,6 +141,7 @@ def _as_version(url: str, storage: dict[str, Any], path: Path, files: list[Path]
 def _plainly(url: str, storage: dict[str, Any], path: Path, files: list[Path]) -> None:
     """Upload by s3fs's own multipart upload in parts as large, several files at a time."""
     place = cast(Any, place_of(url, storage))
+    place.write_small("begins", b"")  # which makes the folder of a file system
     with Workers(NUM_THREADS, "bench") as workers:
         workers.run(
             [

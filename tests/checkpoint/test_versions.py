@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
@@ -24,8 +27,12 @@ from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.errors import CheckpointError, CheckpointExistsError
+from zstore.dcp.destination import CheckpointPlace
+from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
+from zstore.io.files import Files
+from zstore.io.pool import Workers
 from zstore.remote.folder import open_folder
+from zstore.remote.packs import MOST_BYTES, Extent, plan_packs, training, worth_keeping
 from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.upload import place_of, target_for, upload_checkpoint
 from zstore.remote.versions import VersionsFolder
@@ -181,8 +188,6 @@ def test_of_two_committers_one_is_told(bucket: Bucket) -> None:
             )  # type: ignore[union-attr]
             target.begin(overwrite=False)
             targets.append(target)
-    from zstore.io.pool import Workers
-
     with Workers(2, "test") as workers:
         for target, path in zip(targets, paths, strict=True):
             with open_checkpoint(path) as reader:
@@ -333,3 +338,51 @@ def test_versions_on_a_file_system(tmp_path: Path) -> None:
         assert verify_checkpoint(reader) == []
         assert reader.read_array("model/h.0.weight").tobytes() == ARRAYS["model/h.0.weight"].tobytes()
     assert [info.tag for info in tags(folder.parent)] == ["step-00000001", "step-00000002"]
+
+
+def test_what_a_branch_of_somebody_refers_to_stays(bucket: Bucket) -> None:
+    arrays = {"model/w": np.zeros(1000, np.float32)}
+    with open_world(arrays) as world:
+        for number in (1, 2, 3):
+            arrays["model/w"][:] = number
+            world.fill()
+            bucket.save(world, step=number, keep=Keep(last=1) if number == 3 else None)
+            if number == 1:
+                repository = bucket.icechunk()
+                repository.create_branch("mine", repository.lookup_branch("main"))
+    assert [info.record.step for info in tags(bucket.folder)] == [1, 3]
+    bucket.folder.tidy(leftover_s=0)
+    expect(bucket, "step-00000001", {"model/w": np.full(1000, 1, np.float32)})
+
+
+def test_a_bucket_with_versions_is_refused_where_it_cannot_be_used(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_world(ARRAYS) as world:
+        bucket.save(world)
+    with pytest.raises(UsageError, match="has versions, to which DCP does not save"):
+        CheckpointPlace.of(f"{bucket.url}/step-2", bucket.options).destination(Files(), new_save_id())
+    profile = {**bucket.options, "profile": "mine"}
+    with pytest.raises(UsageError, match=r"\['profile'\] of s3:// cannot be passed on to icechunk"):
+        VersionsFolder(bucket.folder, profile).all()
+    monkeypatch.setitem(sys.modules, "icechunk", None)
+    for look in (lambda: tags(bucket.folder), lambda: place_of(bucket.url, bucket.options)):
+        with pytest.raises(UsageError, match=r"install zstore\[versions\]"):
+            look()
+
+
+@given(st.lists(st.integers(0, 3 * MOST_BYTES), max_size=60))
+def test_packs_are_cut_in_order_and_few(sizes: list[int]) -> None:
+    packs = plan_packs(sizes)
+    assert [number for pack in packs for number in pack] == list(range(len(sizes)))
+    assert len(packs) <= max(4, sum(sizes) // MOST_BYTES + 1)
+    for pack in packs:
+        nbytes = sum(sizes[number] for number in pack)
+        assert nbytes <= MOST_BYTES + 2 * max(sizes)
+
+
+def test_a_pack_of_which_little_is_used_is_not_kept() -> None:
+    places = [Extent("a", 0, 24), Extent("b", 0, 10), Extent("b", 50, 15)]
+    assert worth_keeping(places, {"a": 100, "b": 100}) == {"b"}
+    names = ["model/w", "model/frozen", "optimizer/exp_avg/w", "buffer/n", "model/a/b", "optimizer/ema/a/b"]
+    assert training(names) == {"model/w", "optimizer/exp_avg/w", "model/a/b", "optimizer/ema/a/b"}

@@ -9,10 +9,9 @@ A save refers to packs of the version that it was based on, and to its own. So a
 referred to later, except by the save that wrote it, and may be removed once that save must be over.
 
 A rank sends its shard files in few packs, those of arrays that train apart from others, so that packs become useless as a
-whole. One of which less than a quarter would still be referred to is not referred to at all: what is unchanged in it is sent
-again. In one more pack the rank sends its manifest and its table: the place and digest of each shard
-file, in the order of the arrays' names. Rank 0 writes the index: the place of every rank's table, of every other
-file, and all packs of the version.
+whole. One of which less than a quarter would still be referred to is not referred to at all: its unchanged files are sent
+again. In one more pack the rank sends its manifest and its table: the place and digest of each shard file, in the order of the
+arrays' names. Rank 0 writes the index: the place of every rank's table, of every other file, and all packs of the version.
 """
 
 from __future__ import annotations

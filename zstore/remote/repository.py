@@ -61,25 +61,29 @@ class Repository:
     # -- opening ----------------------------------------------------------------------------------------------------
 
     @cached_property
+    def _icechunk(self) -> Any:
+        return require_icechunk(self._url)
+
+    @cached_property
     def _repository(self) -> Any:
-        icechunk, storage, config, access = self._opening()
+        storage, config, access = self._opening()
         with self._telling("open"):
-            return icechunk.Repository.open(storage, config, access)
+            return self._icechunk.Repository.open(storage, config, access)
 
     def create(self) -> None:
         """Make the repository, unless it is there."""
-        icechunk, storage, config, access = self._opening()
+        storage, config, access = self._opening()
         with self._telling("make"), self._alone():
-            if not icechunk.Repository.exists(storage):
-                icechunk.Repository.create(storage, config, access).save_config()
+            if not self._icechunk.Repository.exists(storage):
+                self._icechunk.Repository.create(storage, config, access).save_config()
 
-    def _opening(self) -> tuple[Any, Any, Any, Any]:
-        """Return icechunk, and what it opens a repository with."""
-        icechunk = require_icechunk(self._url)
+    def _opening(self) -> tuple[Any, Any, Any]:
+        """Return the storage, the config and the access to packs with which icechunk opens a repository."""
+        icechunk = self._icechunk
         storage, store, credentials = _storage_of(icechunk, self._protocol, self._root, self._options)
         config = icechunk.RepositoryConfig.default()
         config.set_virtual_chunk_container(icechunk.VirtualChunkContainer(self.packs_url, store))
-        return icechunk, storage, config, icechunk.containers_credentials({self.packs_url: credentials})
+        return storage, config, icechunk.containers_credentials({self.packs_url: credentials})
 
     @property
     def packs_url(self) -> str:
@@ -100,11 +104,9 @@ class Repository:
 
     @contextlib.contextmanager
     def _telling(self, what: str) -> Iterator[None]:
-        import icechunk
-
         try:
             yield
-        except icechunk.IcechunkError as error:
+        except self._icechunk.IcechunkError as error:
             reason = str(error).strip().splitlines()[-1].removeprefix("`->").strip()
             raise StorageError(f"cannot {what} the repository of versions: {reason}", path=self._url) from error
 
@@ -121,13 +123,16 @@ class Repository:
         with self._telling("list"):
             return set(self._repository.list_tags())
 
+    def branch_ids(self) -> list[str]:
+        """Return the ids of the snapshots that branches are: `main`, and those that somebody made with icechunk."""
+        with self._telling("list"):
+            return [str(self._repository.lookup_branch(name)) for name in self._repository.list_branches()]
+
     def id_of(self, name: str) -> str | None:
         """Return the id of the snapshot with the tag of icechunk `name`; None if there is none."""
-        import icechunk
-
         try:
             return str(self._repository.lookup_tag(name))
-        except icechunk.IcechunkError as error:
+        except self._icechunk.IcechunkError as error:
             if "ref not found" in str(error):
                 return None
             with self._telling("read"):
@@ -175,9 +180,7 @@ class Repository:
 
     def refer(self, session: Any, folder: str, chunks: Iterable[tuple[int, Extent]], ndim: int) -> None:
         """Let chunks of the array in `folder`, of so many extents, be these places."""
-        import icechunk
-
-        spec, packs, rest = icechunk.VirtualChunkSpec, self.packs_url, [0] * (ndim - 1)
+        spec, packs, rest = self._icechunk.VirtualChunkSpec, self.packs_url, [0] * (ndim - 1)
         specs = [spec([row, *rest] if ndim else [], packs + pack, offset, size) for row, (pack, offset, size) in chunks]
         if specs:
             session.store.set_virtual_refs(f"/{folder}", specs, validate_containers=False)
@@ -187,14 +190,13 @@ class Repository:
 
         Raises CheckpointError if there was another commit since the session began.
         """
-        import icechunk
-
+        conflict = self._icechunk.ConflictError
         with self._telling("commit to"), self._alone():
             try:
                 if self._protocol == "file" and self.newest_id != session.snapshot_id:
-                    raise icechunk.ConflictError(session.snapshot_id, self.newest_id)
+                    raise conflict(session.snapshot_id, self.newest_id)
                 return str(session.commit(message, dict(metadata)))
-            except icechunk.ConflictError as error:
+            except conflict as error:
                 raise CheckpointError(
                     f"another save was committed to {self._url} since this one began: nothing of this one is visible; save "
                     "again"
@@ -286,7 +288,7 @@ def _with_separator(document: Mapping[str, Any], separator: str) -> bytes:
 
 def _get(store: Any, key: str) -> bytes | None:
     from zarr.core.buffer import default_buffer_prototype
-    from zarr.core.sync import sync
+    from zarr.core.sync import sync  # for callers with an event loop of their own, too
 
     found = sync(store.get(key, default_buffer_prototype()))
     return None if found is None else found.to_bytes()

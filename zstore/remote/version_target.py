@@ -90,9 +90,8 @@ class VersionTarget(UploadTarget):
         self._session = folder.repository.begin()
         self._base = folder.version(self._session.snapshot_id)
         if self._base is not None and not self._is_tagged(self._base):
-            self._tag_snapshot(
-                self._base.name, self._base.snapshot.id, self._base.record.id
-            )  # the save that made it was killed before it could
+            # The save that made it was killed before it could.
+            self._tag_snapshot(self._base.name, self._base.snapshot.id, self._base.record.id)
         found = folder.find(tag_folder(self._tag))
         if found is None:
             return []

@@ -117,7 +117,7 @@ class VersionsFolder(RemoteFolder):
         """Return all versions by the names of their folders; one listing, and some requests for each."""
         with Workers(NUM_THREADS, "zstore-versions") as workers:
             ids = workers.run([partial(self.repository.id_of, tag) for tag in sorted(self.repository.names())])
-            found = workers.run([partial(self.version, one) for one in [*ids, self.repository.newest_id] if one])
+            found = workers.run([partial(self.version, one) for one in [*ids, *self.repository.branch_ids()] if one])
         versions = sorted((one for one in found if one is not None), key=lambda one: one.record.committed_ns)
         return {one.name: one for one in versions}
 
@@ -170,23 +170,14 @@ class VersionsFolder(RemoteFolder):
         """
         listing = f"{self.root}/{PACKS_FOLDER}"
         # Before the versions: a pack that is listed and then committed is one of theirs.
-        found = self._run(lambda: self.fs.find(listing, detail=True), "list the packs", listing=listing)
+        found = self._run(lambda: self.fs.find(listing), "list the packs", listing=listing)
         self.repository.tidy()
         used = {pack for version in self.all().values() for pack in version.packs}
-        names = {path: path.rpartition("/")[2] for path in found}
+        left = {name: path for path in found if _PACK.match(name := path.rpartition("/")[2]) and name not in used}
         latest = time.time() - leftover_s
-        old = {
-            names[path]
-            for path, entry in found.items()
-            if _PACK.match(names[path]) and names[path] not in used and _written_s(self.fs, path, entry) <= latest
-        }
+        old = {name for name, path in left.items() if self.fs.modified(path).timestamp() <= latest}
         self._remove_packs(old)
         return len(old)
-
-
-def _written_s(fs: Any, path: str, entry: Mapping[str, Any]) -> float:
-    modified = entry.get("LastModified") or entry.get("mtime") or fs.modified(path)
-    return float(modified.timestamp() if hasattr(modified, "timestamp") else modified)
 
 
 def icechunk_name(name: str) -> str:
