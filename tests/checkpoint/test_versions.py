@@ -32,7 +32,7 @@ from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
 from zstore.io.files import Files
 from zstore.io.pool import Workers
 from zstore.remote.folder import open_folder
-from zstore.remote.packs import MOST_BYTES, Extent, plan_packs, training, worth_keeping
+from zstore.remote.packs import LARGE_BYTES, Extent, plan_packs, training, worth_keeping
 from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.upload import place_of, target_for, upload_checkpoint
 from zstore.remote.versions import VersionsFolder
@@ -371,14 +371,14 @@ def test_a_bucket_with_versions_is_refused_where_it_cannot_be_used(
             look()
 
 
-@given(st.lists(st.integers(0, 3 * MOST_BYTES), max_size=60))
+@given(st.lists(st.integers(0, 3 * LARGE_BYTES), max_size=60))
 def test_packs_are_cut_in_order_and_few(sizes: list[int]) -> None:
     packs = plan_packs(sizes)
     assert [number for pack in packs for number in pack] == list(range(len(sizes)))
-    assert len(packs) <= max(4, sum(sizes) // MOST_BYTES + 1)
+    assert len(packs) <= max(4, round(sum(sizes) / LARGE_BYTES))
     for pack in packs:
         nbytes = sum(sizes[number] for number in pack)
-        assert nbytes <= MOST_BYTES + 2 * max(sizes)
+        assert nbytes <= 2 * LARGE_BYTES + 2 * max(sizes)
 
 
 def test_a_pack_of_which_little_is_used_is_not_kept() -> None:

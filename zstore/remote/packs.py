@@ -30,8 +30,8 @@ from ..errors import CorruptionError
 PACKS_FOLDER = "packs"
 LEAST_BYTES = 64 * 1000**2
 """Bytes of a pack, if a rank has as many."""
-MOST_BYTES = 2**30
-"""About the most bytes of a pack."""
+LARGE_BYTES = 1000**3
+"""About the bytes of a pack, if a rank has several times as many."""
 _ENOUGH_PACKS = 3
 _LEAST_USED = 0.25
 
@@ -50,9 +50,9 @@ def plan_packs(sizes: Sequence[int]) -> list[range]:
     Packs are about equal, and four at least if they are large enough for that: they are sent at the same time.
     """
     total = sum(sizes)
-    count = -(-total // MOST_BYTES)
+    count = round(total / LARGE_BYTES)
     if count < _ENOUGH_PACKS:
-        count = max(count, min(_ENOUGH_PACKS + 1, total // LEAST_BYTES))
+        count = max(1, count, min(_ENOUGH_PACKS + 1, total // LEAST_BYTES))
     packs: dict[int, range] = {}
     end = 0
     for number, size in enumerate(sizes):

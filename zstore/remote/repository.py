@@ -17,13 +17,15 @@ import datetime
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from ..errors import CheckpointError, CorruptionError, StorageError, UsageError
+from ..io.pool import Workers, num_cores
 from .packs import PACKS_FOLDER, Extent
 from .url import shown
 
@@ -34,6 +36,8 @@ _BRANCH = "main"
 _ATTRIBUTE = "zstore"
 _YOUNG = datetime.timedelta(days=1)
 """Objects of a commit that is under way are not older."""
+References = tuple[str, Sequence[tuple[int, Extent]], int]
+"""An array's folder, the numbers and places of some of its shards, and how many extents it has."""
 _S3_OPTIONS = {"key", "secret", "token", "anon", "endpoint_url", "client_kwargs"}
 _S3_CLIENT_OPTIONS = {"endpoint_url", "region_name"}
 
@@ -166,24 +170,41 @@ class Repository:
         with self._telling("begin a commit to"):
             return self._repository.writable_session(_BRANCH)
 
-    def put(
-        self, session: Any, documents: Mapping[str, Mapping[str, Any]] | None, attributes: Mapping[str, Any]
+    def write(
+        self,
+        session: Any,
+        attributes: Mapping[str, Any],
+        documents: Mapping[str, Mapping[str, Any]] | None,
+        references: Iterable[References],
     ) -> None:
-        """Set the root's attributes, and unless `documents` is None, replace all groups and arrays, by their folder."""
+        """Set the root's attributes and places of chunks, and unless `documents` is None, before that replace all groups and
+        arrays, by their folder."""
         root = {"zarr_format": 3, "node_type": "group", "attributes": {_ATTRIBUTE: dict(attributes)}}
         with self._telling("write to"):
             if documents is not None:
                 session.store.sync_clear()
+                for folder, document in documents.items():
+                    _set(session.store, f"{folder}/zarr.json", _with_separator(document, "/"))
+            # A reference takes icechunk 8 us of a core; a session with changes cannot be forked.
+            forks = [session.fork() for _ in range(num_cores())] if documents is None else []
+            free = SimpleQueue[Any]()
+            for each in forks or [session]:
+                free.put(each)
+            with Workers(free.qsize(), "zstore-refer") as workers:
+                workers.run(partial(self._refer, free, each) for each in references)
+            if forks:
+                session.merge(*forks)
             _set(session.store, "zarr.json", json.dumps(root).encode())
-            for folder, document in (documents or {}).items():
-                _set(session.store, f"{folder}/zarr.json", _with_separator(document, "/"))
 
-    def refer(self, session: Any, folder: str, chunks: Iterable[tuple[int, Extent]], ndim: int) -> None:
-        """Let chunks of the array in `folder`, of so many extents, be these places."""
+    def _refer(self, free: SimpleQueue[Any], references: References) -> None:
+        """Set the places of an array's chunks in a session that is `free`."""
+        folder, chunks, ndim = references
         spec, packs, rest = self._icechunk.VirtualChunkSpec, self.packs_url, [0] * (ndim - 1)
         specs = [spec([row, *rest] if ndim else [], packs + pack, offset, size) for row, (pack, offset, size) in chunks]
+        session = free.get()
         if specs:
             session.store.set_virtual_refs(f"/{folder}", specs, validate_containers=False)
+        free.put(session)
 
     def commit(self, session: Any, message: str, metadata: Mapping[str, Any]) -> str:
         """Make the session's state the newest version; return the id of its snapshot.

@@ -187,6 +187,7 @@ class _Upload:
                 self._sent.add(rank)
                 if found[rank] == _COMPLETE:
                     self._target.accept(told["receipt"])
+                    self._rendezvous.post(_rank_file(rank), {})  # of thousands, it may be large
         return found
 
     def _missing(self) -> list[int]:

@@ -19,7 +19,7 @@ from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.retention import Keep, retire
 from ..io.pool import Workers
 from .packs import (
-    MOST_BYTES,
+    LARGE_BYTES,
     PACKS_FOLDER,
     Extent,
     Index,
@@ -31,6 +31,7 @@ from .packs import (
     training,
     worth_keeping,
 )
+from .repository import References
 from .target import Advance, UploadTarget, files_at_a_time
 from .uploaded import extra_files
 from .versions import Version, VersionsFolder, icechunk_name
@@ -216,9 +217,7 @@ class VersionTarget(UploadTarget):
         alike = base is not None and base.record.metadata_sha256 == record.metadata_sha256
         attributes = {"record": json.loads(record.encode()), "index": [*place, digest]}
         documents = None if alike else reader.documents["consolidated_metadata"]["metadata"]
-        repository.put(self._session, documents, attributes)
-        for folder, chunks, ndim in self._references(reader, only_new=alike):
-            repository.refer(self._session, folder, chunks, ndim)
+        repository.write(self._session, attributes, documents, self._references(reader, only_new=alike))
         facts = {"tag": record.tag, "step": record.step, "run": record.run}
         snapshot_id = repository.commit(self._session, f"{record.tag}, step {record.step}", facts)
         messages: list[str] = []
@@ -240,10 +239,8 @@ class VersionTarget(UploadTarget):
         files = {path: place for each in sent for path, place in each.files.items()}
         return Index(packs=packs, files=files, tables=[(each.place, each.sha256) for each in sent])
 
-    def _references(
-        self, reader: CheckpointReader, *, only_new: bool
-    ) -> Iterator[tuple[str, list[tuple[int, Extent]], int]]:
-        """Yield for each array its folder, its shards with their places, and how many extents it has."""
+    def _references(self, reader: CheckpointReader, *, only_new: bool) -> Iterator[References]:
+        """Yield the places of each array's shards, or only of those that were sent."""
         tables = [self._sent[rank].table for rank in range(reader.record.world_size)]
         new = [[is_of(pack, self._save_id) or not only_new for pack in table.packs] for table in tables]
         numbers = [0] * len(tables)
@@ -297,7 +294,7 @@ class VersionTarget(UploadTarget):
 
     def files_at_a_time(self, largest_bytes: int, memory_bytes: int | None) -> int:
         """See `UploadTarget.files_at_a_time`."""
-        return files_at_a_time(max(largest_bytes, MOST_BYTES), memory_bytes)
+        return files_at_a_time(max(largest_bytes, LARGE_BYTES), memory_bytes)
 
 
 def _pack(name: str, paths: Sequence[str], sizes: Sequence[int], digests: Sequence[str]) -> _Pack:

@@ -39,8 +39,15 @@ def protocol_of(folder: RemoteFolder) -> str | None:
 
 def has_versions(folder: RemoteFolder) -> bool:
     """Return whether there is a repository of versions in a folder; one request."""
+    return _is_there(folder, BRANCH_FILE)
+
+
+def _is_there(folder: RemoteFolder, file: str) -> bool:
+    """Return whether a file is there, by one request that lists nothing, which `has` may."""
     try:
-        return bool(folder.read_range(BRANCH_FILE, 0, 1))
+        # No range: the file may be empty.
+        folder.retries.run(lambda: folder.fs.cat_file(f"{folder.root}/{file}"), "read", folder.location_of(file))
+        return True
     except (FileNotFoundError, NotADirectoryError):
         return False
     except StorageError as error:
@@ -110,8 +117,7 @@ class VersionsFolder(RemoteFolder):
 
     def was_given(self, name: str) -> bool:
         """Return whether the tag of a folder's name was given once, and removed."""
-        tag = icechunk_name(name)
-        return self.has(f"{VERSIONS_FOLDER}/refs/tag.{tag}/ref.json.deleted")
+        return _is_there(self, f"{VERSIONS_FOLDER}/refs/tag.{icechunk_name(name)}/ref.json.deleted")
 
     def all(self) -> dict[str, Version]:
         """Return all versions by the names of their folders; one listing, and some requests for each."""
