@@ -4,8 +4,8 @@ that its parameters are brought once a step and direction, and not once for each
 [Note: accumulation by block]
 A forward of each micro-batch runs in a thread of its own, one at a time: at every block it waits until the others came
 there. The tensors that go into a block are cut from their graph there (leaves in their place), and the backward takes
-the pieces between the cuts from the last to the first, each for all micro-batches in their order: the gradient of a leaf is
-what the piece before it begins with. So every operation has the operands that it has in the usual order, and a
+the pieces between the cuts from the last to the first, each for all micro-batches in their order: the piece before a leaf
+begins with the leaf's gradient. So every operation has the operands that it has in the usual order, and a
 parameter's gradients are reduced and added up in the order of micro-batches: the bits are the same.
 
 Random numbers cannot be those of the usual order, in which a micro-batch goes on where the one before ended. Each
@@ -204,7 +204,7 @@ class AccumulationByBlock:
     def forward(
         self, calls: Sequence[Callable[[], torch.Tensor]], around: Callable[[], AbstractContextManager[None]]
     ) -> list[MicroBatch]:
-        """Run the forwards `calls`, each in a thread and within `around()`; return their losses, and what the backward needs.
+        """Run the forwards `calls`, each in a thread and within `around()`; return their losses and graphs.
 
         Raises what one of them raised, and UsageError if the model's blocks cannot be taken one by one.
         """
