@@ -21,6 +21,7 @@ from zstore.checkpoint import SaveHandle
 from zstore.closing import ClosingInCycle, closing_with
 from zstore.errors import CheckpointExistsError, UsageError
 from zstore.ranks.world import World
+from zstore.tensors import cast_floating
 from zstore.weights.layout import MAX_FILE_BYTES
 
 from .access.access import Access
@@ -31,7 +32,8 @@ from .access.guard import ParameterGuard, ValueSample
 from .access.module_state import CustomLoad, hand_back, load_module_state, module_state_dict, without_prefix
 from .access.offloading import OffloadedStates
 from .access.optimizer_state import StateByParameter
-from .activations.checkpointing import activation_statistics
+from .backward.by_block import AccumulationByBlock, MicroBatch, gradients_by_block
+from .backward.loss_backward import LossBackward
 from .build.compiled import make_compiler
 from .build.init import Init
 from .checkpoint.client_state import ClientValues, check
@@ -45,9 +47,6 @@ from .data.curriculum import SequenceCurriculum
 from .data.loader import PostProcess, TrainingLoader
 from .data.sampling import use_schedules
 from .data.schedule import Rise
-from .loss_backward import LossBackward
-from .params.record import ParameterRecord
-from .params.tensors import cast_floating
 from .report.journal import RunJournal
 from .report.monitors import Monitors
 from .report.progress import RunReport
@@ -123,6 +122,7 @@ class Engine(nn.Module):
         """The request of `save_on_signal`."""
         self._stop_state: ClientState = {}
         """The client state that it named."""
+        self._by_block: AccumulationByBlock | None = None
         self._batches: Iterator[Any] | None = None
         """The micro-batches of the engine's own loader, over and over."""
         self.observers: list[StepObserver] = []
@@ -164,7 +164,7 @@ class Engine(nn.Module):
         self.curriculum = SequenceCurriculum(section, self.module) if section.enabled else None
         """Truncates the model's inputs in training; None: nothing is truncated."""
         self.parameter_guard = ParameterGuard(
-            self._modules, training.model, training.state.records, functools.partial(_take_over, training, self.access)
+            self._modules, training.model, training.state.records, training.pending, self.access.take_over
         )
         self.access.before_reading = self.parameter_guard.check_values
         # Updates in the backward are under way when a step begins.
@@ -174,8 +174,12 @@ class Engine(nn.Module):
         self.requests = Requests(training.world, self.report.journal)
         pause = CollectorPause() if settings.disable_python_gc else None
         ends = (pause.end if pause is not None else None, FrozenObjects().end)
-        observed = functools.partial(_end_observers, self.observers)
-        last = (*ends, self.signals.close, self.parameter_guard.remove, observed)
+        last = (
+            *ends,
+            self.signals.close,
+            self.parameter_guard.remove,
+            functools.partial(_end_observers, self.observers),
+        )
         self._finalizer: weakref.finalize[..., Any] | ClosingInCycle = closing_with(
             self, _close, training, self.checkpoints, self.steps, self.report, self.access, last
         )
@@ -185,17 +189,24 @@ class Engine(nn.Module):
     @_phase("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output. With fp16's `auto_cast`, floating tensors go to it in fp16."""
+        args, kwargs = self._inputs(args, kwargs)
+        trains = self.report.look_at((*args, *kwargs.values()))
+        timed = self._timed("forward_s") if trains else contextlib.nullcontext()
+        with timed, self.access.during("forward"), self._around_forward():
+            return self._loss_backward.watch(self.module(*args, **kwargs))
+
+    def _inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments that the model gets."""
         if self.training_state.config.casts_inputs:
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
         if self.curriculum is not None and self.module.training:
             args, kwargs = self.curriculum.cut(args, kwargs, self.global_steps + 1)
         self.require_parameters()
-        trains = self.report.look_at((*args, *kwargs.values()))
+        return args, kwargs
+
+    def _around_forward(self) -> contextlib.AbstractContextManager[None]:
         activations = self.training_state.activations
-        around = contextlib.nullcontext() if activations is None else activations.around_forward()
-        timed = self._timed("forward_s") if trains else contextlib.nullcontext()
-        with timed, self.access.during("forward"), around:
-            return self._loss_backward.watch(self.module(*args, **kwargs))
+        return contextlib.nullcontext() if activations is None else activations.around_forward()
 
     @_phase("backward")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -381,6 +392,13 @@ class Engine(nn.Module):
             data_iter = self._batches
         batches = take_batches(data_iter, self.gradient_accumulation_steps())
         self.train()
+        if (gradients := gradients_by_block(self.training_state)) is not None:
+            by_block = self._by_block = self._by_block or AccumulationByBlock(self.training_state, gradients)
+            micro_batches = self._forward_by_block(by_block, batches)
+            losses = [micro_batch.loss.detach() for micro_batch in micro_batches]
+            self._backward_by_block(by_block, micro_batches)
+            self.step()
+            return mean_loss(losses, self.world)
         losses = []
         for batch in batches:
             loss = loss_of(call_with(self, batch))
@@ -388,6 +406,29 @@ class Engine(nn.Module):
             self.step()
             losses.append(loss.detach())
         return mean_loss(losses, self.world)
+
+    @_phase("forward")
+    def _forward_by_block(self, by_block: AccumulationByBlock, batches: Sequence[Any]) -> list[MicroBatch]:
+        def module(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self._inputs(args, kwargs)
+            self.report.look_at((*args, *kwargs.values()))
+            return self.module(*args, **kwargs)
+
+        calls = [functools.partial(lambda batch: loss_of(call_with(module, batch)), batch) for batch in batches]
+        with self._timed("forward_s"), self.access.during("forward"):
+            return by_block.forward(calls, self._around_forward)
+
+    @_phase("backward")
+    def _backward_by_block(self, by_block: AccumulationByBlock, micro_batches: Sequence[MicroBatch]) -> None:
+        self._loss_backward.require_no_block("engine.train_batch()")
+        self._loss_backward.is_engines = True
+        losses = [micro_batch.loss.detach().float().reshape(()) for micro_batch in micro_batches]
+        self.report.add_loss(torch.stack(losses).mean())
+        try:
+            with self._timed("backward_s"), self.access.during("backward"):
+                by_block.backward(micro_batches)
+        finally:
+            self._loss_backward.is_engines = False
 
     def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> torch.Tensor:
         """Return the mean loss, over all ranks, of `num_micro_batches` of `data_iter` (default:
@@ -885,7 +926,8 @@ class Engine(nn.Module):
             self.times,
             saves_s,
             utilisation=self.report.utilisation.now(),
-            activations=activation_statistics(training.activations, training.config),
+            activations=training.activations,
+            config=training.config,
         )
 
     @property
@@ -1027,19 +1069,6 @@ def _complete_saves(checkpoints: Checkpoints, steps: StepSnapshots) -> None:
     """Complete the save under way (all ranks)."""
     checkpoints.wait()
     steps.complete()
-
-
-def _take_over(training: Training, access: Access, records: Sequence[ParameterRecord]) -> None:
-    """Let the state follow in-place writes to resident `records`, and forget the gathered values of sharded ones."""
-    if training.pending.is_in_backward:
-        raise UsageError(
-            'parameters changed in place between backward() and step(), but with "step_overlap": "backward" they are being '
-            "updated then: change them after step()"
-        )
-    if training.pending.wait() is None:  # else the state is torn, and its next use raises
-        access.take_over(records)
-    if access.units is not None:
-        access.units.forget()
 
 
 def _close(

@@ -19,7 +19,7 @@ from zstore.ranks.world import World
 
 from . import extras  # noqa: F401 - registers its parts
 from .build.init import around_block, leave_to_engine
-from .build.model import require_shapes, take_uncompiled
+from .build.model import mark_leaves_of, require_shapes, take_uncompiled
 from .checkpoint.snapshots import require_shared_folder
 from .config.answers import read_answers
 from .config.config import Config, load_config
@@ -32,7 +32,6 @@ from .extras.publish import WeightsPublisher
 from .optim.lr_schedules import LRSchedule, named_schedule
 from .optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from .optim.rules import steps_tiles
-from .params.units import mark_leaves, of_classes
 from .plan.activations import hidden_size
 from .plan.rates import MatmulRates, find_rates, tell_choice, warn_of_slow
 from .plan.rungs import leave_advice
@@ -137,7 +136,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     world.log = open_comms_log(resolved.settings.comms_logger, world)
     _say_doubles(model, resolved, world)
     if resolved.stage == 3:
-        _mark_leaves(model, resolved, world)
+        mark_leaves_of(resolved, model, world)
     with _watched(world, resolved.own.silent_rank_s or None):
         leave_advice(resolved, world)
         require_shared_folder(resolved, world)
@@ -196,19 +195,6 @@ def _say_doubles(model: nn.Module, config: Config, world: World) -> None:
             config.precision,
             listed(doubles, _NAMED),
         )
-
-
-def _mark_leaves(model: nn.Module, config: Config, world: World) -> None:
-    """Mark the modules that `leaf_module` names, and warn of names that no module has."""
-    section = config.zero.leaf_module
-    by_class = {name: of_classes(model, [name]) for name in section.classes}
-    by_name = {name: [one for path, one in model.named_modules() if path == name] for name in section.names}
-    by_end = {end: [one for path, one in model.named_modules() if path.endswith(end)] for end in section.name_suffixes}
-    mark_leaves(one for found in (by_class, by_name, by_end) for modules in found.values() for one in modules)
-    asked = {**(by_class if "classes" in section.model_fields_set else {}), **by_name, **by_end}
-    missing = [name for name, modules in asked.items() if not modules]
-    if missing and world.rank == 0:
-        _log.warning("%s: zero_optimization.leaf_module: the model has no module %s", config.source, ", ".join(missing))
 
 
 def _say_precision(loaded: Config, resolved: Config, rates: MatmulRates) -> None:

@@ -306,11 +306,7 @@ class Training:
     def backward(self, loss: torch.Tensor, *, divide: bool, retain_graph: bool) -> None:
         """Accumulate the gradients of one micro-batch, of the loss times the loss scale, and if asked for divided by the
         accumulation steps. If that fails, the accumulation starts over."""
-        scaled = loss.float()
-        if divide and self.accumulation.batch.accumulation_steps > 1:
-            scaled = scaled / self.accumulation.batch.accumulation_steps
-        if self.scaler.scale != 1.0:
-            scaled = scaled * self.scaler.scale
+        scaled = self.scaled(loss, divide=divide)
         self.begin_backward()
         try:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -318,6 +314,13 @@ class Training:
             self.abandon_backward(raised)
             raise
         self.end_backward()
+
+    def scaled(self, loss: torch.Tensor, *, divide: bool = True) -> torch.Tensor:
+        """Return the loss of a micro-batch as its backward takes it."""
+        scaled = loss.float()
+        if divide and self.accumulation.batch.accumulation_steps > 1:
+            scaled = scaled / self.accumulation.batch.accumulation_steps
+        return scaled if self.scaler.scale == 1.0 else scaled * self.scaler.scale
 
     def begin_backward(self) -> None:
         """Prepare for the backward of a micro-batch; `end_backward` or `abandon_backward` comes next."""

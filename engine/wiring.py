@@ -37,9 +37,8 @@ from .optim.optimizer import ZeroOptimizer, group_of_parameters
 from .optim.rules import CLIENT, Rule, kernels_for, rule_of
 from .optim.state import OptimizerState
 from .optim.updater import StepMode, Updater
-from .params.record import named_parameters
+from .params.record import PRECISIONS, named_parameters
 from .params.sharding import GradientTypes, Sharding
-from .params.tensors import PRECISIONS
 from .params.units import Unit, find_units
 from .plan.needs import spill_pool_bytes
 from .plan.plan import Plan, Slots

@@ -44,16 +44,16 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        95_757,
+        98_475,
     ),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        28_043,
+        28_486,
     ),
-    "files of the core": (lambda: len(_layout().core), 37),
-    "lines of the core": (lambda: _layout().lines(*_layout().core), 8360),
+    "files of the core": (lambda: len(_layout().core), 36),
+    "lines of the core": (lambda: _layout().lines(*_layout().core), 8352),
     "imports of engine and tools from zstore": (lambda: len(_layout().upward()), 0),
-    "widest hub": (lambda: max(map(len, _layout().imports.values())), 40),
+    "widest hub": (lambda: max(map(len, _layout().imports.values())), 39),
     "rooms inside engine": (lambda: _rooms("engine")[0], 21),
     "arrows inside engine": (lambda: _rooms("engine")[1], 119),
     "floors inside engine": (lambda: _rooms("engine")[2], 12),

@@ -17,7 +17,7 @@ import typer
 from zstore.errors import UsageError
 from zstore.sizes import format_bytes
 
-from .options import StorageOption
+from .options import AUDIT_VARIABLE, StorageOption
 
 if TYPE_CHECKING:
     from zstore.serve.settings import Settings
@@ -98,6 +98,7 @@ class Listening:
         typer.Option(
             help="Append a line of JSON to this file for each upload, action, sign-in and refused token.",
             metavar="FILE",
+            envvar=AUDIT_VARIABLE,
         ),
     ] = None
     uploads: Annotated[

@@ -13,8 +13,10 @@ from urllib.parse import quote
 import typer
 
 from zstore.errors import UsageError
-from zstore.serve.audit import append_to, record
+from zstore.serve.audit import recording
 from zstore.serve.tokens import Link, Role, Token, TokenFile, digest_of, edit_tokens, read_tokens, sign
+
+from .options import AUDIT_VARIABLE
 
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -37,6 +39,10 @@ def _parse_seconds(text: str | int) -> int:
 
 
 FileOption = Annotated[Path, typer.Option("--file", help="The file of tokens.", metavar="FILE")]
+AuditOption = Annotated[
+    Path | None,
+    typer.Option("--audit", help="Append a line of JSON about it to this file.", metavar="FILE", envvar=AUDIT_VARIABLE),
+]
 
 
 @app.command("add")
@@ -56,6 +62,7 @@ def _add(
             help="How long it is valid, as 12h or 30d; without it, always.", metavar="TIME", parser=_parse_seconds
         ),
     ] = None,
+    audit: AuditOption = None,
 ) -> None:
     """Print a new token, once: the file has its hash alone."""
     shown, now = secrets.token_urlsafe(32), int(time.time())
@@ -72,7 +79,8 @@ def _add(
             raise UsageError(f"{file} has a token {name!r}: remove it first, or choose another name")
         return content.model_copy(update={"tokens": (*content.tokens, token)})
 
-    edit_tokens(file, add)
+    with recording(audit, what="token added", token=name):
+        edit_tokens(file, add)
     print(shown)
 
 
@@ -89,6 +97,7 @@ def _list(file: FileOption) -> None:
 def _remove(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the token.")],
     file: FileOption,
+    audit: AuditOption = None,
 ) -> None:
     """Remove a token, and end all sessions that began with it."""
 
@@ -99,7 +108,8 @@ def _remove(
             raise UsageError(f"{file} has no token {name!r}; it has: {there}")
         return content.model_copy(update={"tokens": kept})
 
-    edit_tokens(file, remove)
+    with recording(audit, what="token removed", token=name):
+        edit_tokens(file, remove)
 
 
 @app.command("share")
@@ -119,7 +129,7 @@ def _share(
             help="How long it is valid, as 12h or 30d.", metavar="TIME", parser=_parse_seconds, show_default="7d"
         ),
     ] = 7 * 86400,
-    audit: Annotated[Path | None, typer.Option(help="Append a line for it to this file.", metavar="FILE")] = None,
+    audit: AuditOption = None,
 ) -> None:
     """Print the path of a link that lets whoever has it read a run."""
     if weights and "/" not in weights.strip("/"):
@@ -129,17 +139,16 @@ def _share(
         return content if content.link_key else content.model_copy(update={"link_key": secrets.token_hex(32)})
 
     link = Link(run=run, weights=weights.strip("/"), expires=int(time.time()) + expires)
-    text = sign(edit_tokens(file, with_key).link_key, link)
     path = f"/weights/{quote(run, safe='')}/{quote(link.weights)}" if weights else f"/run/{quote(run, safe='')}"
-    if audit is not None:
-        append_to(audit)
-        record(what="link made", run=run, path=path)
+    with recording(audit, what="link made", run=run, path=path):
+        text = sign(edit_tokens(file, with_key).link_key, link)
     print(f"{path}?share={text}")
 
 
 @app.command("unshare")
-def _unshare(file: FileOption) -> None:
+def _unshare(file: FileOption, audit: AuditOption = None) -> None:
     """End all links: the key that they are signed with is removed."""
     read_tokens(file)
-    edit_tokens(file, lambda content: content.model_copy(update={"link_key": ""}))
+    with recording(audit, what="links ended"):
+        edit_tokens(file, lambda content: content.model_copy(update={"link_key": ""}))
     print("all links have ended", file=sys.stderr)

@@ -1,20 +1,44 @@
-"""`zstore tag`: tags that move, holds and notes on the checkpoints of a folder. No torch."""
+"""`zstore tag`: tags that move, holds and notes on the checkpoints of a folder, and marks on the run. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import typer
 
-from zstore.checkpoint import Folder, Marks, change_marks, list_tags, read_marks, resolve, tag_text
+from zstore.checkpoint import Folder, Marks, change_marks, change_run_marks, list_tags, read_marks, resolve, tag_text
 from zstore.open.sources import folder_of
 
 from .listing import check_listing, check_records
 from .opening import DEFAULTS, Common, reporting
 from .options import FolderLocation
 from .printing import cell, make_console, make_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """Words about a checkpoint or the run; None leaves those that are there."""
+
+    note: Annotated[
+        str | None,
+        typer.Option(help="A line about the checkpoint, without NAME about the run; '' removes it.", metavar="TEXT"),
+    ] = None
+    run_tags: Annotated[
+        str | None,
+        typer.Option(help="Tags of the run, with commas between them, in place of those that it has.", metavar="TAGS"),
+    ] = None
+    group: Annotated[str | None, typer.Option(help="The group of the run; '' takes it out.", metavar="GROUP")] = None
+
+    @property
+    def of_run(self) -> dict[str, Any]:
+        """Tags, group and note of a run, as `change_run_marks` takes them."""
+        tags = None if self.run_tags is None else self.run_tags.replace(",", " ").split()
+        return {"tags": tags, "group": self.group, "note": self.note}
+
+
+_NOTHING = Said()
 
 
 def tag_command(
@@ -32,21 +56,22 @@ def tag_command(
         bool | None,
         typer.Option("--hold/--release", help="Keep the checkpoint whatever retention and prune say, or not."),
     ] = None,
-    note: Annotated[
-        str | None, typer.Option(help="A line about the checkpoint; '' removes it.", metavar="TEXT")
-    ] = None,
+    given: Said = _NOTHING,
     common: Common = DEFAULTS,
 ) -> int:
     """List the marks in `folder`; before that, point the moving tag `name` at `ckpt` or remove it, and hold or note the
-    checkpoint. `folder` may be a URL, of a service that takes actions too.
+    checkpoint, or give the run tags, a group or a note. `folder` may be a URL, of a service that takes actions too.
 
-    With `json`, one object: `path`, `tags`, `held`, `notes` as in the file, `dangling` (moving tags whose checkpoint is gone),
-    and `ProgressBar.summary`.
+    With `json`, one object: `path`, `tags`, `held`, `notes`, `run` as in the file, `dangling` (moving tags whose checkpoint is
+    gone), and `ProgressBar.summary`.
     """
+    note = given.note
     marks_it = hold is not None or note is not None
     if remove and (name is None or ckpt is not None or marks_it):
         raise typer.BadParameter("--remove takes the NAME of a moving tag, and nothing else")
-    if (name is None and marks_it) or (name is not None and not (ckpt or marks_it or remove)):
+    if name is not None and (given.run_tags, given.group) != (None, None):
+        raise typer.BadParameter("--run-tags and --group are of the run: leave NAME out")
+    if (name is None and hold is not None) or (name is not None and not (ckpt or marks_it or remove)):
         raise typer.BadParameter(
             "say what NAME shall point at, or --remove; or --hold, --release or --note of a checkpoint"
         )
@@ -55,7 +80,13 @@ def tag_command(
         check_listing(place, common)
         if name is not None:
             target = None if remove else ckpt or name
-            _change(place, target, {"tag": name if remove or ckpt else None, "held": hold, "note": note})
+            _change(
+                place,
+                "tags",
+                {"checkpoint": target, "tag": name if remove or ckpt else None, "held": hold, "note": note},
+            )
+        elif any(value is not None for value in given.of_run.values()):
+            _change(place, "marks", given.of_run)
         marks, infos = read_marks(place), list_tags(place).tags
         progress.advance(check_records(place, infos, common))
         progress.document |= {
@@ -68,19 +99,27 @@ def tag_command(
     return 0
 
 
-def _change(place: Folder, checkpoint: str | None, change: dict[str, Any]) -> None:
+def _change(place: Folder, what: Literal["tags", "marks"], change: dict[str, Any]) -> None:
+    """Change marks as the service does at `/api/runs/{run}/tags` and `/marks`; of a service, have it do so."""
     if not place.is_local:
         from zstore.remote.service_folder import ServiceFolder
 
         if isinstance(place, ServiceFolder):
-            path = f"/api/runs/{quote(place.url.run, safe='')}/tags"
-            place.connection.ask("POST", path, {"checkpoint": checkpoint, **change})
+            place.connection.ask("POST", f"/api/runs/{quote(place.url.run, safe='')}/{what}", change)
             return
+    if what == "marks":
+        change_run_marks(place, **change)
+        return
+    checkpoint = change.pop("checkpoint")
     found = None if checkpoint is None else resolve(place, tag_text(checkpoint)).tag
     change_marks(place, found, **change)
 
 
 def _print(marks: Marks, present: list[str]) -> None:
+    run = {"tags": ", ".join(marks.run.tags), "group": marks.run.group, "note": marks.run.note}
+    for what, text in run.items():
+        if text:
+            make_console().print(cell(f"{what} of the run: {text}"))
     table = make_table(("checkpoint", "tags that move", "held", "note"))
     marked = {*marks.tags.values(), *marks.held, *marks.notes}
     for checkpoint in [*(tag for tag in present if tag in marked), *sorted(marked.difference(present))]:

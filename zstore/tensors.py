@@ -1,4 +1,4 @@
-"""Between torch and numpy: data type names and views without copies. Imported only if torch is."""
+"""Torch tensors: data type names and views between torch and numpy, and casts. Imported only if torch is."""
 
 from __future__ import annotations
 
@@ -59,3 +59,16 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     data: Bytes = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
     return data
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return `value` with the floating tensors in it cast, also those in lists, tuples and dicts; other values stay."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: cast_floating(item, dtype) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floating(item, dtype) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(cast_floating(item, dtype) for item in value)
+    return value

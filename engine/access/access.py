@@ -434,11 +434,9 @@ class Access:
         return self.master(record).begin(0, numel)()
 
     def take_over(self, records: Sequence[ParameterRecord]) -> None:
-        """Let the masters of resident parameters follow a script's changes in place: an element whose bits differ from its
-        master's becomes the master, others keep the digits that the parameter does not have.
-
-        Each rank does so for its own rows. See [Note: changed in place] in `guard`.
-        """
+        """Let the masters of resident parameters follow a script's changes in place, each rank its own rows: an element whose
+        bits differ from its master's becomes the master, others keep the digits that the parameter does not have.
+        Gathered values are forgotten. See [Note: changed in place] in `guard`."""
         apart = self.apart(records)
         with self.state.passing([[model_array(record.name)] for record in apart], "update") as tiles:
             for tile in tiles:
@@ -447,6 +445,8 @@ class Access:
                 own = own.to(master.device)
                 differs = _as_integers(own) != _as_integers(master.to(own.dtype))
                 master.copy_(torch.where(differs, own.float(), master))
+        if self.units is not None:
+            self.units.forget()
 
     def enter_block(self, records: Sequence[ParameterRecord]) -> None:
         """Note that a block of `zstore.gather` begins."""

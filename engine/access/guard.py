@@ -38,6 +38,7 @@ from zstore.errors import UsageError
 
 from ..params.record import ParameterRecord, Residency
 from ..runtime.messages import listed
+from ..training import PendingUpdate
 
 _log = logging.getLogger("zstore")
 
@@ -58,9 +59,11 @@ class ParameterGuard:
         roots: dict[str, nn.Module | None],
         model: nn.Module,
         records: Sequence[ParameterRecord],
+        pending: PendingUpdate,
         take_over: Callable[[Sequence[ParameterRecord]], None],
     ) -> None:
         self._roots = roots
+        self._pending = pending
         self._take_over = take_over
         self._model = model
         self._records = {record.parameter: record for record in records}
@@ -139,7 +142,13 @@ class ParameterGuard:
         written = [record for record, parameter in self._counting if parameter._version != record.version]
         if not written:
             return
-        self._take_over([record for record in written if record.residency is Residency.RESIDENT])
+        if self._pending.is_in_backward:
+            raise UsageError(
+                'parameters changed in place between backward() and step(), but with "step_overlap": "backward" they are being '
+                "updated then: change them after step()"
+            )
+        if self._pending.wait() is None:  # else the state is torn, and its next use raises
+            self._take_over([record for record in written if record.residency is Residency.RESIDENT])
         for record in written:
             record.note_version()
         sharded = [record for record in written if record.residency is not Residency.RESIDENT]

@@ -9,9 +9,8 @@ from torch import nn
 
 from ..config.config import Config
 from ..optim.state import OptimizerState, RowsInStore
-from ..params.record import ParameterRecord, make_record
+from ..params.record import PRECISIONS, ParameterRecord, make_record
 from ..params.sharding import Sharding
-from ..params.tensors import PRECISIONS
 from ..plan.plan import Plan
 from ..runtime.allocator import return_free_memory
 from .model import own_memory, place_parameter

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,11 @@ from zstore.io import Files
 from zstore.ranks.world import World
 from zstore.weights.companions import is_companion
 
-from ..build.compiled import Compiler
+from ..config.config import Config
+from ..params.units import mark_leaves, of_classes
+from .compiled import Compiler
+
+_log = logging.getLogger("zstore")
 
 
 def check_model(model: nn.Module, world: World, *, gathers: bool) -> None:
@@ -198,3 +203,16 @@ def stored_whole(model: nn.Module, known: Iterable[nn.Parameter]) -> Iterator[tu
     for name, parameter in model.named_parameters():
         if parameter not in others:
             yield model_array(name), parameter.detach()
+
+
+def mark_leaves_of(config: Config, model: nn.Module, world: World) -> None:
+    """Mark the modules that `leaf_module` names, and warn of names that no module has."""
+    section = config.zero.leaf_module
+    by_class = {name: of_classes(model, [name]) for name in section.classes}
+    by_name = {name: [one for path, one in model.named_modules() if path == name] for name in section.names}
+    by_end = {end: [one for path, one in model.named_modules() if path.endswith(end)] for end in section.name_suffixes}
+    mark_leaves(one for found in (by_class, by_name, by_end) for modules in found.values() for one in modules)
+    asked = {**(by_class if "classes" in section.model_fields_set else {}), **by_name, **by_end}
+    missing = [name for name, modules in asked.items() if not modules]
+    if missing and world.rank == 0:
+        _log.warning("%s: zero_optimization.leaf_module: the model has no module %s", config.source, ", ".join(missing))

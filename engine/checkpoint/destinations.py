@@ -12,6 +12,7 @@ from zstore.checkpoint import ArraySource, SaveHandle, SaveRequest, save_checkpo
 from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.upload import place_of
 from zstore.remote.url import is_url
+from zstore.remote.versions import VersionsFolder
 
 from ..config.config import Config
 from ..report.journal import JournalPlace
@@ -31,6 +32,11 @@ class Destination:
         """The place of the journal of a run that saves here."""
         return JournalPlace(self.folder, None if self.upload is None else self.upload.folder)
 
+    @property
+    def needs_shared(self) -> bool:
+        """Whether all ranks have to see `folder`, however they were told to save."""
+        return self.upload is not None and not isinstance(self.upload.folder, VersionsFolder)
+
     def location_of(self, name: str) -> str:
         """Return path or URL of a folder in it."""
         return str(self.folder / name) if self.upload is None else self.upload.folder.location_of(name)
@@ -41,13 +47,11 @@ class Destination:
 
 
 def destination_of(location: str, config: Config, drives: Sequence[Path]) -> Destination:
-    """Return the destination of a save to a path or URL; `drives` are the folders of the run's store. No request is made.
-
-    Raises UsageError for a URL that no file system opens.
-    """
+    """Return the destination of a save to a path or URL; `drives` are the folders of the run's store. See `place_of` for
+    the requests that are made, and the errors."""
     if not is_url(location):
         return Destination(Path(location))
-    remote = place_of(location, config.storage_options)
+    remote = place_of(location, config.storage_options, versions=config.own.versions)
     # One folder for each URL: tags of different runs do not meet.
     name = hashlib.sha256(remote.location.encode()).hexdigest()[:16]
     above = config.own.upload_folder or _chosen_folder(drives)

@@ -21,11 +21,11 @@ from zstore.ranks.board import StoreBoard
 from zstore.ranks.world import World
 
 
-def parts_of(world: World, folder: Path, save_id: str) -> Parts | None:
+def parts_of(world: World, folder: Path, save_id: str, *, may_share: bool = False) -> Parts | None:
     """Return the division of a save into `folder`, which may be another one on each machine; None if all ranks share it
     (all ranks).
 
-    Raises UsageError if two machines have one folder: their ranks would take it for their own.
+    Raises UsageError if two machines have one folder, unless they may: their ranks would take it for their own.
     """
     with world.agreeing():
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,13 @@ def parts_of(world: World, folder: Path, save_id: str) -> Parts | None:
     if len(machines) == 1:
         return None
     here = next(number for number, machine in enumerate(machines) if world.rank in machine.ranks)
-    _require_own(world, folder, save_id, here, machines)
+    if _see_each_other(world, folder, save_id, here, machines):
+        if may_share:
+            return None
+        raise UsageError(
+            f"checkpoint.use_node_local_storage: several machines see {folder}, {machines[here].host!r} among them: leave the "
+            "key out for a folder that is shared, or name one on each machine's own drive"
+        )
     return Parts(machines, here, StoreBoard(), save_id)
 
 
@@ -51,8 +57,8 @@ def _boot_id() -> str:
         return ""
 
 
-def _require_own(world: World, folder: Path, save_id: str, here: int, machines: tuple[Machine, ...]) -> None:
-    """Raise UsageError if another machine sees this one's file in its folder (all ranks)."""
+def _see_each_other(world: World, folder: Path, save_id: str, here: int, machines: tuple[Machine, ...]) -> bool:
+    """Return whether some machine sees another one's file in its folder (all ranks)."""
     probe = folder / f".zstore-{save_id}-{here}"
     leads = world.rank == machines[here].ranks[0]
     try:
@@ -60,12 +66,8 @@ def _require_own(world: World, folder: Path, save_id: str, here: int, machines: 
             if leads:
                 probe.touch()
         with world.agreeing():
-            others = sorted(folder.glob(f".zstore-{save_id}-*")) if leads else []
-            if len(others) > 1:
-                raise UsageError(
-                    f"checkpoint.use_node_local_storage: several machines see {folder}, {machines[here].host!r} among them: "
-                    "leave the key out for a folder that is shared, or name one on each machine's own drive"
-                )
+            seen = len(list(folder.glob(f".zstore-{save_id}-*"))) if leads else 1
+        return bool(max(world.all_gather_object(seen)) > 1)
     finally:
         probe.unlink(missing_ok=True)
 

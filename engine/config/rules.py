@@ -25,6 +25,9 @@ def idle_keys(settings: ConfigSections) -> Iterator[Notice]:
     if own.step_overlap == "forward" and zero.stage < 3:
         message = f"updated behind step(), at stage 3 alone, and the stage is {zero.stage}"
         yield Notice("zstore.step_overlap", f"no effect: only what is gathered before its use can be {message}")
+    if own.accumulation_order == "block" and zero.stage < 3:
+        message = f"no effect: parameters are gathered for each use at stage 3 only, and the stage is {zero.stage}"
+        yield Notice("zstore.accumulation_order", message)
     if own.activations != "disk" and own.activations_path is not None:
         yield Notice("zstore.activations_path", 'no effect: zstore.activations is not "disk"')
     if own.durability != "step" and own.durability_path is not None:
@@ -97,6 +100,10 @@ def contradictions(settings: ConfigSections) -> Iterator[ConfigProblem]:
         yield from _local_storage(settings)
     yield from _elasticity(settings)
     yield from _moments(settings)
+    zero = settings.zero_optimization
+    if settings.zstore.accumulation_order == "block" and zero.stage == 3 and zero.zero_quantized_gradients:
+        message = "errors of quantized gradients are fed back from backward to backward; leave one of them out"
+        yield ConfigProblem(("zstore.accumulation_order", "zero_optimization.zero_quantized_gradients"), message)
     if settings.optimizer is not None and settings.optimizer.type in ONE_BIT:
         yield from one_bit_problems(settings, settings.optimizer.type)
     if settings.curriculum_learning.enabled:

@@ -81,8 +81,13 @@ class ZstoreSection(Section):
     """Options of the fsspec file system of URLs that are saved to and loaded from. Unset: from the environment; credentials
     belong there. See docs/remote.md."""
     upload_folder: Folder | None = built(None)
-    """Where a checkpoint for a URL is committed first, to be uploaded in the background. All ranks must see it. Unset: beside
-    the first nvme_path, where state on disk is linked and not written again, else in the user's cache folder."""
+    """Where a checkpoint for a URL is committed first, to be uploaded in the background. All ranks must see it, except for
+    versions. Unset: beside the first nvme_path, where state on disk is linked and not written again, else in the user's cache
+    folder."""
+    versions: Bool = built(False)
+    """Save to s3://, gs:// and file:// URLs that have no checkpoint yet as versions of an icechunk repository: only changes are
+    sent, and ranks share no folder. Needs zstore[versions]. A URL that has versions goes on with them without the key, one
+    with checkpoints of the plain layout with that. See docs/remote.md."""
     keep_local: Bool = built(False)
     """Keep that local checkpoint once it is uploaded; `keep` applies to it too."""
     journal: Folder | Annotated[Literal["auto", False], Words('"auto" or false')] = built("auto")
@@ -100,6 +105,11 @@ class ZstoreSection(Section):
     with clipping or loss scaling it acts as "forward". "auto": "forward" if state or parameters are offloaded, else "none".
     Parameters that are not gathered before their use (stages 0 to 2; a rank alone without offload_param; those that
     persist) are always updated in step(); and at stages 0 and 1 of several ranks "backward" acts as "none"."""
+    accumulation_order: Annotated[Literal["micro_batch", "block"], OneOf()] = built("micro_batch")
+    """The order in which `engine.train_batch` computes the micro-batches of a step. "block": each block of the model for all of
+    them, then the next one, so that parameters of stage 3 that are not on the device are read and gathered twice a step and
+    not twice a micro-batch; activations of all micro-batches wait for the backward at once. The bits are the same, but for
+    random numbers, which each micro-batch draws from a state of its own. See docs/large-models.md."""
     non_finite_gradients: Annotated[Literal["error", "skip", "apply"], OneOf()] = built("error")
     """How a step ends whose gradients, in fp32 or bf16, are not finite (NaN or infinite). "error": NonFiniteError on
     every rank, and nothing is changed. "skip": nothing is changed, and training goes on. "apply": the optimizer takes them,

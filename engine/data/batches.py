@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ def take_batches(data_iter: Iterator[Any], count: int) -> list[Any]:
     return [next(data_iter) for _ in range(count)]
 
 
-def call_with(model: nn.Module, batch: Any) -> Any:
+def call_with(model: Callable[..., Any], batch: Any) -> Any:
     """Call the model on a micro-batch and return its output: a mapping gives keyword arguments, a tuple or list arguments."""
     if isinstance(batch, Mapping):
         return model(**batch)

@@ -29,7 +29,7 @@ from zstore.ranks.world import World
 from zstore.tensors import bytes_of
 from zstore.weights.delta import Bits, DeltaWriter
 from zstore.weights.reader import WeightsReader
-from zstore.weights.versions import INDEX_FILE, Version, folder_name
+from zstore.weights.versions import INDEX_FILE, WeightsVersion, folder_name
 
 from ..config.config import Config
 from ..device import Scratch
@@ -110,7 +110,7 @@ class Changes:
         if writer is None or not self.is_whole:
             return
         if former is not None and former[0] == old.size and former[1] != crc32c(old.data):
-            self._fail(f"{name!r} is not what the last step left of it")
+            self._fail(f"{name!r} differs from its values after the last step")
         elif writer.nbytes > self._most_bytes:
             self._fail("they take more than the weights")
         else:
@@ -160,7 +160,7 @@ class WeightsPublisher:
             self._target.discard()
         self._since_full = self._since = 0
         self._fulls: list[int] = []
-        self._last: Version | None = None
+        self._last: WeightsVersion | None = None
         """The version that the next one's changes are since; rank 0's."""
         self._newest = 0
         self._buffers = 0
@@ -220,7 +220,7 @@ class WeightsPublisher:
                 return
             weights, files, nbytes = _content(place) if full else ({}, {}, self._full_bytes)
             last = self._last if deltas else None
-            version = Version(
+            version = WeightsVersion(
                 number=number,
                 id=uuid.uuid4().hex,
                 base=None if last is None else last.number,

@@ -25,10 +25,14 @@ from torch import nn
 
 from zstore.errors import UsageError
 from zstore.format import ArraySpec, Grid, make_grid, model_array
-from zstore.tensors import dtype_name
+from zstore.tensors import dtype_name, torch_dtype
 
+from ..config.config import DTYPES
 from ..runtime.allocator import advise_huge_pages
 from .sharding import Sharding
+
+PRECISIONS = {name: torch_dtype(dtype) for name, dtype in DTYPES.items()}
+"""Name of a precision in a config -> torch data type."""
 
 
 class Residency(Enum):

@@ -21,7 +21,7 @@ from zstore.ranks.world import World
 
 from ..config.config import Config
 from ..device import one_thread
-from ..params.tensors import PRECISIONS
+from ..params.record import PRECISIONS
 
 SLOW_RATIO = 4.0
 """A 16-bit type that fp32 outruns by more is worth a warning if a config demands it."""

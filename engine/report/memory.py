@@ -11,7 +11,7 @@ import torch
 from zstore.io import most_resident_bytes, read_host_memory, resident_bytes
 from zstore.sizes import format_bytes
 
-from ..params.tensors import PRECISIONS
+from ..params.record import PRECISIONS
 from ..plan.activations import Activations, Width
 from ..plan.rungs import advice
 

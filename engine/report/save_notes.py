@@ -43,7 +43,7 @@ class SaveNotes:
         if outcome.url is None:
             self.add(state="committed", **done)
             return
-        self.add(state="uploaded", **done | {"location": outcome.url, "uploaded_bytes": outcome.uploaded_bytes})
+        self.add(state="uploaded", **done | {"location": outcome.url, "uploaded_bytes": outcome.all_uploaded_bytes})
         self._when_uploaded()
 
     def _stall_s(self) -> float:

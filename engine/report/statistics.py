@@ -30,7 +30,10 @@ from typing import TYPE_CHECKING, Any
 from zstore.io import LinkStatistics, total_of_links
 from zstore.store import StoreStatistics
 
+from ..activations.checkpointing import activation_statistics
+from ..activations.offload import ActivationOffload
 from ..activations.statistics import ActivationStatistics
+from ..config.config import Config
 from ..zero.unshard import UnitStatistics
 from .memory import HeldBytes, MemoryStatistics, held_bytes, memory_statistics
 
@@ -92,7 +95,8 @@ def engine_statistics(  # noqa: PLR0913 - the parts of a run that count
     saves_s: Mapping[str, float],
     *,
     utilisation: Utilisation | None,
-    activations: ActivationStatistics | None,
+    activations: ActivationOffload | None,
+    config: Config,
 ) -> EngineStatistics:
     """Return the counters now; `saves_s` has the seconds for which saves delayed training, by their kind."""
     store = state.store.statistics()
@@ -108,7 +112,7 @@ def engine_statistics(  # noqa: PLR0913 - the parts of a run that count
         overlapped=gradients.overlapped,
         store=store,
         utilisation=utilisation,
-        activations=activations,
+        activations=activation_statistics(activations, config),
     )
 
 

@@ -53,10 +53,18 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         return
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    if cuda:
-        torch.cuda.set_device(cuda_device(int(os.environ.get("LOCAL_RANK", "0"))))
-    timeout = timeout or datetime.timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
-    torch_dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    device = cuda_device(int(os.environ.get("LOCAL_RANK", "0"))) if cuda else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    torch_dist.init_process_group(
+        backend,
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout or datetime.timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", "30"))),
+        # Else NCCL guesses it from the rank, and barriers warn or hang if the guess is another rank's device.
+        device_id=device if backend == "nccl" else None,
+    )
     # Before the interpreter shuts down: gloo's threads would meet a process that is half shut down.
     atexit.register(_end)
 

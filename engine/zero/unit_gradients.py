@@ -40,7 +40,7 @@ from .spill import GradientSpill
 Told = Callable[[ParameterRecord], None]
 
 
-class _Arrivals:
+class Arrivals:
     """Which gradients came in a backward, in which order the units are reduced, and which of them may be by now."""
 
     def __init__(self, units: Sequence[Unit], records: Sequence[ParameterRecord]) -> None:
@@ -80,15 +80,17 @@ class _Arrivals:
         """Expect in later backwards the gradients that came in this one on some rank, as often as here."""
         self.expected = Counter({record: max(self.counts[record], 1) for record in records})
 
+    def end_parts(self, count: int) -> None:
+        """Note that all units were sent, and came in `count` backwards."""
+        self.sent = len(self.units)
+        self.counts = Counter({record: -(-came // count) for record, came in self.counts.items()})
+
     def agree_on_order(self, world: World) -> None:
         """Take the order in which rank 0's units were complete in this backward (all ranks)."""
-        complete: dict[str, None] = {}
-        for record in reversed(self.counts):
-            complete.setdefault(self._unit_of[record].name)
+        complete = dict.fromkeys(self._unit_of[record].name for record in reversed(self.counts))
         names: list[str] = world.broadcast_object(list(reversed(complete)))
         by_name = {unit.name: unit for unit in self.units}
-        seen = [by_name[name] for name in names]
-        self.units = [*seen, *(unit for unit in self.units if unit.name not in set(names))]
+        self.units = [by_name[name] for name in dict.fromkeys((*names, *by_name))]
         self.order_is_agreed = True
 
 
@@ -108,7 +110,7 @@ class UnitGradients(Gradients):
     ) -> None:
         records = [record for unit in units for record in unit.owned if record.group is not None]
         super().__init__(records, others, world, rules)
-        self._arrivals = _Arrivals(units, records)
+        self.arrivals = Arrivals(units, records)
         self._reduce_world = world.second()
         self._transfers = transfers
         self._d2h = D2HQueue(transfers)
@@ -140,13 +142,13 @@ class UnitGradients(Gradients):
     @property
     def expected(self) -> list[ParameterRecord]:
         """The records that had a gradient in the backward before, in the order in which they are expected."""
-        return [record for unit in self._arrivals.units for record in unit.owned if self._arrivals.expected[record]]
+        return [record for unit in self.arrivals.units for record in unit.owned if self.arrivals.expected[record]]
 
     @cached_property
     def largest_unit_bytes(self) -> int:
         """Bytes of this rank's rows of the gradients of one unit, at most."""
         planned = self._rules.types.planned
-        records = [[record for record in unit.owned if record.group is not None] for unit in self._arrivals.units]
+        records = [[record for record in unit.owned if record.group is not None] for unit in self.arrivals.units]
         return max((sum(r.owned_numel * planned(r.dtype).itemsize for r in unit) for unit in records), default=0)
 
     def waiting_bytes(self, record: ParameterRecord) -> int:
@@ -157,7 +159,7 @@ class UnitGradients(Gradients):
     @property
     def has_sent(self) -> bool:
         """Whether another rank may have got gradients of this backward."""
-        return self._world.world_size > 1 and self._arrivals.sent > 0
+        return self._world.world_size > 1 and self.arrivals.sent > 0
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -168,7 +170,7 @@ class UnitGradients(Gradients):
         self._in_backward = True
         self._last = last
         self._closing = False
-        self._arrivals.start()
+        self.arrivals.start()
         if self._reducer is not None:
             self._reducer.begin_backward()
 
@@ -177,12 +179,12 @@ class UnitGradients(Gradients):
             raise UsageError(
                 "a backward that the engine does not know of: call the engine and not its module, or engine.backward(loss)"
             )
-        is_complete = self._arrivals.note(record)
+        is_complete = self.arrivals.note(record)
         if self._world.world_size > 1 and not self.waits:
-            for records in self._arrivals.ready():
-                self._send(records)
+            for records in self.arrivals.ready():
+                self.send(records)
         elif is_complete and not self.waits:
-            self._send([record])
+            self.send([record])
         if self._tell is not None:
             self._tell(record)
 
@@ -191,19 +193,17 @@ class UnitGradients(Gradients):
         self._d2h.drain()
         self._closing = True
         if self._world.world_size > 1:
-            for records in self._arrivals.ready(rest=True):
-                self._send(records)
+            for records in self.arrivals.ready(rest=True):
+                self.send(records)
         left = [record.parameter.grad is not None for record in self._records]
-        came = agree_any(self._world, [self._arrivals.counts[record] > 0 for record in self._records] + left)
-        self._send([record for record, late in zip(self._records, came[len(left) :], strict=True) if late])
-        while self._under_way:
-            self._add_up()
-        self._d2h.drain()
+        came = agree_any(self._world, [self.arrivals.counts[record] > 0 for record in self._records] + left)
+        self.send([record for record, late in zip(self._records, came[len(left) :], strict=True) if late])
+        self.settle()
         fired = [record for record, any_ in zip(self._records, came[: len(left)], strict=True) if any_]
-        self._arrivals.expect(fired)
+        self.arrivals.expect(fired)
         self._agreed.update(fired)
-        if not self._arrivals.order_is_agreed:
-            self._arrivals.agree_on_order(self._world)
+        if not self.arrivals.order_is_agreed:
+            self.arrivals.agree_on_order(self._world)
         forget_gradients(self._others)
         self._in_backward = False
         if self._last:
@@ -216,9 +216,23 @@ class UnitGradients(Gradients):
         for record in self._agreed:
             self._show(record)
 
+    # -- a backward of several micro-batches, while `waits` is set: see engine/backward/by_block.py ----------------------------
+
+    def begin_part(self, number: int, *, last: bool) -> None:
+        """Take what is sent from here on as gradients of micro-batch `number` of this step, maybe its `last`."""
+        if last or number == 0 or self._spill is not None:
+            self.settle()
+        self._backwards, self._last, self._several = number + 1, last, True
+
+    def settle(self) -> None:
+        """Wait until the rows have all that was sent."""
+        while self._under_way:
+            self._add_up()
+        self._d2h.drain()
+
     # -- reduction --------------------------------------------------------------------------------------------------
 
-    def _send(self, records: Sequence[ParameterRecord]) -> None:
+    def send(self, records: Sequence[ParameterRecord]) -> None:
         """Start the reduction of these gradients and take them off their parameters."""
         gradients = {record: take_gradient(record) for record in records}
         if self._world.world_size == 1:
@@ -229,9 +243,8 @@ class UnitGradients(Gradients):
         # Rows on disk are added when the rows are complete.
         fresh = {record for record in records if record not in self._filled or self._spill_of(record)}
         self._filled |= fresh
-        for record in records:
-            if record not in fresh:
-                self._widen(record)
+        for record in [record for record in records if record not in fresh]:
+            self._widen(record)
 
         def flat(record: ParameterRecord) -> torch.Tensor | None:
             gradient = gradients[record]
@@ -355,7 +368,7 @@ class UnitGradients(Gradients):
                 f"parameter {record.name!r} got a part of its gradient after its update in this backward had begun: its "
                 'module is used more often than in the step before; set "step_overlap" to "forward" or "none"'
             )
-        if not self._last or self._closing or (self.comes_in_parts and not self._arrivals.order_is_agreed):
+        if not self._last or self._closing or (self.comes_in_parts and not self.arrivals.order_is_agreed):
             return  # at the end of a backward it may be no rank's; and nobody knows a first part as one
         self._finish(record)
 

@@ -19,7 +19,7 @@ from hypothesis.extra import numpy as hnp
 from zstore.checkpoint.folder import LocalFolder
 from zstore.errors import CorruptionError
 from zstore.weights.delta import Bits, DeltaWriter, Patch, decode, encode, fold, read_delta, spans_of
-from zstore.weights.versions import Version, chain_from, folder_name, number_of, parse_index
+from zstore.weights.versions import WeightsVersion, chain_from, folder_name, number_of, parse_index
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -132,8 +132,8 @@ def test_any_other_byte_is_noticed(tmp_path_factory: pytest.TempPathFactory, at:
                 np.testing.assert_array_equal(apply(old, patches), new)
 
 
-def save(folder: Path, **facts: Any) -> Version:
-    version = Version(step=facts["number"], run="r", **facts)
+def save(folder: Path, **facts: Any) -> WeightsVersion:
+    version = WeightsVersion(step=facts["number"], run="r", **facts)
     (folder / folder_name(version.number)).mkdir(parents=True)
     (folder / folder_name(version.number) / "model.safetensors.index.json").write_bytes(version.index())
     return version
@@ -182,8 +182,8 @@ def test_numbers_have_six_digits_or_more() -> None:
         b'{"metadata": {"zstore": {}}, "weight_map": {}}',
         b"\xff",
         b"null",
-        Version(number=2, id="b", base=1, base_id="a", step=1, run="r", deltas={"../x": [1, 1]}).index(),
-        Version(number=2, id="b", base=1, base_id="a", step=1, run="r").index(),
+        WeightsVersion(number=2, id="b", base=1, base_id="a", step=1, run="r", deltas={"../x": [1, 1]}).index(),
+        WeightsVersion(number=2, id="b", base=1, base_id="a", step=1, run="r").index(),
     ],
 )
 def test_an_index_of_something_else_is_refused(data: bytes) -> None:
@@ -193,7 +193,7 @@ def test_an_index_of_something_else_is_refused(data: bytes) -> None:
 
 def test_what_reads_such_folders_itself_refuses_one_with_changes_alone() -> None:
     """The keys by which receivers of slime and SGLang tell a version with changes, and how these are compressed."""
-    version = Version(number=2, id="b", base=1, base_id="a", step=1, run="r", deltas={"delta-00000.bin": [1, 1]})
+    version = WeightsVersion(number=2, id="b", base=1, base_id="a", step=1, run="r", deltas={"delta-00000.bin": [1, 1]})
     metadata = json.loads(version.index())["metadata"]
     assert (metadata["version"], metadata["base_version"]) == ("000002", "000001")
     assert metadata["delta_encoding"] == "zstore"

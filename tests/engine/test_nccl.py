@@ -156,3 +156,21 @@ def test_two_ranks_train_save_and_load(backend: str, nvme: Path, tmp_path: Path)
         for other in others:
             assert other == pytest.approx(plain, rel=2e-2)
         assert loaded == saved
+
+
+@pytest.mark.parametrize(("visible", "expected"), [(4, 2), (1, 0)], ids=["all devices", "one device a rank"])
+def test_nccl_is_told_which_device_the_rank_has(visible: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: given.update(device=device))
+    monkeypatch.setattr(torch_dist, "init_process_group", lambda backend, **keys: given.update(keys, backend=backend))
+    for name, value in {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # set by the call, and removed again
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+        monkeypatch.delenv(name)
+    zstore.init_distributed()
+    assert given["device"] == given["device_id"] == torch.device("cuda", expected)
+    zstore.init_distributed("gloo")
+    assert given["device_id"] is None

@@ -82,7 +82,7 @@ def test_curves_are_read_and_zoomed_together_by_mouse_and_by_keyboard(site: Site
     watched = site.page()
     page = site.open(view("run"), watched)
     loss, rate = page.locator("[data-test=chart-loss] .plot"), page.locator("[data-test=chart-lr] .plot")
-    assert (loss.get_attribute("aria-label") or "").startswith("Loss by step, steps 1 to ")
+    assert (loss.get_attribute("aria-label") or "").startswith("Loss by step, from 1 to ")
     place = page.locator("[data-test=chart-loss] .u-over").bounding_box()
     assert place is not None
     middle, at = place["x"] + place["width"] / 2, place["y"] + place["height"] / 2

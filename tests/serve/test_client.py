@@ -35,7 +35,8 @@ from zstore.errors import (
     UsageError,
 )
 from zstore.open.sources import folder_of, split_location
-from zstore.remote.folder import RemoteFolder, open_folder
+from zstore.remote.folder import open_folder
+from zstore.remote.fsspec_folder import RemoteFolder
 from zstore.remote.retries import Retries
 from zstore.remote.service import ServiceBusyError, ServiceConnection, refuse
 from zstore.remote.service_folder import ServiceFolder

@@ -145,7 +145,7 @@ def test_reading_for_a_client_that_went_away_is_given_up() -> None:
 
     def work(advance: Callable[[int], None]) -> RunList:
         until(lambda: advance(1))
-        return RunList(runs=[])
+        return RunList(runs=[], num_runs=0)
 
     async def ask() -> None:
         await answer_heavy(Request({"type": "http", "app": app}, gone), work)  # type: ignore[arg-type]

@@ -365,7 +365,7 @@ def _ask(service: Limited, header: str, method: str, path: str, **names: str) ->
         filled = filled.replace("zarr.json", "model.safetensors")
     filled += next((query for end, query in QUERIES.items() if path.endswith(end)), "")
     mark = json.dumps({"checkpoint": TAG, "held": True}).encode()
-    bodies = {"tags": mark, "prune": b'{"keep_last": 1}', "{run_id}": b"{}\n"}
+    bodies = {"tags": mark, "marks": b"{}", "prune": b'{"keep_last": 1}', "{run_id}": b"{}\n"}
     body = next((body for end, body in bodies.items() if path.endswith(end) and method != "GET"), b"")
     return ask(service.base, filled, header, JSON, method=method, body=body)
 
@@ -449,6 +449,9 @@ def test_a_link_signs_a_browser_in_for_one_run(base: str, file: Path) -> None:
     assert ask(base, "/api/runs/two", browser).status == 404
     assert ask(base, f"/api/runs/one/checkpoints/{TAG}/verify", browser, method="POST").status == 403
     assert ask(base, "/api/uploads", browser).status == 403
+    # The short address of the run leads there too, with the link.
+    short = ask(base, link.replace("/run/one?", "/one?"))
+    assert (short.status, short.headers["location"]) == (307, link)
     # A program shows it at any address of the run.
     query = link.partition("?")[2]
     assert ask(base, f"/api/runs/one/steps?points=5&{query}").status == 200
@@ -632,21 +635,40 @@ def test_the_command_serves_with_them_and_appends_to_the_audit_log(tmp_path: Pat
 
     def zstore(*arguments: str | Path) -> str:
         full = [sys.executable, "-m", "zstore", "serve", "token", *arguments, "--file", file]
-        return subprocess.run(full, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+        return subprocess.run(full, capture_output=True, text=True, check=True, timeout=60, env=env).stdout.strip()
 
-    token = zstore("add", "alice", "--role", "read")
-    assert zstore("share", "one", "--audit", audit).startswith("/run/one?share=")
-    serve = [sys.executable, "-m", "zstore", "serve", runs, "--port", "0", "--tokens", file, "--audit", audit]
-    with subprocess.Popen(serve, stderr=subprocess.PIPE, text=True, env={**os.environ, "ZSTORE_TOKEN": ""}) as process:
+    env = {**os.environ, "ZSTORE_TOKEN": ""}
+    zstore("add", "bob", "--role", "read")
+    assert told() == ["before"]
+    token = zstore("add", "alice", "--role", "read", "--audit", audit)
+    env["ZSTORE_AUDIT"] = str(audit)
+    zstore("remove", "bob")
+    link = zstore("share", "one")
+    assert link.startswith("/run/one?share=")
+    serve = [sys.executable, "-m", "zstore", "serve", runs, "--port", "0", "--tokens", file]
+    with subprocess.Popen(serve, stderr=subprocess.PIPE, text=True, env=env) as process:
         try:
             assert process.stderr is not None
             base = process.stderr.readline().split()[-1]
             sign_in(base, f"Bearer {token}")
-            until(lambda: len(told()) == 3)
+            until(lambda: len(told()) == 5)
         finally:
             process.terminate()
-    assert told() == ["before", "link made", "sign-in"]
+    zstore("unshare")
+    assert told() == ["before", "token added", "token removed", "link made", "sign-in", "links ended"]
+    lines = [json.loads(line) for line in audit.read_text().splitlines()]
+    assert [line["token"] for line in lines[1:4]] == ["alice", "bob", ""]
     assert token not in audit.read_text()
+    assert link.partition("=")[2] not in audit.read_text()
+
+
+def test_a_token_is_not_added_if_the_audit_log_cannot_say_so(tmp_path: Path, file: Path) -> None:
+    before = file.read_text()
+    told = command("add", "bob", "--role", "read", "--file", file, "--audit", tmp_path / "gone/audit.jsonl", code=1)
+    assert told == ""
+    assert file.read_text() == before
+    command("remove", "nobody", "--file", file, "--audit", tmp_path / "audit.jsonl", code=1)
+    assert (tmp_path / "audit.jsonl").read_text() == "", "what failed was not done"
 
 
 def test_a_token_of_the_file_opens_a_service_to_other_machines(file: Path) -> None:

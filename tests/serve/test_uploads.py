@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from zstore.io.pool import Workers
 from zstore.remote.retries import Retries
 from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.upload import place_of, target_for, upload_checkpoint
+from zstore.serve.tokens import Role, Token, TokenFile, digest_of
 from zstore.testing.faults import Fault, FaultyFiles
 
 Array = npt.NDArray[Any]
@@ -293,3 +295,61 @@ def test_uploads_under_way_leave_their_room_to_nobody(tmp_path: Path, serve: Ser
         target_for(place_of(f"{base}/a", OPTIONS), QUICK, tag="x", save_id="0" * 32, run_id="a").offer(reader)
     with pytest.raises(DiskFullError, match="and 1 other uploads"):
         upload_checkpoint(second, f"{base}/b", OPTIONS)
+
+
+# -- files that other runs have ---------------------------------------------------------------------------------------
+
+
+def inodes(*checkpoints: Path) -> set[int]:
+    return {file.stat().st_ino for checkpoint in checkpoints for file in checkpoint.rglob("c.*")}
+
+
+def test_one_checkpoint_under_six_names_takes_the_room_of_one(tmp_path: Path, url: str) -> None:
+    path = save_arrays(tmp_path / "a", make_arrays(), run_id="run")
+    folders = [tmp_path / f"runs/run-{number}" for number in range(6)]
+    for folder in folders:
+        upload_checkpoint(path, f"{url}/{folder.name}", OPTIONS)
+        assert whole(folder) == ["step-00000001"]
+        assert digests(folder / "step-00000001") == digests(path)
+    assert len(inodes(*folders)) == len(inodes(path)) == 3
+    shutil.rmtree(folders[0])
+    (folders[1] / "step-00000001/model/frozen/c.0.0").unlink()
+    assert whole(folders[5]) == ["step-00000001"]
+    # Of another checkpoint what is the same is linked.
+    arrays = make_arrays() | {"model/frozen": np.full((900, 40), 2, np.float32)}
+    first = upload_checkpoint(save_arrays(tmp_path / "b", arrays, run_id="b"), f"{url}/b", OPTIONS)[0]
+    arrays = {name: array + ("frozen" not in name) for name, array in arrays.items()}
+    upload_checkpoint(save_arrays(tmp_path / "c", arrays, run_id="c"), f"{url}/c", OPTIONS)
+    assert first == f"{url}/b/step-00000001"
+    shared = inodes(tmp_path / "runs/b") & inodes(tmp_path / "runs/c")
+    assert shared == {(tmp_path / "runs/c/step-00000001/model/frozen/c.0.0").stat().st_ino}
+
+
+def test_files_of_runs_that_a_token_does_not_read_are_not_linked(tmp_path: Path, serve: Serve) -> None:
+    shown = {"a": "first-token-of-the-tests", "b": "second-token-of-the-tests"}
+    tokens = [
+        Token(name=name, role=Role.WRITE, runs=(f"{name}*",), created=0, sha256=digest_of(token.encode()))
+        for name, token in shown.items()
+    ]
+    (tmp_path / "tokens.json").write_text(TokenFile(tokens=tuple(tokens)).model_dump_json())
+    (tmp_path / "runs").mkdir()
+    url = serve(tmp_path / "runs", tokens=tmp_path / "tokens.json", allow_actions=True)
+    path = save_arrays(tmp_path / "local", make_arrays(), run_id="run")
+    for run in ("a1", "b1", "b2"):
+        upload_checkpoint(path, f"{url}/{run}", {"token": shown[run[0]]})
+    a, b, again = (inodes(tmp_path / "runs" / run) for run in ("a1", "b1", "b2"))
+    assert not a & b
+    assert b == again
+
+
+def test_a_damaged_file_of_another_run_is_not_linked(tmp_path: Path, url: str) -> None:
+    path = save_arrays(tmp_path / "a", make_arrays(), run_id="run")
+    upload_checkpoint(path, f"{url}/one", OPTIONS)
+    stored = tmp_path / "runs/one/step-00000001/model/frozen/c.0.0"
+    data = bytearray(stored.read_bytes())
+    data[5000] ^= 1
+    stored.chmod(0o644)
+    stored.write_bytes(data)
+    upload_checkpoint(path, f"{url}/two", OPTIONS)
+    assert whole(tmp_path / "runs/two") == ["step-00000001"]
+    assert stored.stat().st_nlink == 1

@@ -1,154 +1,40 @@
-"""A run publishes its weights to a service once, and whoever serves them takes them from there."""
+"""A service in front of versions: it lists, reads and gives them as it does any other checkpoints."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
-from safetensors.torch import load_file
+import urllib3
 
-from tests.engine.published import consolidated, in_folder, publishing, same, served, versions
-from tests.engine.runs import start, step
-from tests.serve.answers import TOKEN, Client
+import zstore
+from tests.checkpoint.checkpoints import save_arrays
 from tests.serve.conftest import Serve
-from tests.serve.proxy import proxy_to
-from zstore.errors import CheckpointNotFoundError, UsageError
-from zstore.publish import Receiver, pull
-from zstore.testing.ranks import run_ranks
+from zstore.remote.upload import place_of, upload_checkpoint
 
-OPTIONS = {"token": TOKEN}
+zarr = pytest.importorskip("zarr")
+pytest.importorskip("icechunk", reason="extra versions")
 
 
-@pytest.fixture
-def url(tmp_path: Path, serve: Serve) -> str:
-    (tmp_path / "runs").mkdir()
-    return serve(tmp_path / "runs", token=TOKEN, allow_actions=True) + "/gpt/weights"
-
-
-def config_of(url: str, **keys: Any) -> dict[str, Any]:
-    return publishing(url, own={"storage_options": OPTIONS}, **keys)
-
-
-def _train(rank: int, url: str, tmp_path: Path) -> None:
-    with start(config_of(url, stage=2, publish={"full_every": 3})) as engine:
-        for _ in range(5):
-            step(engine)
-        assert list((tmp_path / "room").glob("zstore-publish-*/.weight_v00*")) == []
-        consolidated(engine, tmp_path / "ckpt")
-
-
-def test_two_ranks_publish_and_sixteen_receive(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "room").mkdir()
-    with monkeypatch.context() as patched:
-        patched.setenv("TMPDIR", str(tmp_path / "room"))
-        run_ranks(_train, 2, url, tmp_path)
-    assert list((tmp_path / "room").glob("zstore-*")) == []
-    found = [(bool(one["weights"]), len(one["deltas"])) for one in versions(tmp_path / "runs/gpt/weights").values()]
-    assert found == [(True, 0), (False, 2), (False, 2), (True, 2), (False, 2)]
-    expected = load_file(tmp_path / "ckpt/step-5/hf/model.safetensors")
-    models = [served() for _ in range(16)]
-    with ThreadPoolExecutor(16) as threads:
-        got = list(threads.map(lambda model: Receiver(model, url, storage_options=OPTIONS).update(), models))
-    assert got == [5] * 16
-    assert all(same(dict(model.state_dict()), expected) for model in models)
-    assert pull(url, tmp_path / "hf", storage_options=OPTIONS).version == 5
-    assert same(in_folder(tmp_path / "hf"), expected)
-
-
-def test_what_a_service_refuses_is_told_and_then_all_weights_are_published(
-    tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, place = served(), tmp_path / "runs/gpt/weights"
-    receiver = Receiver(model, url, storage_options=OPTIONS)
-    with pytest.raises(CheckpointNotFoundError, match="has no version of weights"):
-        receiver.update()
-    with start(config_of(url)) as engine:
-        step(engine)
-        step(engine)
-        assert receiver.update() == 2
-        (place / ".weight_v000003").write_text("in the way")
-        step(engine)
-        assert "step 3 could not be published: " in caplog.text
-        (place / ".weight_v000003").unlink()
-        assert receiver.update() == 2
-        step(engine)
-        assert receiver.update() == 3
-        assert same(dict(model.state_dict()), consolidated(engine, tmp_path / "ckpt"))
-    found = versions(place)
-    assert [(one["step"], bool(one["weights"])) for one in found.values()] == [(1, True), (2, False), (4, True)]
-
-
-def test_a_connection_that_breaks_is_made_again(tmp_path: Path, url: str) -> None:
-    port = int(url.split(":")[2].partition("/")[0])
-    with proxy_to(port) as proxy, start(config_of(url.replace(f":{port}", f":{proxy.port}"))) as engine:
-        for after in (100, 10_000, 100_000, 222_500):
-            proxy.after(after, proxy.cut)
-            step(engine)
-        expected = consolidated(engine, tmp_path / "ckpt")
-    model = served()
-    assert Receiver(model, url, storage_options=OPTIONS).update() == 4
-    assert same(dict(model.state_dict()), expected)
-
-
-@pytest.fixture
-def client(tmp_path: Path, serve: Serve) -> Client:
-    """Of a service with a run that published to its own folder."""
-    to = tmp_path / "runs/gpt/weights"
-    with start(publishing(to)) as engine:
-        step(engine)
-        step(engine)
-    return Client(serve(tmp_path / "runs", token=TOKEN, allow_actions=True))
-
-
-def test_a_version_may_be_sent_again_and_not_replaced(client: Client, tmp_path: Path) -> None:
-    folder = tmp_path / "runs/gpt/weights/weight_v000002"
-    delta, index = (folder / "delta-00000.bin").read_bytes(), (folder / "model.safetensors.index.json").read_text()
-    path = "/api/uploads/weights/other/2"
-
-    def put(name: str, data: bytes, at: str = path) -> Any:
-        headers = {"Authorization": f"Bearer {TOKEN}"}
-        return client.pool.request("PUT", f"{client.base}{at}/{name}", body=data, headers=headers)
-
-    assert client.raw("POST", path, {"index": index}).status == 400
-    assert put("delta-00000.bin", delta[:-1]).status == 204
-    answer = client.raw("POST", path, {"index": index})
-    assert (answer.status, answer.json()["error"]) == (
-        400,
-        "version 2 is not whole: delta-00000.bin: send its files before its index",
-    )
-    assert client.raw("GET", "/zarr/other/weights/").status == 404
-    for _ in range(2):
-        assert put("delta-00000.bin", delta).status == 204
-    for _ in range(2):
-        assert client.raw("POST", path, {"index": index}).status == 204
-    assert client.raw("POST", path, {"index": index + " "}).status == 409
-    assert put("delta-00000.bin", delta).status == 409
-    assert client.raw("GET", "/zarr/other/weights/weight_v000002/delta-00000.bin").data == delta
-    for name in (".hidden", "run.sh", "delta-%2e%2e%2fx"):
-        assert put(name, b"x", "/api/uploads/weights/other/3").status in (400, 404), name
-    assert client.raw("POST", "/api/uploads/weights/other/3", {"index": "{}"}).status == 400
-    assert client.raw("POST", "/api/uploads/weights/other/3", {"index": index}).status == 400
-    assert sorted(path.name for path in (tmp_path / "runs/other").iterdir()) == ["weights"]
-
-
-def test_what_is_under_way_is_not_served(client: Client, tmp_path: Path) -> None:
-    folder = tmp_path / "runs/gpt/weights"
-    (folder / ".weight_v000003").mkdir()
-    (folder / ".weight_v000003/delta-00000.bin").write_bytes(b"half")
-    (folder / "notes.txt").write_text("mine")
-    (folder / "weight_v000009").symlink_to(tmp_path)
-    for name in (".weight_v000003/delta-00000.bin", "notes.txt", "weight_v000009/runs"):
-        assert client.raw("GET", f"/zarr/gpt/weights/{name}").status == 404, name
-    assert client.raw("GET", "/zarr/gpt/weights/weight_v000001/model.safetensors").status == 200
-
-
-def test_only_who_may_write_publishes(tmp_path: Path, serve: Serve) -> None:
-    (tmp_path / "runs").mkdir()
-    url = serve(tmp_path / "runs", token=TOKEN) + "/gpt/weights"
-    with start(config_of(url)) as engine:
-        step(engine)
-    assert list((tmp_path / "runs").iterdir()) == []
-    with pytest.raises(UsageError, match=r"expected a URL like http://127.0.0.1:\d+/RUN/weights"):
-        start(config_of(url.replace("weights", "elsewhere")))
+def test_versions_are_served_like_folders(tmp_path: Path, serve: Serve, http: urllib3.PoolManager) -> None:
+    url = f"file://{tmp_path}/runs/one"
+    weights = np.arange(60_000, dtype=np.float32).reshape(300, 200)
+    place_of(url, versions=True).repository.create()  # type: ignore[union-attr]
+    for number in (1, 2):
+        arrays = {"model/frozen": weights, "model/w": np.full(5000, number, np.float32)}
+        arrays["optimizer/exp_avg/w"] = arrays["model/w"] + 1
+        upload_checkpoint(save_arrays(tmp_path / "local", arrays, world_size=2, step=number), url)
+    base = serve(url)
+    listed = http.request("GET", f"{base}/api/runs/one/checkpoints").json()["checkpoints"]
+    assert [one["step"] for one in listed] == [1, 2]
+    assert all(one["shared_bytes"] > weights.nbytes for one in listed)
+    assert all(weights.nbytes > one["freed_bytes"] > 20_000 for one in listed)
+    with zstore.open_checkpoint(f"{base}/one") as checkpoint:
+        assert checkpoint.step == 2
+        assert np.array_equal(checkpoint["model/frozen"][100:120], weights[100:120])
+        assert np.array_equal(checkpoint["model/w"][:], np.full(5000, 2, np.float32))
+    group = zarr.open_group(f"{base}/zarr/one/step-00000001", mode="r")
+    assert np.array_equal(group["model/frozen"][:], weights)
+    answer = http.request("GET", f"{base}/weights/one/latest/model.safetensors?dtype=fp32")
+    assert (answer.status, weights.tobytes() in answer.data) == (200, True)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.checkpoint.checkpoints import save_arrays
 from zstore.io.files import Files
-from zstore.remote.folder import RemoteFolder
+from zstore.remote.fsspec_folder import RemoteFolder
 from zstore.tools import cli, listing, opening
 
 URL = "memory://bucket/run"

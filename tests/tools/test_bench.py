@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from bench import (
+    accumulation,
     activations,
     bare_checkpoint,
     bare_step,
@@ -37,6 +38,7 @@ from bench import (
     step,
     store,
     trainer,
+    versions,
     waits,
 )
 from bench.checkpoint_figures import describe, goals, medians
@@ -99,6 +101,19 @@ def test_step_benchmark_counts_the_bytes_of_a_step(tmp_path: Path, monkeypatch: 
     assert 0 < figures["save_new_blocks_percent"] < 25  # of a tiny model, the small parameters are much
 
 
+def test_the_accumulation_benchmark_reads_parameters_once_a_step_block_by_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "accumulation.json"
+    arguments = ["--model", "tiny", "--micro-batches", "3", "--tokens", "8", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["accumulation", "--path", str(tmp_path), *arguments, "--json", str(out)])
+    accumulation.main()
+    figures = json.loads(out.read_text())
+    assert figures["same_bits"]
+    assert figures["micro_batch"]["parameter_bytes"] == pytest.approx(3 * figures["block"]["parameter_bytes"])
+    assert figures["micro_batch"]["disk_bytes"] > figures["block"]["disk_bytes"]
+
+
 def test_links_benchmark_measures_a_machine_without_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "links.json"
     monkeypatch.setattr(limits.shutil, "which", lambda _: None)
@@ -108,6 +123,22 @@ def test_links_benchmark_measures_a_machine_without_a_device(tmp_path: Path, mon
     expected = ["host memory, read and written", links.ADAMW, "disk read", "disk write", "disk mixed"]
     assert list(rates) == expected
     assert all(rate > 0 for rate in rates.values())
+
+
+def test_versions_benchmark_sends_less_and_commits_what_nobody_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("icechunk", reason="extra versions")
+    shape = ["--mib", "8", "--ranks", "6", "--layers", "2", "--hidden", "512", "--rounds", "1"]
+    arguments = ["--url", f"file://{tmp_path}/bucket", "--path", str(tmp_path), *shape, "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["versions", *arguments])
+    versions.main()
+    figures = json.loads((tmp_path / "out").read_text())
+    assert figures["adapters"]["second_bytes"] < figures["adapters"]["first_bytes"] / 4
+    assert figures["rate"]["percent"] > 0
+    joined, apart = figures["plan"]
+    assert joined["references"] < apart["references"] <= 6 * len(Trillion(layers=2, hidden=512).specs())
+    assert 6 < joined["packs"] <= 6 * 5 + 1
 
 
 def test_waits_benchmark_counts_none_without_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from .catalog import LOOPS_FOLDER, Catalog, Refusal, TagInfo, find_tag, list_nes
 from .folder import Folder, LocalFolder
 from .format import ABSENT_KEY, BASE_KEY, COMPLETE, LATEST_KEY, Record, encode_state
 from .machines import Machine, Parts
-from .marks import Marks, change_marks, read_marks
+from .marks import Marks, RunMarks, change_marks, change_run_marks, read_marks
 from .names import (
     MANIFEST_FOLDER,
     METADATA_FILE,
@@ -61,15 +61,16 @@ if TYPE_CHECKING:
 __all__ = [
     "ABSENT_KEY", "BASE_KEY", "COMPLETE", "LARGEST_POSITIVE", "LARGEST_SIGNED", "LATEST_KEY", "LEAST_POSITIVE",
     "LEAST_SIGNED", "LOOPS_FOLDER", "LOW", "MANIFEST_FOLDER", "MEMORY_BYTES", "METADATA_FILE", "NUM_THREADS", "READ_ONLY",
-    "RECORD_FILE", "STEP_BITS", "TIE", "ArraySource", "Catalog", "CheckpointBuilder", "CheckpointPlan", "CheckpointReader",
-    "Committer", "Fate", "Folder", "Keep", "KnownFile", "LocalFolder", "Machine", "Marks", "Moments", "Parts", "Range",
-    "ReadAhead", "ReadStatistics", "Record", "Refusal", "SaveHandle", "SaveRequest", "SaveSummary", "SharedFiles", "Span",
-    "Spare", "StoredArray", "StoredFiles", "StoredSlot", "TagInfo", "VerifyFault", "array_path", "bytes_freed",
-    "change_marks", "codes_of_scales", "complete_master", "discard", "encode_state", "find_tag", "list_nested", "list_tags",
-    "new_folder", "new_folder_of", "new_save_id", "open_checkpoint", "plan_lines", "read_into", "read_marks", "refused",
-    "remove_each", "reshard_checkpoint", "resolve", "rest_of_master", "retire", "save_checkpoint", "scale_slot", "scales_of",
-    "scan", "shard_file", "shared_files", "step_tag", "stored_files", "stored_slots", "sweep", "tag_folder", "tag_text",
-    "tags", "tags_text", "temporary_folder", "ties_spec", "values_of_codes", "verify_checkpoint", "weigh", "whole_moment",
+    "RECORD_FILE", "STEP_BITS", "TIE", "ArraySource", "Catalog", "CheckpointBuilder", "CheckpointPlan",
+    "CheckpointReader", "Committer", "Fate", "Folder", "Keep", "KnownFile", "LocalFolder", "Machine", "Marks", "Moments",
+    "Parts", "Range", "ReadAhead", "ReadStatistics", "Record", "Refusal", "RunMarks", "SaveHandle", "SaveRequest",
+    "SaveSummary", "SharedFiles", "Span", "Spare", "StoredArray", "StoredFiles", "StoredSlot", "TagInfo", "VerifyFault",
+    "array_path", "bytes_freed", "change_marks", "change_run_marks", "codes_of_scales", "complete_master", "discard",
+    "encode_state", "find_tag", "list_nested", "list_tags", "new_folder", "new_folder_of", "new_save_id",
+    "open_checkpoint", "plan_lines", "read_into", "read_marks", "refused", "remove_each", "reshard_checkpoint", "resolve",
+    "rest_of_master", "retire", "save_checkpoint", "scale_slot", "scales_of", "scan", "shard_file", "shared_files",
+    "step_tag", "stored_files", "stored_slots", "sweep", "tag_folder", "tag_text", "tags", "tags_text",
+    "temporary_folder", "ties_spec", "values_of_codes", "verify_checkpoint", "weigh", "whole_moment",
 ]  # fmt: skip
 
 _HOMES = {

@@ -358,16 +358,22 @@ def check_tag_is_free(place: FolderLike, tag: str, *, overwrite: bool, run: str 
         raise CheckpointExistsError(
             f"{target} exists, but its record is not valid ({error}): save under another tag, or pass overwrite=True"
         ) from error
-    if existing is not None and not overwrite and (not run or existing.record.run != run):
-        whose = " by another run" if run else ""
-        resume = "load it first to go on with that run, " if run else ""
-        raise CheckpointExistsError(
-            f"Checkpoint already exists: {tag!r} is committed in {folder}{whose} (step {existing.record.step}): {resume}save "
-            "under another tag, or pass overwrite=True to replace it"
-        )
+    if existing is not None:
+        require_free(existing, overwrite=overwrite, run=run)
     if existing is None and _is_in_use(folder, name):
         raise CheckpointError(f"{target} exists and is not a checkpoint of zstore: move it away, or use another tag")
     return existing
+
+
+def require_free(existing: TagInfo, *, overwrite: bool, run: str = "") -> None:
+    """Raise CheckpointExistsError unless `overwrite`, or run `run` saved the checkpoint that has the tag."""
+    if not overwrite and (not run or existing.record.run != run):
+        whose = " by another run" if run else ""
+        resume = "load it first to go on with that run, " if run else ""
+        raise CheckpointExistsError(
+            f"Checkpoint already exists: {existing.record.tag!r} is committed in {existing.folder.parent}{whose} (step "
+            f"{existing.record.step}): {resume}save under another tag, or pass overwrite=True to replace it"
+        )
 
 
 def replaced_text(info: TagInfo) -> str:

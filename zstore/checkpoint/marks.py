@@ -1,22 +1,24 @@
-"""Marks on the checkpoints of a folder: tags that move, holds and notes, in one file beside the checkpoints.
+"""Marks on a run and its checkpoints: tags, holds, notes and a group, in one file beside the checkpoints.
 
 [Note: marks]
 A checkpoint's tag names its folder for good. A moving tag, as `best`, points at one of them, and at another one later. It is
 a name for reading alone: a checkpoint that is called so comes first. `tags.json` has them all, and which checkpoints are held
-and what people noted; other files know nothing of it. A change replaces the file by one rename, under a lock: whoever reads, or
-is killed, has the old marks or the new ones. On object stores nothing is locked: of two changes at a time one may be lost.
+and what people noted, also of the run itself; other files know nothing of it. A change replaces the file by one rename, under
+a lock: whoever reads, or is killed, has the old marks or the new ones. On object stores nothing is locked: of two changes at a
+time one may be lost.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from ..errors import CheckpointMismatchError, CorruptionError, UsageError
 from ..io.files import Files
-from .folder import FolderLike, folder_at
+from .folder import Folder, FolderLike, folder_at
 from .format import parse_json
 from .lock import SaveLock
 from .names import LATEST_FILE, LOCK, MARKS_FILE, RECORD_FILE, TEMPORARY, own_name, tag_folder, tag_text
@@ -25,10 +27,21 @@ _FORMAT = "zstore tags"
 _VERSION = 1
 _MOST_BYTES = 16 * 1024 * 1024
 _MOST_NOTE = 1000
+_MOST_RUN_TAGS, _MOST_TAG, _MOST_GROUP = 32, 64, 200
 _OWNER = "0" * 32
 """In place of a save's id: the lock has one name, and the next save sweeps what a killed change left."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 """Of moving tags: the grammar of tags in the OCI distribution specification."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMarks:
+    """What people say of a run, for lists and their search; nothing else goes by it."""
+
+    tags: list[str] = field(default_factory=list)
+    group: str = ""
+    """Runs of one group are listed together; empty: it is in none."""
+    note: str = ""
 
 
 @dataclass(kw_only=True)
@@ -41,6 +54,8 @@ class Marks:
     """Checkpoints that stay, whatever the rules."""
     notes: dict[str, str] = field(default_factory=dict)
     """Checkpoint -> text."""
+    run: RunMarks = field(default_factory=RunMarks)
+    """Those of the run, of which the folder is."""
 
     def tags_of(self, checkpoint: str) -> list[str]:
         """Return the moving tags that point at a checkpoint."""
@@ -70,7 +85,8 @@ def read_marks(place: FolderLike) -> Marks:
         raise CheckpointMismatchError(f"{location} is of version {document['version']}: update zstore to read it")
     try:
         tags, held, notes = dict(document["tags"]), list(document["held"]), dict(document["notes"])
-        texts = [*tags, *tags.values(), *held, *notes, *notes.values()]
+        run = RunMarks(**document.get("run", {}))
+        texts = [*tags, *tags.values(), *held, *notes, *notes.values(), *run.tags, run.group, run.note]
         if document["format"] != _FORMAT or not all(isinstance(text, str) for text in texts):
             raise ValueError
         for checkpoint in (*tags.values(), *held, *notes):
@@ -79,7 +95,7 @@ def read_marks(place: FolderLike) -> Marks:
         raise CorruptionError(
             f"{location} does not hold tags, holds and notes: restore it from another copy, or remove it"
         ) from error
-    return Marks(tags=tags, held=held, notes=notes)
+    return Marks(tags=tags, held=held, notes=notes, run=run)
 
 
 def check_moving_tag(name: str) -> str:
@@ -108,20 +124,61 @@ def change_marks(
     there.
     """
     folder = folder_at(place)
-    if folder.has(RECORD_FILE):
-        raise UsageError(f"{folder} is one checkpoint: its tags and holds are in the folder above, name that")
     if checkpoint is None and (held is not None or note is not None):
         raise UsageError("a hold or a note is one of a checkpoint: name it")
-    if note is not None and (len(note) > _MOST_NOTE or not note.isprintable()):
-        raise UsageError(f"a note has up to {_MOST_NOTE} characters on one line, got {note!r:.100}")
+    _check_line("note", note, _MOST_NOTE)
     if tag is not None and checkpoint is not None and folder.child(tag_folder(check_moving_tag(tag))).has(RECORD_FILE):
         raise UsageError(f"{folder} has a checkpoint that is called {tag!r}, which comes first: choose another tag")
+    return _edit(folder, lambda marks: _change(marks, checkpoint, tag, held, note), files)
 
+
+def change_run_marks(
+    place: FolderLike,
+    *,
+    tags: Iterable[str] | None = None,
+    group: str | None = None,
+    note: str | None = None,
+    files: Files | None = None,
+) -> Marks:
+    """Give the run whose folder is `place` these tags in place of those that it has, a group and a note (empty: none); None
+    leaves them as they are. Returns all marks of the folder.
+
+    Raises UsageError for tags that are not up to 32 words of up to 64 characters, a long group, or a long note.
+    """
+    found = None if tags is None else sorted(set(tags))
+    for tag in found or ():
+        if not tag or len(tag) > _MOST_TAG or not tag.isprintable() or re.search(r"[\s,]", tag):
+            raise UsageError(
+                f"a tag of a run is a word of up to {_MOST_TAG} characters without a comma, got {tag!r:.100}"
+            )
+    if len(found or ()) > _MOST_RUN_TAGS:
+        raise UsageError(f"a run has up to {_MOST_RUN_TAGS} tags, got {len(found or ())}")
+    _check_line("group", group, _MOST_GROUP)
+    _check_line("note", note, _MOST_NOTE)
+    given: dict[str, Any] = {
+        name: value for name, value in (("tags", found), ("group", group), ("note", note)) if value is not None
+    }
+
+    def change(marks: Marks) -> None:
+        marks.run = replace(marks.run, **given)
+
+    return _edit(folder_at(place), change, files)
+
+
+def _check_line(what: str, text: str | None, most: int) -> None:
+    if text is not None and (len(text) > most or not text.isprintable()):
+        raise UsageError(f"a {what} has up to {most} characters on one line, got {text!r:.100}")
+
+
+def _edit(folder: Folder, change: Callable[[Marks], None], files: Files | None) -> Marks:
+    """Write the marks in a folder as `change` leaves them, and return them. See [Note: marks]."""
+    if folder.has(RECORD_FILE):
+        raise UsageError(f"{folder} is one checkpoint: its tags and holds are in the folder above, name that")
     files, temporary = files or Files(), own_name(MARKS_FILE, TEMPORARY, _OWNER)
     lock = SaveLock(folder.path / own_name(MARKS_FILE, LOCK, _OWNER)) if folder.is_local else None
     try:
         marks = read_marks(folder)
-        _change(marks, checkpoint, tag, held, note)
+        change(marks)
         data = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(marks)}, indent=1).encode() + b"\n"
         if lock is None:
             folder.write_small(MARKS_FILE, data)

@@ -175,3 +175,5 @@ class SaveSummary:
     """The URL that it was uploaded to; then `path`, the local copy, is gone unless it was to be kept."""
     uploaded_bytes: int = 0
     """Bytes that this rank uploaded."""
+    all_uploaded_bytes: int = 0
+    """Of all ranks, on the one that commits; else 0."""

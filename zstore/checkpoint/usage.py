@@ -10,7 +10,7 @@ manifests included, as `ls -l` shows it. A file that has several names (hard lin
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,8 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass
 class StoredFiles:
-    """The files of one checkpoint, each once; behind a URL, where files have one name each, all of them as one."""
+    """The files of one checkpoint, each once; behind a URL, where files have one name each, all of them as one, and of a
+    version its packs, each of which has a name for every version that refers to it."""
 
     keys: Numbers
     """The same for the same file of any checkpoint."""
@@ -58,18 +59,21 @@ class StoredFiles:
                     self.names[place] = self.names_here[place]
 
 
-def remote_files(location: str, sizes: Sequence[int | None]) -> StoredFiles:
-    """Return the files of a checkpoint behind a URL, by their sizes."""
-    one = np.ones(1, np.int64)
-    key = np.array([hash(location) & (2**63 - 1)], np.int64)
-    return StoredFiles(key, np.array([sum(size or 0 for size in sizes)], np.int64), one, one, "", len(sizes))
+def stored_files(place: FolderLike, listed: Mapping[str, int | None] | None = None) -> StoredFiles:
+    """Return the files of the checkpoint in the tag's folder `place`; those that somebody else removes are left out.
 
-
-def stored_files(place: FolderLike) -> StoredFiles:
-    """Return the files of the checkpoint in the tag's folder `place`; those that somebody else removes are left out."""
+    `listed` are the sizes of its files behind a URL, if somebody has them.
+    """
     folder = folder_at(place)
     if not folder.is_local:
-        return remote_files(folder.location, list(folder.sizes("").values()))
+        packs = folder.packs()
+        plain = list((folder.sizes("") if listed is None else listed).values()) if packs is None else []
+        objects = {folder.location: (sum(size or 0 for size in plain), 1)} if packs is None else packs
+        keys, nbytes, holders = (
+            np.array(column, np.int64)
+            for column in ([hash(name) & (2**63 - 1) for name in objects], *zip(*objects.values(), strict=True))
+        )
+        return StoredFiles(keys, nbytes, np.ones_like(keys), holders, "", len(plain) or len(objects))
     found: dict[int, list[Any]] = {}
     num_files = 0
     waiting = [str(folder.path)]

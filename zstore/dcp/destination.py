@@ -28,10 +28,11 @@ from zstore.checkpoint import (
 from zstore.errors import CheckpointError, UsageError
 from zstore.io import Files, Flush, Workers
 from zstore.remote.commit import RemoteCommitter
-from zstore.remote.folder import RemoteFolder, open_fsspec_folder
+from zstore.remote.fsspec_folder import RemoteFolder, open_fsspec_folder
 from zstore.remote.retries import PATIENT
 from zstore.remote.target import NUM_THREADS, send_all
 from zstore.remote.url import is_url, shown
+from zstore.remote.versions import has_versions, protocol_of
 
 from .work import PIECES_FOLDER
 
@@ -219,4 +220,9 @@ class CheckpointPlace:
         if not is_url(self.location):
             return LocalDestination(files, Path(self.location), save_id)
         folder = self.remote(self.location.rpartition("/")[0])
+        if protocol_of(folder) is not None and has_versions(folder):
+            raise UsageError(
+                f"{folder} has versions, to which DCP does not save: save to a folder, and upload that with `zstore reshard "
+                f"FOLDER --to {folder}`, or name another URL"
+            )
         return RemoteDestination(files, folder, self.tag, save_id)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zstore.errors import CheckpointError
 from zstore.format import ArrayLayout, ArraySpec, Box, Bytes, Grid
-from zstore.remote.folder import RemoteFolder
+from zstore.remote.fsspec_folder import RemoteFolder
 from zstore.remote.send import PART_BYTES
 from zstore.store import PinnedShard
 

@@ -24,7 +24,7 @@ from ..io.files import Files
 from ..io.sink import NewFile
 from ..weights.companions import companions
 from ..weights.reader import StoredWeight, WeightsReader
-from ..weights.versions import INDEX_FILE, KEY, Version
+from ..weights.versions import INDEX_FILE, KEY, WeightsVersion
 from .arrived import Arrived, arrived
 from .sources import folder_of
 
@@ -55,7 +55,7 @@ def pull(
     writes to `into`, which is new, empty or of an earlier pull. See [Note: a folder that is kept current].
 
     Raises CheckpointNotFoundError if nothing is published, UsageError for a folder with other weights, DiskFullError, and
-    CorruptionError for files or weights that differ from what was published: then the folder has the version that it had.
+    CorruptionError for files or weights that differ from the published ones: then the folder has the version that it had.
     """
     folder, target, files = folder_of(source, storage_options), Path(into), files or Files()
     files.make_folder(target)
@@ -125,7 +125,7 @@ def _write(found: Arrived, reader: WeightsReader, weights: Sequence[StoredWeight
     files.rename(part, target)
 
 
-def _write_index(target: Path, version: Version, placed: Mapping[str, str], nbytes: int, files: Files) -> None:
+def _write_index(target: Path, version: WeightsVersion, placed: Mapping[str, str], nbytes: int, files: Files) -> None:
     """Make the new version the folder's, and remove files of none."""
     keep = {*placed.values(), *_named(target)}
     record = {"id": version.id, "number": version.number, "step": version.step, "run": version.run}

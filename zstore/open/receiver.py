@@ -14,7 +14,7 @@ from ..errors import CheckpointMismatchError, UsageError
 from ..tensors import dtype_name, torch_dtype
 from ..weights.delta import fold, spans_of
 from ..weights.reader import WeightsReader
-from ..weights.versions import Version
+from ..weights.versions import WeightsVersion
 from .arrived import Arrived, arrived
 from .sources import folder_of
 
@@ -35,7 +35,7 @@ class Receiver:
     ) -> None:
         self._model = model
         self._source = folder_of(source, storage_options)
-        self._at: Version | None = None
+        self._at: WeightsVersion | None = None
 
     @property
     def version(self) -> int | None:
@@ -46,7 +46,7 @@ class Receiver:
         """Bring the model to the newest version, and return that; several versions are folded in one pass.
 
         All is verified before the first write. Raises CheckpointNotFoundError if nothing is published, CorruptionError for
-        files or weights that differ from what was, CheckpointMismatchError for a model with other names, shapes or types: then
+        files or weights that differ from the published ones, CheckpointMismatchError for a model with other names, shapes or types: then
         the model is as it was. A new Receiver begins with a full version.
         """
         with arrived(self._source, None if self._at is None else self._at.id) as found, ExitStack() as opened:

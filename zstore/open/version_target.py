@@ -33,7 +33,7 @@ _TRIES = 3
 """Training waits for them: a service that is gone is asked again with the next version."""
 
 
-class VersionTarget:
+class WeightsTarget:
     """A folder that all ranks see. See [Note: how a version appears]."""
 
     def __init__(self, folder: Folder, room: Path, rank: int) -> None:
@@ -69,7 +69,7 @@ class VersionTarget:
         self.discard()
 
 
-class ServiceVersions(VersionTarget):
+class ServiceVersions(WeightsTarget):
     """A run of a service."""
 
     def __init__(self, folder: ServiceFolder, rank: int) -> None:
@@ -86,7 +86,7 @@ class ServiceVersions(VersionTarget):
         return f"/api/uploads/weights/{quote(self._service.url.run, safe='')}/{number}"
 
     def send(self, number: int, names: Iterable[str]) -> None:
-        """See `VersionTarget.send`."""
+        """See `WeightsTarget.send`."""
         connection, place = self._service.connection, self.place(number)
         for name in names:
             path = f"{self._path(number)}/{quote(name)}"
@@ -101,21 +101,21 @@ class ServiceVersions(VersionTarget):
         sweep(self.room)
 
     def commit(self, number: int, index: bytes, oldest: int) -> None:
-        """See `VersionTarget.commit`."""
+        """See `WeightsTarget.commit`."""
         body, path = json.dumps({"index": index.decode(), "oldest": oldest}).encode(), self._path(number)
         connection = self._service.connection
         connection.call(lambda: connection.request("POST", path, body=body), "publish", f"{connection.base}{path}")
 
     def discard(self) -> None:
-        """See `VersionTarget.discard`."""
+        """See `WeightsTarget.discard`."""
         sweep(self.room)
 
     def close(self) -> None:
-        """See `VersionTarget.close`."""
+        """See `WeightsTarget.close`."""
         self._remove()
 
 
-def target_of(location: str, rank: int, storage_options: Mapping[str, Any]) -> VersionTarget:
+def target_of(location: str, rank: int, storage_options: Mapping[str, Any]) -> WeightsTarget:
     """Return the target at a path or URL. Raises UsageError for a URL of something else than a run of a service, StorageError
     for a folder that cannot be made."""
     if is_url(location):
@@ -125,7 +125,7 @@ def target_of(location: str, rank: int, storage_options: Mapping[str, Any]) -> V
         return ServiceVersions(folder, rank)
     path = Path(location)
     Files().make_folder(path)
-    return VersionTarget(LocalFolder(path), path, rank)
+    return WeightsTarget(LocalFolder(path), path, rank)
 
 
 def commit_in(folder: Path, place: Path, number: int, index: bytes, oldest: int) -> None:

@@ -54,7 +54,8 @@ from ..checkpoint.names import (
 )
 from ..errors import CheckpointError, ZstoreError
 from ..io.files import Files
-from .folder import RemoteFolder
+from .fsspec_folder import RemoteFolder
+from .versions import VersionsFolder
 
 
 class RemoteCommitter:
@@ -205,6 +206,8 @@ def _remove_set_aside(folder: RemoteFolder, name: str) -> None:
 def remover(place: Folder) -> Callable[[TagInfo], None]:
     """Return a function that removes a committed checkpoint in the folder `place`, here or behind a URL: half of it never
     looks like a checkpoint."""
+    if isinstance(place, VersionsFolder):
+        return place.remove_version
     if isinstance(place, RemoteFolder):
         return partial(remove_checkpoint, place)
     files = Files()

@@ -6,11 +6,15 @@ rank 0 the others too, and rank 0 commits. As in a local save there are no colle
 `<tag>.tmp-<upload id>/` in the local folder, which rank 0 holds a lock for:
 
     begin.json              by rank 0, once the local checkpoint is committed: the facts about the upload that the others need
-    rank-00001.json         by each other rank, last: that its files are there, or why not
+    rank-00001.json         by each other rank, last: that its files are there and the facts that rank 0 needs, or why not
     abort.json              by rank 0: that the upload was given up, and why
+    end.json                by rank 0: that it is committed
 
 Once it is committed, rank 0 removes that folder; the others see the record at the URL. Then the local checkpoint is removed,
 unless it is to be kept. If anything fails, it stays, and the error of each rank names its folder.
+
+If machines have no folder in common (`request.parts`), the local checkpoint is in parts, and ranks leave these messages for
+each other in the store of the process group; the first rank of each machine removes its part.
 """
 
 from __future__ import annotations
@@ -31,12 +35,14 @@ from ..checkpoint.request import SaveRequest, SaveSummary
 from ..checkpoint.save import save_checkpoint
 from ..errors import CheckpointError
 from ..io.pool import Workers
+from ..ranks.agreement import Board
 from ..ranks.rendezvous import MOST_PAUSE_S, Rendezvous
 from .retries import PATIENT, Retries
 from .target import NUM_THREADS
 from .upload import UploadPlace, target_for
 
 _BEGIN_FILE = "begin.json"
+_END_FILE = "end.json"
 _COMPLETE = "complete"
 _SEE_FOLDER_S = 60.0
 _END_S = 30.0
@@ -79,7 +85,18 @@ class _Upload:
         upload_id = hashlib.sha256(f"upload {request.save_id}".encode()).hexdigest()[:32]
         name = tag_folder(request.tag)
         folder = request.folder / own_name(name, TEMPORARY, upload_id)
-        self._rendezvous = Rendezvous(folder, self._files, self._check_alive, pause=self._cancelled.wait)
+        self._board: Board | None = None
+        if request.parts is not None:
+            from ..ranks.board import StoreBoard  # imports torch
+
+            self._board = StoreBoard("/uploads")
+        self._rendezvous = Rendezvous(
+            folder, self._files, self._check_alive, pause=self._cancelled.wait, board=self._board
+        )
+        self._sent: set[int] = set()
+        """Other ranks whose files are there (rank 0)."""
+        self._others_bytes = 0
+        """Bytes that they uploaded."""
         self._lock_path = request.folder / own_name(name, LOCK, upload_id)
         retries = replace(options.retries, cancelled=self._cancelled)
         self._target = target_for(
@@ -132,7 +149,8 @@ class _Upload:
     def _lead(self, workers: Workers) -> SaveSummary:
         lock = SaveLock(self._lock_path)
         try:
-            self._files.make_folder(self._rendezvous.folder)
+            if self._board is None:
+                self._files.make_folder(self._rendezvous.folder)
             # While the local save runs.
             self._messages += self._target.begin(
                 overwrite=self._request.overwrite, replaces_own=True, keep=self._request.keep
@@ -144,8 +162,11 @@ class _Upload:
                 nbytes = self._send(workers, reader)
                 self._rendezvous.wait_until(self._all_sent, self._request.timeout_s, self._ranks_missing)
                 self._messages += self._target.commit(reader)
+            if self._board is not None:
+                self._rendezvous.post(_END_FILE, {})
             self._clean_up(summary)
-            return self._summarise(summary, nbytes)
+            self._messages += self._target.retire()
+            return self._summarise(summary, nbytes, nbytes + self._others_bytes)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -154,40 +175,52 @@ class _Upload:
 
     def _all_sent(self) -> bool:
         """Return whether every other rank's files are there; raises CheckpointError if one says that they are not."""
-        outcomes = self._outcomes()
-        for rank, outcome in outcomes.items():
-            if outcome not in (None, _COMPLETE):
+        for rank, outcome in self._outcomes().items():
+            if outcome != _COMPLETE:
                 raise CheckpointError(f"rank {rank} could not upload its part: {outcome}")
-        return None not in outcomes.values()
+        return not self._missing()
 
-    def _outcomes(self) -> dict[int, str | None]:
-        """Return how each other rank's part ended, None for those that did not."""
-        told = {rank: self._rendezvous.posted(_rank_file(rank)) for rank in range(1, self._request.world_size)}
-        return {rank: None if each is None else str(each.get("outcome")) for rank, each in told.items()}
+    def _outcomes(self) -> dict[int, str]:
+        """Return how the parts of other ranks ended that did since the last call."""
+        found: dict[int, str] = {}
+        for rank in self._missing():
+            if (told := self._rendezvous.posted(_rank_file(rank))) is not None:
+                found[rank] = str(told.get("outcome"))
+                self._sent.add(rank)
+                if found[rank] == _COMPLETE:
+                    self._others_bytes += int(told["uploaded_bytes"])
+                    self._target.accept(told["receipt"])
+                    self._rendezvous.post(_rank_file(rank), {})  # of thousands, it may be large
+        return found
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(1, self._request.world_size) if rank not in self._sent]
 
     def _ranks_missing(self) -> str:
-        missing = [rank for rank, outcome in self._outcomes().items() if outcome is None]
-        return f"ranks {missing[:20]} did not upload their part within {self._request.timeout_s} s"
+        return f"ranks {self._missing()[:20]} did not upload their part within {self._request.timeout_s} s"
 
     def _clean_up(self, summary: SaveSummary) -> None:
         """Do the work that may fail without harm to the checkpoint, which is committed at the URL."""
         with noting(self._messages, "the checkpoint is uploaded, but its local copy could not be removed"):
-            self._files.remove_tree(self._rendezvous.folder)
+            if self._board is None:
+                self._files.remove_tree(self._rendezvous.folder)
             if not self._options.keep_local:
                 discard(self._files, summary.path)
-        self._messages += self._target.retire()
 
     def _give_up(self, error: BaseException) -> None:
         """Tell the other ranks why the upload ended, and remove its files once none of them writes any more.
 
         Never raises; the next save removes the leftovers.
         """
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RuntimeError):
             self._rendezvous.post(ABORT_FILE, {"reason": f"{type(error).__name__}: {error}"})
         self._local.cancel()
         deadline = time.monotonic() + _END_S
-        while not (ended := None not in self._outcomes().values()) and time.monotonic() < deadline:
-            time.sleep(MOST_PAUSE_S)
+        with contextlib.suppress(RuntimeError):  # of a board: nobody is there
+            while self._missing() and time.monotonic() < deadline:
+                self._outcomes()
+                time.sleep(MOST_PAUSE_S)
+        ended = not self._missing()
         self._target.abort(ended=ended, cancelled=self._cancelled.is_set())
         if self._request.world_size == 1:
             with contextlib.suppress(OSError):
@@ -199,9 +232,10 @@ class _Upload:
         rank = self._request.rank
         try:
             summary = self._wait_for_local()
-            self._rendezvous.wait_until(
-                self._rendezvous.folder.is_dir, min(_SEE_FOLDER_S, self._request.timeout_s), self._not_begun
-            )
+            if self._board is None:
+                self._rendezvous.wait_until(
+                    self._rendezvous.folder.is_dir, min(_SEE_FOLDER_S, self._request.timeout_s), self._not_begun
+                )
             self._rendezvous.wait_until(
                 lambda: self._rendezvous.posted(_BEGIN_FILE) is not None, self._request.timeout_s, self._not_begun
             )
@@ -209,12 +243,15 @@ class _Upload:
             with open_checkpoint(summary.path) as reader:
                 nbytes = self._send(workers, reader)
         except BaseException as error:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, RuntimeError):
                 self._rendezvous.post(_rank_file(rank), {"outcome": f"{type(error).__name__}: {error}"})
             raise
-        self._rendezvous.post(_rank_file(rank), {"outcome": _COMPLETE})
+        told = {"outcome": _COMPLETE, "uploaded_bytes": nbytes, "receipt": self._target.receipt()}
+        self._rendezvous.post(_rank_file(rank), told)
         timeout_s = self._request.timeout_s
         self._rendezvous.wait_until(self._is_over, timeout_s, lambda: f"rank 0 did not commit within {timeout_s} s")
+        if self._board is not None and self._request.leads:
+            self._clean_up(summary)
         return self._summarise(summary, nbytes)
 
     def _wait_for_local(self) -> SaveSummary:
@@ -226,6 +263,8 @@ class _Upload:
 
     def _is_over(self) -> bool:
         """Return whether rank 0 committed; raises CheckpointError if it ended without doing so."""
+        if self._board is not None:
+            return self._rendezvous.posted(_END_FILE) is not None
         if self._rendezvous.folder.is_dir():
             return False
         if not self._target.is_committed():
@@ -244,11 +283,12 @@ class _Upload:
 
         return self._target.send(workers, reader, [self._request.rank], advance)
 
-    def _summarise(self, summary: SaveSummary, uploaded_bytes: int) -> SaveSummary:
+    def _summarise(self, summary: SaveSummary, uploaded_bytes: int, all_uploaded_bytes: int = 0) -> SaveSummary:
         return replace(
             summary,
             url=self.location,
             uploaded_bytes=uploaded_bytes,
+            all_uploaded_bytes=all_uploaded_bytes,
             elapsed_s=time.monotonic() - self._started,
             messages=(*summary.messages, *self._messages),
         )
@@ -257,10 +297,12 @@ class _Upload:
         """Raise CheckpointError if the upload was given up here or by rank 0, or rank 0 is gone."""
         if self._cancelled.is_set():
             raise CheckpointError("it was cancelled")
-        if self._request.rank == 0 or not self._rendezvous.folder.is_dir():
+        if self._request.rank == 0 or (self._board is None and not self._rendezvous.folder.is_dir()):
             return
         if (told := self._rendezvous.posted(ABORT_FILE)) is not None:
             raise CheckpointError(f"rank 0 gave it up: {told.get('reason')}")
+        if self._board is not None:
+            return
         with owner_is_dead(self._lock_path) as dead:
             ended = dead
         if ended and self._rendezvous.folder.is_dir():

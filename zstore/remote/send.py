@@ -1,11 +1,11 @@
-"""Copying a local file into an fsspec file system, a part at a time."""
+"""Copying local files into an fsspec file system, a part at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,33 +27,44 @@ def held_bytes(size: int) -> int:
     return _MOST_PARTS_HELD * part_bytes(size)
 
 
-def send_file(fs: Any, source: Path, target: str, advance: Callable[[int], None]) -> int:
-    """Copy `source` to the path `target` of `fs`, and return its bytes; holds about three parts in memory.
+def send_files(fs: Any, sources: Sequence[Path], target: str, advance: Callable[[int], None]) -> int:
+    """Copy `sources`, one behind the other, to the path `target` of `fs`, and return their bytes; holds about three parts
+    in memory.
 
     `advance` is called with the bytes of each part, and all of them again, negative, if the copy fails.
     """
     done = 0
-    with source.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        try:
-            if size <= PART_BYTES:
-                fs.pipe_file(target, file.readall())
-                done = size
-                advance(size)
-            else:
-                nbytes = part_bytes(size)
-                with _whole_or_nothing(fs.open(target, "wb", block_size=nbytes)) as out:
-                    while part := file.read(nbytes):
-                        out.write(part)
-                        done += len(part)
-                        advance(len(part))
-        except BaseException:
-            advance(-done)
-            raise
-        if done != size:
-            raise OSError(f"{source} had {size} bytes and gave {done}: it was changed meanwhile")
-        _forget(file.fileno())
+    size = sum(os.stat(source).st_size for source in sources)
+    nbytes = part_bytes(size)
+    try:
+        if size <= PART_BYTES:
+            fs.pipe_file(target, b"".join(_parts(sources, nbytes)))
+            done = size
+            advance(size)
+        else:
+            with _whole_or_nothing(fs.open(target, "wb", block_size=nbytes)) as out:
+                for part in _parts(sources, nbytes):
+                    out.write(part)
+                    done += len(part)
+                    advance(len(part))
+    except BaseException:
+        advance(-done)
+        raise
     return size
+
+
+def _parts(sources: Sequence[Path], nbytes: int) -> Iterator[bytes]:
+    """Yield the bytes of the files, `nbytes` at most at a time."""
+    for source in sources:
+        done = 0
+        with source.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            while part := file.read(nbytes):
+                done += len(part)
+                yield part
+            if done != size:
+                raise OSError(f"{source} had {size} bytes and gave {done}: it was changed meanwhile")
+            _forget(file.fileno())
 
 
 @contextlib.contextmanager

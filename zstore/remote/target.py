@@ -16,7 +16,7 @@ from ..checkpoint.retention import Keep, retire
 from ..errors import BudgetError, ZstoreError
 from ..io.pool import Workers
 from .commit import RemoteCommitter, remove_checkpoint
-from .folder import RemoteFolder
+from .fsspec_folder import RemoteFolder
 from .send import held_bytes, part_bytes
 from .uploaded import common_files, shard_files
 
@@ -32,6 +32,7 @@ class UploadTarget(ABC):
     (rank 0)       `begin`, which may come before the local checkpoint is committed; `offer`, once it is
     (other ranks)  `join` with rank 0's `ticket`
     (each rank)    `send`
+    (rank 0)       `accept` with every other rank's `receipt`
     (rank 0)       `commit` and `retire`, or `abort` if anything fails
     """
 
@@ -69,6 +70,13 @@ class UploadTarget(ABC):
     @abstractmethod
     def send(self, workers: Workers, reader: CheckpointReader, ranks: Sequence[int], advance: Advance) -> int:
         """Send the shard files that `ranks` wrote, and with those of rank 0 all others; return the bytes that went."""
+
+    def receipt(self) -> Mapping[str, Any]:
+        """Return the facts that rank 0 needs of what this rank sent, as JSON."""
+        return {}
+
+    def accept(self, receipt: Mapping[str, Any]) -> None:  # noqa: B027 - most need none
+        """Take another rank's facts."""
 
     @abstractmethod
     def commit(self, reader: CheckpointReader) -> list[str]:

@@ -10,31 +10,41 @@ from ..checkpoint.catalog import TagInfo
 from ..checkpoint.folder import FolderLike
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..io.pool import Workers
-from .folder import RemoteFolder, open_fsspec_folder
+from .fsspec_folder import RemoteFolder, open_fsspec_folder
+from .repository import require_icechunk
 from .retries import PATIENT, Retries
 from .service_upload import ServicePlace, ServiceTarget
 from .target import Advance, FileSystemTarget, UploadTarget
 from .uploaded import common_files, shard_files
+from .version_target import VersionTarget
+from .versions import VersionsFolder, has_versions, is_empty, protocol_of
 
 UploadPlace = RemoteFolder | ServicePlace
-"""A folder of checkpoints on a file system, or a run in a service."""
+"""A folder of checkpoints on a file system, with versions or not, or a run in a service."""
 
 
-def place_of(url: str, storage_options: Mapping[str, Any] | None = None) -> UploadPlace:
-    """Return the place at a URL; no request is made: whether the server of an `http://` URL is a service of zstore shows when
-    something is uploaded.
+def place_of(url: str, storage_options: Mapping[str, Any] | None = None, *, versions: bool = False) -> UploadPlace:
+    """Return the place at a URL: a folder of versions if it has some, or if with `versions` it has no checkpoint yet and can
+    have them. One request tells that; whether the server of an `http://` URL is a service of zstore shows when something is
+    uploaded.
 
-    Raises UsageError for a URL that nothing opens, or that names no run of a service.
+    Raises UsageError for a URL that nothing opens, or that names no run of a service, StorageError if storage does not answer.
     """
     if url.startswith(("http://", "https://")):
         return ServicePlace.of(url, storage_options)
-    return open_fsspec_folder(url, storage_options)
+    folder = open_fsspec_folder(url, storage_options)
+    if protocol_of(folder) is None or not (has_versions(folder) or (versions and is_empty(folder))):
+        return folder
+    require_icechunk(folder.location)
+    return VersionsFolder(folder, storage_options or {})
 
 
 def target_for(place: UploadPlace, retries: Retries, *, tag: str, save_id: str, run_id: str) -> UploadTarget:
     """Return the target of a save of training run `run_id` under `tag` at `place`. No request is made."""
     if isinstance(place, ServicePlace):
         return ServiceTarget(place, retries, tag, save_id)
+    if isinstance(place, VersionsFolder):
+        return VersionTarget(place.with_retries(retries), tag, save_id, run_id)
     return FileSystemTarget(place.with_retries(retries), tag, save_id, run_id)
 
 

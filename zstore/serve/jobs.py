@@ -1,18 +1,31 @@
-"""Work behind requests: verifications, prunings, and uploads that other code reports."""
+"""Work behind requests: verifications, prunings, and uploads that other code reports.
+
+[Note: jobs after a restart]
+The newest jobs but uploads, which go on by themselves, are in a file, which a service reads when it begins: those that had not
+ended were cut short. It is replaced by a rename whenever a job begins or ends, and is of one process at a time: another service
+of that folder keeps its jobs in memory.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Literal
 
+from pydantic import ValidationError
+
+from ..checkpoint.lock import hold
 from ..closing import Closing
 from ..errors import CheckpointNotFoundError, ZstoreError
-from .models import Job, JobList
+from ..io.files import Files
+from .models import Job, JobList, json_of
 from .replies import ConflictError
 
 Kind = Literal["verify", "prune", "upload"]
@@ -20,6 +33,9 @@ Kind = Literal["verify", "prune", "upload"]
 _MOST_KEPT = 100
 _NUM_AT_ONCE = 2
 _MOST_LINES = 1000
+_FILE = ".zstore-jobs.json"
+_CUT_SHORT = "ended by a restart of the service"
+_log = logging.getLogger("zstore.serve")
 
 
 class JobCancelledError(ZstoreError):
@@ -40,7 +56,7 @@ class RunningJob:
     def advance(self, nbytes: int) -> None:
         """Count bytes. Raises JobCancelledError when the service ends."""
         if self._jobs.is_closed:
-            raise JobCancelledError("the service ended before the job was done")
+            raise JobCancelledError(_CUT_SHORT)
         with self._jobs.lock:
             self._change(done_bytes=self.now.done_bytes + nbytes)
 
@@ -63,6 +79,7 @@ class RunningJob:
             lines = [*self.now.lines, f"and {self._left_out} more"] if self._left_out else self.now.lines
             state = "done" if problem is None else "failed"
             self._change(lines=lines, state=state, ended_at=time.time(), problem=problem)
+        self._jobs.note(self.now)
 
     def _change(self, **values: object) -> None:
         """Change it; the lock is held."""
@@ -76,8 +93,12 @@ Work = Callable[[RunningJob], None]
 class Jobs(Closing):
     """The newest jobs; two at a time are carried out, and of one run one at a time. Usable from any thread."""
 
-    def __init__(self) -> None:
-        self._kept: OrderedDict[str, RunningJob] = OrderedDict()
+    def __init__(self, folder: Path | None = None, files: Files | None = None) -> None:
+        """Keep them in a file of `folder`. See [Note: jobs after a restart]."""
+        self._files, self._saving = files or Files(), threading.Lock()
+        self._held: int | None = None
+        self._path = None if folder is None else folder / _FILE
+        self._kept = OrderedDict((job.id, RunningJob(self, job)) for job in self._load())
         self.lock = threading.Lock()
         """For the table and all its jobs: with a lock of its own each, two threads could wait for each other."""
         self._version = 0
@@ -125,7 +146,38 @@ class Jobs(Closing):
             ended = [key for key, one in self._kept.items() if one.now.state != "running"]
             for key in ended[: max(0, len(self._kept) - _MOST_KEPT)]:
                 del self._kept[key]
+        self.note(job)
         return running
+
+    def _load(self) -> list[Job]:
+        if self._path is None or not self._path.exists() or not self._is_ours():
+            return []
+        try:
+            found = JobList.model_validate_json(self._path.read_bytes()).jobs
+        except (OSError, ValidationError):
+            return []
+        cut_short = {"state": "failed", "problem": _CUT_SHORT}
+        return [job.model_copy(update=cut_short) if job.state == "running" else job for job in found]
+
+    def _is_ours(self) -> bool:
+        """Return whether the file is there for this process."""
+        if self._held is None and self._path is not None:
+            self._held = hold(self._path.with_name(f"{_FILE}.lock"))
+            self._path = None if self._held is None else self._path
+        return self._path is not None
+
+    def note(self, job: Job) -> None:
+        """Write the jobs to the file, since this one began or ended. See [Note: jobs after a restart]."""
+        with self._saving:
+            if job.kind == "upload" or not self._is_ours() or self._path is None:
+                return
+            part, kept = self._path.with_name(f"{_FILE}.part"), [job for job in self.all().jobs if job.kind != "upload"]
+            try:
+                self._files.write_small(part, json_of(JobList(jobs=kept)).encode(), sync=False)
+                self._files.rename(part, self._path)
+            except (ZstoreError, OSError) as error:
+                _log.warning("jobs will not be there after a restart: %s", error)
+                self._path = None
 
     def start(self, kind: Kind, run: str, checkpoint: str | None, work: Work, *, total_bytes: int = 0) -> Job:
         """Carry `work` out in a thread, as soon as one is free; an error that it raises is the job's problem. See `add`."""
@@ -170,3 +222,6 @@ class Jobs(Closing):
         """Cancel running jobs, and wait for their end."""
         self.is_closed = True
         self._workers.shutdown(wait=True)
+        held, self._held, self._path = self._held, None, None
+        if held is not None:
+            os.close(held)

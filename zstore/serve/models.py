@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticSerializationError
 
 from ..open.compare import Comparison
@@ -92,12 +92,25 @@ class RunSummary(_Model):
     newest: Newest | None
     problem: str | None
     """Why the folder cannot be read."""
+    tags: list[str] = []
+    group: str = ""
+    note: str = ""
+    settings: str = Field("", exclude=True)
+    """Config of the newest process as lines like `optimizer.params.lr=0.001`: for searching."""
+
+    def has_words(self, words: str) -> bool:
+        """Return whether each of the words is somewhere in its names, marks or settings; case does not count."""
+        texts = (self.name, self.location, self.state, *self.tags, self.group, self.note, self.settings)
+        whole = "\n".join(texts).lower()
+        return all(word in whole for word in words.lower().split())
 
 
 class RunList(_Model):
-    """`GET /api/runs`."""
+    """`GET /api/runs?q=`."""
 
     runs: list[RunSummary]
+    num_runs: int
+    """With those that the search left out."""
 
 
 class Session(_Model):
@@ -194,17 +207,20 @@ class NotFinite(_Model):
 
 
 class RunDetail(_Model):
-    """`GET /api/runs/{run}`."""
+    """`GET /api/runs/{run}?limit=&skip=`: of sessions and warnings `limit`, without the `skip` newest; the oldest first."""
 
     summary: RunSummary
     sessions: list[Session]
-    """The newest 100 of each journal, the oldest first. Texts are cut, and large configs left out: the journal has them."""
+    """Texts are cut, and large configs left out: the journal has them."""
+    num_sessions: int
+    """On all pages: of each journal the newest 100."""
     saves: list[SaveEvent]
     """The last state of each of the newest 200, the oldest first."""
     actions: list[ActionEvent]
     """The newest 50, the oldest first."""
     warnings: list[Warned]
-    """The newest 100, the oldest first."""
+    num_warnings: int
+    """On all pages: of each journal the newest 100."""
     not_finite: list[NotFinite]
     """The newest 100, the oldest first."""
 
@@ -214,9 +230,9 @@ class Steps(_Model):
     the mean of some that follow each other, step and time those of the last."""
 
     columns: dict[str, list[float | None]]
-    """step, at, loss, loss_min, loss_max, lr, grad_norm, tokens_per_s, step_s, forward_s, backward_s, optimizer_s, stall_s,
-    mfu if it is known, and with a `/`: memory/<device|host|disk|buffers|process|cuda>, rate/<link> (bytes per second),
-    stall/<cause>, metric/<name>; not_finite counts numbers that are NaN or infinite."""
+    """step, at, tokens_seen (of all steps up to it), loss, loss_min, loss_max, lr, grad_norm, tokens_per_s, step_s, forward_s,
+    backward_s, optimizer_s, stall_s, mfu if it is known, and with a `/`: memory/<device|host|disk|buffers|process|cuda>,
+    rate/<link> (bytes per second), stall/<cause>, metric/<name>; not_finite counts numbers that are NaN or infinite."""
     last_step: int | None
     is_whole: bool
     """False while a long journal is being read: the steps are a sample, and it is well to ask again in a second."""
@@ -357,6 +373,7 @@ class Job(_Model):
     run: str
     checkpoint: str | None
     state: Literal["running", "done", "failed"]
+    """failed also if it was ended by a restart of the service, without `ended_at` if that did not end in order."""
     started_at: float
     ended_at: float | None
     done_bytes: int
@@ -412,6 +429,17 @@ class MarkChange(_Model):
     tag: str | None = None
     """The moving tag that shall point at it."""
     held: bool | None = None
+    note: str | None = None
+    """Empty: none."""
+
+
+class RunMarksChange(_Model):
+    """Body of `POST /api/runs/{run}/marks`: what null says stays as it is."""
+
+    tags: list[str] | None = None
+    """In place of those that the run has."""
+    group: str | None = None
+    """Empty: none."""
     note: str | None = None
     """Empty: none."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from pathlib import Path
 
 import anyio
 from starlette.requests import Request
@@ -58,7 +59,7 @@ class Service(Library):
         self.transfers = Transfers(self.memory.files_bytes)
         self.downloads = Downloads(self.memory.weights_bytes)
         self.plans = Plans()
-        self.jobs = Jobs()
+        self.jobs = Jobs(next(filter(Path.is_dir, self.runs.local_roots()), None), settings.files)
         self.inbox = Inbox(self.runs, self.jobs, keep_last=settings.keep_last, files=settings.files)
         self.webhooks = Webhooks(
             settings.webhooks,

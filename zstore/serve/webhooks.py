@@ -28,7 +28,7 @@ import urllib3
 from .._version import __version__
 from ..closing import start_threads
 from ..sizes import format_bytes
-from .models import RunList, RunSummary
+from .models import RunSummary
 
 LOOK_S = 5.0
 _LEAST_FREE_SHARE = 0.05
@@ -105,7 +105,7 @@ class Webhooks:
     def __init__(
         self,
         urls: Sequence[str],
-        runs: Callable[[], RunList],
+        runs: Callable[[], Sequence[RunSummary]],
         folders: Sequence[Path],
         *,
         stalled_s: float,
@@ -140,7 +140,7 @@ class Webhooks:
     def look(self, at: float) -> None:
         """Compare runs and folders with the last look, and queue what happened; the first look tells nothing of runs."""
         seen: dict[str, Seen] = {}
-        for run in self._runs().runs:
+        for run in self._runs():
             now = seen[run.name] = Seen.of(run, at, self._stalled_s)
             for event, text in (
                 () if self._seen is None else events_of(self._seen.get(run.name, Seen()), now, run.error)

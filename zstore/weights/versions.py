@@ -41,7 +41,7 @@ def number_of(name: str) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Version:
+class WeightsVersion:
     """A version's record. Of versions of one number, of runs that began anew, the ids differ."""
 
     number: int
@@ -76,12 +76,14 @@ class Version:
         return json.dumps({"metadata": metadata, "weight_map": dict(self.files)}, indent=1).encode()
 
 
-def parse_index(data: bytes, what: str) -> Version:
+def parse_index(data: bytes, what: str) -> WeightsVersion:
     """Return the version that an index file describes; `what` is its place. Raises CorruptionError if it describes none."""
     try:
         document = json.loads(data)
         metadata = document["metadata"]
-        found = Version(**metadata[KEY], files=dict(document["weight_map"]), full_bytes=int(metadata["total_size"]))
+        found = WeightsVersion(
+            **metadata[KEY], files=dict(document["weight_map"]), full_bytes=int(metadata["total_size"])
+        )
         plain = all("/" not in name and not name.startswith(".") for name in (*found.deltas, *found.files.values()))
         sizes = [(int(size), int(crc)) for size, crc in found.deltas.values()]
         if not plain or found.files.keys() != found.weights.keys() or (found.base_id is None) != (not sizes):
@@ -99,7 +101,7 @@ def numbers_in(folder: Folder) -> list[int]:
         return []
 
 
-def read_version(folder: Folder, number: int) -> Version:
+def read_version(folder: Folder, number: int) -> WeightsVersion:
     """Return the record of a version. Raises FileNotFoundError if it is gone, CorruptionError if it is damaged."""
     child = folder.child(folder_name(number))
     found = parse_index(child.read_small(INDEX_FILE, _MOST_INDEX_BYTES), child.location)
@@ -112,11 +114,11 @@ def read_version(folder: Folder, number: int) -> Version:
 class Chain:
     """The versions that lead to the newest one."""
 
-    full: Version | None
+    full: WeightsVersion | None
     """The one to begin with; None: with the weights that are there."""
-    deltas: tuple[Version, ...]
+    deltas: tuple[WeightsVersion, ...]
     """Those whose changes follow, the oldest first."""
-    newest: Version
+    newest: WeightsVersion
 
 
 def chain_from(folder: Folder, have: str | None) -> Chain | None:
@@ -134,7 +136,7 @@ def chain_from(folder: Folder, have: str | None) -> Chain | None:
     newest = at = read_version(folder, numbers[-1])
     if newest.id == have:
         return None
-    deltas: list[Version] = []
+    deltas: list[WeightsVersion] = []
     best: Chain | None = None
     best_bytes = 0
     nbytes = 0

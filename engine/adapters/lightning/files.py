@@ -138,14 +138,12 @@ def whole_weights(engine: Engine) -> dict[str, Any]:
 def remove(place: LightningCheckpoint, storage_options: Mapping[str, Any]) -> None:
     """Remove a checkpoint so that at no instant half of it looks like one; do nothing if it is not there."""
     if is_url(place.folder):
-        from zstore.remote.commit import remove_checkpoint
-        from zstore.remote.folder import RemoteFolder
+        from zstore.remote.commit import remover
 
         folder = folder_of(place.folder, storage_options)
-        found = [info for info in scan(folder).tags if info.tag == place.name]
-        if isinstance(folder, RemoteFolder):
-            for info in found:
-                remove_checkpoint(folder, info)
+        for info in scan(folder).tags:
+            if info.tag == place.name:
+                remover(folder)(info)
         return
     place.unlink()
     if place.stored.is_dir():

@@ -21,7 +21,7 @@ import zstore
 from tests.engine.models import make_net
 from tests.engine.runs import make_config, start, step
 from zstore.engine.config.config import load_config
-from zstore.engine.params.tensors import PRECISIONS
+from zstore.engine.params.record import PRECISIONS
 from zstore.engine.plan.rates import (
     _CLOCKS,
     SLOW_RATIO,

@@ -1,6 +1,7 @@
 // Curves over steps: several charts move together, are read by pointer or keyboard, and have a table beside them.
 
-import { h, replace } from "./dom.js";
+import { h, replace, titled } from "./dom.js";
+import { save, toCsv } from "./files.js";
 import { NOTHING, count, number, short } from "./format.js";
 import { LOG, Plot, WHOLE, axis, baseAxis, drawUpright } from "./plot.js";
 import { colour, inColour } from "./themes.js";
@@ -8,7 +9,9 @@ import { colour, inColour } from "./themes.js";
 const HEIGHT = 206;
 const TABLE_ROWS = 100;
 const DRAG_PX = 5;
-const SMOOTH_POINTS = 20;
+const MOST_DOTS = 60;
+/** The axis of x unless another is given. */
+const STEPS = { label: "step", format: count, axis: short, incrs: WHOLE };
 const HELP =
   "Arrow keys read the points, with Shift they select a range, Enter zooms to it, plus and minus zoom, Escape shows everything.";
 
@@ -38,21 +41,21 @@ export class ChartGroup {
 }
 
 /**
- * A chart. Returns `{element, update, close, draw}`; `update({x, series, marks})` takes ascending `x` and
+ * A chart. Returns `{element, update, close, draw}`; `update({x, by, series, marks})` takes ascending `x`, its axis, and
  * - series: `{label, values, low, high, joins, limits}`: a value, and the ends of its band, for each x; null leaves a gap, unless it
  *   joins; one that limits the series of an index is a broken line in its colour
  * - marks: `{x, label, kind}`: `resume` and `wrong` are vertical lines, `save` a tick at the axis
  */
 export class LineChart {
   constructor({ title, name, format = number, axis = short, unit = "", group, zero = false, stacked = false }) {
-    Object.assign(this, { title, format, axis, unit: unit || title.toLowerCase(), group, zero, stacked, log: false, smooth: false });
+    Object.assign(this, { title, format, axis, unit: unit || title.toLowerCase(), group, zero, stacked, log: false, smooth: 0 });
     this.legend = h("div", { class: "legend" });
     this.box = h("div", { class: "plot", tabindex: "0", role: "slider", "aria-label": title, "aria-description": HELP });
     this.table = h("details", { class: "as-table", ontoggle: () => this.fillTable() }, h("summary", null, "Table"));
     this.element = h(
       "figure",
       { class: "panel chart", test: `chart-${name}` },
-      h("figcaption", null, h("h3", null, title), this.legend),
+      h("figcaption", null, titled(h("h3", null, title), this.button("CSV", () => this.saveCsv()), this.button("PNG", () => this.savePng())), this.legend),
       this.box,
       this.table,
     );
@@ -62,10 +65,14 @@ export class LineChart {
     group.charts.add(this);
   }
 
-  update(data) {
-    const shape = JSON.stringify(data.series.map(({ label, low, limits }) => [label, low !== undefined, limits]));
+  button(text, onclick) {
+    return h("button", { type: "button", class: "small quiet", "aria-label": `${this.title} as ${text}`, test: `chart-${text.toLowerCase()}`, onclick }, text);
+  }
+
+  update({ by = STEPS, ...data }) {
+    const shape = JSON.stringify([by.label, ...data.series.map(({ label, low, limits }) => [label, low !== undefined, limits])]);
     const same = shape === this.shape;
-    Object.assign(this, { data, shape });
+    Object.assign(this, { data, by, shape });
     this.box.setAttribute("aria-label", this.summary());
     if (same) this.draw();
     else {
@@ -81,7 +88,7 @@ export class LineChart {
       const known = values.filter((value) => value !== null);
       return known.length === 0 ? `${label} not known` : `${label} from ${this.format(Math.min(...known))} to ${this.format(Math.max(...known))}`;
     });
-    return `${this.title} by step, steps ${count(x[0])} to ${count(x.at(-1))}: ${parts.join(", ")}`;
+    return `${this.title} by ${this.by.label}, from ${this.by.format(x[0])} to ${this.by.format(x.at(-1))}: ${parts.join(", ")}`;
   }
 
   setLog(log) {
@@ -89,6 +96,7 @@ export class LineChart {
     this.plot.draw();
   }
 
+  /** Draw moving averages beside the values: of each the one before weighs `smooth`, from 0 for none to 1. */
   setSmooth(smooth) {
     this.smooth = smooth;
     this.plot.draw();
@@ -108,10 +116,10 @@ export class LineChart {
   lines() {
     const rows = this.stacked ? stack(this.data.series) : this.data.series;
     return rows.flatMap((row, index) => {
-      const line = { ...row, colour: `series-${(row.limits ?? index) % 8}`, width: this.stacked || row.limits !== undefined ? 1 : 1.6 };
+      const line = { ...row, colour: `series-${(row.limits ?? index) % 8}`, width: this.stacked || row.limits !== undefined ? 1 : 1.6, isBroken: isBroken(row.limits, index) };
       const band = row.low && row.high ? [row.high, row.low].map((values) => ({ ...line, values, isEnd: true })) : [];
       if (!this.smooth || this.stacked) return [...band, line];
-      return [...band, { ...line, alpha: 0.3 }, { ...line, values: smoothed(row.values) }];
+      return [...band, { ...line, alpha: 0.3 }, { ...line, values: smoothed(row.values, this.smooth) }];
     });
   }
 
@@ -135,7 +143,7 @@ export class LineChart {
       },
       series: [{}, ...lines.map(seriesOf)],
       bands: tops.map((top) => ({ series: [top + 1, top + 2], fill: colour(lines[top].colour, 0.2) })),
-      axes: [baseAxis("step", short, { incrs: WHOLE }), axis(this.unit, this.axis, { size: 58, ...(this.log && LOG.axis) })],
+      axes: [baseAxis(this.by.label, this.by.axis, { incrs: this.by.incrs }), axis(this.unit, this.axis, { size: 58, ...(this.log && LOG.axis) })],
       cursor: {
         sync: { key: "steps", scales: ["x", null] },
         drag: { setScale: false, dist: DRAG_PX },
@@ -160,14 +168,14 @@ export class LineChart {
     const { at } = this;
     const { cursor, valToIdx } = this.plot.chart;
     const near = marks.filter((mark) => cursor.idx !== null && valToIdx(mark.x) === at).map((mark) => mark.label);
-    for (const [index, one] of series.entries()) this.values[index].textContent = this.format(one.values[at]);
-    this.stepText.textContent = count(x[at]);
+    for (const [index, one] of series.entries()) this.values[index].textContent = this.format(valueAt(one, at));
+    this.stepText.textContent = this.by.format(x[at]);
     this.box.title = near.join(", ");
     const spoken = series.map((one, index) => `${one.label} ${this.values[index].textContent}`);
     this.box.setAttribute("aria-valuemin", x[0]);
     this.box.setAttribute("aria-valuemax", x.at(-1));
     this.box.setAttribute("aria-valuenow", x[at]);
-    this.box.setAttribute("aria-valuetext", `step ${count(x[at])}: ${[...spoken, ...near].join(", ")}`);
+    this.box.setAttribute("aria-valuetext", `${this.by.label} ${this.by.format(x[at])}: ${[...spoken, ...near].join(", ")}`);
   }
 
   makeLegend() {
@@ -175,9 +183,9 @@ export class LineChart {
     this.values = this.data.series.map(() => h("output", null, NOTHING));
     replace(
       this.legend,
-      h("span", { class: "key" }, "step ", this.stepText),
+      h("span", { class: "key" }, `${this.by.label} `, this.stepText),
       this.data.series.map(({ label, limits }, index) =>
-        h("span", { class: "key" }, h("i", { class: `swatch ${limits === undefined ? "" : "limit"}`, style: inColour((limits ?? index) % 8) }), `${label} `, this.values[index]),
+        h("span", { class: "key" }, h("i", { class: `swatch ${isBroken(limits, index) ? "limit" : ""}`, style: inColour((limits ?? index) % 8) }), `${label} `, this.values[index]),
       ),
     );
   }
@@ -190,9 +198,9 @@ export class LineChart {
     const every = Math.max(1, Math.ceil((last + 1 - first) / TABLE_ROWS));
     const rows = [];
     for (let index = last; index >= first; index -= every) {
-      rows.push(h("tr", null, h("td", { class: "num" }, count(x[index])), series.map((one) => h("td", { class: "num" }, this.format(one.values[index])))));
+      rows.push(h("tr", null, h("td", { class: "num" }, this.by.format(x[index])), series.map((one) => h("td", { class: "num" }, this.format(one.values[index])))));
     }
-    const head = ["step", ...series.map((one) => one.label)].map((text) => h("th", { class: "num", scope: "col" }, text));
+    const head = [this.by.label, ...series.map((one) => one.label)].map((text) => h("th", { class: "num", scope: "col" }, text));
     this.tableBody ??= this.table.appendChild(h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${this.title}, table` }));
     const said = every > 1 ? `Every ${count(every)}th of ${count(last + 1 - first)} points, the newest first` : "The newest first";
     replace(this.tableBody, h("table", null, h("caption", { class: "hint" }, said), h("thead", null, h("tr", null, head)), h("tbody", null, rows)));
@@ -220,6 +228,46 @@ export class LineChart {
     event.preventDefault();
   }
 
+  /** Save what is shown: a row for each x, a column for each curve, and for its moving average if there is one. */
+  saveCsv() {
+    const { x, series } = this.data;
+    const [first, last] = this.plot.chart.series[0].idxs;
+    const rows = (this.stacked || !this.smooth ? [] : series).map(({ label, values }) => ({ label: `${label} (smoothed ${this.smooth})`, values: smoothed(values, this.smooth) }));
+    const columns = [{ label: this.by.label, values: x }, ...series, ...rows];
+    save(`${this.title}.csv`, new Blob([toCsv(columns.map(({ label, values }) => [label, ...values.slice(first, last + 1)]))], { type: "text/csv" }));
+  }
+
+  /** Save the plot with its title and the names of its curves. */
+  savePng() {
+    const { canvas } = this.plot.chart.ctx;
+    const scale = canvas.width / this.plot.chart.width;
+    const image = document.createElement("canvas");
+    const pen = image.getContext("2d");
+    const font = "12px system-ui, sans-serif";
+    pen.font = font;
+    const keys = [{ label: this.title, x: 12, y: 20 }];
+    let [left, top] = [12, 40];
+    for (const [index, { label, limits }] of this.data.series.entries()) {
+      const width = pen.measureText(label).width + 32;
+      if (left + width > this.plot.chart.width && left > 12) [left, top] = [12, top + 18];
+      keys.push({ label, x: left, y: top, stroke: colour(`series-${(limits ?? index) % 8}`) });
+      left += width;
+    }
+    Object.assign(image, { width: canvas.width, height: canvas.height + (top + 10) * scale });
+    pen.fillStyle = colour("surface");
+    pen.fillRect(0, 0, image.width, image.height);
+    pen.drawImage(canvas, 0, (top + 10) * scale);
+    pen.scale(scale, scale);
+    for (const { label, x, y, stroke } of keys) {
+      pen.font = stroke ? font : `bold ${font}`;
+      pen.fillStyle = stroke ?? colour("text");
+      if (stroke) pen.fillRect(x, y - 9, 10, 10);
+      pen.fillStyle = colour("text");
+      pen.fillText(label, stroke ? x + 16 : x, y);
+    }
+    image.toBlob((blob) => save(`${this.title}.png`, blob));
+  }
+
   zoomToSelected() {
     const { select, posToVal } = this.plot.chart;
     this.anchor = null;
@@ -236,22 +284,32 @@ export class LineChart {
   }
 }
 
-/** Return options of uPlot for a line; the ends of a band are not seen. */
-function seriesOf({ isEnd, colour: name, width, alpha, joins = false, limits }) {
-  if (isEnd) return { width: 0, points: { show: false, size: 0 } };
-  const stroke = colour(name);
-  // A point that no line shows is a dot: one between gaps, and of a line over gaps each that is before one.
-  const filter = (chart, index) => {
-    const isKnown = (at) => (chart.data[index][at] ?? null) !== null;
-    return [...chart.data[index].keys()].filter((at) => isKnown(at) && !isKnown(at + 1) && (joins || !isKnown(at - 1)));
-  };
-  const points = { show: false, filter, size: 6, width: 0, stroke, fill: stroke };
-  return { stroke, width, alpha, pxAlign: 0, spanGaps: joins, dash: limits === undefined ? undefined : [6, 4], points };
+/** Return whether the line of a curve is broken: it limits another one, or that colour was taken. */
+function isBroken(limits, index) {
+  return limits !== undefined || index >= 8;
 }
 
-/** Return the moving average of values, in which one that lies `SMOOTH_POINTS` back counts a third of the newest. */
-function smoothed(values) {
-  const kept = 1 - 1 / SMOOTH_POINTS;
+/** Return the value of a curve at an index; of one that goes over gaps the last one there. */
+function valueAt({ values, joins }, index) {
+  return joins ? values.slice(0, index + 1).findLast((value) => value !== null) : values[index];
+}
+
+/** Return options of uPlot for a line; the ends of a band are not seen. */
+function seriesOf({ isEnd, colour: name, width, alpha, joins = false, isBroken }) {
+  if (isEnd) return { width: 0, points: { show: false, size: 0 } };
+  const stroke = colour(name);
+  // A point that no line shows is a dot: one between gaps, and of a line over gaps each that is before one, if they are few.
+  const filter = (chart, index) => {
+    const isKnown = (at) => (chart.data[index][at] ?? null) !== null;
+    const known = [...chart.data[index].keys()].filter(isKnown);
+    return joins && known.length > MOST_DOTS ? [] : known.filter((at) => !isKnown(at + 1) && (joins || !isKnown(at - 1)));
+  };
+  const points = { show: false, filter, size: 6, width: 0, stroke, fill: stroke };
+  return { stroke, width, alpha, pxAlign: 0, spanGaps: joins, dash: isBroken ? [6, 4] : undefined, points };
+}
+
+/** Return the exponential moving average of values, of which each former one counts `kept` times as much as the next. */
+function smoothed(values, kept) {
   let sum = 0;
   let weight = 0;
   return values.map((value) => {

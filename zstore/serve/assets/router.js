@@ -48,12 +48,12 @@ export function go(href) {
   dispatchEvent(new PopStateEvent("popstate"));
 }
 
-/** Change the query of the present URL without another view: `changes` are values by name, null removes one. */
+/** Change the query of the present URL without another view: `changes` are values by name, of some a list; null removes one. */
 export function note(changes) {
   const { path, query } = here();
   for (const [name, value] of Object.entries(changes)) {
-    if (value === null || value === "") query.delete(name);
-    else query.set(name, value);
+    query.delete(name);
+    for (const one of [value].flat()) if (one !== null && one !== "") query.append(name, one);
   }
   const text = query.toString();
   history.replaceState(null, "", link(`${path}${text ? `?${text}` : ""}`));

@@ -7,9 +7,11 @@ import { show as jobs } from "./views/jobs.js";
 import { show as memory } from "./views/memory.js";
 import { show as run } from "./views/run.js";
 import { show as runs } from "./views/runs.js";
+import { show as runsCompare } from "./views/runscompare.js";
 
 export const ROUTES = [
   { pattern: "/", title: () => "Runs", show: runs },
+  { pattern: "/runs/compare", title: () => "Runs side by side", show: runsCompare },
   { pattern: "/jobs", title: () => "Jobs", show: jobs },
   { pattern: "/run/:run", title: (params) => params.run, tab: "", show: run },
   { pattern: "/run/:run/memory", title: (params) => `Memory of ${params.run}`, tab: "memory", show: memory },

@@ -93,7 +93,7 @@ class VisibleCheckpoints:
         """Return the checkpoint in the tag's folder `name`, None if there is none."""
         if not is_plain(name) or parse_own_name(name) is not None:
             return None
-        key, state = (folder, name), _state(folder, name)
+        key, state = (folder, name), file_state(folder, f"{name}/{RECORD_FILE}")
         cached = self._known.get(key)
         if cached is not None and cached[0] == state:
             return cached[1]
@@ -174,12 +174,12 @@ def _inside(folder: Folder, parts: tuple[str, ...]) -> str:
     return "/".join(parts)
 
 
-def _state(folder: Folder, name: str) -> object | None:
-    """Return a value that changes when another checkpoint takes the place of `name`; None if there is nothing of that name."""
+def file_state(folder: Folder, path: str) -> object | None:
+    """Return a value that changes when another file takes the place of the one at `path`; None if there is none."""
     if not folder.is_local:
         return int(time.monotonic() / _FRESH_S)
     try:
-        status = os.stat(folder.path / name / RECORD_FILE, follow_symlinks=False)
+        status = os.stat(folder.path / path, follow_symlinks=False)
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size

@@ -19,7 +19,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from .models import ALIVE_S, OFFER_FILE, UPLOADS_FOLDER, Committed, KeepRules, U
 from .plan import UploadPlan
 from .upload import Upload
 
+_MOST_NEIGHBOURS = 16
 MOST_UPLOADS = 100
 """Uploads at a time; if there are more, those go first whose clients are gone."""
 SILENT_S = 60.0
@@ -121,8 +122,9 @@ class Inbox:
 
     # -- beginning --------------------------------------------------------------------------------------------------
 
-    def begin(self, offer: UploadOffer) -> UploadState:
-        """Begin an upload, or resume one that was begun; return its state.
+    def begin(self, offer: UploadOffer, runs: Runs) -> UploadState:
+        """Begin an upload, or resume one that was begun; return its state. Files that the client has too are linked from
+        `runs`, which it may read.
 
         Raises CheckpointExistsError for a tag, or a name, that is another's, UsageError for a name that no run can have.
         """
@@ -146,6 +148,7 @@ class Inbox:
                     self.remove(one)
             self._committed.remove(new.id)
             upload = self._begun(new)
+            upload.neighbours = _newest_first(one.folder.path for one in runs.all().values() if one.folder.is_local)
         return upload.state()
 
     def _begun(self, new: Upload) -> Upload:
@@ -323,6 +326,15 @@ def _device_of(folder: Path) -> int | None:
 
 def _silent_s(upload: Upload) -> float:
     return time.time() - upload.active_at
+
+
+def _newest_first(folders: Iterable[Path]) -> list[Path]:
+    """Return the folders that changed last."""
+    times: dict[Path, float] = {}
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            times[folder] = os.stat(folder).st_mtime
+    return sorted(times, key=lambda folder: -times[folder])[:_MOST_NEIGHBOURS]
 
 
 def _committed(folder: Path, record: Record) -> Record | None:

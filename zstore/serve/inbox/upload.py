@@ -22,13 +22,13 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ...checkpoint.build import READ_ONLY
-from ...checkpoint.catalog import scan
+from ...checkpoint.catalog import TagInfo, scan
 from ...checkpoint.format import Record
 from ...checkpoint.lock import owner_is_dead
 from ...checkpoint.names import LOCK, RECORD_FILE, TEMPORARY, own_name, tag_folder
@@ -48,7 +48,7 @@ from .verify import file_sha256, verify_shard
 
 _TOUCH_S = 60.0
 _NUM_SEARCHED = 4
-"""The newest checkpoints, in which shards that did not change are looked for."""
+"""The newest checkpoints of its run, in which shards that did not change are looked for."""
 
 
 class Upload:
@@ -79,6 +79,8 @@ class Upload:
         self._plan: UploadPlan | None = None
         self._candidates: dict[str, Path] = {}
         self._arrivals: dict[str, Arrival] = {}
+        self.neighbours: Sequence[Path] = ()
+        """Folders of other runs that its client may read, whose newest checkpoint is searched too."""
 
     # -- on disk ----------------------------------------------------------------------------------------------------
 
@@ -154,7 +156,9 @@ class Upload:
             if content.array.codec is None and not self.is_whole(file)
         }
         found: dict[str, Path] = {}
-        for info in reversed(scan(self.folder).tags[-_NUM_SEARCHED:]):
+        for info in self._searched():
+            if not left:
+                break
             with contextlib.suppress(ZstoreError, OSError), CheckpointReader(info) as reader:
                 for rank in {content.shard for content in left.values()} & set(range(info.record.world_size)):
                     for entry in reader.manifest(rank).shards:
@@ -167,6 +171,13 @@ class Upload:
                             found[file] = reader.path / file
                             del left[file]
         return found
+
+    def _searched(self) -> Iterator[TagInfo]:
+        """Yield the checkpoints that may have files of this one, the likeliest first."""
+        yield from reversed(scan(self.folder).tags[-_NUM_SEARCHED:])
+        for folder in self.neighbours:
+            with contextlib.suppress(ZstoreError, OSError):
+                yield from scan(folder).tags[-1:]
 
     def _contents(self) -> dict[str, Content]:
         """Return all files that come over the network, by path."""

@@ -146,9 +146,9 @@ class Report:
     def _add_run(self) -> None:
         answers, library, run = self._answers, self._library, self.run
         fresh_history(library, run, is_whole=True)
-        detail = run_detail(library, run)
+        detail = run_detail(library, run, limit=100)
         answers.require(api_path(), ServiceInfo(version=__version__, allows_actions=False, authorized=False))
-        answers.require(api_path("runs"), RunList(runs=[detail.summary]))
+        answers.require(api_path("runs"), RunList(runs=[detail.summary], num_runs=1))
         answers.require(api_path("jobs"), JobList(jobs=[]))
         answers.add_newest(self._path(), detail, "sessions", "sessions")
         answers.require(self._path("steps"), run_steps(library, run, points=NUM_POINTS))

@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...checkpoint.catalog import resolve
-from ...checkpoint.marks import change_marks
+from ...checkpoint.marks import change_marks, change_run_marks
 from ...checkpoint.names import tag_text
 from ...journal.requests import request as ask
-from ..models import CheckpointList, Job, MarkChange, PruneResult, PruneRules, RunAction
+from ..models import CheckpointList, Job, MarkChange, PruneResult, PruneRules, RunAction, RunMarksChange, RunSummary
 from ..replies import ConflictError
 from ..runs import Run
 from ..service import Service, run_of, service_of
@@ -48,6 +48,18 @@ def mark(service: Service, run: Run, change: MarkChange) -> CheckpointList:
     timeline = service.timeline(run)
     timeline.forget()
     return timeline.answer()
+
+
+async def _mark_run(request: Request, values: Values) -> Response:
+    change = await parse_body(request, RunMarksChange)
+    return await answer(lambda: mark_run(service_of(request), run_of(request), change))
+
+
+def mark_run(service: Service, run: Run, change: RunMarksChange) -> RunSummary:
+    """Change the marks of a run itself; return it with the new ones. Raises UsageError for marks that cannot be some."""
+    change_run_marks(run.folder, **change.model_dump(), files=service.settings.files)
+    service.listing.forget()
+    return service.summaries.of(run)
 
 
 def _asks(action: Literal["save", "stop"], summary: str) -> Operation:
@@ -120,6 +132,17 @@ OPERATIONS = (
         problems=(422, 507),
         access="act",
         audit="tag",
+    ),
+    Operation(
+        path="/api/runs/{run}/marks",
+        method="POST",
+        summary="Give a run tags, a group or a note",
+        answer=RunSummary,
+        handle=_mark_run,
+        body=RunMarksChange,
+        problems=(422, 507),
+        access="act",
+        audit="mark run",
     ),
     _asks("save", "Have a run save at the end of its step"),
     _asks("stop", "Have a run stop after its step"),

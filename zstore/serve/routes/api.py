@@ -25,7 +25,7 @@ async def _document(request: Request, values: Values) -> Response:
 
 OPERATIONS: tuple[Operation | Exchange, ...] = (
     Operation(path="/api/openapi.json", summary="This document", answer=None, handle=_document),
-    # `{checkpoint:path}` takes all other paths: those that end in a word of their own are tried before.
+    # A checkpoint may be in a folder of a loop: paths that end in a word of their own are tried before its own.
     *actions.OPERATIONS,
     *events.OPERATIONS,
     *queries.OPERATIONS,

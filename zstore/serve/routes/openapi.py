@@ -27,7 +27,7 @@ EVENTS: Mapping[str, type[BaseModel]] = {
 Refs = Mapping[Any, dict[str, Any]]
 """The reference to a model's schema, by the model."""
 
-_SEGMENT = re.compile(r"\{(\w+)(?::path)?\}")
+_SEGMENT = re.compile(r"\{(\w+)(?::\w+)?\}")
 _HELP = {
     "run": "Name of a run, percent-encoded.",
     "checkpoint": "Path of the tag's folder inside the run's, `latest`, or a moving tag.",

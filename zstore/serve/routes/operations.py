@@ -11,18 +11,28 @@ from typing import Any, Literal, TypeVar
 
 import anyio.to_thread
 from pydantic import BaseModel, ValidationError
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...checkpoint.catalog import LOOPS_FOLDER
 from ...errors import UsageError, ZstoreError
 from ..auth import require_role
 from ..replies import reply
 from ..service import run_of, service_of
 from ..tokens import Role
 
+
+class _CheckpointPath(PathConvertor):
+    """The path of a checkpoint in its run's folder: what else is below it is not one, and so can refuse a method itself."""
+
+    regex = rf"(?:{LOOPS_FOLDER.pattern}/)?[^/]+"
+
+
+register_url_convertor("checkpoint", _CheckpointPath())
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 

@@ -64,6 +64,7 @@ def routes() -> list[Route]:
     return [
         Route("/", _answer),
         Route("/jobs", _answer),
+        Route("/runs/compare", _answer),
         Route("/run/{rest:path}", _answer),
         Route("/assets/{file:path}", _answer),
         Route("/{run}", _redirect),
@@ -94,5 +95,6 @@ async def _redirect(request: Request) -> Response:
     """Redirect from the address of a run to its page; clients that may not read learn nothing about the run."""
     if token_of(request) is not None:
         await run_in_threadpool(run_of, request)
-    name = quote(request.path_params["run"], safe="")
-    return RedirectResponse(f"/run/{name}", 307, headers={"Cache-Control": "no-store"})
+    name, link = quote(request.path_params["run"], safe=""), request.scope["state"].get("link")
+    query = "" if link is None else f"?share={link}"
+    return RedirectResponse(f"/run/{name}{query}", 307, headers={"Cache-Control": "no-store"})

@@ -33,7 +33,7 @@ from .operations import Operation, Parameter, Values, answer, of_run
 
 _MOST_POINTS = 20_000
 _RUN = "/api/runs/{run}"
-_CHECKPOINT = "/checkpoints/{checkpoint:path}"
+_CHECKPOINT = "/checkpoints/{checkpoint:checkpoint}"
 CHECKPOINT = _RUN + _CHECKPOINT
 
 
@@ -53,7 +53,12 @@ async def _info(request: Request, values: Values) -> Response:
 
 async def _runs(request: Request, values: Values) -> Response:
     service, sees = service_of(request), require_token(request).sees
-    return await answer(lambda: RunList(runs=[run for run in service.listing.get().runs if sees(run.name)]))
+
+    def search() -> RunList:
+        seen = [run for run in service.listing.get() if sees(run.name)]
+        return RunList(runs=[run for run in seen if run.has_words(values["q"] or "")], num_runs=len(seen))
+
+    return await answer(search)
 
 
 async def _jobs(request: Request, values: Values) -> Response:
@@ -84,6 +89,11 @@ def _of_run(
     )
 
 
+_SEARCH = Parameter(name="q", help="Words that are in the run's name, tags, group, note, or settings like `lr=0.001`.")
+_PAGE = (
+    Parameter(name="limit", help="Most sessions and warnings.", kind="integer", default=views.PAGE, least=1, most=100),
+    Parameter(name="skip", help="How many of the newest to leave out.", kind="integer", default=0),
+)
 _STEPS = (
     Parameter(name="after", help="Steps after this one only.", kind="integer"),
     Parameter(name="until", help="Steps up to this one only.", kind="integer"),
@@ -98,8 +108,8 @@ _PAIR = (
 
 OPERATIONS = (
     Operation(path="/api", summary="The service, and what it allows", answer=ServiceInfo, handle=_info),
-    Operation(path="/api/runs", summary="All runs in short", answer=RunList, handle=_runs),
-    _of_run("", "A run: its sessions, saves and warnings", RunDetail, views.run_detail),
+    Operation(path="/api/runs", summary="Runs in short", answer=RunList, handle=_runs, parameters=(_SEARCH,)),
+    _of_run("", "A run: its sessions, saves and warnings", RunDetail, views.run_detail, parameters=_PAGE),
     _of_run("/placement", "Where every byte of a run rests", Placement, views.run_placement),
     _of_run("/steps", "Steps of a run as columns", Steps, views.run_steps, parameters=_STEPS),
     _of_run("/checkpoints", "Checkpoints of a run, the oldest first", CheckpointList, views.list_checkpoints),

@@ -47,8 +47,9 @@ M = TypeVar("M", bound=BaseModel)
 
 async def _begin(request: Request) -> Response:
     async with _body(request, UploadOffer, _OFFER_BYTES) as offer:
-        await run_in_threadpool(runs_of(request).folder_for_uploads, offer.run)
-        return reply(await run_in_threadpool(service_of(request).inbox.begin, offer))
+        runs = runs_of(request)
+        await run_in_threadpool(runs.folder_for_uploads, offer.run)
+        return reply(await run_in_threadpool(service_of(request).inbox.begin, offer, runs))
 
 
 async def _list(request: Request) -> Response:

@@ -1,8 +1,8 @@
 """The steps of a run as columns of numbers. Pure.
 
 [Note: columns]
-A row is a step, or several that follow each other: such a joined row has the last step and time, the least and greatest
-loss, tokens by time, and the mean of everything else. NaN: not known.
+A row is a step, or several that follow each other: such a joined row has the last step, time and sum of tokens, the least and
+greatest loss, tokens by time, and the mean of everything else. NaN: not known.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ Part = tuple[list[str], Matrix]
 """Names of columns, and their rows [columns, rows]."""
 
 _TIMES = ("step_s", "forward_s", "backward_s", "optimizer_s")
-COLUMNS = ("step", "at", "loss", "loss_min", "loss_max", "lr", "grad_norm", "tokens_per_s", *_TIMES, "stall_s")
+SEEN = "tokens_seen"
+"""Tokens of all steps up to this one; of a row that is about to be added, those of its step."""
+COLUMNS = ("step", "at", SEEN, "loss", "loss_min", "loss_max", "lr", "grad_norm", "tokens_per_s", *_TIMES, "stall_s")
 """Columns that every table has; others come with the steps."""
 STEPS, SERIAL = "#steps", "#serial"
 HIDDEN = (STEPS, SERIAL)
 """How many steps a row covers, and the number of its last line among all of steps."""
-_LAST = {"step", "at", SERIAL}
+_LAST = {"step", "at", SEEN, SERIAL}
 _BY_TIME = {"tokens_per_s", "mfu"}
 """Rates of a step: their means are by its time."""
 
@@ -35,7 +37,7 @@ def row_of(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the row of a journal's line of a step, with the columns of `zstore.journal.steps`; see there."""
     row = {name: number(line.get(name)) for name in ("step", "at", "loss", "lr", "grad_norm", *_TIMES)}
     row["loss_min"] = row["loss_max"] = row["loss"]
-    tokens, step_s = number(line.get("tokens")), row["step_s"]
+    row[SEEN], step_s = (tokens := number(line.get("tokens"))), row["step_s"]
     row["tokens_per_s"] = number(tokens / step_s) if step_s > 0 else math.nan
     return row | {"stall_s": math.nan} | measured(line) | _not_finite(line)
 

@@ -15,12 +15,15 @@ import threading
 import weakref
 from pathlib import Path
 
+import numpy as np
+
 from ...checkpoint.folder import Folder
 from ...journal.names import run_of
-from .columns import Part, columns_of
+from .columns import SEEN, Part, columns_of
 from .index import IndexLostError, JournalIndex, index_name
 from .journals import JournalFile, arrival, journals_in, read_on, read_some
 from .journalview import JournalView
+from .steptable import StepTable
 
 _LONG_BYTES = 4 * 1024 * 1024
 """More than this is not read at once in this process, but by another one into an index."""
@@ -152,8 +155,15 @@ class History:
             return self._columns(points, after_step, until_step)
 
     def _columns(self, points: int, after_step: float, until_step: float) -> dict[str, list[float | None]]:
-        parts, until = list[Part](), until_step
+        tables, until = list[tuple[StepTable, float]](), until_step
         for view in sorted(self.views, key=lambda view: view.last_at, reverse=True):
-            parts.insert(0, view.table.part(points=points, after_step=after_step, until_step=until))
+            tables.insert(0, (view.table, until))
             until = min(until, view.table.first_step - 1)
+        parts, seen = list[Part](), 0.0
+        for table, until in tables:
+            names, rows = table.part(points=points, after_step=after_step, until_step=until)
+            if seen:
+                rows = rows + seen * (np.array(names) == SEEN)[:, None]
+            parts.append((names, rows))
+            seen += np.nan_to_num(table.tokens_until(until))
         return columns_of(parts, points)

@@ -47,7 +47,7 @@ def index_name(journal: str) -> str:
 
 @dataclass
 class _IndexState:
-    version: Literal[1]
+    version: Literal[2]
     head: str
     """A digest of the journal's first bytes."""
     view: JournalView
@@ -142,7 +142,7 @@ class JournalIndex:
             before = view.offset
             until = min(self._folder.size(self._journal), before + MOST_LINE_BYTES)
             read_on(self._folder, self._journal, view, until)
-            state = _IndexState(version=1, head=self._head(), view=view, table=view.table.save())
+            state = _IndexState(version=2, head=self._head(), view=view, table=view.table.save())
             text = zlib.compress(json.dumps(_STATE.dump_python(state)).encode(), 1)
             db.execute("INSERT OR REPLACE INTO state VALUES (1, ?)", (text,))
         return view.offset > before

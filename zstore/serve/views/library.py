@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..cache import Cache, Renewed
 from ..files.visible import VisibleCheckpoints
-from ..models import ArrayStatistics, Difference, RunList
+from ..models import ArrayStatistics, Difference
 from ..runs import Run, Runs
 from ..settings import Settings
 from .history import History
@@ -23,7 +23,7 @@ class Library:
         self.runs = Runs(settings)
         self.checkpoints = VisibleCheckpoints()
         self.summaries = RunSummaries(self.checkpoints)
-        self.listing = Renewed(lambda: RunList(runs=[self.summaries.of(run) for run in self.runs.all().values()]))
+        self.listing = Renewed(lambda: [self.summaries.of(run) for run in self.runs.all().values()])
         """All runs in short, of very many as they were some seconds ago."""
         self._histories: Cache[str, History] = Cache(_MOST_HISTORIES)
         self._timelines: Cache[str, Timeline] = Cache(_MOST_TIMELINES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from ...checkpoint.format import encode_state
 from ..models import (
@@ -23,6 +23,9 @@ from .library import Library
 
 _MOST_STATE_BYTES = 64 * 1024
 _TIERS = ("device", "host", "disk")
+PAGE = 20
+"""Sessions and warnings that are shown unless more are asked for."""
+T = TypeVar("T")
 
 
 def fresh_history(service: Library, run: Run, *, is_whole: bool = False) -> History:
@@ -32,8 +35,8 @@ def fresh_history(service: Library, run: Run, *, is_whole: bool = False) -> Hist
     return history
 
 
-def run_detail(service: Library, run: Run) -> RunDetail:
-    """Return a run with its sessions, saves, requests and warnings."""
+def run_detail(service: Library, run: Run, *, limit: int = PAGE, skip: int = 0) -> RunDetail:
+    """Return a run with its saves, requests, and a page of its sessions and warnings: `limit` before the `skip` newest."""
     history = fresh_history(service, run)
     with history.lock:
         views = history.views
@@ -44,12 +47,19 @@ def run_detail(service: Library, run: Run) -> RunDetail:
         not_finite = [found for view in views for found in view.not_finite]
     return RunDetail(
         summary=service.summaries.of(run),
-        sessions=sorted(sessions, key=lambda session: session.started_at),
+        sessions=_page(sorted(sessions, key=lambda session: session.started_at), limit, skip),
+        num_sessions=len(sessions),
         saves=sorted(saves, key=lambda save: save.at)[-MOST_SAVES:],
         actions=sorted(actions, key=lambda action: action.at)[-MOST_ACTIONS:],
-        warnings=sorted(warnings, key=lambda warned: warned.at)[-MOST_WARNINGS:],
+        warnings=_page(sorted(warnings, key=lambda warned: warned.at), limit, skip),
+        num_warnings=len(warnings),
         not_finite=sorted(not_finite, key=lambda found: found.at)[-MOST_WARNINGS:],
     )
+
+
+def _page(rows: list[T], limit: int, skip: int) -> list[T]:
+    end = max(0, len(rows) - skip)
+    return rows[max(0, end - limit) : end]
 
 
 def run_steps(

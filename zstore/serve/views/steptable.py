@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from .columns import COLUMNS, HIDDEN, SERIAL, STEPS, Matrix, Part, columns_of, joined
+from .columns import COLUMNS, HIDDEN, SEEN, SERIAL, STEPS, Matrix, Part, columns_of, joined
 
 BLOCK_ROWS = 512
 _LEAST_ROWS = 16
@@ -154,7 +154,17 @@ class StepTable:
             for height, level in enumerate(self._levels):
                 level.cut(size // FANOUT**height)
         self._join()
-        self._levels[0].append(self._row({**row, STEPS: 1.0, SERIAL: float(self.num_lines)}))
+        # Of steps without a line, as in a sample of the lines, there were as many tokens.
+        passed = max(1.0, row["step"] - self._last_step) if len(self) else 1.0
+        counts = (self.tokens_until(math.inf), passed * row.get(SEEN, math.nan))
+        known = [count for count in counts if not math.isnan(count)]
+        more = {SEEN: sum(known) if known else math.nan, STEPS: 1.0, SERIAL: float(self.num_lines)}
+        self._levels[0].append(self._row({**row, **more}))
+
+    def tokens_until(self, step: float) -> float:
+        """Return the tokens of all steps up to one; NaN if they are not known."""
+        last = self._find(0, step)
+        return float(self._levels[0].rows(last - 1, last)[self._places[SEEN], 0]) if last else math.nan
 
     def note(self, step: float, values: Mapping[str, float]) -> None:
         """Add values to those of a step, the last one; of a later one they make a row."""

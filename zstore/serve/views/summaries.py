@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterator
+from typing import Any
 
 from ...checkpoint.folder import Folder
+from ...checkpoint.marks import RunMarks, read_marks
+from ...checkpoint.names import MARKS_FILE
 from ...errors import ZstoreError
 from ...journal.names import run_of
 from ..cache import Cache
-from ..files.visible import VisibleCheckpoints
+from ..files.visible import VisibleCheckpoints, file_state
 from ..models import Newest, RunSummary, Session
 from ..runs import Run
 from .journals import arrival, journals_in, last_session, read_some
@@ -25,20 +30,22 @@ class RunSummaries:
 
     def __init__(self, checkpoints: VisibleCheckpoints) -> None:
         self._checkpoints = checkpoints
-        self._journals: Cache[str, tuple[tuple[str, int, int], JournalView]] = Cache(_MOST_CACHED)
+        self._journals: Cache[str, tuple[tuple[str, int, int], JournalView, str]] = Cache(_MOST_CACHED)
+        self._marks: Cache[str, tuple[object, RunMarks]] = Cache(_MOST_CACHED)
         self._sessions: Cache[str, tuple[int, Session | None]] = Cache(_MOST_CACHED)
 
     def of(self, run: Run) -> RunSummary:
         """Return a run in short."""
-        newest, info, num_checkpoints, problem = None, None, 0, None
+        newest, info, num_checkpoints, problem, marks = None, None, 0, None, RunMarks()
         try:
             num_checkpoints, info = self._checkpoints.newest(run.folder)
+            marks = self._marks_of(run.folder)
         except (ZstoreError, OSError) as error:
             problem = str(error)
         if info is not None:
             place, at = checkpoint_of(info, run.folder), info.record.committed_ns / 1e9
             newest = Newest(checkpoint=place, tag=info.tag, step=info.record.step, committed_at=at)
-        journal = self._journal(run.folder)
+        journal, settings = self._journal(run.folder)
         last = {name: None if math.isnan(value) else value for name, value in journal.table.last.items()}
         times = [journal.last_at or None, newest.committed_at if newest else None]
         return RunSummary(
@@ -57,18 +64,31 @@ class RunSummaries:
             num_checkpoints=num_checkpoints,
             newest=newest,
             problem=problem,
+            tags=marks.tags,
+            group=marks.group,
+            note=marks.note,
+            settings=settings,
         )
 
-    def _journal(self, folder: Folder) -> JournalView:
-        """Return what the first and last lines of the newest journal in a folder say, with the last step alone."""
+    def _marks_of(self, folder: Folder) -> RunMarks:
+        if (state := file_state(folder, MARKS_FILE)) is None:
+            return RunMarks()
+        cached = self._marks.get(folder.location)
+        if cached is None or cached[0] != state:
+            cached = self._marks.put(folder.location, (state, read_marks(folder).run))
+        return cached[1]
+
+    def _journal(self, folder: Folder) -> tuple[JournalView, str]:
+        """Return what the first and last lines of the newest journal in a folder say, with the last step alone, and its
+        settings as text."""
         found = journals_in(folder)
         if not found:
-            return JournalView("")
+            return JournalView(""), ""
         name = max(found, key=lambda name: found[name].written_ns)
         key = (name, found[name].nbytes, found[name].written_ns)
         cached = self._journals.get(folder.location)
         if cached is not None and cached[0] == key:
-            return cached[1]
+            return cached[1:]
         made = JournalView(run_of(name) or name)
         read_some(folder, name, made, found[name].nbytes, samples=1)
         made.arrived_at = arrival(folder, found[name], made.last_at, is_new=cached is None)
@@ -84,4 +104,14 @@ class RunSummaries:
             self._sessions.put(place, (scanned, session))
         if last:
             made.table.add(last)
-        return self._journals.put(folder.location, (key, made))[1]
+        settings = "\n".join(_lines_of(made.sessions[-1].config if made.sessions else {}))
+        return self._journals.put(folder.location, (key, made, settings))[1:]
+
+
+def _lines_of(value: Any, path: str = "") -> Iterator[str]:
+    """Yield the values in a JSON object as `path.to.key=value`."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _lines_of(inner, f"{path}.{key}" if path else key)
+    else:
+        yield f"{path}={value if isinstance(value, str) else json.dumps(value)}"

@@ -23,7 +23,7 @@ from ...checkpoint.catalog import Catalog, Refusal, TagInfo, newest_of
 from ...checkpoint.folder import Folder
 from ...checkpoint.marks import Marks, read_marks
 from ...checkpoint.names import LATEST_FILE
-from ...checkpoint.usage import SharedFiles, StoredFiles, remote_files, shared_files, stored_files
+from ...checkpoint.usage import SharedFiles, StoredFiles, shared_files, stored_files
 from ...errors import CheckpointNotFoundError, ZstoreError
 from ..files.visible import Signature, read_catalog, signature_of
 from ..models import CheckpointEntry, CheckpointList, RefusedFolder
@@ -158,7 +158,7 @@ class Timeline:
         tables = []
         for info in catalog.tags:
             start = f"{checkpoint_of(info, self._folder)}/"
-            tables.append(remote_files(info.location, [size for name, size in sizes.items() if name.startswith(start)]))
+            tables.append(stored_files(info.folder, {name: n for name, n in sizes.items() if name.startswith(start)}))
         self._known.catalog = catalog
         return self._listed(tables, shared_files(tables))
 

@@ -1,21 +1,20 @@
 // The curves of a run: which charts there are, and what each draws of the columns of its steps.
 
-import { ChartGroup, LineChart } from "../charts.js";
-import { h, replace, titled } from "../dom.js";
 import { bytes, duration, number, percent, rate, short } from "../format.js";
 
 const TIERS = ["device", "host", "disk", "buffers", "process", "cuda"];
 const NEAR = 4;
-const KEYS = "Drag to zoom. Keyboard: arrows read, Shift+arrows and Enter zoom, Esc resets";
 const LEAST_SHARE = 1e-3;
 const METRIC = "metric/";
-const EVALUATED = "metric/eval_loss";
+/** The column of the loss of evaluations. */
+export const EVALUATED = "metric/eval_loss";
 
 const one = (label, name) => (steps) => (steps.has(name) ? [{ label, values: steps.column(name) }] : []);
 const bare = (text) => text.replace(/\.0+ /, " ").replace(/(\.\d*?)0+ /, "$1 ");
 const axisBytes = (value, digits) => (value === 0 ? "0" : bare(bytes(value, digits)));
 const axisRate = (value, digits) => (value === 0 ? "0" : bare(rate(value, digits)));
-const axisTime = (value, digits) => (value === 0 ? "0" : duration(value, digits));
+/** Write a time at an axis. */
+export const axisTime = (value, digits) => (value === 0 ? "0" : duration(value, digits).replace(/ 0 (s|min|h)$/, ""));
 
 /** Why a step waited, in words. */
 const CAUSES = {
@@ -25,85 +24,50 @@ const CAUSES = {
   "blocking call": "call that waits",
 };
 
+const BYTES = { unit: "bytes", axis: axisBytes, format: bytes };
+const RATE = { unit: "bytes a second", axis: axisRate, format: rate };
+const SHARE = { unit: "share of the peak", axis: percent, format: percent };
+const TIME = { unit: "time of a step", axis: axisTime, format: duration };
+const TOKENS = { unit: "tokens/s", axis: short, format: (value) => number(value) };
+
 const CHARTS = [
   { name: "loss", title: "Loss", log: true, series: loss },
-  { name: "tokens", title: "Tokens per second", unit: "tokens/s", axis: short, format: (value) => number(value), zero: true, series: one("tokens/s", "tokens_per_s") },
-  { name: "mfu", title: "Model FLOPs utilisation", unit: "share of the peak", axis: percent, format: percent, zero: true, series: one("MFU", "mfu") },
-  { name: "time", title: "Step time by phase", unit: "time of a step", axis: axisTime, format: duration, zero: true, stacked: true, series: phases },
-  { name: "rates", title: "Rate of each link", unit: "bytes a second", axis: axisRate, format: rate, zero: true, series: prefixed("rate/") },
-  { name: "stalls", title: "Waiting by cause", unit: "time of a step", axis: axisTime, format: duration, zero: true, stacked: true, series: prefixed("stall/") },
-  { name: "memory", title: "Memory by tier", unit: "bytes", axis: axisBytes, format: bytes, zero: true, series: memory },
+  { name: "tokens", title: "Tokens per second", ...TOKENS, zero: true, series: one("tokens/s", "tokens_per_s") },
+  { name: "mfu", title: "Model FLOPs utilisation", ...SHARE, zero: true, series: one("MFU", "mfu") },
+  { name: "time", title: "Step time by phase", ...TIME, zero: true, stacked: true, series: phases },
+  { name: "rates", title: "Rate of each link", ...RATE, zero: true, series: prefixed("rate/") },
+  { name: "stalls", title: "Waiting by cause", ...TIME, zero: true, stacked: true, series: prefixed("stall/") },
+  { name: "memory", title: "Memory by tier", ...BYTES, zero: true, series: memory },
   { name: "norm", title: "Gradient norm", log: true, series: one("norm", "grad_norm") },
   { name: "lr", title: "Learning rate", zero: true, series: one("lr", "lr") },
 ];
 
-/** All charts of a run, which move together. `changed` is called with the range that people choose, null for all of it. */
-export class Curves {
-  constructor(changed) {
-    this.group = new ChartGroup((domain) => {
-      this.all.disabled = domain === null;
-      changed(domain);
-    });
-    this.charts = new Map();
-    this.log = h("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => this.setLog(!this.isLog), test: "log" }, "Log scale");
-    this.all = h("button", { type: "button", class: "small", disabled: true, onclick: () => this.group.setDomain(null), test: "zoom-all" }, "All steps");
-    this.smooth = h("button", { type: "button", class: "small", "aria-pressed": "false", onclick: () => this.setSmooth(!this.isSmooth), test: "smooth" }, "Smooth");
-    this.isLog = false;
-    this.isSmooth = false;
-    this.grid = h("div", { class: "grid charts" });
-    this.element = h(
-      "section",
-      { class: "view", "aria-label": "Curves" },
-      titled(h("h2", null, "Curves"), h("span", { class: "hint keys" }, KEYS), this.smooth, this.log, this.all),
-      this.grid,
-    );
-  }
+/** How a chart of one column is called, by the column's name, and what its values are. */
+const COLUMNS = [
+  [/^loss$/, "Loss"],
+  [/^metric\/eval_loss$/, "Loss of evaluations"],
+  [/^metric\/(.+)$/, "$1"],
+  [/^grad_norm$/, "Gradient norm"],
+  [/^lr$/, "Learning rate"],
+  [/^tokens_per_s$/, "Tokens per second", TOKENS],
+  [/^mfu$/, "Model FLOPs utilisation", SHARE],
+  [/^memory\/(.+)$/, "Memory: $1", BYTES],
+  [/^rate\/(.+)$/, "Rate: $1", RATE],
+  [/^stall\/(.+)$/, "Waiting: $1", TIME],
+  [/^(.+)_s$/, "Time: $1", TIME],
+  [/^.*$/, "$&"],
+];
 
-  /** Draw `steps` with `marks`; `placement` gives the budget. */
-  update(steps, marks, placement) {
-    const shown = [];
-    for (const spec of [...CHARTS, ...own(steps)]) {
-      const series = spec.series(steps, placement);
-      if (series.length === 0) continue;
-      const chart = this.chart(spec);
-      chart.update({ x: steps.column("step"), series, marks });
-      shown.push(chart.element);
-    }
-    const same = shown.length === this.grid.children.length && shown.every((element, index) => element === this.grid.children[index]);
-    if (!same) replace(this.grid, shown);
-  }
+/** Return what `ChartGrid` shows of the `steps` of a run with `marks`; `placement` gives the budget. */
+export function curvesOf(steps, marks, placement) {
+  const specs = [...CHARTS, ...own(steps)].map((spec) => ({ ...spec, data: { x: steps.column("step"), series: spec.series(steps, placement), marks } }));
+  return specs.filter(({ data }) => data.series.length > 0);
+}
 
-  chart(spec) {
-    if (!this.charts.has(spec.name)) {
-      const chart = new LineChart({ ...spec, group: this.group });
-      if (spec.log) chart.setLog(this.isLog);
-      chart.setSmooth(this.isSmooth);
-      this.charts.set(spec.name, chart);
-    }
-    return this.charts.get(spec.name);
-  }
-
-  setLog(isLog) {
-    this.isLog = isLog;
-    this.log.setAttribute("aria-pressed", String(isLog));
-    for (const spec of CHARTS) if (spec.log) this.charts.get(spec.name)?.setLog(isLog);
-  }
-
-  setSmooth(isSmooth) {
-    this.isSmooth = isSmooth;
-    this.smooth.setAttribute("aria-pressed", String(isSmooth));
-    for (const chart of this.charts.values()) chart.setSmooth(isSmooth);
-  }
-
-  /** Show steps from and to those of `domain`, without a call of `changed`. */
-  setDomain(domain) {
-    this.all.disabled = domain === null;
-    this.group.setDomain(domain, true);
-  }
-
-  close() {
-    for (const chart of this.charts.values()) chart.close();
-  }
+/** Return the options of a chart of one column alone. */
+export function chartOf(column) {
+  const [pattern, title, kind] = COLUMNS.find(([one]) => one.test(column));
+  return { name: `column-${column}`, title: column.replace(pattern, title), log: true, ...kind };
 }
 
 function loss(steps) {

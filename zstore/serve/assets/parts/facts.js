@@ -47,9 +47,18 @@ export function stateTag(state) {
 
 /** The marks of a checkpoint as small words: the tags that moved to it, whether it is held, and its note. */
 export function marks({ moving_tags: tags, held, note }) {
-  const words = [...tags.map((tag) => `@${tag}`), held ? "held" : null, note?.slice(0, 40)];
+  return words([...tags.map((tag) => `@${tag}`), held ? "held" : null], note);
+}
+
+/** The marks of a run as small words. */
+export function runMarks({ tags, group, note }, most) {
+  return words([group && `group: ${group}`, ...tags], note, most);
+}
+
+function words(tags, note, most = 40) {
+  const text = note?.length > most ? `${note.slice(0, most)}…` : note;
   const label = (word) => h("span", { class: "tag", title: note, test: "mark" }, h("bdi", null, word));
-  return words.filter(Boolean).flatMap((word) => [" ", label(word)]);
+  return [...tags, text].filter(Boolean).flatMap((word) => [" ", label(word)]);
 }
 
 function iso(at) {

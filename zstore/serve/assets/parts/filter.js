@@ -8,6 +8,7 @@ export function filterField({ label, placeholder = "Filter by name", test = "fil
   return h("input", {
     type: "search",
     "aria-label": label,
+    title: label,
     placeholder,
     value: filterText(),
     oninput: (event) => {

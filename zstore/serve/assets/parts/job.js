@@ -20,7 +20,7 @@ export function progressOf(job, now) {
   const elapsed = Math.max(0, (job.ended_at ?? now) - job.started_at);
   const share = job.total_bytes > 0 ? Math.min(1, job.done_bytes / job.total_bytes) : null;
   const perSecond = elapsed > 0 ? job.done_bytes / elapsed : 0;
-  if (job.state !== "running") return { share, text: `${bytes(job.done_bytes)} in ${duration(elapsed)}` };
+  if (job.state !== "running") return { share, text: job.ended_at === null ? "" : `${bytes(job.done_bytes)} in ${duration(elapsed)}` };
   const parts = [share === null ? bytes(job.done_bytes) : `${bytes(job.done_bytes)} of ${bytes(job.total_bytes)}`];
   if (share !== null) parts.push(percent(share));
   if (elapsed >= 1 && perSecond > 0) {
@@ -37,7 +37,8 @@ export function hasFaults({ kind, state, lines }) {
 
 /** A job as it is shown; `update` changes what is there, so that text stays selected. */
 export class JobView {
-  constructor(job) {
+  /** @param {(job: object) => void} [again] Asks for the verification again; null for no button. */
+  constructor(job, again = null) {
     this.state = h("span", { test: "job-state" });
     this.bar = h("progress", { max: "1", "aria-label": "Progress", test: "job-progress" });
     this.text = h("p", { class: "muted", test: "job-text" });
@@ -45,6 +46,7 @@ export class JobView {
     this.lines = h("pre", { class: "command job-lines", tabindex: "0", test: "job-lines" });
     this.more = h("button", { type: "button", class: "small", test: "job-more", onclick: () => this.showAll() });
     this.all = false;
+    this.again = again && job.kind === "verify" ? h("button", { type: "button", class: "small", test: "job-again", onclick: () => again(this.job) }, "Verify again") : null;
     this.element = h(
       "article",
       { class: "panel job", test: "job", "data-job": job.id },
@@ -60,6 +62,7 @@ export class JobView {
       this.problem,
       this.lines,
       this.more,
+      this.again,
     );
     this.update(job);
   }
@@ -73,6 +76,7 @@ export class JobView {
     if (share === null) this.bar.removeAttribute("value");
     else this.bar.value = share;
     this.bar.hidden = job.state !== "running";
+    if (this.again) this.again.hidden = job.state === "running";
     put(this.text, progress);
     put(this.problem, job.problem ?? "");
     this.problem.hidden = job.problem === null;

@@ -38,7 +38,7 @@ export function savesPanel(run, saves) {
 }
 
 /** The warnings of a run and its numbers that are not finite, the newest first; nothing where there are none. */
-export function warningsPanel({ warnings: told, not_finite: wrong }) {
+export function warningsPanel({ warnings: told, not_finite: wrong }, older) {
   const numbers = wrong.map(({ at, step, values }) => ({ at, text: `Step ${count(step)}: ${Object.entries(values).map(([name, value]) => `${name} is ${value}`).join(", ")}` }));
   const warnings = [...told, ...numbers].sort((a, b) => a.at - b.at);
   if (warnings.length === 0) return null;
@@ -51,11 +51,12 @@ export function warningsPanel({ warnings: told, not_finite: wrong }) {
       { class: "plain scroll tall" },
       warnings.toReversed().map((warned) => h("li", null, h("span", { class: "muted" }, when(warned.at)), h("span", { class: "name" }, warned.text))),
     ),
+    older,
   );
 }
 
 /** The processes that trained, the newest first, with their versions and settings. */
-export function sessionsPanel({ sessions, summary }) {
+export function sessionsPanel({ sessions, summary }, older) {
   if (sessions.length === 0) return null;
   return h(
     "section",
@@ -66,6 +67,7 @@ export function sessionsPanel({ sessions, summary }) {
       { class: "plain scroll tall" },
       sessions.toReversed().map((session, index) => process(session, index === 0 && summary.state === "training")),
     ),
+    older,
   );
 }
 

@@ -4,23 +4,24 @@ import { isReport } from "../data.js";
 import { h, replace } from "../dom.js";
 import { ago, count, counted, duration, number, percent, when } from "../format.js";
 import { runUrl } from "../router.js";
-import { stateTag } from "./facts.js";
+import { runMarks, stateTag } from "./facts.js";
 import { Saving } from "./saving.js";
 
 const RECENT_STEPS = 50;
 
 /** The panel at the head of a run. */
 export class RunStatus {
-  constructor(run, actions) {
+  constructor(run, actions, edit) {
     this.run = run;
     this.state = h("div", { class: "row state" });
     this.live = h("span", { class: "tag dot", test: "live", role: "status" }, isReport ? "report" : "connecting");
     this.isLive = null;
     this.bar = h("progress", { max: "1", value: "0", "aria-label": "Steps done" });
     this.facts = new Map();
+    this.marks = h("span");
     this.list = h("dl", { class: "facts" });
     this.saving = new Saving(run);
-    this.element = h("section", { class: "panel status", "aria-label": "Status" }, this.state, this.bar, this.list, this.saving.element, actions);
+    this.element = h("section", { class: "panel status", "aria-label": "Status" }, h("div", { class: "row" }, this.state, this.marks, h("span", { class: "spring" }), edit), this.bar, this.list, this.saving.element, actions);
     this.timer = setInterval(() => this.showAge(), 1000);
   }
 
@@ -41,6 +42,9 @@ export class RunStatus {
     this.updatedAt = Math.max(summary.updated_at ?? 0, steps.columns.at?.at(-1) ?? 0) || null;
     if (this.shown !== summary.state) replace(this.state, stateTag(summary.state), this.live);
     this.shown = summary.state;
+    const marks = JSON.stringify([summary.tags, summary.group, summary.note]);
+    if (this.shownMarks !== marks) replace(this.marks, runMarks(summary, 1000));
+    this.shownMarks = marks;
     this.live.hidden = isReport || (this.isLive !== false && summary.state !== "training");
     const step = Math.max(summary.step ?? 0, steps.last ?? 0);
     const total = summary.total_steps;

@@ -3,12 +3,12 @@
 // For tests: jobs-list with job (data-job: its id) and job-state, job-progress, job-lines, job-problem; jobs-filter; uploads,
 // upload-remove.
 
-import { api, get, isReport, remove } from "../data.js";
+import { api, get, isReport, post, remove } from "../data.js";
 import { h, replace, titled } from "../dom.js";
 import { ago, bytes } from "../format.js";
 import { note } from "../router.js";
 import { empty } from "../states.js";
-import { act, actionButton, confirmed } from "../parts/act.js";
+import { act, actionButton, confirmed, whyNot } from "../parts/act.js";
 import { JobView } from "../parts/job.js";
 import { repeat } from "../parts/poll.js";
 import { cell, heading, nameCell, table } from "../parts/tables.js";
@@ -84,6 +84,15 @@ class JobsView {
     }
   }
 
+  async verify({ run, checkpoint }) {
+    try {
+      await act(() => post(api(["runs", run, "checkpoints", checkpoint, "verify"])), this.context, "Verifying needs the service's token.");
+      await this.refresh();
+    } catch (error) {
+      this.fail(error);
+    }
+  }
+
   take(jobs) {
     this.jobs = jobs;
     this.draw();
@@ -121,7 +130,8 @@ class JobsView {
     const ids = shown.map((job) => job.id).join(" ");
     if (ids === this.ids && this.list.querySelector(".job") !== null) return;
     this.ids = ids;
-    this.views = new Map(shown.map((job) => [job.id, this.views.get(job.id) ?? new JobView(job)]));
+    const again = whyNot(this.context.service) === null ? (job) => void this.verify(job) : null;
+    this.views = new Map(shown.map((job) => [job.id, this.views.get(job.id) ?? new JobView(job, again)]));
     replace(this.list, [...this.views.values()].map((view) => view.element));
   }
 }

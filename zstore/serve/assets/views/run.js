@@ -4,16 +4,20 @@ import { api, get, isReport, listen } from "../data.js";
 import { atFrame, h, replace } from "../dom.js";
 import { counted } from "../format.js";
 import { note } from "../router.js";
+import { actionButton, whyNot } from "../parts/act.js";
 import { RunActions } from "../parts/actions.js";
-import { Curves } from "../parts/curves.js";
+import { ChartGrid } from "../parts/chartgrid.js";
+import { curvesOf } from "../parts/curves.js";
+import { changeRunMarks } from "../parts/marks.js";
 import { savesPanel, sessionsPanel, warningsPanel } from "../parts/runlists.js";
 import { RunStatus } from "../parts/runstatus.js";
 import { LiveSteps, StepColumns } from "../parts/steps.js";
-import { empty } from "../states.js";
+import { empty, problem } from "../states.js";
 
 const POINTS = 1000;
 const MOST_LIVE = POINTS / 4;
 const AGAIN_MS = 1000;
+const PAGE = 20;
 const SAMPLE = "The journal is long, and is being read: these are some of its steps.";
 
 export async function show(container, params, context) {
@@ -29,8 +33,10 @@ class RunView {
     this.run = run;
     this.path = ["runs", run];
     this.actions = isReport ? null : new RunActions(run, context);
-    this.status = new RunStatus(run, this.actions?.element ?? null);
-    this.curves = new Curves((domain) => this.zoom(domain));
+    const edit = () => changeRunMarks(this.detail.summary, context, () => void this.catchUp());
+    this.edit = isReport ? null : actionButton("Tags and note", "edit-run-marks", edit, whyNot(context.service), "small quiet");
+    this.status = new RunStatus(run, this.actions?.element ?? null, this.edit);
+    this.curves = new ChartGrid("Curves", (domain) => this.zoom(domain));
     this.lists = h("div", { class: "lists" });
     this.waiting = h("div");
     this.element = h("div", { class: "view" }, this.status.element, this.waiting, this.curves.element, this.lists);
@@ -38,6 +44,8 @@ class RunView {
     this.ended = () => {};
     this.closed = false;
     this.shownLists = "";
+    this.kept = { sessions: new Map(), warnings: new Map() };
+    this.pages = { sessions: 1, warnings: 1 };
     this.shownWaiting = "";
     this.detailed = null;
     const from = Number.parseFloat(query.get("from"));
@@ -131,22 +139,44 @@ class RunView {
     if (this.domain === domain) this.detailed = new StepColumns(columns);
   }
 
+  /** Return the run with the sessions and warnings of all pages that came. */
+  whole() {
+    for (const one of this.detail.sessions) this.kept.sessions.set(`${one.run_id} ${one.started_at} ${one.pid}`, one);
+    for (const one of this.detail.warnings) this.kept.warnings.set(`${one.at} ${one.text}`, one);
+    const sessions = [...this.kept.sessions.values()].sort((a, b) => a.started_at - b.started_at);
+    return { ...this.detail, sessions, warnings: [...this.kept.warnings.values()].sort((a, b) => a.at - b.at) };
+  }
+
+  /** Return the button for the page before those of a list that came, `num` being on all; null if that was the last one. */
+  older(list, num) {
+    const skip = this.pages[list] * PAGE;
+    const more = async () => {
+      const page = await get(api(this.path, { limit: PAGE, skip }));
+      this.pages[list] += 1;
+      this.detail = { ...this.detail, [list]: [...page[list], ...this.detail[list]] };
+      this.draw();
+    };
+    const fail = (error) => replace(this.waiting, problem(error));
+    return isReport || skip >= num ? null : h("button", { type: "button", class: "small", test: `older-${list}`, onclick: () => void more().catch(fail) }, "Show older");
+  }
+
   drawNow() {
     if (this.closed) return;
     const all = this.steps.all();
+    const whole = this.whole();
     this.status.update(this.detail, this.steps.newest);
     this.showActions();
     this.curves.element.hidden = all.length === 0;
-    this.curves.update(this.detailed ?? all, marks(this.detail), this.placement);
+    this.curves.show(curvesOf(this.detailed ?? all, marks(whole), this.placement));
     const waiting = all.length === 0 ? "empty" : this.isSample ? "sample" : "";
     if (this.shownWaiting !== waiting) {
       this.shownWaiting = waiting;
       replace(this.waiting, { empty: () => this.nothing(), sample: () => h("p", { class: "hint", test: "sample" }, SAMPLE) }[waiting]?.());
     }
-    const text = JSON.stringify([this.detail.saves, this.detail.warnings, this.detail.sessions, this.detail.not_finite]);
+    const text = JSON.stringify([whole.saves, whole.warnings, whole.sessions, whole.not_finite, this.pages]);
     if (text === this.shownLists) return;
     this.shownLists = text;
-    replace(this.lists, savesPanel(this.run, this.detail.saves), warningsPanel(this.detail), sessionsPanel(this.detail));
+    replace(this.lists, savesPanel(this.run, whole.saves), warningsPanel(whole, this.older("warnings", whole.num_warnings)), sessionsPanel(whole, this.older("sessions", whole.num_sessions)));
   }
 
   /** Show the buttons anew where the run came to another state, so that one that is about to be pressed stays. */
@@ -180,8 +210,8 @@ class RunView {
 }
 
 /** Return where processes resumed and checkpoints were saved, as marks for charts. */
-function marks({ sessions, saves, not_finite: wrong }) {
-  const resumed = sessions.slice(1).map((session) => ({ x: session.first_step, kind: "resume", label: `resumed by ${session.loop}` }));
+function marks({ sessions, num_sessions: num, saves, not_finite: wrong }) {
+  const resumed = sessions.slice(sessions.length < num ? 0 : 1).map((session) => ({ x: session.first_step, kind: "resume", label: `resumed by ${session.loop}` }));
   const saved = saves
     .filter((save) => save.state === "committed" || save.state === "uploaded")
     .map((save) => ({ x: save.step, kind: "save", label: `saved ${save.tag}` }));

@@ -30,9 +30,9 @@ import torch
 
 from zstore.errors import UsageError
 
-from .access.access import Access
-from .report.progress import RunReport
-from .training import Training
+from ..access.access import Access
+from ..report.progress import RunReport
+from ..training import Training
 
 
 class LossBackward:

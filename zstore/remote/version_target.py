@@ -1,0 +1,307 @@
+"""The target of an upload whose checkpoints are versions: packs of what changed, then one commit of all references."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.catalog import TagInfo, noting, replaced_text, require_free
+from ..checkpoint.format import MACHINES_KEY, Manifest, Record
+from ..checkpoint.names import METADATA_FILE, manifest_file, tag_folder
+from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.retention import Keep, retire
+from ..io.pool import Workers
+from .packs import (
+    LARGE_BYTES,
+    PACKS_FOLDER,
+    Extent,
+    Index,
+    ShardTable,
+    is_of,
+    pack_name,
+    plan_packs,
+    shards_of,
+    training,
+    worth_keeping,
+)
+from .repository import References
+from .target import Advance, UploadTarget, files_at_a_time
+from .uploaded import extra_files
+from .versions import Version, VersionsFolder, icechunk_name
+
+_TABLE = "table"
+_INDEX = "index"
+_Pack = tuple[str, int, dict[str, tuple[Extent, str]]]
+"""Name of a pack, its bytes, and place and SHA-256 of each file in it by path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receipt:
+    """What rank 0 has to know of what a rank sent."""
+
+    table: ShardTable
+    place: Extent
+    sha256: str
+    """Of the table's document, which is at `place`."""
+    files: Mapping[str, Extent]
+    packs: Mapping[str, int]
+    """Packs that were written, and their bytes."""
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {**vars(self), "table": replace(self.table, sha256=()).document()}
+
+    @classmethod
+    def parse(cls, document: Mapping[str, Any]) -> Receipt:
+        """Return what `document` made."""
+        files = {path: Extent(*place) for path, place in document["files"].items()}
+        table, place = ShardTable.parse(document["table"]), Extent(*document["place"])
+        return cls(**{**document, "files": files, "table": table, "place": place})
+
+
+class VersionTarget(UploadTarget):
+    """A version on its way into `folder`. See [Note: packs] and [Note: versions]."""
+
+    def __init__(self, folder: VersionsFolder, tag: str, save_id: str, run_id: str) -> None:
+        super().__init__(folder.location_of(tag_folder(tag)), tag, save_id)
+        self._versions = folder
+        self._run_id = run_id
+        self._keep: Keep | None = None
+        self._base: Version | None = None
+        self._session: Any = None
+        self._sent: dict[int, Receipt] = {}
+
+    @property
+    def _folder(self) -> VersionsFolder:
+        return self._versions
+
+    # -- rank 0, before -----------------------------------------------------------------------------------------------
+
+    def begin(self, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None) -> list[str]:
+        """See `UploadTarget.begin`; makes the repository if there is none."""
+        folder, self._keep = self._versions, keep
+        folder.repository.create()
+        self._session = folder.repository.begin()
+        self._base = folder.version(self._session.snapshot_id)
+        if self._base is not None and not self._is_tagged(self._base):
+            # The save that made it was killed before it could.
+            self._tag_snapshot(self._base.name, self._base.snapshot.id, self._base.record.id)
+        found = folder.find(tag_folder(self._tag))
+        if found is None:
+            return []
+        existing = TagInfo(folder=folder.child(found.name), record=found.record)
+        require_free(existing, overwrite=overwrite, run=self._run_id if replaces_own else "")
+        return [] if overwrite else [replaced_text(existing)]
+
+    def offer(self, reader: CheckpointReader) -> None:
+        """Do nothing: the bytes to send depend on the version before, which every rank reads."""
+
+    def ticket(self) -> Mapping[str, Any]:
+        """See `UploadTarget.ticket`."""
+        return {"base": None if self._base is None else self._base.snapshot.id}
+
+    # -- the other ranks ------------------------------------------------------------------------------------------------
+
+    def join(self, ticket: Mapping[str, Any]) -> None:
+        """See `UploadTarget.join`."""
+        base = ticket["base"]
+        self._base = None if base is None else self._versions.version(base)
+
+    def receipt(self) -> Mapping[str, Any]:
+        """See `UploadTarget.receipt`."""
+        return {str(rank): sent.document() for rank, sent in self._sent.items()}
+
+    # -- each rank ------------------------------------------------------------------------------------------------------
+
+    def send(self, workers: Workers, reader: CheckpointReader, ranks: Sequence[int], advance: Advance) -> int:
+        """See `UploadTarget.send`; shard files of the version before are not sent again."""
+        return sum(self._send_rank(workers, reader, rank, advance) for rank in ranks)
+
+    def _send_rank(self, workers: Workers, reader: CheckpointReader, rank: int, advance: Advance) -> int:
+        shards = [reader.array(name).shard_file(rank) for name in shards_of(reader.arrays, rank)]
+        beside = [] if rank else list(extra_files(reader))
+        places = self._unchanged(workers, reader, reader.manifest(rank))
+        for place, _ in places.values():
+            advance(place.nbytes)
+        changing = {reader.array(name).shard_file(rank) for name in training(reader.arrays)}
+        new = [path for path in (*shards, *beside) if path not in places]
+        packs: dict[str, int] = {}
+        tasks = [
+            partial(self._send_pack, reader.path, [paths[n] for n in pack], advance)
+            for paths in ([p for p in new if p in changing], [p for p in new if p not in changing])
+            for pack in plan_packs([(reader.path / path).stat().st_size for path in paths])
+        ]
+        for pack, nbytes, found in workers.run(tasks):
+            packs[pack] = nbytes
+            places |= found
+        table = ShardTable.of([places[path] for path in shards])
+        documents = {
+            path: reader.folder.read_small(path) for path in (manifest_file(rank), *[METADATA_FILE] * (not rank))
+        }
+        documents[_TABLE] = json.dumps(table.document()).encode()
+        pack, nbytes, found = self._send_documents(documents)
+        files = {path: place for path, (place, _) in found.items()} | {path: places[path][0] for path in beside}
+        place = files.pop(_TABLE)
+        packs[pack] = nbytes
+        self._sent[rank] = Receipt(table=table, place=place, sha256=found[_TABLE][1], files=files, packs=packs)
+        return sum(packs.values())
+
+    def _unchanged(
+        self, workers: Workers, reader: CheckpointReader, manifest: Manifest
+    ) -> dict[str, tuple[Extent, str]]:
+        """Return places and digests of this rank's shard files that the version before has, by path."""
+        base, rank = self._base, manifest.rank
+        if base is None or rank >= base.record.world_size:
+            return {}
+        path = base.index.files[manifest_file(rank)].pack
+        before = {
+            entry.array: entry for entry in Manifest.decode(base.manifest(rank), path).shards if entry.shard == rank
+        }
+        numbers = {name: number for number, name in enumerate(shards_of(base.arrays, rank))}
+        alike: dict[str, int] = {}
+        for entry in manifest.shards:
+            former, array = before.get(entry.array), reader.array(entry.array)
+            if (
+                former is not None
+                and (former.crcs, former.file_bytes) == (entry.crcs, entry.file_bytes)
+                and base.arrays[entry.array].cut == array.cut
+            ):
+                alike[array.shard_file(rank)] = numbers[entry.array]
+        if not alike:
+            return {}
+        table = base.table(rank)
+        digests = workers.run([partial(_sha256, reader.path / path) for path in alike])
+        found = {
+            path: (table.extent(number), digest)
+            for (path, number), digest in zip(alike.items(), digests, strict=True)
+            if table.sha256[number] == digest
+        }
+        kept = worth_keeping((place for place, _ in found.values()), base.index.packs)
+        return {path: place for path, place in found.items() if place[0].pack in kept}
+
+    def _send_pack(self, top: Path, paths: Sequence[str], advance: Advance) -> _Pack:
+        """Send some files as one pack."""
+        files = [top / path for path in paths]
+        digests = [_sha256(file) for file in files]
+        sizes = [file.stat().st_size for file in files]
+        name = pack_name(digests, self._save_id)
+        self._versions.send(files, f"{PACKS_FOLDER}/{name}", advance)
+        return _pack(name, paths, sizes, digests)
+
+    def _send_documents(self, documents: Mapping[str, bytes]) -> _Pack:
+        """Send some small files as one pack."""
+        digests = [hashlib.sha256(data).hexdigest() for data in documents.values()]
+        name = pack_name(digests, self._save_id)
+        self._versions.write_small(f"{PACKS_FOLDER}/{name}", b"".join(documents.values()))
+        return _pack(name, list(documents), [len(data) for data in documents.values()], digests)
+
+    # -- rank 0, after ------------------------------------------------------------------------------------------------
+
+    def accept(self, receipt: Mapping[str, Any]) -> None:
+        """See `UploadTarget.accept`."""
+        self._sent |= {int(rank): Receipt.parse(document) for rank, document in receipt.items()}
+
+    def commit(self, reader: CheckpointReader) -> list[str]:
+        """See `UploadTarget.commit`."""
+        base, repository, record = self._base, self._versions.repository, self._record(reader.record)
+        _, _, found = self._send_documents({_INDEX: self._index(record).encode()})
+        place, digest = found[_INDEX]
+        # Then most references are those of the version before, which the session has.
+        alike = base is not None and base.record.metadata_sha256 == record.metadata_sha256
+        attributes = {"record": json.loads(record.encode()), "index": [*place, digest]}
+        documents = None if alike else reader.documents["consolidated_metadata"]["metadata"]
+        repository.write(self._session, attributes, documents, self._references(reader, only_new=alike))
+        facts = {"tag": record.tag, "step": record.step, "run": record.run}
+        snapshot_id = repository.commit(self._session, f"{record.tag}, step {record.step}", facts)
+        messages: list[str] = []
+        with noting(messages, "the version is committed, but has no tag: the next save gives it one"):
+            self._tag_snapshot(tag_folder(record.tag), snapshot_id, record.id)
+        return messages
+
+    def _record(self, record: Record) -> Record:
+        """Return the record as the version has it: later than all others, and in one place."""
+        newest = 0 if self._base is None else self._base.record.committed_ns
+        state = {key: value for key, value in record.state.items() if key != MACHINES_KEY}
+        return replace(record, state=state, committed_ns=max(time.time_ns(), newest + 1))
+
+    def _index(self, record: Record) -> Index:
+        sent = [self._sent[rank] for rank in range(record.world_size)]
+        known = {} if self._base is None else self._base.index.packs
+        packs = {pack: nbytes for each in sent for pack, nbytes in each.packs.items()}
+        packs |= {pack: known[pack] for each in sent for pack in each.table.packs if pack not in packs}
+        files = {path: place for each in sent for path, place in each.files.items()}
+        return Index(packs=packs, files=files, tables=[(each.place, each.sha256) for each in sent])
+
+    def _references(self, reader: CheckpointReader, *, only_new: bool) -> Iterator[References]:
+        """Yield the places of each array's shards, or only of those that were sent."""
+        tables = [self._sent[rank].table for rank in range(reader.record.world_size)]
+        new = [[is_of(pack, self._save_id) or not only_new for pack in table.packs] for table in tables]
+        numbers = [0] * len(tables)
+        """For each rank, of its next array in its table: see `shards_of`."""
+        for name in sorted(reader.arrays):
+            array = reader.array(name)
+            chunks: list[tuple[int, Extent]] = []
+            for rank in range(array.grid.num_shards if array.spec.numel else 0):
+                table, number = tables[rank], numbers[rank]
+                numbers[rank] += 1
+                if new[rank][table.pack[number]]:
+                    chunks.append((rank, table.extent(number)))
+            yield array.folder, chunks, len(array.spec.stored_shape)
+
+    def _is_tagged(self, version: Version) -> bool:
+        tag = icechunk_name(version.name)
+        names = (tag, f"{tag}:{version.record.id}")
+        return version.snapshot.id in map(self._versions.repository.id_of, names)
+
+    def _tag_snapshot(self, name: str, snapshot_id: str, save_id: str) -> None:
+        """Give a version its tag, in place of another one that has it."""
+        repository, tag = self._versions.repository, icechunk_name(name)
+        was_given = repository.id_of(tag) is not None
+        if was_given:
+            repository.untag(tag)
+        elif self._versions.was_given(name):
+            was_given = True
+            for former in repository.names():
+                if former.startswith(f"{tag}:"):
+                    repository.untag(former)
+        repository.tag(f"{tag}:{save_id}" if was_given else tag, snapshot_id)
+
+    def retire(self) -> list[str]:
+        """See `UploadTarget.retire`; packs of a removed version go with it, unless another one refers to them."""
+        if self._keep is None:
+            return []
+        removed: list[TagInfo] = []
+
+        def remove(info: TagInfo) -> None:
+            self._versions.remove_version(info)
+            removed.append(info)
+
+        messages = retire(self._versions, keep=self._keep, run=self._run_id, remove=remove)
+        with noting(messages, "what icechunk has of removed versions could not be removed"):
+            if removed:
+                self._versions.repository.tidy()
+        return messages
+
+    def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:
+        """See `UploadTarget.abort`; `zstore prune` removes the packs that were sent once they are a day old."""
+
+    def files_at_a_time(self, largest_bytes: int, memory_bytes: int | None) -> int:
+        """See `UploadTarget.files_at_a_time`."""
+        return files_at_a_time(max(largest_bytes, LARGE_BYTES), memory_bytes)
+
+
+def _pack(name: str, paths: Sequence[str], sizes: Sequence[int], digests: Sequence[str]) -> _Pack:
+    places = (Extent(name, offset, size) for offset, size in zip(accumulate(sizes, initial=0), sizes, strict=False))
+    return name, sum(sizes), dict(zip(paths, zip(places, digests, strict=True), strict=True))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
