@@ -46,8 +46,8 @@ class Receiver:
         """Bring the model to the newest version, and return that; several versions are folded in one pass.
 
         All is verified before the first write. Raises CheckpointNotFoundError if nothing is published, CorruptionError for
-        files or weights that differ from the published ones, CheckpointMismatchError for a model with other names, shapes or types: then
-        the model is as it was. A new Receiver begins with a full version.
+        files or weights that differ from the published ones, CheckpointMismatchError for a model with other names, shapes or
+        types: then the model is as it was. A new Receiver begins with a full version.
         """
         with arrived(self._source, None if self._at is None else self._at.id) as found, ExitStack() as opened:
             if found is not None:
