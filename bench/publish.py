@@ -46,13 +46,12 @@ _TOKEN = "for-the-benchmark-alone"
 _RATES = (1e-7, 1e-6, 3e-6, 1e-5)
 
 
-def codec(numel: int, rate: float, folder: Path) -> dict[str, float]:
-    """Return the figures of one step of AdamW at a learning rate."""
+def codec(numel: int, rate: float, writer: DeltaWriter) -> dict[str, float]:
+    """Return the figures of one step of AdamW at a learning rate, whose changes go to `writer`."""
     torch.manual_seed(0)
     changed = nbytes = 0
     encode_s = apply_s = 0.0
     before, after = torch.empty(_TILE, dtype=torch.bfloat16), torch.empty(_TILE, dtype=torch.bfloat16)
-    writer = DeltaWriter((folder / "changes").open("wb"))
     for _ in range(max(1, numel // _TILE)):
         master = torch.randn(_TILE) * 0.02
         parameter = torch.nn.Parameter(master)
@@ -219,7 +218,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as name:
         folder = Path(name)
         torch.set_num_threads(1)
-        figures["codec"] = {f"{rate:g}": codec(options.numel, rate, folder) for rate in _RATES}
+        figures["codec"] = {}
+        for rate in _RATES:
+            with (folder / "changes").open("wb") as file:
+                figures["codec"][f"{rate:g}"] = codec(options.numel, rate, DeltaWriter(file))
         torch.set_num_threads(threads)
         figures["training"] = training(options, folder)
         figures["memory"] = memory(options, folder)
