@@ -414,9 +414,8 @@ class Engine(nn.Module):
             self.report.look_at((*args, *kwargs.values()))
             return self.module(*args, **kwargs)
 
-        calls = [functools.partial(lambda batch: loss_of(call_with(module, batch)), batch) for batch in batches]
         with self._timed("forward_s"), self.access.during("forward"):
-            return by_block.forward(calls, self._around_forward)
+            return by_block.forward(lambda batch: loss_of(call_with(module, batch)), batches, self._around_forward)
 
     @_phase("backward")
     def _backward_by_block(self, by_block: AccumulationByBlock, micro_batches: Sequence[MicroBatch]) -> None:

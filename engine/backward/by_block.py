@@ -202,15 +202,18 @@ class AccumulationByBlock:
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def forward(
-        self, calls: Sequence[Callable[[], torch.Tensor]], around: Callable[[], AbstractContextManager[None]]
+        self,
+        loss_of: Callable[[Any], torch.Tensor],
+        batches: Sequence[Any],
+        around: Callable[[], AbstractContextManager[None]],
     ) -> list[MicroBatch]:
-        """Run the forwards `calls`, each in a thread and within `around()`; return their losses and graphs.
+        """Run `loss_of` each of the inputs, in a thread and within `around()`; return the losses and graphs.
 
         Raises what one of them raised, and UsageError if the model's blocks cannot be taken one by one.
         """
-        turns, batches = _Turns(len(calls)), [MicroBatch() for _ in calls]
-        seeds = torch.randint(2**62, (len(calls),)).tolist()
-        random, device = _random_state(), self._training.world.device
+        turns, made = _Turns(len(batches)), [MicroBatch() for _ in batches]
+        seeds = torch.randint(2**62, (len(batches),)).tolist()
+        device = self._training.world.device
 
         def run(number: int, state: list[contextlib.AbstractContextManager[Any]]) -> None:
             try:
@@ -221,8 +224,8 @@ class AccumulationByBlock:
                     if device.type == "cuda":
                         torch.cuda.set_device(device)
                     torch.manual_seed(seeds[number])
-                    self._current = turns, number, batches[number]
-                    batches[number].loss = calls[number]()
+                    self._current = turns, number, made[number]
+                    made[number].loss = loss_of(batches[number])
                 turns.pass_on(done=True)
             except _NoTurn:
                 pass
@@ -235,27 +238,32 @@ class AccumulationByBlock:
         handles.append(self._blocks[-1].register_forward_hook(after))
         threads = [
             threading.Thread(target=contextvars.copy_context().run, args=(run, number, _autocast()), daemon=True)
-            for number in range(len(calls))
+            for number in range(len(batches))
         ]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        except BaseException as error:  # Ctrl-C
-            turns.fail(error)
-            for thread in threads:
-                if thread.ident is not None:
+        with self._own_random_state():
+            try:
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
                     thread.join()
-            raise
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._current = None
-            _set_random_state(random)
+            except BaseException as error:  # Ctrl-C
+                turns.fail(error)
+                for thread in threads:
+                    if thread.ident is not None:
+                        thread.join()
+                raise
+            finally:
+                for handle in handles:
+                    handle.remove()
+                self._current = None
         if turns.error is not None:
             raise turns.error
-        return batches
+        return made
+
+    def _own_random_state(self) -> AbstractContextManager[None]:
+        """Let random numbers go on after the block as if it had drawn none."""
+        device = self._training.world.device
+        return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
     def _before(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._current is None:
@@ -275,11 +283,10 @@ class AccumulationByBlock:
                 'checkpointing lets it: checkpoint with use_reentrant=False, or "zstore": {"gradient_checkpointing": true}'
             )
         turns, number, batch = current
-        state = _random_state()
-        turns.pass_on()
-        turns.wait(number)
+        with self._own_random_state():
+            turns.pass_on()
+            turns.wait(number)
         self._current = current
-        _set_random_state(state)
         return batch
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -348,17 +355,6 @@ class AccumulationByBlock:
                 record for record, is_any in zip(records, any_, strict=True) if is_any
             )
         return list(self._of_piece[number])
-
-
-def _random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    return torch.get_rng_state(), cuda
-
-
-def _set_random_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])
 
 
 def _autocast() -> list[AbstractContextManager[Any]]:
