@@ -147,8 +147,8 @@ class ParameterGuard:
                 'parameters changed in place between backward() and step(), but with "step_overlap": "backward" they are being '
                 "updated then: change them after step()"
             )
-        if self._pending.wait() is None:  # else the state is torn, and its next use raises
-            self._take_over([record for record in written if record.residency is Residency.RESIDENT])
+        whole = self._pending.wait() is None  # else the state is torn, and its next use raises
+        self._take_over([record for record in written if whole and record.residency is Residency.RESIDENT])
         for record in written:
             record.note_version()
         sharded = [record for record in written if record.residency is not Residency.RESIDENT]
