@@ -24,12 +24,12 @@ from crc32c import crc32c
 from torch import nn
 
 from zstore.errors import ZstoreError
-from zstore.open.version_target import target_of
+from zstore.open.weights_target import target_of
 from zstore.ranks.world import World
 from zstore.tensors import bytes_of
 from zstore.weights.delta import Bits, DeltaWriter
 from zstore.weights.reader import WeightsReader
-from zstore.weights.versions import INDEX_FILE, WeightsVersion, folder_name
+from zstore.weights.versions import INDEX_FILE, PREFIX, WeightsVersion
 
 from ..config.config import Config
 from ..device import Scratch
@@ -169,7 +169,7 @@ class WeightsPublisher:
         """None: other ranks have all rows of this one."""
         self._tiles = tiles
         if world.rank == 0 if not state.is_sharded else state.records[0].copy in (None, 0):
-            path = self._target.room / f".{folder_name(0)[:8]}-{world.rank:05d}"
+            path = self._target.room / f".{PREFIX}-{world.rank:05d}"
             self._changes = Changes(path, 2 * sum(record.owned_numel for record in state.records))
             state.observer = self._changes
 

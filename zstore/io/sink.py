@@ -19,9 +19,9 @@ class NewFile:
         self._file: OpenFile = opened.enter_context(files.opened(path, write=True, create=True, direct=False))
         self.offset = 0
 
-    def write(self, data: bytes | Bytes) -> None:
+    def write(self, data: bytes | bytearray | Bytes) -> None:
         """Write at the end."""
-        part = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
+        part = np.frombuffer(data, np.uint8) if isinstance(data, bytes | bytearray) else data
         self._files.write_from(self._file, part, self.offset)
         self.offset += part.size
 

@@ -25,13 +25,15 @@ WEIGHTS_FOLDER = "weights"
 INDEX_FILE = "model.safetensors.index.json"
 KEY = "zstore"
 """Entry of an index's metadata."""
-_NAME = re.compile(r"weight_v(\d{6,18})")
+PREFIX = "weight_v"
+"""With which the name of a version's folder begins."""
+_NAME = re.compile(rf"{PREFIX}(\d{{6,18}})")
 _MOST_INDEX_BYTES = 256 * 1000 * 1000
 
 
 def folder_name(number: int) -> str:
     """Return the name of a version's folder."""
-    return f"weight_v{number:06d}"
+    return f"{PREFIX}{number:06d}"
 
 
 def number_of(name: str) -> int | None:

@@ -38,6 +38,8 @@ M = TypeVar("M", bound=BaseModel)
 
 _GZIP = [Middleware(GZipMiddleware, minimum_size=1024, compresslevel=3)]
 _MOST_BODY_BYTES = 64 * 1024
+_WRITE_BYTES = 1024 * 1024
+"""Bytes of a file that are collected before they are written."""
 _MOST_TEXT = 4096
 
 Values = Mapping[str, Any]
@@ -155,6 +157,27 @@ class Operation(Description):
             if known[name].required:
                 raise UsageError(f"the parameter {name} is missing: {known[name].help}")
         return found
+
+
+async def receive(request: Request, write: Callable[[bytearray], object], length: int, header: str) -> None:
+    """Write a body of `length` bytes, as `header` says, as it comes; bytes that came before the connection broke are written
+    too. Raises UsageError for more or fewer bytes."""
+    pending = bytearray()
+    received = 0
+    try:
+        async for data in request.stream():
+            received += len(data)
+            if received > length:
+                raise UsageError(f"the body has more than the {length} bytes that its {header} says")
+            pending += data
+            if len(pending) >= _WRITE_BYTES:
+                await anyio.to_thread.run_sync(write, pending)
+                pending = bytearray()
+    finally:
+        if pending and received <= length:
+            await anyio.to_thread.run_sync(write, pending)
+    if received != length:
+        raise UsageError(f"the body has {received} bytes, its {header} says {length}")
 
 
 async def parse_body(request: Request, model: type[M]) -> M:

@@ -38,7 +38,7 @@ from ...journal.lines import decode
 from ...journal.names import journal_file, request_file
 from ...journal.requests import read_request
 from ...journal.writer import FileSink
-from ...open.version_target import commit_in
+from ...open.weights_target import commit_in
 from ...weights.companions import is_companion
 from ...weights.layout import SUFFIX
 from ...weights.versions import INDEX_FILE, WEIGHTS_FOLDER, folder_name, parse_index
@@ -46,14 +46,12 @@ from ..files.visible import is_plain
 from ..replies import ConflictError, reply
 from ..runs import Runs
 from ..service import runs_of, service_of
-from .operations import Exchange, Parameter
+from .operations import Exchange, Parameter, receive
 
 MOST_LINES_BYTES = 1024 * 1024
 """Of a request's lines."""
 MOST_COMPANION_BYTES = 64 * 1024 * 1024
 _MOST_DIGITS = 12
-_WRITE_BYTES = 1024 * 1024
-"""Bytes of a file that are collected before they are written."""
 _LOCK = threading.Lock()
 """Journals grow by a few lines at a time."""
 
@@ -143,15 +141,7 @@ async def _put_weights(request: Request) -> Response:
         with contextlib.ExitStack() as opened:
             await run_in_threadpool(files.require_room, place, int(length), f"{name} needs {length} bytes")
             opened.callback(files.unlink, part)
-            out, pending = NewFile(files, part, opened), bytearray()
-            async for data in request.stream():
-                pending += data
-                if len(pending) >= _WRITE_BYTES:
-                    await run_in_threadpool(out.write, bytes(pending))
-                    pending.clear()
-            await run_in_threadpool(out.write, bytes(pending))
-            if out.offset != int(length):
-                raise UsageError(f"{name} has {length} bytes, {out.offset} were sent")
+            await receive(request, NewFile(files, part, opened).write, int(length), "Content-Length")
             await run_in_threadpool(files.rename, part, place / name)
     return Response(status_code=204)
 

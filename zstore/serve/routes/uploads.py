@@ -32,15 +32,13 @@ from ..inbox.models import Claims, Committed, Linked, UploadFile, UploadList, Up
 from ..inbox.upload import Arrival, Upload
 from ..replies import problem, reply
 from ..service import runs_of, service_of
-from .operations import Exchange, Parameter
+from .operations import Exchange, Parameter, receive
 
 _OFFER_BYTES = 160 * 1024 * 1024
 """An offer's JSON has the record as text, with its quotes escaped."""
 _CLAIMS_BYTES = 4 * 1024 * 1024
 _LARGE_BYTES = 1024 * 1024
 """Of larger JSON one is read at a time."""
-_WRITE_BYTES = 1024 * 1024
-"""Bytes of a file that are collected before they are written."""
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 M = TypeVar("M", bound=BaseModel)
 
@@ -114,7 +112,7 @@ async def _put(request: Request) -> Response:
         try:
             async with _opened(upload, file, offset) as arrival:
                 try:
-                    await _receive(request, arrival, length)
+                    await receive(request, arrival.write, length, "Content-Range")
                 except ClientDisconnect as error:
                     upload.holds_room = False
                     raise UsageError("the connection ended early") from error
@@ -135,26 +133,6 @@ async def _opened(upload: Upload, file: str, offset: int) -> AsyncIterator[Arriv
     finally:
         # The block's error is its own: the file is closed in any case.
         await run_in_threadpool(opened.__exit__, None, None, None)
-
-
-async def _receive(request: Request, arrival: Arrival, length: int) -> None:
-    """Write a body of `length` bytes as it comes; bytes that came before the connection broke are written too."""
-    pending = bytearray()
-    received = 0
-    try:
-        async for data in request.stream():
-            received += len(data)
-            if received > length:
-                raise UsageError(f"the body has more than the {length} bytes that its Content-Range says")
-            pending += data
-            if len(pending) >= _WRITE_BYTES:
-                await run_in_threadpool(arrival.write, pending)
-                pending = bytearray()
-    finally:
-        if pending and received <= length:
-            await run_in_threadpool(arrival.write, pending)
-    if received != length:
-        raise UsageError(f"the body has {received} bytes, its Content-Range says {length}")
 
 
 def _place_of(request: Request, file: str, num_bytes: int) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from ..io.files import Files
 from ..remote.retries import Retries
 from ..remote.service_folder import ServiceFolder
 from ..remote.url import is_url
-from ..weights.versions import INDEX_FILE, WEIGHTS_FOLDER, folder_name, numbers_in
+from ..weights.versions import INDEX_FILE, PREFIX, WEIGHTS_FOLDER, folder_name, numbers_in
 from .sources import folder_of
 
 _TRIES = 3
@@ -145,7 +145,7 @@ def commit_in(folder: Path, place: Path, number: int, index: bytes, oldest: int)
 
 def sweep(folder: Path) -> None:
     """Remove what killed processes left of versions to come or removed ones."""
-    for path in folder.glob(f".{folder_name(0)[:8]}*"):
+    for path in folder.glob(f".{PREFIX}*"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
