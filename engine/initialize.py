@@ -28,7 +28,6 @@ from .data.loader import Collate, TrainingLoader
 from .data.sampling import sampling_of
 from .device import Streams
 from .engine import Engine
-from .extras.publish import WeightsPublisher
 from .optim.lr_schedules import LRSchedule, named_schedule
 from .optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from .optim.rules import steps_tiles
@@ -164,6 +163,8 @@ def _add_observers(engine: Engine) -> None:
     training = engine.training_state
     config, stepper = training.config, training.stepper
     if config.own.publish.to is not None and not config.frozen:
+        from .extras.publish import WeightsPublisher  # brings the client of a service
+
         complete = training.pending.complete
         publisher = WeightsPublisher(
             engine, config, training.state, training.run_id, tiles=stepper is None, complete=complete
