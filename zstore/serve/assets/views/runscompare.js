@@ -169,6 +169,9 @@ class RunsCompare {
     const { runs } = this;
     this.settings.hidden = runs.length === 0;
     if (this.names.length === 0) replace(this.troubles, empty("No runs chosen", "Check the boxes of runs in the list of runs, and press Compare."));
+    const text = JSON.stringify([runs.map(({ name, summary, config }) => [name, summary.state, summary.step, summary.loss, config])]);
+    if (text === this.shownSettings) return;
+    this.shownSettings = text;
     const keys = differing(runs.map(({ config }) => config));
     const heads = runs.map(({ name }, index) =>
       h(
@@ -188,9 +191,6 @@ class RunsCompare {
       ...keys.map((key) => row(key, runs.map(({ config }) => config[key] ?? "–"), "compare-setting")),
     ];
     const said = keys.length === 0 ? "No setting differs." : `${counted(keys.length, "setting")} that differ; all others are the same.`;
-    const text = JSON.stringify([runs.map(({ name, summary, config }) => [name, summary.state, summary.step, summary.loss, config])]);
-    if (text === this.shownSettings) return;
-    this.shownSettings = text;
     replace(this.settings, h("div", { class: "scroll" }, table({}, [heading("", "setting"), ...heads], rows)), runs.length > 1 ? h("p", { class: "hint" }, said) : null);
   }
 
