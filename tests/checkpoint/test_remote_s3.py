@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,23 +12,19 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file
-from typer.testing import CliRunner
 
 import zstore
-from tests.checkpoint.checkpoints import World, open_world, save_arrays, wait_all
+from tests.checkpoint.buckets import Bucket
+from tests.checkpoint.checkpoints import open_world, save_arrays
 from tests.checkpoint.s3_server import s3_server
 from tests.engine.runs import make_config, start, state_of, step
-from zstore.checkpoint.handle import SaveHandle
 from zstore.checkpoint.lookahead import ReadAhead
-from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.reader import open_checkpoint, refused, tags
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.remote.folder import open_folder
-from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.send import PART_BYTES
 from zstore.remote.upload import upload_checkpoint
-from zstore.tools.cli import app
 
 pytest.importorskip("s3fs", reason="extra s3")
 pytest.importorskip("moto", reason="extra test")
@@ -50,50 +45,24 @@ def server() -> Iterator[dict[str, Any]]:
         yield options
 
 
-class Bucket:
-    """A new bucket, a URL in it, and a local folder."""
+class PlainBucket(Bucket):
+    """A bucket that is saved to in the plain layout."""
 
-    def __init__(self, options: dict[str, Any], tmp_path: Path) -> None:
-        name = f"bucket-{uuid.uuid4().hex[:8]}"
-        self.url = f"s3://{name}/runs/one"
-        self.options = options
-        self.local = tmp_path / "local"
-        self.folder = open_folder(self.url, options)
-        self.fs = self.folder.fs
-        self.fs.mkdir(name)
-        self.words = [
-            word
-            for key, value in options.items()
-            for word in ("--storage-option", f"{key}={value if isinstance(value, str) else json.dumps(value)}")
-        ]
-
-    def save(self, world: World, *, step: int = 1, **fields: Any) -> list[Any]:
-        save_id = new_save_id()
-        handles: list[SaveHandle] = [
-            save_to_url(
-                world.request(self.local, rank, save_id, step=step, **{"run_id": "run", **fields}),
-                UploadOptions(folder=open_folder(self.url, self.options)),
-            )
-            for rank in range(len(world.stores))
-        ]
-        return wait_all(handles)  # type: ignore[arg-type]
+    @property
+    def folder(self) -> Any:
+        return open_folder(self.url, self.options)
 
     def names(self) -> set[str]:
         self.fs.invalidate_cache()
         return {key.split("/")[3] for key in self.fs.find(self.folder.root)}
 
-    def run(self, *words: str) -> Any:
-        result = CliRunner().invoke(app, [*words, *self.words])
-        assert result.exit_code == 0, result.output
-        return result
-
 
 @pytest.fixture
-def bucket(server: dict[str, Any], tmp_path: Path) -> Bucket:
-    return Bucket(server, tmp_path)
+def bucket(server: dict[str, Any], tmp_path: Path) -> PlainBucket:
+    return PlainBucket(server, tmp_path)
 
 
-def test_two_ranks_save_and_any_layout_reads(bucket: Bucket) -> None:
+def test_two_ranks_save_and_any_layout_reads(bucket: PlainBucket) -> None:
     with open_world(ARRAYS, world_size=2, small={"buffer/steps": np.array(7)}) as world:
         for step in (1, 2, 3):
             bucket.save(world, step=step, keep=Keep(last=2))
@@ -109,7 +78,7 @@ def test_two_ranks_save_and_any_layout_reads(bucket: Bucket) -> None:
     assert list(bucket.local.iterdir()) == [bucket.local / "latest"]
 
 
-def test_each_rank_of_another_layout_reads_little_more_than_its_rows(bucket: Bucket) -> None:
+def test_each_rank_of_another_layout_reads_little_more_than_its_rows(bucket: PlainBucket) -> None:
     array = RNG.standard_normal((4000, 500)).astype(np.float32)
     upload_checkpoint(save_arrays(bucket.local, {"model/w": array}, world_size=3), bucket.url, bucket.options)
     for rank in range(4):
@@ -126,7 +95,7 @@ def test_each_rank_of_another_layout_reads_little_more_than_its_rows(bucket: Buc
         assert done.read_bytes - done.asked_bytes < 2 * slot_bytes + 30_000
 
 
-def test_a_file_of_several_parts_arrives_whole(bucket: Bucket) -> None:
+def test_a_file_of_several_parts_arrives_whole(bucket: PlainBucket) -> None:
     array = RNG.standard_normal((2 * PART_BYTES + 12345) // 8)
     upload_checkpoint(save_arrays(bucket.local, {"model/w": array}), bucket.url, bucket.options)
     with zstore.open_checkpoint(bucket.url, storage_options=bucket.options) as checkpoint:
@@ -134,7 +103,7 @@ def test_a_file_of_several_parts_arrives_whole(bucket: Bucket) -> None:
         assert (checkpoint["model/w"][:] == array).all()
 
 
-def test_the_commands_take_the_url(bucket: Bucket, tmp_path: Path) -> None:
+def test_the_commands_take_the_url(bucket: PlainBucket, tmp_path: Path) -> None:
     path = save_arrays(bucket.local, ARRAYS, world_size=2)
     (path / "config.json").write_text('{"model_type": "none"}')
     bucket.run("reshard", str(bucket.local), "--to", bucket.url)
@@ -157,7 +126,7 @@ def test_the_commands_take_the_url(bucket: Bucket, tmp_path: Path) -> None:
     assert (tmp_path / "weights/config.json").read_text() == '{"model_type": "none"}'
 
 
-def test_an_engine_saves_to_s3_and_goes_on_from_it(bucket: Bucket, tmp_path: Path) -> None:
+def test_an_engine_saves_to_s3_and_goes_on_from_it(bucket: PlainBucket, tmp_path: Path) -> None:
     own = {"storage_options": bucket.options, "upload_folder": str(tmp_path / "uploads"), "keep": 1}
     with start(make_config(2, zstore=own)) as engine:
         for _ in range(2):
@@ -173,7 +142,7 @@ def test_an_engine_saves_to_s3_and_goes_on_from_it(bucket: Bucket, tmp_path: Pat
         assert state_of(engine) == expected
 
 
-def test_a_bucket_that_is_not_there_is_an_error_and_is_not_made(bucket: Bucket) -> None:
+def test_a_bucket_that_is_not_there_is_an_error_and_is_not_made(bucket: PlainBucket) -> None:
     path = save_arrays(bucket.local, ARRAYS)
     with pytest.raises(OSError, match=r"cannot write|does not exist|not exist"):
         upload_checkpoint(path, "s3://no-such-bucket/run", bucket.options)

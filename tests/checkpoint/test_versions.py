@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
-from typer.testing import CliRunner
 
 import zstore
-from tests.checkpoint.checkpoints import World, open_world, save_arrays, wait_all
+from tests.checkpoint.buckets import Bucket
+from tests.checkpoint.checkpoints import open_world, save_arrays, wait_all
 from tests.checkpoint.s3_server import s3_server
 from tests.engine.runs import make_config, start, state_of, step
-from zstore.checkpoint.handle import SaveHandle
 from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.retention import Keep
@@ -36,7 +34,6 @@ from zstore.remote.packs import LARGE_BYTES, Extent, plan_packs, training, worth
 from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.upload import place_of, target_for, upload_checkpoint
 from zstore.remote.versions import VersionsFolder
-from zstore.tools.cli import app
 
 icechunk = pytest.importorskip("icechunk", reason="extra versions")
 zarr = pytest.importorskip("zarr")
@@ -59,27 +56,10 @@ def server() -> Iterator[dict[str, Any]]:
         yield options
 
 
-class Bucket:
-    """A new bucket, the URL of a run in it, and a local folder."""
+class VersionedBucket(Bucket):
+    """A bucket that is saved to as versions."""
 
-    def __init__(self, options: dict[str, Any], tmp_path: Path) -> None:
-        self.name = f"bucket-{uuid.uuid4().hex[:8]}"
-        self.url = f"s3://{self.name}/runs/one"
-        self.options = options
-        self.local = tmp_path / "local"
-        self.fs = open_folder("s3://no-bucket", options).fs  # type: ignore[attr-defined]
-        self.fs.mkdir(self.name)
-
-    def save(self, world: World, *, step: int = 1, **fields: Any) -> list[Any]:
-        save_id = new_save_id()
-        handles: list[SaveHandle] = [
-            save_to_url(
-                world.request(self.local, rank, save_id, step=step, **{"run_id": "run", **fields}),
-                UploadOptions(folder=place_of(self.url, self.options, versions=True)),
-            )
-            for rank in range(len(world.stores))
-        ]
-        return wait_all(handles)  # type: ignore[arg-type]
+    versions = True
 
     @property
     def folder(self) -> VersionsFolder:
@@ -91,14 +71,6 @@ class Bucket:
         self.fs.invalidate_cache()
         found = self.fs.find(f"{self.name}/runs/one/packs", detail=True)
         return {path.rpartition("/")[2]: entry["size"] for path, entry in found.items()}
-
-    def run(self, *words: str, code: int = 0) -> Any:
-        options = [
-            f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in self.options.items()
-        ]
-        result = CliRunner().invoke(app, [*words, *(word for one in options for word in ("--storage-option", one))])
-        assert result.exit_code == code, result.output
-        return result
 
     def icechunk(self) -> Any:
         """Open the repository with icechunk alone."""
@@ -118,18 +90,18 @@ class Bucket:
 
 
 @pytest.fixture
-def bucket(server: dict[str, Any], tmp_path: Path) -> Bucket:
-    return Bucket(server, tmp_path)
+def bucket(server: dict[str, Any], tmp_path: Path) -> VersionedBucket:
+    return VersionedBucket(server, tmp_path)
 
 
-def expect(bucket: Bucket, tag: str | None, arrays: Mapping[str, Array]) -> None:
+def expect(bucket: VersionedBucket, tag: str | None, arrays: Mapping[str, Array]) -> None:
     with open_checkpoint(bucket.folder, tag) as reader:
         assert verify_checkpoint(reader) == []
         for name, expected in arrays.items():
             assert reader.read_array(name).tobytes() == expected.tobytes(), name
 
 
-def test_two_ranks_save_versions_and_zarr_with_icechunk_reads_them(bucket: Bucket) -> None:
+def test_two_ranks_save_versions_and_zarr_with_icechunk_reads_them(bucket: VersionedBucket) -> None:
     with open_world(ARRAYS, world_size=2, small={"buffer/steps": np.array(7)}) as world:
         for step_number in (1, 2):
             bucket.save(world, step=step_number)
@@ -149,7 +121,7 @@ def test_two_ranks_save_versions_and_zarr_with_icechunk_reads_them(bucket: Bucke
     assert list(bucket.local.iterdir()) == [bucket.local / "latest"]
 
 
-def test_only_what_changed_is_sent(bucket: Bucket) -> None:
+def test_only_what_changed_is_sent(bucket: VersionedBucket) -> None:
     base = RNG.standard_normal((2000, 1000)).astype(np.float32)
     arrays = {
         "model/base": base,
@@ -173,7 +145,7 @@ def test_only_what_changed_is_sent(bucket: Bucket) -> None:
     expect(bucket, "step-00000001", {"model/base": base, "model/lora": np.zeros((8, 100), np.float32)})
 
 
-def test_of_two_committers_one_is_told(bucket: Bucket) -> None:
+def test_of_two_committers_one_is_told(bucket: VersionedBucket) -> None:
     paths = [save_arrays(bucket.local / str(n), {"model/w": np.full(100, n, np.float32)}, step=n) for n in (1, 2)]
     upload_checkpoint(paths[0], bucket.url, bucket.options)  # the plain layout, for nobody asked for versions
     assert not isinstance(open_folder(bucket.url, bucket.options), VersionsFolder)
@@ -202,7 +174,7 @@ def test_of_two_committers_one_is_told(bucket: Bucket) -> None:
     assert [info.tag for info in tags(open_folder(bucket.url, bucket.options))] == ["step-00000001", "step-00000002"]
 
 
-def test_a_flipped_byte_in_a_pack_is_found(bucket: Bucket) -> None:
+def test_a_flipped_byte_in_a_pack_is_found(bucket: VersionedBucket) -> None:
     with open_world(ARRAYS, world_size=2) as world:
         bucket.save(world)
     pack = max(bucket.packs().items(), key=lambda item: item[1])[0]
@@ -216,7 +188,7 @@ def test_a_flipped_byte_in_a_pack_is_found(bucket: Bucket) -> None:
     assert "fails its crc32c" in faults[0].problem
 
 
-def test_a_tag_is_refused_replaced_and_given_again(bucket: Bucket) -> None:
+def test_a_tag_is_refused_replaced_and_given_again(bucket: VersionedBucket) -> None:
     arrays = {"model/w": np.zeros(1000, np.float32)}
     with open_world(arrays) as world:
         for value in range(3):
@@ -234,7 +206,7 @@ def test_a_tag_is_refused_replaced_and_given_again(bucket: Bucket) -> None:
         upload_checkpoint(path, bucket.url, bucket.options)
 
 
-def test_removing_versions_frees_exactly_the_packs_that_no_other_needs(bucket: Bucket) -> None:
+def test_removing_versions_frees_exactly_the_packs_that_no_other_needs(bucket: VersionedBucket) -> None:
     frozen = RNG.standard_normal(100_000).astype(np.float32)
     arrays = {"model/frozen": frozen, "model/w": np.zeros(1000, np.float32)}
     with open_world(arrays) as world:
@@ -256,7 +228,7 @@ def test_removing_versions_frees_exactly_the_packs_that_no_other_needs(bucket: B
     expect(bucket, None, arrays)
 
 
-def test_the_commands_take_versions(bucket: Bucket, tmp_path: Path) -> None:
+def test_the_commands_take_versions(bucket: VersionedBucket, tmp_path: Path) -> None:
     arrays = {name: array.copy() for name, array in ARRAYS.items()}
     with open_world(arrays, world_size=2) as world:
         for number in (1, 2, 3):
@@ -289,7 +261,7 @@ def test_the_commands_take_versions(bucket: Bucket, tmp_path: Path) -> None:
         assert checkpoint.step == 1
 
 
-def test_a_version_without_its_tag_counts_and_is_tagged_by_the_next_save(bucket: Bucket) -> None:
+def test_a_version_without_its_tag_counts_and_is_tagged_by_the_next_save(bucket: VersionedBucket) -> None:
     with open_world(ARRAYS) as world:
         bucket.save(world, step=1)
         bucket.icechunk().delete_tag("step-00000001")
@@ -298,7 +270,7 @@ def test_a_version_without_its_tag_counts_and_is_tagged_by_the_next_save(bucket:
     assert [info.tag for info in tags(bucket.folder)] == ["step-00000001", "step-00000002"]
 
 
-def test_an_engine_goes_on_from_versions_at_another_stage(bucket: Bucket, tmp_path: Path) -> None:
+def test_an_engine_goes_on_from_versions_at_another_stage(bucket: VersionedBucket, tmp_path: Path) -> None:
     own = {"storage_options": bucket.options, "upload_folder": str(tmp_path / "uploads"), "versions": True, "keep": 2}
     with start(make_config(2, zstore=own)) as engine:
         for _ in range(3):
@@ -317,7 +289,7 @@ def test_an_engine_goes_on_from_versions_at_another_stage(bucket: Bucket, tmp_pa
     assert [info.record.step for info in tags(bucket.folder)] == [3, 4]
 
 
-def test_the_plain_layout_goes_on_where_it_is(bucket: Bucket) -> None:
+def test_the_plain_layout_goes_on_where_it_is(bucket: VersionedBucket) -> None:
     upload_checkpoint(save_arrays(bucket.local, ARRAYS), bucket.url, bucket.options)
     place = place_of(bucket.url, bucket.options, versions=True)
     assert not isinstance(place, VersionsFolder)
@@ -340,7 +312,7 @@ def test_versions_on_a_file_system(tmp_path: Path) -> None:
     assert [info.tag for info in tags(folder.parent)] == ["step-00000001", "step-00000002"]
 
 
-def test_what_a_branch_of_somebody_refers_to_stays(bucket: Bucket) -> None:
+def test_what_a_branch_of_somebody_refers_to_stays(bucket: VersionedBucket) -> None:
     arrays = {"model/w": np.zeros(1000, np.float32)}
     with open_world(arrays) as world:
         for number in (1, 2, 3):
@@ -356,7 +328,7 @@ def test_what_a_branch_of_somebody_refers_to_stays(bucket: Bucket) -> None:
 
 
 def test_a_bucket_with_versions_is_refused_where_it_cannot_be_used(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+    bucket: VersionedBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_world(ARRAYS) as world:
         bucket.save(world)

@@ -1,0 +1,51 @@
+"""A bucket of `s3_server`, with the URL of a run in it and the commands that reach it."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from tests.checkpoint.checkpoints import World, wait_all
+from zstore.checkpoint.handle import SaveHandle
+from zstore.checkpoint.names import new_save_id
+from zstore.remote.folder import open_folder
+from zstore.remote.save import UploadOptions, save_to_url
+from zstore.remote.upload import place_of
+from zstore.tools.cli import app
+
+
+class Bucket:
+    """A new bucket, the URL of a run in it, and a local folder; with `versions` saves make versions."""
+
+    versions = False
+
+    def __init__(self, options: dict[str, Any], tmp_path: Path) -> None:
+        self.name = f"bucket-{uuid.uuid4().hex[:8]}"
+        self.url = f"s3://{self.name}/runs/one"
+        self.options = options
+        self.local = tmp_path / "local"
+        self.fs = open_folder("s3://no-bucket", options).fs  # type: ignore[attr-defined]
+        self.fs.mkdir(self.name)
+
+    def save(self, world: World, *, step: int = 1, **fields: Any) -> list[Any]:
+        save_id = new_save_id()
+        handles: list[SaveHandle] = [
+            save_to_url(
+                world.request(self.local, rank, save_id, step=step, **{"run_id": "run", **fields}),
+                UploadOptions(folder=place_of(self.url, self.options, versions=self.versions)),
+            )
+            for rank in range(len(world.stores))
+        ]
+        return wait_all(handles)  # type: ignore[arg-type]
+
+    def run(self, *words: str, code: int = 0) -> Any:
+        options = [
+            f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in self.options.items()
+        ]
+        result = CliRunner().invoke(app, [*words, *(word for one in options for word in ("--storage-option", one))])
+        assert result.exit_code == code, result.output
+        return result
