@@ -250,7 +250,7 @@ def _hooks(
     if not sharding.parameters:
         return None
     sharded = make_sharded_units(units, config, state.store, state.transfers, world=world, exchanges=exchanges)
-    return UnitHooks(model, units, sharded)
+    return UnitHooks(model, sharded)
 
 
 def _gradients(

@@ -73,13 +73,14 @@ class CompiledUnits:
         """Modules with their own forward, if they had one in place of their class's."""
         self.names: list[str] = []
         """Names of the compiled units."""
-        chosen = [unit for unit in hooks.all_units if _can_be_compiled(unit, hooks.all_units)]
+        units = [sharded.unit for sharded in hooks.units.all]
+        chosen = [unit for unit in units if _can_be_compiled(unit, units)]
         forwards = {unit: _function_of(unit.modules[0]) for unit in chosen}
         sharing = Counter(forwards.values())
         compiled = {forward: compiler(forward) for forward in sharing}
         for unit, forward in forwards.items():
             self._replace(unit, compiled[forward], hooks.hook_ids, sharing[forward])
-        left = len(hooks.all_units) - len(self.names)
+        left = len(units) - len(self.names)
         if chosen:
             _log.info("compile: %d units, %d stay as they are", len(chosen), left)
         else:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -31,8 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from zstore.errors import UsageError
 
 from ..params.record import ParameterRecord, Residency
-from ..params.units import Unit
-from .unshard import ShardedUnits
+from .unshard import ShardedUnit, ShardedUnits
 
 _Given = dict[int, Any]
 _NOT_GIVEN = object()
@@ -41,25 +40,14 @@ _NOT_GIVEN = object()
 class UnitHooks:
     """Keeps units gathered while they are needed. See [Note: when a unit is gathered and released]."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], sharded: ShardedUnits) -> None:
+    def __init__(self, model: nn.Module, sharded: ShardedUnits) -> None:
         self.units = sharded
-        self.all_units = tuple(units)
-        """Also those whose parameters are all resident."""
-        self._holder: dict[Unit, nn.Module | None] = {}
-        """Gathered units, and the module whose forward will release each; None: released otherwise."""
-        self._due: dict[Unit, set[ParameterRecord]] = {}
-        """Units gathered for the backward, and their parameters whose gradients are still missing."""
-        self._stray: dict[Unit, None] = {}
-        """Units of which a parameter was read from elsewhere in a forward whose backward may come."""
-        self._read_now: dict[Unit, None] = {}
-        """Those that the forward under way has read from elsewhere."""
+        self._gathered: list[ShardedUnit] = []
+        """Those in use."""
         self._stray_are_old = False
         """Whether the strays had their backward, so that a forward begins anew; a second backward needs them again."""
-        self._called_within: set[tuple[Unit, Unit]] = set()
-        """Units whose module was called within the forward of another unit, and that one."""
-        self._units_of: dict[ParameterRecord, list[Unit]] = {}
+        self._units_of: dict[ParameterRecord, list[ShardedUnit]] = {}
         self._record_of: dict[nn.Parameter, ParameterRecord] = {}
-        self._inner: dict[Unit, set[nn.Module]] = {}
         self._given: dict[nn.Module, _Given] = {}
         """Tensors that a module under way was called with, by id, and the nodes that made them."""
         self._forwards = 0
@@ -67,8 +55,9 @@ class UnitHooks:
         self._ends_with_forward = False
         """Whether the iteration under way has no backward."""
         self._handles: list[RemovableHandle] = []
-        for unit in self.all_units:
-            self._add(unit)
+        for unit in sharded.all:
+            if unit.records:
+                self._add(unit)
         self._watched = [m for m in model.modules() if any(p in self._record_of for p in m.parameters(recurse=False))]
         self.gathers: Callable[[list[nn.Parameter]], AbstractContextManager[None]] | None = None
         """Gives parameters their values for a copy of the model; None: there are no copies while they are released."""
@@ -81,7 +70,8 @@ class UnitHooks:
 
     def _callers(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules that hold units: a loop may call one by itself, as `generate` calls an encoder."""
-        within = {inner for unit, modules in self._inner.items() if len(unit.modules) > 1 for inner in modules}
+        blocks = [unit for unit in self.units.all if unit.records and len(unit.unit.modules) > 1]
+        within = {inner for unit in blocks for inner in unit.inner}
         return [module for module in model.modules() if module not in within and list(module.children())]
 
     @property
@@ -101,15 +91,11 @@ class UnitHooks:
             if isinstance(module._parameters, _WatchedParameters):
                 module._parameters.on_read = on_read
 
-    def _add(self, unit: Unit) -> None:
-        sharded = [record for record in unit.parameters if record.residency is not Residency.RESIDENT]
-        if not sharded:
-            return
-        for record in sharded:
+    def _add(self, unit: ShardedUnit) -> None:
+        for record in unit.records:
             self._units_of.setdefault(record, []).append(unit)
             self._record_of[record.parameter] = record
-        self._inner[unit] = {inner for module in unit.modules for inner in module.modules()}
-        for module in unit.modules:
+        for module in unit.unit.modules:
             self._handles += [
                 module.register_forward_pre_hook(
                     ModuleHook(partial(self._before_forward, unit)), prepend=True, with_kwargs=True
@@ -123,7 +109,7 @@ class UnitHooks:
         self._forwards += 1
         if self._forwards == 1 and not self._in_backward:
             if self._stray_are_old and torch.is_grad_enabled():
-                self._stray.clear()
+                self._forget_strays()
                 self._stray_are_old = False
             kind = "training" if torch.is_grad_enabled() else "inference"
             if self.units.begin(f"{kind} of {type(module).__name__} {id(module)}"):
@@ -132,11 +118,10 @@ class UnitHooks:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._forwards -= 1
         if self._forwards == 0 and not self._in_backward:
-            for unit in self._read_now:
-                self._release(unit)
-            if torch.is_grad_enabled():
-                self._stray |= self._read_now
-            self._read_now.clear()
+            for unit in self.units.all:
+                if unit.was_read:
+                    unit.was_read, unit.is_stray = False, unit.is_stray or torch.is_grad_enabled()
+                    self._release(unit)
             ends, self._ends_with_forward = self._ends_with_forward, False
             if output is None:
                 # A forward that raised has no output; its order is not recorded, and the other ranks may be elsewhere.
@@ -144,32 +129,35 @@ class UnitHooks:
             elif ends:
                 self.units.end()
 
-    def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if unit not in self._holder:
+    def _before_forward(self, unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not unit.is_in_use:
             self._gather_unit(unit, None if self._in_backward else module)
-        if self._holder[unit] is None or self._holder[unit] is module:
-            self._called_within.update((unit, other) for other, holder in self._holder.items() if holder is not None)
-        if torch.is_grad_enabled() and (self._in_backward or self._holder[unit] is module):
+        if unit.holder is None or unit.holder is module:
+            unit.called_within.update(other for other in self._gathered if other.holder is not None)
+        if torch.is_grad_enabled() and (self._in_backward or unit.holder is module):
             self._given[module] = {id(tensor): tensor.grad_fn for tensor in tensors_in((args, kwargs))}
 
-    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, unit: ShardedUnit, module: nn.Module, args: Any, output: Any) -> None:
         given = self._given.pop(module, {})
         if self._in_backward:
             self._watch(unit, output, given)
             return
-        if self._holder.get(unit) is not module:
+        if not unit.is_in_use or unit.holder is not module:
             return
         if not torch.is_grad_enabled() or self._watch(unit, output, given):
             self._release(unit)
         else:
-            self._holder[unit] = None
+            unit.holder = None
 
     def _read(self, parameter: nn.Parameter) -> None:
         """Gather the unit of a parameter that is read from elsewhere, until the end of the outermost forward."""
         record = self._record_of.get(parameter)
         if record is not None and self._forwards and record.residency is Residency.RELEASED:
             unit = self._units_of[record][0]
-            (self._stray if self._in_backward else self._read_now)[unit] = None
+            if self._in_backward:
+                unit.is_stray = True
+            else:
+                unit.was_read = True
             self._gather_unit(unit, None)
 
     @contextmanager
@@ -189,7 +177,7 @@ class UnitHooks:
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
-    def _watch(self, unit: Unit, output: Any, given: _Given) -> bool:
+    def _watch(self, unit: ShardedUnit, output: Any, given: _Given) -> bool:
         """Gather the unit before the backward of these outputs; return False if no tensor was found in them.
 
         A tensor that the module was `given` and hands on, as T5's blocks do with the position bias of the first, was
@@ -204,51 +192,36 @@ class UnitHooks:
                 tensor.register_hook(partial(self._before_backward, unit))  # type: ignore[no-untyped-call]
         return found
 
-    def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
-        if unit not in self._holder:
+    def _before_backward(self, unit: ShardedUnit, gradient: torch.Tensor) -> None:
+        if not unit.is_in_use:
             self._gather_unit(unit, None)
-        if unit in self._due:
+        if unit.due is not None:
             return
-        for other in list(self._due):
-            if other not in self._stray and not self._nested(unit, other):
-                self._close(other)
+        for other in list(self._gathered):
+            if other.due is not None and not other.is_stray and not _nested(unit, other):
+                self._release(other)
         self._open(unit)
 
-    def _nested(self, unit: Unit, other: Unit) -> bool:
-        """Return whether one of the units is within the other, or was called there, so that this hook says nothing of the
-        other's nodes.
-
-        If the inner one's output is the outer one's, too, both hooks are on that tensor, and the inner one's is
-        the first.
-        """
-        if (unit, other) in self._called_within or (other, unit) in self._called_within:
-            return True
-        return unit.modules[0] in self._inner[other] or other.modules[0] in self._inner[unit]
-
-    def _open(self, unit: Unit) -> None:
-        self._due[unit] = {record for record in unit.parameters if record.residency is Residency.GATHERED}
-
-    def _close(self, unit: Unit) -> None:
-        del self._due[unit]
-        self._release(unit)
+    def _open(self, unit: ShardedUnit) -> None:
+        unit.due = {record for record in unit.unit.parameters if record.residency is Residency.GATHERED}
 
     def start_backward(self) -> None:
         """Gather the units read from elsewhere; forwards from here on are recomputation (the engine's call)."""
         self._in_backward = True
         self.units.fill_lent()
-        for unit in self._stray:
-            if unit not in self._holder:
-                self._gather_unit(unit, None)
-            self._open(unit)
+        for unit in self.units.all:
+            if unit.is_stray:
+                if not unit.is_in_use:
+                    self._gather_unit(unit, None)
+                self._open(unit)
 
     def arrived(self, record: ParameterRecord) -> None:
         """Note that the gradient of `record` was accumulated and taken."""
         for unit in self._units_of.get(record, ()):
-            due = self._due.get(unit)
-            if due is not None:
-                due.discard(record)
-                if not due:
-                    self._close(unit)
+            if unit.due is not None:
+                unit.due.discard(record)
+                if not unit.due:
+                    self._release(unit)
 
     def end_backward(self, *, more: bool = False) -> None:
         """Release whatever is still gathered (the engine's call, all ranks). With `more`, the backward that trains is still
@@ -260,26 +233,30 @@ class UnitHooks:
     def abandon(self) -> None:
         """Release whatever is gathered after a backward that failed (the engine's call)."""
         self._release_all()
-        self._stray.clear()
-        self._read_now.clear()
+        self._forget_strays()
         self.units.abandon()
+
+    def _forget_strays(self) -> None:
+        for unit in self.units.all:
+            unit.is_stray = unit.was_read = False
 
     def _release_all(self) -> None:
         self._in_backward = False
-        self._due.clear()
-        for unit in list(self._holder):
+        for unit in list(self._gathered):
             self._release(unit)
         self.units.empty_lent()
 
     # -- gathering --------------------------------------------------------------------------------------------------
 
-    def _gather_unit(self, unit: Unit, holder: nn.Module | None) -> None:
+    def _gather_unit(self, unit: ShardedUnit, holder: nn.Module | None) -> None:
         self.units.unshard(unit)
-        self._holder[unit] = holder
+        unit.holder = holder
+        self._gathered.append(unit)
 
-    def _release(self, unit: Unit) -> None:
-        if unit in self._holder:
-            del self._holder[unit]
+    def _release(self, unit: ShardedUnit) -> None:
+        unit.due = None
+        if unit.is_in_use:
+            self._gathered.remove(unit)
             self.units.reshard(unit)
 
     def remove(self) -> None:
@@ -288,6 +265,18 @@ class UnitHooks:
         _unwatch(self._watched)
         for handle in self._handles:
             handle.remove()
+
+
+def _nested(unit: ShardedUnit, other: ShardedUnit) -> bool:
+    """Return whether one of the units is within the other, or was called there, so that the one's hook says nothing of the
+    other's nodes.
+
+    If the inner one's output is the outer one's, too, both hooks are on that tensor, and the inner one's is
+    the first.
+    """
+    if other in unit.called_within or unit in other.called_within:
+        return True
+    return unit.unit.modules[0] in other.inner or other.unit.modules[0] in unit.inner
 
 
 def _called(hook: Callable[..., Any]) -> Callable[..., Any]:

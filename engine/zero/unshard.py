@@ -8,11 +8,13 @@ are there. The parameter's own memory is what earlier graphs saved; it is filled
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Literal
 
 import torch
+from torch import nn
 
 from zstore.errors import UsageError
 from zstore.ranks.world import World
@@ -55,12 +57,75 @@ class UnitStatistics:
     """Bytes of this rank's rows read from host memory or disk."""
 
 
-class ShardedUnits:
-    """The gathered memory of all units. If `overlap` is false every gather is waited for at once.
+class UnitState(Enum):
+    """State of a unit's gathered values. Parameters point at them only while the unit is in use, so that a read of them is
+    reported otherwise."""
 
-    A unit is in use between `unshard` and `reshard`. A unit that is kept or prefetched has memory, but its parameters
-    do not point there, so that a read of them is reported as if the unit were released.
-    """
+    RELEASED = "released"
+    """Not gathered, but for parameters that another unit has too."""
+    AHEAD = "ahead"
+    """A gather for its next use has begun, and perhaps ended."""
+    IN_USE = "in use"
+    """Between `unshard` and `reshard`."""
+    IN_USE_AND_AHEAD = "in use and ahead"
+    """In use, and its next use was begun already, so that it stays."""
+    KEPT = "kept"
+    """Used, and gathered until it is used again."""
+
+
+@dataclass(eq=False, kw_only=True)
+class ShardedUnit:
+    """A unit, its state, and what the hooks know of it."""
+
+    unit: Unit
+    number: int
+    records: tuple[ParameterRecord, ...]
+    """Its sharded parameters."""
+    state: UnitState = UnitState.RELEASED
+    fetch: Fetch | None = None
+    """The gather that has begun ahead of use."""
+    inner: frozenset[nn.Module]
+    """The modules of its subtrees."""
+    holder: nn.Module | None = None
+    """Module whose forward will release it; None: it is released otherwise."""
+    called_within: set[ShardedUnit] = field(default_factory=set)
+    """Units in whose forwards its module was called."""
+    due: set[ParameterRecord] | None = None
+    """Gathered for the backward: its parameters whose gradients are still missing."""
+    was_read: bool = False
+    """Whether the forward under way has read one of its parameters from elsewhere."""
+    is_stray: bool = False
+    """Whether a forward whose backward may come has."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of its sharded parameters."""
+        return sum(record.numel for record in self.records)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether its parameters have their values."""
+        return self.state in (UnitState.IN_USE, UnitState.IN_USE_AND_AHEAD)
+
+
+@dataclass(eq=False)
+class _Values:
+    """The gathered values of a parameter, and who needs them."""
+
+    users: int = 0
+    """Units in use, and callers."""
+    holds: int = 0
+    """Units kept or gathered ahead."""
+    callers: int = 0
+    """Callers that hold it. See [Note: held by a caller]."""
+    own: torch.Tensor | None = None
+    """The parameter's own memory, if its values are in a caller's."""
+    are_there: bool = False
+    coming: Fetch | None = None
+
+
+class ShardedUnits:
+    """The gathered memory of all units. If `overlap` is false every gather is waited for at once."""
 
     def __init__(
         self, units: Sequence[Unit], world: World, fetcher: Fetcher, limits: PrefetchLimits, *, overlap: bool = True
@@ -69,24 +134,9 @@ class ShardedUnits:
         self._world = world
         self._limits = limits
         self._overlap = overlap
-        self._units = list(units)
-        self._number = {unit: number for number, unit in enumerate(units)}
-        self._sharded = {
-            unit: [record for record in unit.parameters if record.residency is not Residency.RESIDENT] for unit in units
-        }
-        self._numel = [sum(record.numel for record in self._sharded[unit]) for unit in units]
-        self._users: Counter[ParameterRecord] = Counter()
-        """Units in use, by parameter."""
-        self._holds: Counter[ParameterRecord] = Counter()
-        """Units kept or prefetched, by parameter."""
-        self._callers: Counter[ParameterRecord] = Counter()
-        """Callers that hold a parameter, by parameter. See [Note: held by a caller]."""
-        self._lent: dict[ParameterRecord, torch.Tensor] = {}
-        """The own memory of parameters whose values are in a caller's."""
-        self._there: set[ParameterRecord] = set()
-        self._coming: dict[ParameterRecord, Fetch] = {}
-        self._ahead: dict[Unit, Fetch] = {}
-        self._kept: set[Unit] = set()
+        self.all = tuple(_sharded_unit(number, unit) for number, unit in enumerate(units))
+        """In the order of the model."""
+        self._values = {record: _Values() for unit in self.all for record in unit.records}
         self._stuck: list[Fetch] = []
         """Fetches that never end, with the memory that they write to."""
         self._recorder = Recorder()
@@ -118,7 +168,7 @@ class ShardedUnits:
         self._settle()
         self.fetcher.check_arrived()
         if kind is not None and uses:
-            self._schedules[kind] = make_schedule(self._agreed(uses), self._numel, self._limits)
+            self._schedules[kind] = make_schedule(self._agreed(uses), [unit.numel for unit in self.all], self._limits)
             self._count(orders=1)
 
     def abandon(self) -> None:
@@ -157,68 +207,78 @@ class ShardedUnits:
             second.free()
 
     def forget(self) -> None:
-        """Release the units kept or prefetched: the iteration is over, or values are about to change."""
-        for unit in list(self._ahead):
-            self._drop(unit)
-            self._count(dropped=1)
-        for unit in list(self._kept):
-            self._kept.discard(unit)
-            self._let_go(self._sharded[unit], self._holds)
+        """Release the units kept or gathered ahead: the iteration is over, or values are about to change."""
+        for unit in self.all:
+            if unit.fetch is not None:
+                self._drop(unit)
+                self._count(dropped=1)
+            elif unit.state is UnitState.KEPT:
+                unit.state = UnitState.RELEASED
+                self._let_go(unit.records, "holds")
 
     # -- units ------------------------------------------------------------------------------------------------------
 
-    def unshard(self, unit: Unit) -> None:
+    def unshard(self, unit: ShardedUnit) -> None:
         """Gather the unit's parameters, which then are in use (all ranks, in one order)."""
-        self._world.activity.unit = unit.name
-        with labelled("unshard", unit.name):
-            number = self._recorder.begin_use(self._number[unit])
+        self._world.activity.unit = unit.unit.name
+        with labelled("unshard", unit.unit.name):
+            number = self._recorder.begin_use(unit.number)
             follows = self._recorder.follows
-            ahead, kept = unit in self._ahead, unit in self._kept
-            if not ahead and not kept:
+            before = unit.state
+            if before is UnitState.RELEASED:
                 self._bring(unit, ahead=False)
                 self._send(unit)
             if follows:
                 self._read_slots(number + 1)
             self._complete(unit)
-            self._ahead.pop(unit, None)
-            self._kept.discard(unit)
-            records = self._sharded[unit]
-            self._users.update(records)
-            self._holds.subtract(records)
-            for record in records:
+            unit.state, unit.fetch = UnitState.IN_USE, None
+            for record in unit.records:
+                values = self._values[record]
+                values.users += 1
+                values.holds -= 1
                 if record.residency is Residency.RELEASED:
                     record.point_at_full()
-            self._count(taken=1, gathered_ahead=int(ahead), kept=int(kept), on_demand=int(not ahead and not kept))
+            self._count(
+                taken=1,
+                gathered_ahead=int(before is UnitState.AHEAD),
+                kept=int(before is UnitState.KEPT),
+                on_demand=int(before is UnitState.RELEASED),
+            )
             if follows:
                 self._send_slot(number + 1)
             else:
                 self.forget()
 
-    def reshard(self, unit: Unit) -> None:
+    def reshard(self, unit: ShardedUnit) -> None:
         """End the use of the unit: release it, or keep it if it is used again soon."""
-        with labelled("reshard", unit.name):
-            records = self._sharded[unit]
-            if self._recorder.end_use(self._number[unit]):
-                self._kept.add(unit)
-                self._holds.update(records)
-            self._let_go(records, self._users)
+        with labelled("reshard", unit.unit.name):
+            keeps = self._recorder.end_use(unit.number)
+            if unit.state is UnitState.IN_USE_AND_AHEAD:
+                unit.state = UnitState.AHEAD
+            elif keeps:
+                unit.state = UnitState.KEPT
+                self._hold(unit)
+            else:
+                unit.state = UnitState.RELEASED
+            self._let_go(unit.records, "users")
 
-    def _let_go(self, records: Sequence[ParameterRecord], owners: Counter[ParameterRecord]) -> None:
+    def _hold(self, unit: ShardedUnit) -> None:
+        for record in unit.records:
+            self._values[record].holds += 1
+
+    def _let_go(self, records: Sequence[ParameterRecord], owners: Literal["users", "holds"]) -> None:
         for record in records:
-            owners[record] -= 1
-            if self._users[record] > 0:
+            values = self._values[record]
+            setattr(values, owners, getattr(values, owners) - 1)
+            if values.users > 0:
                 continue
-            if self._holds[record] > 0:
-                if record in self._there:
+            if values.holds > 0:
+                if values.are_there:
                     record.point_at_placeholder()
             else:
-                self._release(record)
-
-    def _release(self, record: ParameterRecord) -> None:
-        record.release()
-        self._there.discard(record)
-        self._coming.pop(record, None)
-        self._live_numel -= record.numel
+                record.release()
+                values.are_there, values.coming = False, None
+                self._live_numel -= record.numel
 
     # -- callers ----------------------------------------------------------------------------------------------------
 
@@ -234,100 +294,108 @@ class ShardedUnits:
             for record in missing:
                 record.take_back(own[record], keep=False)
             raise
-        self._lent |= own
         for record in missing:
             record.point_at_full()
-            self._there.add(record)
+            self._values[record].own, self._values[record].are_there = own[record], True
             self._live_numel += record.numel
-        self._callers.update(sharded)
-        self._users.update(sharded)
+        for record in sharded:
+            self._values[record].callers += 1
+            self._values[record].users += 1
 
     def let_go(self, records: Sequence[ParameterRecord]) -> None:
         """End a `hold` of the same parameters."""
         sharded = [record for record in records if record.residency is not Residency.RESIDENT]
-        self._callers.subtract(sharded)
         for record in sharded:
-            if self._callers[record] == 0 and record in self._lent:
-                needed = self._users[record] > 1 or self._holds[record] > 0
-                record.take_back(self._lent.pop(record), keep=needed)
-        self._let_go(sharded, self._users)
+            values = self._values[record]
+            values.callers -= 1
+            if values.callers == 0 and values.own is not None:
+                own, values.own = values.own, None
+                record.take_back(own, keep=values.users > 1 or values.holds > 0)
+        self._let_go(sharded, "users")
 
     def fill_lent(self) -> None:
         """Give the own memory of parameters that callers hold their values, for graphs that saved it."""
-        for record, own in self._lent.items():
-            if not record.is_in_place:
-                own.untyped_storage().resize_(own.numel() * own.element_size())
-                own.copy_(record.full)
+        for record, own in self._lent():
+            own.untyped_storage().resize_(own.numel() * own.element_size())
+            own.copy_(record.full)
 
     def empty_lent(self) -> None:
         """Free the memory that `fill_lent` filled."""
-        for record, own in self._lent.items():
-            if not record.is_in_place:
-                own.untyped_storage().resize_(0)
+        for _, own in self._lent():
+            own.untyped_storage().resize_(0)
+
+    def _lent(self) -> Iterator[tuple[ParameterRecord, torch.Tensor]]:
+        for record, values in self._values.items():
+            if values.own is not None and not record.is_in_place:
+                yield record, values.own
 
     # -- fetches ----------------------------------------------------------------------------------------------------
 
-    def _slot(self, slot: int) -> list[Unit]:
+    def _slot(self, slot: int) -> list[ShardedUnit]:
         schedule = self._schedules[self._kind or ""]
         if slot >= len(schedule.start):
             return []
-        return [self._units[schedule.units[number]] for number in schedule.start[slot]]
+        return [self.all[schedule.units[number]] for number in schedule.start[slot]]
 
     def _read_slots(self, slot: int) -> None:
         """Start to read the rows of this slot's gathers; with more ranks also those of the next, which it sends."""
         slots = [slot] if self._world.world_size == 1 else [slot, slot + 1]
         for unit in [unit for each in slots for unit in self._slot(each)]:
-            if unit not in self._ahead and unit not in self._kept:
+            if unit.fetch is None and unit.state is not UnitState.KEPT:
                 self._bring(unit, ahead=True)
 
     def _send_slot(self, slot: int) -> None:
         for unit in self._slot(slot):
-            if unit in self._ahead:
+            if unit.fetch is not None:
                 self._send(unit)
                 if self._overlap:
                     self._count(overlapped=int(self._world.world_size > 1))
                 else:
                     self._complete(unit)
 
-    def _bring(self, unit: Unit, *, ahead: bool) -> None:
+    def _bring(self, unit: ShardedUnit, *, ahead: bool) -> None:
         self._fetched = True
-        records = self._sharded[unit]
-        missing = [record for record in records if record not in self._there and record not in self._coming]
+        missing = [
+            record
+            for record in unit.records
+            if not self._values[record].are_there and self._values[record].coming is None
+        ]
         # Before the memory is taken: a failed start leaves a unit that can be dropped.
-        fetch = Fetch(unit.name, self._number[unit], [])
-        self._ahead[unit] = fetch
-        self._holds.update(records)
+        fetch = Fetch(unit.unit.name, unit.number, [])
+        unit.state = UnitState.IN_USE_AND_AHEAD if unit.is_in_use else UnitState.AHEAD
+        unit.fetch = fetch
+        self._hold(unit)
         self._live_numel += sum(record.numel for record in missing)
         peak = max(self._statistics.live_peak_numel, self._live_numel)
         self._statistics = replace(self._statistics, live_peak_numel=peak)
         for record in missing:
-            self._coming[record] = fetch
-        self._ahead[unit] = fetch = self.fetcher.read(unit.name, self._number[unit], missing, ahead=ahead)
+            self._values[record].coming = fetch
+        unit.fetch = fetch = self.fetcher.read(unit.unit.name, unit.number, missing, ahead=ahead)
         for record in missing:
-            self._coming[record] = fetch
+            self._values[record].coming = fetch
 
-    def _send(self, unit: Unit) -> None:
-        fetch = self._ahead[unit]
-        if fetch.records:
-            self.fetcher.send(fetch, expected=self._recorder.follows)
+    def _send(self, unit: ShardedUnit) -> None:
+        if unit.fetch is not None and unit.fetch.records:
+            self.fetcher.send(unit.fetch, expected=self._recorder.follows)
 
-    def _complete(self, unit: Unit) -> None:
+    def _complete(self, unit: ShardedUnit) -> None:
         """Wait until the unit's parameters have their values."""
-        for record in self._sharded[unit]:
-            fetch = self._coming.get(record)
+        for record in unit.records:
+            fetch = self._values[record].coming
             if fetch is None:
                 continue
             self.fetcher.finish(fetch, expected=self._recorder.follows)
             for one in fetch.records:
-                self._coming.pop(one, None)
-                self._there.add(one)
+                self._values[one].coming, self._values[one].are_there = None, True
 
-    def _drop(self, unit: Unit) -> None:
-        fetch = self._ahead.pop(unit)
-        if not self.fetcher.drop(fetch):
+    def _drop(self, unit: ShardedUnit) -> None:
+        fetch, unit.fetch = unit.fetch, None
+        unit.state = UnitState.IN_USE if unit.is_in_use else UnitState.RELEASED
+        if fetch is not None and not self.fetcher.drop(fetch):
             self._stuck.append(fetch)
-            self._users.update(fetch.records)  # for good: nobody may have their memory
-        self._let_go(self._sharded[unit], self._holds)
+            for record in fetch.records:
+                self._values[record].users += 1  # for good: nobody may have their memory
+        self._let_go(unit.records, "holds")
 
     def _count(self, **more: int) -> None:
         values = {name: getattr(self._statistics, name) + number for name, number in more.items()}
@@ -345,6 +413,12 @@ class ShardedUnits:
     def on_ready(self, ready: Ready) -> None:
         """Call `ready` before any rows are read."""
         self.fetcher.ready = ready
+
+
+def _sharded_unit(number: int, unit: Unit) -> ShardedUnit:
+    sharded = (record for record in unit.parameters if record.residency is not Residency.RESIDENT)
+    inner = frozenset(inner for module in unit.modules for inner in module.modules())
+    return ShardedUnit(unit=unit, number=number, records=tuple(sharded), inner=inner)
 
 
 def make_sharded_units(
