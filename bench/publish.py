@@ -174,7 +174,7 @@ def service(case: argparse.Namespace, folder: Path) -> dict[str, float]:
     with _served(folder / "runs") as url, _engine(case, url, **options) as engine:
         models = [Gpt(SHIPPED[case.model]).to(torch.bfloat16) for _ in range(case.receivers)]
         first, *others = [Receiver(one, url, storage_options=options) for one in models]
-        (publisher,) = engine.observers
+        publisher = engine.extras["zstore.publish"]
         traffic = publisher._target._service.connection.traffic  # type: ignore[attr-defined]
         with ThreadPoolExecutor(case.receivers) as threads:
             for _ in range(case.steps + 1):

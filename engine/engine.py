@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 
 import torch
 from torch import nn
@@ -42,11 +42,9 @@ from .checkpoint.renaming import Names
 from .checkpoint.save import Checkpoints, SaveOptions
 from .checkpoint.snapshots import ClientState, StepSnapshots, present
 from .checkpoint.usual_request import save_or_stop
+from .config.extra import Extra, Rise, Rising, use_schedules
 from .data.batches import call_with, evaluating, loss_of, mean_loss, repeat, take_batches
-from .data.curriculum import SequenceCurriculum
 from .data.loader import PostProcess, TrainingLoader
-from .data.sampling import use_schedules
-from .data.schedule import Rise
 from .report.journal import RunJournal
 from .report.monitors import Monitors
 from .report.progress import RunReport
@@ -90,16 +88,6 @@ def _phase(
     return mark
 
 
-class StepObserver(Protocol):
-    """Sees the steps of an engine (all ranks)."""
-
-    def step_ended(self) -> None:
-        """Take the state after an optimizer step, taken or skipped: an update may still run behind it."""
-
-    def close(self) -> None:
-        """Release everything: the engine is closed."""
-
-
 class Engine(nn.Module):
     """A model in training: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, for every micro-batch.
 
@@ -125,8 +113,8 @@ class Engine(nn.Module):
         self._by_block: AccumulationByBlock | None = None
         self._batches: Iterator[Any] | None = None
         """The micro-batches of the engine's own loader, over and over."""
-        self.observers: list[StepObserver] = []
-        """Told of the end of each optimizer step, and of the engine's."""
+        self.extras: dict[str, Extra] = {}
+        """By the key of their section. See [Note: an extra] in `config.extra`."""
         self._open_no_syncs = 0
         self._wait_for_device: Callable[[], object] | None = None
         """Called at both ends of each phase, at the price of overlap with the device."""
@@ -160,9 +148,6 @@ class Engine(nn.Module):
             functools.partial(_time_phase, self.times, "backward_s", self._wait_for_device),
         )
         self._offloaded = OffloadedStates(training, self.access)
-        section = settings.curriculum_learning
-        self.curriculum = SequenceCurriculum(section, self.module) if section.enabled else None
-        """Truncates the model's inputs in training; None: nothing is truncated."""
         self.parameter_guard = ParameterGuard(
             self._modules, training.model, training.state.records, training.pending, self.access.take_over
         )
@@ -178,7 +163,7 @@ class Engine(nn.Module):
             *ends,
             self.signals.close,
             self.parameter_guard.remove,
-            functools.partial(_end_observers, self.observers),
+            functools.partial(_end_extras, self.extras),
         )
         self._finalizer: weakref.finalize[..., Any] | ClosingInCycle = closing_with(
             self, _close, training, self.checkpoints, self.steps, self.report, self.access, last
@@ -199,8 +184,8 @@ class Engine(nn.Module):
         """Return the arguments that the model gets."""
         if self.training_state.config.casts_inputs:
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
-        if self.curriculum is not None and self.module.training:
-            args, kwargs = self.curriculum.cut(args, kwargs, self.global_steps + 1)
+        for extra in self.extras.values() if self.module.training else ():
+            args, kwargs = extra.inputs(args, kwargs)
         self.require_parameters()
         return args, kwargs
 
@@ -285,8 +270,8 @@ class Engine(nn.Module):
                 check(present(self._unchecked.pop()))
             if self.steps.enabled:
                 self.steps.take()
-            for observer in self.observers:
-                observer.step_ended()
+            for extra in self.extras.values():
+                extra.step_ended()
             if training.world.heard:
                 self.requests.carry_out(self.carry_out)
             if self._when_asked is not None and self.stop_requested is not None:
@@ -315,7 +300,9 @@ class Engine(nn.Module):
 
     def _timed(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """Add the block's seconds to those of a phase."""
-        timed = _time_phase(self.times, phase, self._wait_for_device)
+        timed: contextlib.AbstractContextManager[None] = _time_phase(self.times, phase, self._wait_for_device)
+        for extra in self.extras.values():
+            timed = extra.around(phase, timed)
         return timed if self.report.computation is None else self.report.computation.around(phase, timed)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
@@ -441,7 +428,8 @@ class Engine(nn.Module):
         `curriculum_learning`, or one for each name of a metric of `data_efficiency` ("seqlen" means the former too). Functions
         are not in checkpoints: call this before a resumed run trains. Raises UsageError for another name or type."""
         loader = self.training_dataloader
-        use_schedules(schedule, self.curriculum, None if loader is None else loader.curriculum)
+        drawn = {} if loader is None or loader.curriculum is None else loader.curriculum.difficulties()
+        use_schedules(schedule, [*drawn.items(), *self._difficulties().items()])
 
     def set_data_post_process_func(self, post_process: PostProcess) -> None:
         """Have the loader that `initialize` returned pass each micro-batch through `post_process(batch, state)`;
@@ -453,7 +441,10 @@ class Engine(nn.Module):
     def curriculum_difficulties(self) -> dict[str, int]:
         """Return the difficulties of the step under way: the length of sequences as "seqlen", and those of metrics."""
         found = {} if self.training_dataloader is None else self.training_dataloader.difficulties
-        return found if self.curriculum is None else found | self.curriculum.at(self.global_steps + 1)
+        return found | {name: one.at(self.global_steps + 1) for name, one in self._difficulties().items()}
+
+    def _difficulties(self) -> dict[str, Rising]:
+        return {name: one for extra in self.extras.values() for name, one in extra.difficulties.items()}
 
     # -- whole tensors ----------------------------------------------------------------------------------------------
     # All of these are collectives: every rank calls them with the same names, in the same order. `name` is a parameter's
@@ -1054,9 +1045,9 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _end_observers(observers: Sequence[StepObserver]) -> None:
-    for observer in observers:
-        observer.close()
+def _end_extras(extras: Mapping[str, Extra]) -> None:
+    for extra in extras.values():
+        extra.close()
 
 
 def _saves_s(checkpoints: Checkpoints, steps: StepSnapshots) -> dict[str, float]:

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from zstore.attention import apply as apply_sparse_attention
-from zstore.errors import ConfigError, UsageError
+from zstore.errors import ConfigError, UsageError, listed
 from zstore.io import Files
 from zstore.ranks.world import World
 
@@ -23,11 +22,13 @@ from .build.model import mark_leaves_of, require_shapes, take_uncompiled
 from .checkpoint.snapshots import require_shared_folder
 from .config.answers import read_answers
 from .config.config import Config, load_config
+from .config.extra import EXTRAS, Extra
+from .config.keys import Section
 from .config.resolve import ResolveContext
 from .data.loader import Collate, TrainingLoader
-from .data.sampling import sampling_of
 from .device import Streams
 from .engine import Engine
+from .extras.curriculum.sampler import sampler_of
 from .optim.lr_schedules import LRSchedule, named_schedule
 from .optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from .optim.rules import steps_tiles
@@ -37,7 +38,7 @@ from .plan.rungs import leave_advice
 from .report.comms import open_comms_log
 from .report.monitors import open_monitors
 from .runtime.distributed import init_distributed
-from .runtime.messages import listed, show_messages
+from .runtime.messages import show_messages
 from .wiring import wire
 
 _log = logging.getLogger("zstore")
@@ -130,8 +131,9 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
                 resolved.source,
                 resolved.gradient_clipping,
             )
-    if resolved.settings.sparse_attention is not None:
-        apply_sparse_attention(model, resolved.settings.sparse_attention.pattern())
+    chosen = list(_extras(resolved))
+    for _, extra, section in chosen:
+        extra.prepare(model, section)
     world.log = open_comms_log(resolved.settings.comms_logger, world)
     _say_doubles(model, resolved, world)
     if resolved.stage == 3:
@@ -150,7 +152,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             engine = _engine(training, monitors)
             if compiler is not None:
                 training.compile(compiler)
-            _add_observers(engine)
+            for key, extra, section in chosen:
+                engine.extras[key] = extra(engine, section)
         except BaseException:
             monitors.close()
             raise
@@ -158,18 +161,17 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         return engine, engine.optimizer, loader, schedule.scheduler
 
 
-def _add_observers(engine: Engine) -> None:
-    """Let the extras that the config asks for see the engine's steps."""
-    training = engine.training_state
-    config, stepper = training.config, training.stepper
-    if config.own.publish.to is not None and not config.frozen:
-        from .extras.publish import WeightsPublisher  # brings the client of a service
-
-        complete = training.pending.complete
-        publisher = WeightsPublisher(
-            engine, config, training.state, training.run_id, tiles=stepper is None, complete=complete
-        )
-        engine.observers.append(publisher)
+def _extras(config: Config) -> Iterator[tuple[str, type[Extra], Section]]:
+    """Yield key, class and section of the extras that a config turns on."""
+    for key, load in EXTRAS.items():
+        section: Any = config.settings
+        for name in key.split("."):
+            section = getattr(section, name)
+        if section is None or section.is_off:
+            continue
+        extra = load()
+        if extra.acts_frozen or not config.frozen:
+            yield key, extra, section
 
 
 def _names_no_optimizer(config: Config, optimizer: Any, scheduler: Any, world: World) -> bool:
@@ -264,6 +266,7 @@ def _schedule(config: Config, client: Any, optimizer: ZeroOptimizer) -> LRSchedu
 
 
 def _loader(config: Config, world: World, data: Dataset[Any], collate_fn: Collate | None) -> TrainingLoader:
+    section = config.settings.data_efficiency
     return TrainingLoader(
         data,
         batch=config.batch,
@@ -272,5 +275,6 @@ def _loader(config: Config, world: World, data: Dataset[Any], collate_fn: Collat
         seed=config.settings.seed,
         drop_last=config.settings.dataloader_drop_last,
         collate_fn=collate_fn,
-        sampling=sampling_of(config.settings.data_efficiency, data),
+        sampling=section.sampling,
+        sampler=sampler_of(section, data),
     )

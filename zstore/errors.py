@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import errno as errno_codes
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 class ZstoreError(Exception):
@@ -112,3 +112,14 @@ def storage_error(
     """Return the StorageError (or DiskFullError) that describes `error`, an OSError of the operating system."""
     kind = DiskFullError if error.errno in _FULL else StorageError
     return kind(message, path=path, offset=offset, nbytes=nbytes, errno=error.errno)
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Return names for a message, up to `most` of them, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def shortened(lines: list[str], most: int) -> list[str]:
+    """Return the lines of a message, up to `most` of them, and a last one that says how many more there are."""
+    return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from zstore.errors import UsageError
+from zstore.errors import UsageError, listed
 from zstore.format import BITS, model_array
 from zstore.tensors import as_torch
 
 from ..optim.kernel import AVERAGED
 from ..params.record import ParameterRecord, Residency
-from ..runtime.messages import listed
 from ..zero.gradients import WholeGradients, agree_any
 from .full_tensors import ArrayPiece, RankArray, WholeArrays
 from .statedict import StateDictGuard

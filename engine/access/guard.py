@@ -34,10 +34,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zstore.errors import UsageError
+from zstore.errors import UsageError, listed
 
 from ..params.record import ParameterRecord, Residency
-from ..runtime.messages import listed
 from ..training import PendingUpdate
 
 _log = logging.getLogger("zstore")

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from zstore.errors import UsageError
+from zstore.errors import UsageError, listed, shortened
 
 from ..build.init import Init
 from ..params.record import ParameterRecord, Residency
-from ..runtime.messages import listed, shortened
 from .gather import gather
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ import torch
 from zstore.checkpoint import LOW, TIE
 from zstore.errors import UsageError
 from zstore.format import ArraySpec, make_grid, model_array
+from zstore.io import return_free_memory
 from zstore.store import TierName
 from zstore.tensors import as_torch, dtype_name
 
 from ..params.record import ParameterRecord, Residency
-from ..runtime.allocator import return_free_memory
 
 if TYPE_CHECKING:
     from ..training import Training

@@ -32,13 +32,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zstore.closing import closing_with
 from zstore.errors import RankError, UsageError
 from zstore.format import ArraySpec, make_grid
+from zstore.io import return_free_memory
 from zstore.ranks.world import World
 from zstore.store import LocalShard, TensorStore
 from zstore.tensors import as_bytes, as_torch, dtype_name
 
 from ..optim.state import TierName
 from ..params.record import view_of_one_nan
-from ..runtime.allocator import return_free_memory
 from .guard import BuildingGuard
 
 FillRows = Callable[[int, torch.Tensor], None]

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from zstore.io import return_free_memory
+
 from ..config.config import Config
 from ..optim.state import OptimizerState, RowsInStore
 from ..params.record import PRECISIONS, ParameterRecord, make_record
 from ..params.sharding import Sharding
 from ..plan.plan import Plan
-from ..runtime.allocator import return_free_memory
 from .model import own_memory, place_parameter
 from .takeover import BuiltModel
 

@@ -23,16 +23,16 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
 
-from zstore.errors import CheckpointMismatchError, ConfigError, UsageError
+from zstore.errors import CheckpointMismatchError, ConfigError, UsageError, listed
+from zstore.io import return_free_memory
 from zstore.ranks.world import World
 from zstore.tensors import as_numpy
 from zstore.weights.reader import StoredWeight, WeightsReader
 
 from ..config.config import load_config
 from ..params.record import named_parameters
-from ..runtime.allocator import return_free_memory
 from ..runtime.distributed import init_distributed
-from ..runtime.messages import listed, show_messages
+from ..runtime.messages import show_messages
 from .builder import Builder
 from .destination import builder_for
 from .init import require_no_init

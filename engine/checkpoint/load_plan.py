@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from zstore.checkpoint import LOW, TIE, ArraySource, Range, codes_of_scales, rest_of_master, scales_of
-from zstore.errors import CheckpointMismatchError, UsageError
+from zstore.errors import CheckpointMismatchError, UsageError, shortened
 from zstore.format import AVERAGES, buffer_array, model_array, optimizer_array
 
 from ..build.model import stored_whole
@@ -18,7 +18,6 @@ from ..optim.moments import MomentTiles
 from ..optim.state import OptimizerState
 from ..optim.stepper import STATE_KEY, Stepper
 from ..params.record import ParameterRecord
-from ..runtime.messages import shortened
 from .renaming import Names, Renamed
 
 _MOST_LISTED = 10
@@ -313,4 +312,4 @@ def _same_values(reader: ArraySource, one: str, other: str, rows: tuple[int, int
 
 
 def _short(prefix: str, names: list[str]) -> list[str]:
-    return shortened([prefix + name for name in names], _MOST_LISTED)
+    return shortened([prefix + name for name in names], _MOST_LISTED) if names else []

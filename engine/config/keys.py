@@ -125,7 +125,7 @@ class Section(BaseModel):
     @property
     def is_off(self) -> bool:
         """Whether the section's switch is off."""
-        return self.switch is not None and getattr(self, self.switch) in (False, "none")
+        return self.switch is not None and getattr(self, self.switch) in (None, False, "none")
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:

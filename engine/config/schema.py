@@ -7,6 +7,10 @@ key's status (`keys.Status`) tells its effect. The default of a key that is not 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
+from pydantic.fields import FieldInfo
+
+from zstore.errors import UsageError
+
 from .activations import ActivationCheckpointingSection
 from .autotuning import AutotuningSection
 from .data import CurriculumSection, DataEfficiencySection
@@ -294,3 +298,17 @@ class ConfigSections(Section):
             known: dict[Any, Any] = dict(data)
             return known | {"steps_per_print": 0}
         return data
+
+
+def add_section(key: str, section: type[Section]) -> None:
+    """Let configs have a section of an extra at the top. Raises UsageError for a key that is taken."""
+    if key in ConfigSections.model_fields:
+        raise UsageError(f"the config has a key {key!r} already: give the section another name")
+    ConfigSections.model_fields[key] = FieldInfo(annotation=section, default=section())
+    ConfigSections.model_rebuild(force=True)
+
+
+def remove_section(key: str) -> None:
+    """Undo `add_section`."""
+    del ConfigSections.model_fields[key]
+    ConfigSections.model_rebuild(force=True)

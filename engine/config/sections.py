@@ -109,6 +109,8 @@ def _version_folder(to: str) -> str:
 class PublishSection(Section):
     """Weights in bf16 for whoever serves them: after steps the changed elements, and now and then all. See docs/publish.md."""
 
+    switch = "to"
+
     to: Annotated[Name, AfterValidator(_version_folder), Words("an absolute path or a URL")] | None = built(None)
     """Folder that the versions go to, which all ranks and all readers see; or `http://HOST:PORT/RUN/weights`, a run of a
     `zstore serve` that takes uploads. Unset: nothing is published."""

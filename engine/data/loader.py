@@ -5,7 +5,7 @@ Epoch e is one permutation of the data set, drawn from (seed, e). It is dealt in
 samples; in a round, rank r has the r-th micro-batch. So a resumed run, at another world size too, goes on where the
 saved one stopped. The last round of an epoch may be short: each rank then has the same, smaller number of samples,
 and if they do not divide, the first samples of the epoch fill up; with `drop_last` an epoch ends with the last whole
-`train_batch_size`. With a curriculum of `data_efficiency`, `data.sampler` draws a whole `train_batch_size` at a time,
+`train_batch_size`. With a curriculum of `data_efficiency`, a `Sampler` draws a whole `train_batch_size` at a time,
 dealt in the same rounds; an epoch is then as many batches as the data set has.
 """
 
@@ -15,19 +15,37 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from zstore.errors import CheckpointMismatchError, UsageError
 
+from ..config.data import DataSamplingSection
+from ..config.extra import Rising
 from ..config.resolve import BatchSizes
-from .sampling import Sampling
 
 Collate = Callable[[list[Any]], Any]
 PostProcess = Callable[[Any, dict[str, Any]], Any]
 """Returns a micro-batch from one as it was collated, and the state of the sampling."""
+
+
+class Sampler(Protocol):
+    """Draws the samples of one step after another, by difficulties that rise with the steps."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state for `restore`, with its "step", the batches drawn; a copy."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`. Raises CorruptionError for a malformed state."""
+
+    def draw(self, count: int) -> list[int]:
+        """Return the numbers of the next step's `count` samples."""
+
+    def difficulties(self) -> Mapping[str, Rising]:
+        """Return the difficulties by the names of their metrics."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +74,8 @@ class TrainingLoader:
         seed: int,
         drop_last: bool = False,
         collate_fn: Collate | None = None,
-        sampling: Sampling | None = None,
+        sampling: DataSamplingSection | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
             raise UsageError(
@@ -72,8 +91,9 @@ class TrainingLoader:
         self._seed = seed
         self._drop_last = drop_last
         self._collate_fn = collate_fn
-        self._sampling = sampling or Sampling()
-        self.curriculum = self._sampling.curriculum
+        self._num_epochs = None if sampling is None else sampling.num_epochs
+        self._num_workers, self._pins = (0, False) if sampling is None else (sampling.num_workers, sampling.pin_memory)
+        self.curriculum = sampler
         """Draws samples by their difficulty; None: in the order of a permutation."""
         self.post_process: PostProcess | None = None
         self.position = 0
@@ -109,7 +129,8 @@ class TrainingLoader:
         """The difficulty of each metric at the batch of the next micro-batch; empty without a curriculum."""
         if self.curriculum is None or self._drawn is None:
             return {}
-        return self.curriculum.difficulties(int(self._drawn["step"]) + 1)
+        step = int(self._drawn["step"]) + 1
+        return {name: difficulty.at(step) for name, difficulty in self.curriculum.difficulties().items()}
 
     def require_same(self, state: Mapping[str, Any] | None) -> None:
         """Raise CheckpointMismatchError if `state` was saved with a curriculum and this run has none, or the other way
@@ -131,22 +152,21 @@ class TrainingLoader:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, first = divmod(self.position, self.samples_per_epoch)
-        if self._sampling.num_epochs is not None and epoch >= self._sampling.num_epochs:
+        if self._num_epochs is not None and epoch >= self._num_epochs:
             return
         handed: deque[_Round] = deque()
         rounds = self._rounds(epoch, first) if self._drawn is None else self._drawn_rounds(self._drawn, epoch)
-        workers = self._sampling.num_workers
         # Otherwise each `iter` draws from torch's own, and a resumed run, which begins one more, has other dropout masks.
         generator = torch.Generator()
-        if workers:
+        if self._num_workers:
             generator.manual_seed(self._seed + self.position)
         loader: DataLoader[Any] = DataLoader(
             self._data,
             batch_sampler=_Indices(rounds, handed),
             collate_fn=self._collate_fn,
             generator=generator,
-            num_workers=workers,
-            pin_memory=self._sampling.pin_memory,
+            num_workers=self._num_workers,
+            pin_memory=self._pins,
         )
         for batch in loader:
             # Counted before it is used: a checkpoint after the step on this batch holds it.

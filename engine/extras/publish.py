@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -25,16 +25,16 @@ from torch import nn
 
 from zstore.errors import ZstoreError
 from zstore.open.weights_target import target_of
-from zstore.ranks.world import World
 from zstore.tensors import bytes_of
 from zstore.weights.delta import Bits, DeltaWriter
 from zstore.weights.reader import WeightsReader
 from zstore.weights.versions import INDEX_FILE, PREFIX, WeightsVersion
 
-from ..config.config import Config
+from ..config.extra import Extra
+from ..config.sections import PublishSection
 from ..device import Scratch
-from ..optim.state import OptimizerState
 from ..params.record import ParameterRecord
+from ..training import Training
 
 _log = logging.getLogger("zstore")
 _BLOCK_BYTES = 8 * 1024 * 1024
@@ -125,35 +125,14 @@ def _bits(values: torch.Tensor) -> Bits:
     return found
 
 
-class _Engine(Protocol):
-    module: nn.Module
+class WeightsPublisher(Extra):
+    """Publishes the weights of an engine after its steps. See [Note: a version] and [Note: how a version appears]."""
 
-    @property
-    def world(self) -> World: ...
-    @property
-    def global_steps(self) -> int: ...
-    def was_step_applied(self) -> bool: ...
-    def save_16bit_model(self, save_dir: Path, *, dtype: str) -> list[Path]: ...
-
-
-class WeightsPublisher:
-    """Publishes the weights of an engine after its steps (all ranks). See [Note: a version] and [Note: how a version appears].
-
-    `tiles`: whether its updates run over tiles. `complete` waits for the update under way.
-    """
-
-    def __init__(
-        self,
-        engine: _Engine,
-        config: Config,
-        state: OptimizerState,
-        run: str,
-        *,
-        tiles: bool,
-        complete: Callable[[], None],
-    ) -> None:
-        self._engine, self._run, self._complete = engine, run, complete
-        self._section = section = config.own.publish
+    def __init__(self, engine: Any, section: PublishSection) -> None:
+        training: Training = engine.training_state
+        config, state = training.config, training.state
+        self._engine, self._run, self._complete = engine, training.run_id, training.pending.complete
+        self._section = section
         self._world = world = engine.world
         with world.agreeing():
             self._target = target_of(str(section.to), world.rank, config.storage_options)
@@ -167,14 +146,15 @@ class WeightsPublisher:
         self._full_bytes = 2 * sum(record.numel for record in state.records)
         self._changes: Changes | None = None
         """None: other ranks have all rows of this one."""
-        self._tiles = tiles
+        self._tiles = training.stepper is None
+        """Whether updates run over tiles."""
         if world.rank == 0 if not state.is_sharded else state.records[0].copy in (None, 0):
             path = self._target.room / f".{PREFIX}-{world.rank:05d}"
             self._changes = Changes(path, 2 * sum(record.owned_numel for record in state.records))
             state.observer = self._changes
 
     def step_ended(self) -> None:
-        """See StepObserver: publish, unless the step was skipped or the next version is due later."""
+        """See Extra: publish, unless the step was skipped or the next version is due later."""
         self._since += self._engine.was_step_applied()
         if self._since < self._section.every:
             return
@@ -239,7 +219,7 @@ class WeightsPublisher:
             self._last, self._newest = version, number
 
     def close(self) -> None:
-        """See StepObserver."""
+        """See Extra."""
         if self._changes is not None:
             self._changes.end()
             self._changes.path.unlink(missing_ok=True)

@@ -25,10 +25,10 @@ from torch import nn
 
 from zstore.errors import UsageError
 from zstore.format import ArraySpec, Grid, make_grid, model_array
+from zstore.io import advise_huge_pages
 from zstore.tensors import dtype_name, torch_dtype
 
 from ..config.config import DTYPES
-from ..runtime.allocator import advise_huge_pages
 from .sharding import Sharding
 
 PRECISIONS = {name: torch_dtype(dtype) for name, dtype in DTYPES.items()}
@@ -181,7 +181,8 @@ class ParameterRecord:
             return
         padded_numel = self.grid.shard_numel * self.world_size  # those of a copy have no more
         self.full.untyped_storage().resize_(padded_numel * self.full.element_size())
-        advise_huge_pages(self.full)
+        if self.full.device.type == "cpu":
+            advise_huge_pages(self.full.data_ptr(), padded_numel * self.full.element_size())
 
     def padded_full(self, numel: int) -> torch.Tensor:
         """Return `full` with the room behind it, 1-D [numel]: the rows of all ranks, or of those of a copy, with padding."""

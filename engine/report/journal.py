@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from zstore.store import StoreStatistics
 
     from ..training import Training
-    from .profile.utilisation import StepUtilisation
     from .step import Loss
+    from .utilisation import StepUtilisation
 
 _log = logging.getLogger("zstore")
 

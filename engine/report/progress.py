@@ -17,9 +17,9 @@ from .comms import log_comms_summary
 from .journal import RunJournal
 from .memory import lack_of_memory, memory_statistics
 from .monitors import Monitors
-from .profile.utilisation import StepUtilisation
-from .profile.watch import ComputationWatch
 from .step import PhaseTimes, StepLosses, value_of
+from .utilisation import StepUtilisation
+from .watch import ComputationWatch
 
 if TYPE_CHECKING:
     from zstore.ranks.world import World
@@ -49,12 +49,12 @@ class RunReport:
         self.journal = RunJournal(training, times, self.utilisation)
         self._every = training.config.settings.steps_per_print
         says = self._every > 0 or bool(monitors) or self.journal.enabled
-        self.enabled = training.world.rank == 0 and (says or training.config.settings.flops_profiler.enabled)
+        self.enabled = training.world.rank == 0 and says
         """Whether steps are reported at all."""
         self.computation: ComputationWatch | None = None
         """Wraps each phase, for as long as it counts something."""
         if self.enabled:
-            self._watch_computation(counts=says)
+            self._watch_computation()
         self._looks = training.world.local_rank == 0
         self._losses = StepLosses()
         self._aside_s: float | None = None
@@ -87,15 +87,15 @@ class RunReport:
         """Note the loss of a micro-batch, before its backward; one that `is_part` of the step's is divided already."""
         self._losses.add(loss, is_new=self._training.accumulation.is_new, is_part=is_part)
 
-    def _watch_computation(self, *, counts: bool) -> None:
-        watch = ComputationWatch(self._training, self.utilisation, counts=counts)
+    def _watch_computation(self) -> None:
+        watch = ComputationWatch(self._training, self.utilisation)
         self.computation = None if watch.is_done else watch
 
     def want_utilisation(self) -> None:
         """Have each step's utilisation known at once, on rank 0; call it before the first step."""
         if self._training.world.rank == 0 and not self.utilisation.measures:
             self.enabled = self.utilisation.measures = True
-            self._watch_computation(counts=True)
+            self._watch_computation()
 
     def step_begins(self) -> None:
         """Let the loss of the step travel to the other ranks with its first message, by which the device has computed it (all

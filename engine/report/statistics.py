@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from ..optim.state import OptimizerState
     from ..zero.gradients import Gradients
     from ..zero.unshard import ShardedUnits
-    from .profile.utilisation import Utilisation
     from .step import PhaseTimes
+    from .utilisation import Utilisation
 
 _OPTIMIZER = ("model", "optimizer")
 """First parts of the names of arrays that are optimizer state."""

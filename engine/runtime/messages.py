@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
 
 import torch.distributed as torch_dist
 
@@ -54,14 +53,3 @@ def show_messages() -> None:
     logger.addHandler(_WhereNobodyListens(logger))
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
-
-
-def listed(names: Sequence[str], most: int) -> str:
-    """Return the names in one line, up to `most` of them, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
-def shortened(lines: list[str], most: int) -> list[str]:
-    """Return the lines, up to `most` of them, and a last one that says how many more there are."""
-    return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])

@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from zstore.errors import UsageError
+from zstore.errors import UsageError, listed
 from zstore.ranks.world import World
 
 from ..params.record import ParameterRecord
 from ..params.sharding import GradientTypes, add_in, is_narrower
-from ..runtime.messages import listed
 from .collectives import reduce_whole
 from .exchanges import Exchanges
 from .sharded_gradient import GradientActs, ShardedGradient

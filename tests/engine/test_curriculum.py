@@ -19,9 +19,9 @@ import zstore
 from zstore.data import analyze
 from zstore.engine.config.config import load_config
 from zstore.engine.config.data import CurriculumSection, MetricSection
-from zstore.engine.data.curriculum import SequenceCurriculum
-from zstore.engine.data.metrics import Metric
-from zstore.engine.data.schedule import Difficulty
+from zstore.engine.extras.curriculum.metrics import Metric
+from zstore.engine.extras.curriculum.schedule import Difficulty
+from zstore.engine.extras.curriculum.sequences import cut
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError
 from zstore.testing.ranks import run_ranks
 
@@ -72,7 +72,6 @@ def test_schedules_follow_deepspeeds_formulas() -> None:
 
 
 def test_what_has_the_length_of_the_sequence_is_cut() -> None:
-    cut = SequenceCurriculum(section("fixed_discrete", difficulty=[8, 9], max_step=[5]), Lengths())
     batch = {
         "input_ids": torch.zeros(2, 12, dtype=torch.long),
         "mask": torch.ones(2, 1, 12, 12),
@@ -82,7 +81,7 @@ def test_what_has_the_length_of_the_sequence_is_cut() -> None:
         "rope": torch.zeros(3, 2, 12, dtype=torch.long),
         "names": ["a", (torch.zeros(2, 12), 3)],
     }
-    (found,), _ = cut.cut((batch,), {}, 1)
+    (found,), _ = cut(Lengths(), (batch,), {}, 8)
     shapes = {name: list(value.shape) for name, value in found.items() if isinstance(value, torch.Tensor)}
     assert shapes == {
         "input_ids": [2, 8],

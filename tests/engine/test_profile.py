@@ -21,8 +21,8 @@ from tests.engine.bits import engine_digests
 from tests.engine.runs import ADAM, make_config, start, step
 from zstore.engine import Engine
 from zstore.engine.plan.rates import measure_rates
-from zstore.engine.report.profile.operations import OperationCounter
-from zstore.engine.report.profile.utilisation import listed_peak
+from zstore.engine.report.operations import OperationCounter
+from zstore.engine.report.utilisation import listed_peak
 from zstore.errors import ConfigError, UsageError
 from zstore.journal import read
 from zstore.profiling import FlopsProfiler, get_model_profile, see_memory_usage

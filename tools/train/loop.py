@@ -134,8 +134,8 @@ class TrainLoop:
     def _note_length(self) -> None:
         """Tell meter and journal how many tokens the next step has, if a curriculum lets sequences grow."""
         engine, length = self._engine, self._position.seq_len
-        if engine.curriculum is not None:
-            length = min(length, engine.curriculum_difficulties()["seqlen"])
+        if "seqlen" in (lengths := engine.curriculum_difficulties()):
+            length = min(length, lengths["seqlen"])
             engine.journal.note(tokens=engine.train_batch_size() * length)
             self._meter.seq_len = length
 

@@ -1,6 +1,7 @@
 """Bytes between memory and drives: threads, buffers, shard files. The names below are public, for code built on the store."""
 
-from .buffers import HUGE_PAGE_BYTES, PAGE_BYTES, Pool, make_slab, map_large_blocks
+from .allocator import HUGE_PAGE_BYTES, advise_huge_pages, map_large_blocks, return_free_memory
+from .buffers import PAGE_BYTES, Pool, make_slab
 from .files import Files, OpenFile, UnsyncedFiles
 from .flush import Flush
 from .hostmemory import HostMemory, count_memory_kills, most_resident_bytes, read_host_memory, resident_bytes
@@ -25,7 +26,7 @@ from .sink import NewFile
 __all__ = [
     "HUGE_PAGE_BYTES", "PAGE_BYTES", "Files", "Fill", "FillRuns", "Flush", "HostMemory", "IoResources", "LinkCounters",
     "LinkStatistics", "NewFile", "OpenFile", "PinnedSlabs", "Pool", "Priority", "ShardReader", "ShardSummary",
-    "ShardWriter", "Ticket", "UnsyncedFiles", "Workers", "count_memory_kills", "fill_chunk", "helpful_threads",
-    "make_shard_file", "make_slab", "map_large_blocks", "most_resident_bytes", "num_cores", "open_resources",
-    "read_host_memory", "resident_bytes", "run_in_thread", "total_of_links", "write_shard",
+    "ShardWriter", "Ticket", "UnsyncedFiles", "Workers", "advise_huge_pages", "count_memory_kills", "fill_chunk",
+    "helpful_threads", "make_shard_file", "make_slab", "map_large_blocks", "most_resident_bytes", "num_cores", "open_resources",
+    "read_host_memory", "resident_bytes", "return_free_memory", "run_in_thread", "total_of_links", "write_shard",
 ]  # fmt: skip

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import cache
 from types import TracebackType
 from typing import Self
 
@@ -17,9 +15,9 @@ import numpy as np
 from ..errors import BudgetError, UsageError
 from ..format.arrays import Bytes
 from ..format.partition import round_up
+from .allocator import HUGE_PAGE_BYTES
 
 PAGE_BYTES = 4096
-HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 
 def make_slab(nbytes: int, *, zeroed: bool = True) -> Bytes:
@@ -231,20 +229,3 @@ def _merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((start, size))
     return merged
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGE_BLOCK_BYTES = 1024 * 1024
-
-
-@cache
-def map_large_blocks() -> None:
-    """Let the C library give each block of a MiB or more back to the system when it is freed, once for the process.
-
-    By itself glibc keeps blocks up to 32 MiB for later as soon as one was freed, for each thread. Blocks that one thread
-    makes and another frees, such as gradients, then take half as much memory again as is ever in use.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _LARGE_BLOCK_BYTES)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..format.arrays import Bytes
-from .buffers import HUGE_PAGE_BYTES, make_slab
+from .allocator import HUGE_PAGE_BYTES
+from .buffers import make_slab
 
 
 class PinnedSlabs:

@@ -198,7 +198,7 @@ _CALLS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "dynamic_loss_scale": _is_scaled_dynamically,
     "optimizer_name": lambda engine: None if engine.optimizer is None else type(_client(engine)).__name__.lower(),
     "scheduler_name": _scheduler_name,
-    "curriculum_enabled_legacy": lambda engine: engine.curriculum is not None,
+    "curriculum_enabled_legacy": lambda engine: "curriculum_learning" in engine.extras,
     "curriculum_learning_enabled": _curriculum_enabled,
     "empty_partition_cache": lambda _: None,  # gathered parameters are released by themselves
 }

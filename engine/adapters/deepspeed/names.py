@@ -15,7 +15,7 @@ VERSION = f"{ANSWERS_FOR}+zstore.{__version__.replace('+', '.')}"
 
 _ENGINE = "zstore.engine"
 _ACCESS, _CHECKPOINTING = f"{_ENGINE}.access.safe_access", f"{_ENGINE}.activations.checkpointing"
-_PROFILER, _MEMORY = f"{_ENGINE}.report.profile.profiler", f"{_ENGINE}.report.profile.memory_needs"
+_PROFILER, _MEMORY = f"{_ENGINE}.extras.profiling.profiler", f"{_ENGINE}.extras.profiling.memory_needs"
 _TO_FP32, _LAUNCHER = "zstore.tools.zero_to_fp32", "zstore.tools.run.deepspeed"
 
 SCHEDULES = "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR"
@@ -121,7 +121,7 @@ MODULES = _table({
     "runtime.lr_schedules": {"lr_schedules": f"{SCHEDULES} VALID_LR_SCHEDULES"},
     "runtime.precision_config": {"config": "DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config"},
     "runtime.utils": {
-        f"{_ENGINE}.report.profile.memory_usage": "see_memory_usage",
+        f"{_ENGINE}.extras.profiling.memory_usage": "see_memory_usage",
         "runtime": (
             "call_to_str clip_grad_norm_ copy_to_device ensure_directory_exists get_global_norm is_model_parallel_parameter "
             "move_to_device partition_balanced partition_uniform prefix_sum_inc set_random_seed"

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from ...format.arrays import Bytes, numpy_dtype
 from ...format.partition import round_up
-from ...io.buffers import HUGE_PAGE_BYTES, Budget, make_slab
+from ...io.allocator import HUGE_PAGE_BYTES
+from ...io.buffers import Budget, make_slab
 from .base import LocalShard, View
 from .memory import MemoryTier
 

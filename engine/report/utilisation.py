@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...plan.rates import measure_rates
+from ..plan.rates import measure_rates
 from .operations import Operations
 
 if TYPE_CHECKING:
-    from ...training import Training
+    from ..training import Training
 
 _log = logging.getLogger("zstore")
 

@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -100,6 +101,11 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._note is not None:
                 self._note(part, count)
         return out
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module's call is compiled."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _is_tracing() -> bool:

@@ -16,7 +16,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from zstore.errors import UsageError
 
-from .operations import OperationCounter, Operations
+from ...report.operations import OperationCounter, Operations, is_compiled
 
 
 class FlopsProfiler:
@@ -198,11 +198,6 @@ def rate_text(number: float, unit: str) -> str:
 
 def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.2f} %" if whole else "0.00 %"
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module's call is compiled."""
-    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def write_text(text: str, output_file: str | Path | None, say: Callable[[str], None]) -> None:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from zstore.errors import ConfigError, storage_error
 
-from ..config.data import MetricSection
+from ...config.data import MetricSection
 from .indexed import IndexedRows
 from .schedule import Difficulty
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,7 +22,9 @@ import torch
 
 from zstore.errors import CorruptionError, UsageError
 
+from ...config.data import DataEfficiencySection
 from .metrics import Mask, Metric
+from .schedule import Difficulty
 
 
 @dataclass
@@ -41,7 +43,7 @@ class CurriculumSampler:
     """Draws the samples of one step after another. See [Note: passes]."""
 
     def __init__(self, metrics: Mapping[str, Metric], num_samples: int, seed: int) -> None:
-        self.metrics = metrics
+        self._metrics = metrics
         self._num_samples = num_samples
         self._seed = seed
         self.restore(asdict(DrawState()))
@@ -72,13 +74,13 @@ class CurriculumSampler:
                 )
             self._take(count)
 
-    def difficulties(self, step: int) -> dict[str, int]:
-        """Return the difficulty of each metric at a step, counted from 1."""
-        return {name: metric.difficulty.at(step) for name, metric in self.metrics.items()}
+    def difficulties(self) -> dict[str, Difficulty]:
+        """Return the difficulty of each metric."""
+        return {name: metric.difficulty for name, metric in self._metrics.items()}
 
     def draw(self, count: int) -> list[int]:
         """Return the numbers of the next step's `count` samples. Raises UsageError if its difficulties allow none."""
-        levels = self.difficulties(self._state.step + 1)
+        levels = {name: difficulty.at(self._state.step + 1) for name, difficulty in self.difficulties().items()}
         if not self._state.parts or self._state.parts[-1][0] != levels:
             self._begin_part(levels)
         found: list[int] = []
@@ -101,7 +103,7 @@ class CurriculumSampler:
         """Order the samples that are allowed from here on and were not drawn in this pass."""
         allowed = ~self._drawn
         for name, level in levels.items():
-            mask = self.metrics[name].allows(level) if name in self.metrics else None
+            mask = self._metrics[name].allows(level) if name in self._metrics else None
             if mask is not None:
                 allowed &= mask
         samples = np.flatnonzero(allowed)
@@ -117,3 +119,14 @@ class CurriculumSampler:
         levels, before = self._state.parts[-1]
         self._state.parts[-1] = (levels, before + count)
         return [int(sample) for sample in taken]
+
+
+def sampler_of(section: DataEfficiencySection, data: Any) -> CurriculumSampler | None:
+    """Return what draws the samples of `data`; None if no metrics limit them, or if it has no length.
+
+    Raises ConfigError and StorageError for metrics that cannot be used.
+    """
+    if not section.metrics or not isinstance(data, Sized):
+        return None
+    metrics = {name: Metric(name, metric, len(data)) for name, metric in section.metrics.items()}
+    return CurriculumSampler(metrics, len(data), section.seed)

@@ -17,35 +17,42 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config.data import CurriculumSection
+from ...config.data import CurriculumSection
+from ...config.extra import SEQLEN, Extra
+from ...training import Training
 from .schedule import Difficulty
 
-SEQLEN = "seqlen"
 _ARGUMENT = "curriculum_seqlen"
 """The argument by which DeepSpeed passes the length to models that cut by themselves."""
 
 
-class SequenceCurriculum:
-    """Cuts a model's arguments to the length of a step."""
+class SequenceCurriculum(Extra):
+    """Cuts the arguments of an engine's model to the length of the step."""
 
-    def __init__(self, section: CurriculumSection, model: nn.Module) -> None:
-        self.difficulty = Difficulty(SEQLEN, section)
-        self._model_cuts = _ARGUMENT in inspect.signature(model.forward).parameters
+    def __init__(self, engine: Any, section: CurriculumSection) -> None:
+        self._training: Training = engine.training_state
+        self._difficulty = Difficulty(SEQLEN, section)
 
-    def at(self, step: int) -> dict[str, int]:
-        """Return the length at a step, counted from 1, under its name."""
-        return {SEQLEN: self.difficulty.at(step)}
+    @property
+    def difficulties(self) -> Mapping[str, Difficulty]:
+        """See Extra."""
+        return {SEQLEN: self._difficulty}
 
-    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the model in training at `step`, counted from 1."""
-        length = self.difficulty.at(step)
-        if self._model_cuts:
-            return args, kwargs | {_ARGUMENT: length}
-        first = _leading(args, kwargs)
-        if first is None or length >= first.shape[1]:
-            return args, kwargs
-        full, batch = first.shape[1], first.shape[0]
-        return _cut(args, full, length, batch), _cut(kwargs, full, length, batch)
+    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """See Extra."""
+        training = self._training
+        return cut(training.model, args, kwargs, self._difficulty.at(training.counters.global_steps + 1))
+
+
+def cut(model: nn.Module, args: Any, kwargs: Any, length: int) -> tuple[Any, Any]:
+    """Return the arguments of `model` with sequences of at most `length`. See [Note: the cut]."""
+    if _ARGUMENT in inspect.signature(model.forward).parameters:
+        return args, kwargs | {_ARGUMENT: length}
+    first = _leading(args, kwargs)
+    if first is None or length >= first.shape[1]:
+        return args, kwargs
+    full, batch = first.shape[1], first.shape[0]
+    return _cut(args, full, length, batch), _cut(kwargs, full, length, batch)
 
 
 def _leading(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:

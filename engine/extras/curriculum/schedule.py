@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from zstore.errors import UsageError
 
-from ..config.data import ScheduleSection
-
-Rise = Callable[[int], int]
-"""Difficulty at a step; the first step is 1."""
+from ...config.data import ScheduleSection
+from ...config.extra import Rise
 
 
 class Difficulty:

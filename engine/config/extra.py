@@ -1,0 +1,111 @@
+"""Extras: features that plug into an engine by a section of the config, zstore's own and those of others.
+
+[Note: an extra]
+The engine knows of its extras what this class says. `initialize` takes those whose section is in the config and is on: each
+may change the model before it is laid out, and is made when the engine is there. It may register optimizers
+(`optim.rules`), watch the tiles of masters that an update changes (`optim.state.TileObserver`), and override what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from zstore.errors import UsageError
+
+from .keys import Section
+from .schema import add_section, remove_section
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Rise = Callable[[int], int]
+"""A number at a step; the first step is 1."""
+SEQLEN = "seqlen"
+"""Name of the difficulty that is the length of sequences."""
+_CALL = "set_custom_curriculum_learning_schedule"
+
+
+class Rising(Protocol):
+    """A number that rises with the steps."""
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether a function is to say how."""
+
+    def use(self, custom: Rise) -> None:
+        """Let a function say how. Raises UsageError if the config does."""
+
+    def at(self, step: int) -> int:
+        """Return the number at a step, counted from 1."""
+
+
+class Extra:
+    """A feature of one engine. Every rank has it, and calls each method in the same order. See [Note: an extra]."""
+
+    acts_frozen: ClassVar[bool] = False
+    """Whether engines that train nothing have it too."""
+
+    @classmethod
+    def prepare(cls, model: nn.Module, section: Any) -> None:
+        """Change a model as the section says, before an engine takes it."""
+
+    def __init__(self, engine: Any, section: Any) -> None:
+        """Plug into an engine that was just made."""
+
+    @property
+    def difficulties(self) -> Mapping[str, Rising]:
+        """The numbers that rise with the steps, by name."""
+        return {}
+
+    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments that the model gets in training in place of `args` and `kwargs`."""
+        return args, kwargs
+
+    def around(self, phase: str, timed: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """Return a block around a phase, "forward_s", "backward_s" or "optimizer_s", which enters `timed` too."""
+        return timed
+
+    def step_ended(self) -> None:
+        """Take the state after an optimizer step, taken or skipped: an update may still run behind it."""
+
+    def close(self) -> None:
+        """Release everything: the engine is closed."""
+
+
+Load = Callable[[], type[Extra]]
+EXTRAS: dict[str, Load] = {}
+"""By the dotted key of their section."""
+
+
+def register(key: str, load: Load, section: type[Section] | None = None) -> None:
+    """Let engines have the extra that `load` imports if the config's section at the dotted `key` is on. A `section` that the
+    schema does not have is added to it, at the top. Raises UsageError for a key that is taken."""
+    if section is not None:
+        add_section(key, section)
+    EXTRAS[key] = load
+
+
+def unregister(key: str) -> None:
+    """Take an extra back that brought its own section."""
+    del EXTRAS[key]
+    remove_section(key)
+
+
+def use_schedules(schedule: Rise | Mapping[str, Rise], difficulties: Iterable[tuple[str, Rising]]) -> None:
+    """Let functions say how custom difficulties rise: one for the length of sequences, or some by name. Raises UsageError
+    for an unknown name, or one whose schedule is not custom."""
+    known: dict[str, list[Rising]] = {}
+    for name, difficulty in difficulties:
+        known.setdefault(name, []).append(difficulty)
+    given = schedule if isinstance(schedule, Mapping) else {SEQLEN: schedule}
+    for name, function in given.items():
+        if name not in known:
+            raise UsageError(
+                f"{_CALL}: there is no curriculum {name!r}; the config has {', '.join(sorted(known)) or 'none'}"
+            )
+        if not callable(function):
+            raise UsageError(f"{_CALL}: expected a function of the step for {name!r}, got {type(function).__name__}")
+        for one in [one for one in known[name] if one.is_custom] or known[name]:
+            one.use(function)

@@ -1,0 +1,148 @@
+"""Extras of others: a section of the config, an observer of steps and tiles, a rule of an optimizer, without a change of the
+engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+
+import zstore
+from zstore.engine.config.extra import Extra, register, unregister
+from zstore.engine.config.keys import Section, built
+from zstore.engine.config.values import Bool, Positive
+from zstore.engine.optim.kernel import TorchKernel
+from zstore.engine.optim.rules import Rule
+from zstore.engine.optim.rules import register as register_rule
+from zstore.errors import ConfigError, UsageError
+
+torch.set_num_threads(1)
+
+
+class ToySection(Section):
+    """Doubles what the model gets."""
+
+    switch = "enabled"
+
+    enabled: Bool = built(False)
+    """Double it."""
+    factor: Positive = built(2)
+    """By how much."""
+
+
+class Toy(Extra):
+    """Notes what it is told."""
+
+    @classmethod
+    def prepare(cls, model: torch.nn.Module, section: ToySection) -> None:
+        model.prepared_by = section.factor  # type: ignore[assignment]
+
+    def __init__(self, engine: zstore.Engine, section: ToySection) -> None:
+        self.engine, self.factor = engine, section.factor
+        self.told: list[str] = []
+        self.changes: dict[str, torch.Tensor] = {}
+        engine.training_state.state.observer = self
+
+    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return (args[0] * self.factor,), kwargs
+
+    def around(self, phase: str, timed: Any) -> Any:
+        self.told.append(phase)
+        return timed
+
+    def step_ended(self) -> None:
+        self.told.append(f"step {self.engine.global_steps}")
+
+    def close(self) -> None:
+        self.told.append("closed")
+
+    def before(self, masters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [master.clone() for master in masters]
+
+    def after(
+        self, places: Sequence[tuple[Any, int]], masters: Sequence[torch.Tensor], before: Sequence[torch.Tensor]
+    ) -> None:
+        for (record, _), new, old in zip(places, masters, before, strict=True):
+            self.changes[record.name] = new - old
+
+
+class HalfSGD(torch.optim.Optimizer):
+    """Half of SGD."""
+
+    def __init__(self, params: Any, lr: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / 2)
+
+
+@pytest.fixture
+def toy() -> Iterator[None]:
+    register("toy", lambda: Toy, ToySection)
+    yield
+    unregister("toy")
+
+
+def _config(**more: Any) -> dict[str, Any]:
+    return {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, **more}
+
+
+@pytest.mark.usefixtures("toy")
+def test_an_extra_plugs_in_by_its_section() -> None:
+    torch.manual_seed(1)
+    model, inputs = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    before, expected = model.weight.detach().clone(), 3 * inputs @ model.weight.T + model.bias
+    with zstore.initialize(model=model, config=_config(toy={"enabled": True, "factor": 3}))[0] as engine:
+        assert model.prepared_by == 3
+        found = engine(inputs)
+        assert torch.equal(found, expected)
+        engine.backward(found.square().mean())
+        engine.step()
+        engine.eval()
+        assert torch.equal(engine(inputs), model(inputs))  # only training is changed
+        toy = cast("Toy", engine.extras["toy"])
+        assert torch.equal(toy.changes["weight"].view(2, 3), model.weight - before)
+    assert toy.told == ["forward_s", "backward_s", "optimizer_s", "step 1", "forward_s", "closed"]
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_section_of_an_extra_is_checked_as_any_other() -> None:
+    with pytest.raises(ConfigError, match=r"toy.factor: expected a whole number of at least 1, got 0"):
+        zstore.initialize(model=torch.nn.Linear(1, 1), config=_config(toy={"enabled": True, "factor": 0}))
+    with pytest.raises(ConfigError, match=r"toy.factr: unknown key; did you mean toy.factor\?"):
+        zstore.initialize(model=torch.nn.Linear(1, 1), config=_config(toy={"factr": 1}))
+    with zstore.initialize(model=torch.nn.Linear(1, 1), config=_config(toy={"factor": 1}))[0] as engine:
+        assert not engine.extras
+    with pytest.raises(UsageError, match="'toy' already"):
+        register("toy", lambda: Toy, ToySection)
+
+
+def test_without_its_extra_a_section_is_an_unknown_key() -> None:
+    with pytest.raises(ConfigError, match="toy: unknown key"):
+        zstore.initialize(model=torch.nn.Linear(1, 1), config=_config(toy={"enabled": True}))
+
+
+@pytest.mark.parametrize("device", ["none", "cpu"])
+def test_a_rule_brings_an_optimizer(device: str) -> None:
+    register_rule(Rule(kinds=(HalfSGD,), kernel=TorchKernel))
+    torch.manual_seed(2)
+    model, inputs = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    plain = torch.nn.Linear(3, 2)
+    plain.load_state_dict(model.state_dict())
+    optimizer = HalfSGD(plain.parameters())
+    zero = {"stage": 1, "offload_optimizer": {"device": device}}
+    config = {"train_batch_size": 4, "gradient_clipping": 0, "zero_optimization": zero}
+    with zstore.initialize(model=model, optimizer=HalfSGD(model.parameters()), config=config)[0] as engine:
+        for _ in range(3):
+            optimizer.zero_grad()
+            plain(inputs).square().mean().backward()
+            optimizer.step()
+            engine.backward(engine(inputs).square().mean())
+            engine.step()
+        assert torch.equal(model.weight, plain.weight)
