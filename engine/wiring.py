@@ -32,9 +32,8 @@ from .optim.in_backward import OptimizerInBackward
 from .optim.kernel import Kernel
 from .optim.loss_scale import LossScaler
 from .optim.lr_schedules import LRSchedule
-from .optim.moments import check_moments
 from .optim.optimizer import ZeroOptimizer, group_of_parameters
-from .optim.rules import CLIENT, Rule, kernels_for, rule_of
+from .optim.rules import CLIENT, Rule, codec_of, kernels_for, rule_of
 from .optim.state import OptimizerState
 from .optim.updater import StepMode, Updater
 from .params.record import PRECISIONS, named_parameters
@@ -76,6 +75,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     groups = {} if config.frozen else group_of_parameters(optimizer, model)
     rule = rule_of(optimizer.kind, whole=config.stage == 0 and config.offload_optimizer.device == "none")
     kernels = _kernels(rule, optimizer, config)
+    codec = codec_of(config, kernels, optimizer.kind.__name__)
     section = config.settings.activation_checkpointing
     set_up_checkpointing(model, section, enable=config.own.gradient_checkpointing and not config.frozen)
     names = list(named_parameters(model))
@@ -105,7 +105,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             keeps_whole=rule.keeps_whole,
             types=GradientTypes.of(config, world.world_size, PRECISIONS),
         )
-        state.moments = config.moments
+        state.codec = codec
         layout = Layout(config, sharding, built, plan)
         records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state)
         built.end()
@@ -203,9 +203,7 @@ def _kernels(rule: Rule, optimizer: ZeroOptimizer, config: Config) -> list[Kerne
                     f"optimizer {optimizer.kind.__name__} is not known to update each element by itself, and steps whole fp32 "
                     f'tensors, all at once: take {key} out of the config\'s "zstore" section'
                 )
-    kernels = kernels_for(rule, optimizer.kind, optimizer.param_groups, config.own.ema)
-    check_moments(config.moments, [kernel.slots for kernel in kernels], optimizer.kind.__name__)
-    return kernels
+    return kernels_for(rule, optimizer.kind, optimizer.param_groups, config.own.ema)
 
 
 def _warn_of_fallbacks(store: TensorStore, world: World) -> None:

@@ -26,8 +26,8 @@ from .full_tensors import ArrayPiece, RankArray, WholeArrays
 from .statedict import StateDictGuard
 
 if TYPE_CHECKING:
+    from ..optim.kernel import SlotTiles
     from ..optim.loss_scale import LossScaler
-    from ..optim.moments import MomentTiles
     from ..optim.state import OptimizerState
     from ..training import PendingUpdate
     from ..zero.gradients import Gradients
@@ -217,7 +217,7 @@ class Access:
     def _slot(self, record: ParameterRecord, slot: str) -> RankArray:
         """Return this rank's rows of an optimizer slot of a parameter, moments in fp32 whatever type they are kept in."""
         state, group = self.state, f"optimizer/{slot}"
-        names, moment = state.moment(record, slot)
+        names, moment = state.slot(record, slot)
         if state.store.spec(names[0]).dtype == "float32":
             return self.source(record, group)
 
@@ -314,7 +314,7 @@ class Access:
             scalars[slot] = float(self.world.broadcast_object(float(values)))
             return
         full = self.from_rank0(record, values, torch.float32)
-        names, moment = self.state.moment(record, slot)
+        names, moment = self.state.slot(record, slot)
         with self._changing():
             if len(names) == 1:
                 self._fill(record, full, *names)
@@ -366,7 +366,7 @@ class Access:
                 state.put_master(rows[tile.first : tile.stop], [as_torch(view) for view in tile.views])
 
     def _fill_moment(
-        self, record: ParameterRecord, full: torch.Tensor, names: Sequence[str], moment: MomentTiles
+        self, record: ParameterRecord, full: torch.Tensor, names: Sequence[str], moment: SlotTiles
     ) -> None:
         """Set this rank's rows of a moment that is in codes and scales to those of `full`."""
         rows = full[slice(*record.owned_range)]

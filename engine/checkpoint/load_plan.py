@@ -14,7 +14,7 @@ from zstore.errors import CheckpointMismatchError, UsageError, shortened
 from zstore.format import AVERAGES, buffer_array, model_array, optimizer_array
 
 from ..build.model import stored_whole
-from ..optim.moments import MomentTiles
+from ..optim.kernel import SlotTiles
 from ..optim.state import OptimizerState
 from ..optim.stepper import STATE_KEY, Stepper
 from ..params.record import ParameterRecord
@@ -84,7 +84,7 @@ class LoadedArray:
     """Arrays of the store that are filled together; their rows are those of `stored`."""
     converts: bool = False
     """It is a master that is split in the store or in the checkpoint, and not in both."""
-    moment: MomentTiles | None = None
+    moment: SlotTiles | None = None
     """Makes `into` out of fp32 values, for a moment that is kept in another type than in the checkpoint."""
 
 
@@ -220,7 +220,7 @@ def _from(reader: ArraySource, state: OptimizerState, record: ParameterRecord, n
         into = state.master_arrays(record)
         alike, moment = (rest_of_master(reader.arrays, name) is None) == (len(into) == 1), None
     else:
-        into, moment = state.moment(record, name.split("/", 2)[1])
+        into, moment = state.slot(record, name.split("/", 2)[1])
         # Plain values of one type are read as those of another.
         alike = (scales_of(reader.arrays, name) is None) == (len(into) == 1)
     if alike:

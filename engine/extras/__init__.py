@@ -7,6 +7,7 @@ from functools import partial
 from importlib import import_module
 
 from ..config.extra import Extra, register
+from . import moments as moments
 from . import one_bit as one_bit
 from . import whole_tensors as whole_tensors
 from . import zeropp as zeropp

@@ -67,6 +67,56 @@ class SlotArray:
     """Its shape, if that is not the parameter's and it is cut over the ranks by its own rows."""
 
 
+class SlotTiles:
+    """The slots of a parameter, tile by tile, as its kernel has them and as they are `stored`: here that is the same."""
+
+    def __init__(self, stored: Sequence[SlotArray]) -> None:
+        self._stored = stored
+
+    @property
+    def blocks(self) -> list[int]:
+        """Elements for each value of each array."""
+        return [slot.block for slot in self._stored]
+
+    def update(
+        self,
+        step: ParameterStep,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        views: Sequence[torch.Tensor],
+        first: int,
+    ) -> None:
+        """Take `step` over a tile whose first element is this rank's number `first`; `views` are of the arrays."""
+        step.tile(master, gradient, views)
+
+    def expand(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the values of a tile of the arrays, 1-D fp32 [n] a slot; for slots stored in fp32, the views themselves."""
+        return list(views)
+
+    def reduce(self, values: Sequence[torch.Tensor], views: Sequence[torch.Tensor], first: int) -> None:
+        """Set a tile's `views`, whose first element is this rank's number `first`, to `values`, which may be overwritten."""
+        for view, value in zip(views, values, strict=True):
+            view.copy_(value)
+
+
+class SlotCodec:
+    """How slots are stored: here as the kernel has them. Others register by `rules.register_codec`."""
+
+    is_plain = True
+    """Whether that is so."""
+
+    def stored(self, slots: Sequence[SlotArray], stored_shape: tuple[int, ...]) -> Sequence[SlotArray]:
+        """Return the stored arrays of a kernel's slots of a parameter, in their order."""
+        return slots
+
+    def tiles(
+        self, stored: Sequence[SlotArray], name: str, step: int, first: int, former: SlotTiles | None = None
+    ) -> SlotTiles:
+        """Return the slots of parameter `name` in step number `step`; `first` is the place of this rank's first element in the
+        whole parameter. The memory of a `former` one, which is not used any more, is reused."""
+        return SlotTiles(stored)
+
+
 class Kernel(Protocol):
     """The update of the parameters of one group."""
 

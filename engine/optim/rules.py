@@ -16,9 +16,10 @@ import torch
 from zstore.errors import UsageError
 from zstore.ranks.world import World
 
+from ..config.config import Config
 from ..plan.plan import Slots
 from .client_step import ClientStep, WholeKernel
-from .kernel import ELEMENT_WISE, Averaging, FusedAdam, Kernel, TorchKernel, kernel_for
+from .kernel import ELEMENT_WISE, Averaging, FusedAdam, Kernel, SlotCodec, TorchKernel, kernel_for
 from .state import OptimizerState
 from .stepper import Stepper
 
@@ -59,6 +60,21 @@ def register(rule: Rule) -> None:
 
 
 register(TILES)
+
+
+MakeCodec = Callable[[Config, Sequence[Kernel], str], SlotCodec | None]
+"""Returns the codec that a config asks for, for the kernels of an optimizer of this name; None: it asks for none."""
+_codecs: list[MakeCodec] = []
+
+
+def register_codec(make: MakeCodec) -> None:
+    """Let engines store slots as `make` says."""
+    _codecs.append(make)
+
+
+def codec_of(config: Config, kernels: Sequence[Kernel], kind: str) -> SlotCodec:
+    """Return how slots are stored. Raises the errors of the registered functions."""
+    return next((codec for make in _codecs if (codec := make(config, kernels, kind)) is not None), SlotCodec())
 
 
 def classes() -> dict[str, Kind]:

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from zstore.checkpoint import LOW, TIE, Moments, ties_spec
+from zstore.checkpoint import LOW, TIE, ties_spec
 from zstore.format import BITS, ArraySpec, Grid, grid_in_checkpoint, make_grid, model_array, optimizer_array
 from zstore.store import ModeName, Stream, TensorStore, Tile
 from zstore.tensors import as_torch
@@ -23,8 +23,7 @@ from ..device import Scratch, Transfers, one_thread
 from ..params.record import ParameterRecord
 from ..params.sharding import GradientTypes
 from ..plan.plan import EMA, Placement
-from .kernel import AVERAGED, FusedAdam, Kernel, Scalars, SlotArray
-from .moments import MomentTiles, slots_at_rest
+from .kernel import AVERAGED, FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, SlotTiles
 from .split_master import join_master, split_master
 
 TierName = Literal["device", "host", "disk"]
@@ -92,8 +91,8 @@ class OptimizerState:
         self.has_disk = bool(store.options.all_paths)
         self._splits = splits
         self._keeps_whole = keeps_whole
-        self.moments: Moments = "fp32"
-        """The types of stored moments; set before `add`."""
+        self.codec = SlotCodec()
+        """How slots are stored; set before `add`."""
         self.owns_fp32 = False
         """Whether fp32 parameters are their own masters wherever their slots are; set before `add`."""
         self._types = types or GradientTypes(summed=torch.float32)
@@ -224,26 +223,22 @@ class OptimizerState:
         """Return a parameter's arrays beside its master, in the kernel's order; none of a frozen one."""
         if record.group is None:
             return ()
-        slots = self.kernel_slots(record)
-        return slots if self.moments == "fp32" else slots_at_rest(slots, self.moments, _stored_shape(record.shape))
+        return self.codec.stored(self.kernel_slots(record), _stored_shape(record.shape))
 
     def kernel_slots(self, record: ParameterRecord) -> Sequence[SlotArray]:
         """Return the slots that the kernel of a trained parameter works on beside its master, in its order."""
         kernel, _ = self.kernel_of(record)
         return kernel.arrays(record.owned_numel, record.shape)
 
-    def moment_tiles(self, record: ParameterRecord, step: int, former: MomentTiles | None = None) -> MomentTiles | None:
-        """Return the converter of stored moments to a kernel's slots in step number `step`; None: they are stored as slots. It
-        reuses the memory of a `former` one, which is not used any more."""
-        if self.moments == "fp32":
-            return None
-        return MomentTiles(self.slots_of(record), record.name, step, record.owned_range[0], former)
+    def slot_tiles(self, record: ParameterRecord, step: int, former: SlotTiles | None = None) -> SlotTiles:
+        """Return a parameter's slots in step number `step`; see `SlotCodec.tiles`."""
+        return self.codec.tiles(self.slots_of(record), record.name, step, record.owned_range[0], former)
 
-    def moment(self, record: ParameterRecord, slot: str) -> tuple[list[str], MomentTiles]:
-        """Return the stored arrays of one of the kernel's slots, and the function that makes its values out of them."""
+    def slot(self, record: ParameterRecord, slot: str) -> tuple[list[str], SlotTiles]:
+        """Return the stored arrays of one of the kernel's slots, and what makes its values out of them."""
         found = [one for one in self.slots_of(record) if slot in (one.name, one.entry)]
         names = [optimizer_array(one.name, record.name) for one in found]
-        return names, MomentTiles(found, record.name, 0, record.owned_range[0])
+        return names, self.codec.tiles(found, record.name, 0, record.owned_range[0])
 
     def state_grid_of(self, record: ParameterRecord, slot: SlotArray | None = None) -> Grid:
         """Return how this rank's state of a parameter is cut: an array of its shape, or that of `slot`."""
@@ -338,7 +333,7 @@ class OptimizerState:
         """Return the number of the parameter's elements for each value of its array."""
         if name.startswith(f"{TIE}/"):
             return BITS
-        if self.moments != "int8":
+        if self.codec.is_plain:
             return 1
         slots = self.slots_of(record)
         return next((slot.block for slot in slots if optimizer_array(slot.name, record.name) == name), 1)
@@ -401,9 +396,8 @@ class OptimizerState:
     def _find_in_place(self, record: ParameterRecord) -> InPlace | None:
         rests = [record.rest] if record.rest is not None and not self.is_master(record) else []
         names = self.arrays_of(record) + rests
-        converts = (
-            self.moments != "fp32" or self.is_split(record) or not isinstance(self.kernel_of(record)[0], FusedAdam)
-        )
+        adam = isinstance(self.kernel_of(record)[0], FusedAdam)
+        converts = not self.codec.is_plain or self.is_split(record) or not adam
         if converts or record in self.spilled or any(self.store.tier_of(name) == "disk" for name in names):
             return None
         arrays = [as_torch(self.store.memory(name)) for name in names]

@@ -7,7 +7,7 @@ parameter that had a gradient on any rank, in order:
 1. the store brings a tile of master and slots (read ahead, from disk), unpadded, ending at a multiple of 16 elements;
 2. the gradient's rows, in memory or in the same pass from disk, are cast to fp32 and multiplied once with one fp32
    scalar (1 / loss scale, and the clip);
-3. the kernel changes master and slots in place, moments stored in fewer bits in fp32 (see [Note: stored moments]);
+3. the kernel changes master and slots in place, those that are stored in another form by their codec (`SlotCodec`);
    the store takes them back (written behind);
 4. the master is cast into the parameter's own rows: memory of the parameter, or an array that the pass fills.
 In fp32 without offload the master is the parameter's memory, and phase 4 has nothing to do; if its slots are in
@@ -47,8 +47,7 @@ from ..device import (
     tile_numel,
 )
 from ..params.record import ParameterRecord
-from .kernel import FusedAdam, FusedAdamStep, ParameterStep, takes_threads
-from .moments import MomentTiles
+from .kernel import FusedAdam, FusedAdamStep, ParameterStep, SlotTiles, takes_threads
 from .state import InPlace, OptimizerState, TileObserver
 
 Rows = Callable[[ParameterRecord], torch.Tensor | None]
@@ -107,10 +106,7 @@ class _Change:
         self.record = record
         self._state = state
         self._room: Scratch = Scratch() if former is None else former._room
-        self._moments: MomentTiles | None = state.moment_tiles(
-            record, settings.step, None if former is None else former._moments
-        )
-        """Converts stored moments to the kernel's slots; None: they are stored as slots."""
+        self._slots: SlotTiles = state.slot_tiles(record, settings.step, None if former is None else former._slots)
         self._num_master = len(state.master_arrays(record))
         """First arrays of a tile: the master, or its parts."""
         self._num_state = len(state.arrays_of(record))
@@ -141,10 +137,7 @@ class _Change:
             gradient.mul_(self._factor)
         observer = self._state.observer
         seen = [] if observer is None else observer.before([master])
-        if self._moments is None:
-            self._step.tile(master, gradient, slots)
-        else:
-            self._moments.update(self._step, master, gradient, slots, tile.first)
+        self._slots.update(self._step, master, gradient, slots, tile.first)
         if observer is not None:
             observer.after([(self.record, tile.first)], [master], seen)
         if self._staged is None:

@@ -23,7 +23,7 @@ from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
-from zstore.engine.optim.moments import expand_codes, random_words, reduce_to_bf16, reduce_to_codes, word_of
+from zstore.engine.extras.moments.codes import expand_codes, random_words, reduce_to_bf16, reduce_to_codes, word_of
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError
 from zstore.format.partition import make_grid
 from zstore.testing.ranks import run_ranks

@@ -146,8 +146,8 @@ class TensorStep(Stepper):
                 views = [as_torch(view) for view in tile.views]
                 values = [state.take_master(views[:num_master])] if num_master else []
                 slots = views[num_master:]
-                if num_master and (moments := state.moment_tiles(by_master[names[0]], 0)) is not None:
-                    slots = moments.expand(slots)
+                if num_master:
+                    slots = state.slot_tiles(by_master[names[0]], 0).expand(slots)
                 for target, one in zip(targets, [*values, *slots], strict=True):
                     state.transfers.copy_into(target[tile.first : tile.stop], one)
 
@@ -237,10 +237,10 @@ class TensorStep(Stepper):
                     state.transfers.copy_into(views[0], values[0])
                     continue
                 state.put_master(values[0], views[:num_master])
-                record, moments = by_master[names[0]], state.moment_tiles(by_master[names[0]], number)
-                if moments is not None:
+                record = by_master[names[0]]
+                if not state.codec.is_plain:
                     there = [one.to(views[num_master].device) for one in values[1:]]
-                    moments.reduce(there, views[num_master : len(names)], tile.first)
+                    state.slot_tiles(record, number).reduce(there, views[num_master : len(names)], tile.first)
                 else:
                     for view, one in zip(views[num_master:], values[1:], strict=False):
                         state.transfers.copy_into(view, one)
