@@ -17,7 +17,7 @@ import typer
 from zstore.errors import UsageError
 from zstore.sizes import format_bytes
 
-from .options import AUDIT_VARIABLE, StorageOption
+from .options import AUDIT_VARIABLE, StorageOption, parse_size
 
 if TYPE_CHECKING:
     from zstore.serve.settings import Settings
@@ -61,6 +61,14 @@ class Listening:
             "the client keeps by step, metric or tag stays.",
             min=1,
             metavar="N",
+        ),
+    ] = None
+    run_quota: Annotated[
+        int | None,
+        typer.Option(
+            help="Refuse uploads by which a run's folder would hold more bytes than these, as 500GB.",
+            metavar="SIZE",
+            parser=parse_size,
         ),
     ] = None
     tls_certificate: Annotated[
@@ -178,6 +186,7 @@ def serve_command(
         tokens=listening.tokens,
         allow_actions=listening.allow_actions,
         keep_last=listening.keep_last,
+        run_quota=listening.run_quota,
         tls_certificate=listening.tls_certificate,
         tls_key=listening.tls_key,
         hosts=tuple(listening.allow_host or ()),

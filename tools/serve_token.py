@@ -15,8 +15,9 @@ import typer
 from zstore.errors import UsageError
 from zstore.serve.audit import recording
 from zstore.serve.tokens import Link, Role, Token, TokenFile, digest_of, edit_tokens, read_tokens, sign
+from zstore.sizes import format_bytes
 
-from .options import AUDIT_VARIABLE
+from .options import AUDIT_VARIABLE, parse_size
 
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -62,6 +63,14 @@ def _add(
             help="How long it is valid, as 12h or 30d; without it, always.", metavar="TIME", parser=_parse_seconds
         ),
     ] = None,
+    quota: Annotated[
+        int | None,
+        typer.Option(
+            help="Bytes that it may hold of what it uploads, as 200GB; without it, any.",
+            metavar="SIZE",
+            parser=parse_size,
+        ),
+    ] = None,
     audit: AuditOption = None,
 ) -> None:
     """Print a new token, once: the file has its hash alone."""
@@ -72,7 +81,7 @@ def _add(
             f"expected a name of up to 64 letters, digits and `_.@-`, and runs like 'gpt-*,bert', got {name!r} and {runs!r}"
         )
     ends, sha256 = None if expires is None else now + expires, digest_of(shown.encode())
-    token = Token(name=name, role=role, runs=patterns, created=now, expires=ends, sha256=sha256)
+    token = Token(name=name, role=role, runs=patterns, created=now, expires=ends, quota=quota, sha256=sha256)
 
     def add(content: TokenFile) -> TokenFile:
         if any(one.name == name for one in content.tokens):
@@ -86,11 +95,12 @@ def _add(
 
 @app.command("list")
 def _list(file: FileOption) -> None:
-    """Print name, role, runs and end of each token."""
+    """Print name, role, runs, end and quota of each token."""
     for token in read_tokens(file).tokens:
         at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(token.expires or 0))
         end = f"{'expired' if token.has_expired else 'until'} {at}" if token.expires else "does not expire"
-        print(f"{token.name}  {token.role}  {','.join(token.runs)}  {end}")
+        quota = "" if token.quota is None else f"  quota {format_bytes(token.quota)}"
+        print(f"{token.name}  {token.role}  {','.join(token.runs)}  {end}{quota}")
 
 
 @app.command("remove")

@@ -418,7 +418,12 @@ def test_the_document_describes_every_route(client: Client) -> None:
 def test_sessions_and_uploads_are_as_described(copy: Path) -> None:
     with open_client(copy) as client:
         paths = client.document["paths"]
-        assert client.get(f"/api/uploads?run={RUN}") == {"uploads": []}
+        assert client.get(f"/api/uploads?run={RUN}") == {
+            "uploads": [],
+            "held_bytes": None,
+            "quota_bytes": None,
+            "run_quota_bytes": None,
+        }
         journal = f"/api/uploads/journals/{RUN}/{RUN_ID}"
         size = client.get(journal)["bytes"]
         assert "offset" in client.post(f"{journal}?offset=x", status=400)["error"]

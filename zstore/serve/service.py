@@ -60,7 +60,9 @@ class Service(Library):
         self.downloads = Downloads(self.memory.weights_bytes)
         self.plans = Plans()
         self.jobs = Jobs(next(filter(Path.is_dir, self.runs.local_roots()), None), settings.files)
-        self.inbox = Inbox(self.runs, self.jobs, keep_last=settings.keep_last, files=settings.files)
+        self.inbox = Inbox(
+            self.runs, self.jobs, keep_last=settings.keep_last, run_quota=settings.run_quota, files=settings.files
+        )
         self.webhooks = Webhooks(
             settings.webhooks,
             self.listing.get,

@@ -54,6 +54,8 @@ class Settings:
     """Take uploads, and carry out the page's actions: save, stop, verify, prune."""
     keep_last: int | None = None
     """Most checkpoints of a run that stay as its newest when another is uploaded; None: as many as its client asks for."""
+    run_quota: int | None = None
+    """Bytes that a run may hold; see [Note: quotas]. None: no limit."""
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     trusted_proxies: tuple[str, ...] = ()

@@ -57,6 +57,8 @@ class Token(BaseModel):
     """Patterns (`fnmatch`) of the names of runs."""
     created: int
     expires: int | None = None
+    quota: int | None = Field(None, gt=0)
+    """Bytes that it may hold; see [Note: quotas]."""
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
     @property

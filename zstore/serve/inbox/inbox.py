@@ -40,11 +40,14 @@ from ...errors import (
 )
 from ...io.files import Files
 from ...io.pool import Workers
+from ..auth import OWN_NAME
 from ..cache import Cache
 from ..jobs import Jobs, RunningJob
 from ..runs import Runs
+from ..tokens import Token
 from .models import ALIVE_S, OFFER_FILE, UPLOADS_FOLDER, Committed, KeepRules, UploadOffer, UploadState
 from .plan import UploadPlan
+from .quotas import SentCheckpoint, held_by_run, held_by_token, note_sent, require_quota
 from .upload import Upload
 
 _MOST_NEIGHBOURS = 16
@@ -60,12 +63,22 @@ KEPT_S = 24 * 3600.0
 class Inbox:
     """The uploads of a service. Usable from any thread."""
 
-    def __init__(self, runs: Runs, jobs: Jobs, *, keep_last: int | None = None, files: Files | None = None) -> None:
+    def __init__(
+        self,
+        runs: Runs,
+        jobs: Jobs,
+        *,
+        keep_last: int | None = None,
+        run_quota: int | None = None,
+        files: Files | None = None,
+    ) -> None:
         self._runs = runs
         self._jobs = jobs
         self._reported: dict[str, RunningJob] = {}
         """By the upload's id, for the page."""
         self._keep_last = keep_last
+        self.run_quota = run_quota
+        """Bytes that a run may hold; see [Note: quotas]."""
         self._files = files or Files()
         self._lock = threading.Lock()
         """For the table of uploads; nothing else is locked under it."""
@@ -178,12 +191,15 @@ class Inbox:
             self.remove(max(gone, key=_silent_s))
         return bool(gone)
 
-    def plan(self, upload: Upload) -> UploadState:
-        """Plan an upload whose metadata and manifests are there. Raises DiskFullError if it does not fit."""
+    def plan(self, upload: Upload, token: Token) -> UploadState:
+        """Plan an upload whose metadata and manifests are there, for whoever has `token`. Raises DiskFullError if it does not
+        fit, on the drive or in a quota."""
         with self._deciding:
             upload.plan()
+            upload.give("" if token.name == OWN_NAME else token.name)
             try:
                 self._require_room(upload)
+                self._require_quotas(upload, token)
             except StorageError:
                 upload.holds_room = False
                 raise
@@ -208,11 +224,7 @@ class Inbox:
         # The run's folder is made with the first of its uploads.
         there = upload.folder if upload.folder.is_dir() else upload.folder.parent
         device = os.stat(there).st_dev
-        others = [
-            one
-            for one in self.all()
-            if one is not upload and one.holds_room and _silent_s(one) < SILENT_S and _device_of(one.folder) == device
-        ]
+        others = [one for one in self._going_on(upload) if _device_of(one.folder) == device]
         theirs = sum(one.room_needed() for one in others)
         needed = upload.room_needed()
         beside = f", and {len(others)} other uploads {theirs}" if theirs else ""
@@ -222,6 +234,25 @@ class Inbox:
             f"the upload needs {needed} bytes{beside}",
             "make room where the service stores its runs, or save elsewhere",
         )
+
+    def _require_quotas(self, upload: Upload, token: Token) -> None:
+        folder = upload.folder
+        beside = [one for one in self._going_on(upload) if one.folder == folder]
+        if self.run_quota is not None:
+            held = held_by_run(folder) + sum(one.room_needed() for one in beside)
+            require_quota(self.run_quota, held, upload.room_needed(), f"the run {upload.offer.run!r}")
+        if token.quota is not None:
+            require_quota(token.quota, self.held(token, upload), upload.total_bytes, f"the token {token.name!r}")
+
+    def _going_on(self, upload: Upload | None) -> list[Upload]:
+        """Return the other uploads that keep room."""
+        return [one for one in self.all() if one is not upload and one.holds_room and _silent_s(one) < SILENT_S]
+
+    def held(self, token: Token, beside: Upload | None = None) -> int:
+        """Return the bytes that a token holds, those of its uploads under way `beside` this one too. See [Note: quotas]."""
+        runs = [run.folder.path for run in self._runs.all().values() if run.folder.is_local]
+        under_way = (one.total_bytes for one in self._going_on(beside) if one.owner == token.name)
+        return sum(held_by_token(folder, token.name) for folder in runs) + sum(under_way)
 
     # -- committing -------------------------------------------------------------------------------------------------
 
@@ -236,6 +267,9 @@ class Inbox:
                 upload.require_whole()
                 replaced = _check_free(upload)
                 linked_bytes = upload.linked_bytes()
+                if upload.owner:  # before anybody sees the checkpoint
+                    sent = SentCheckpoint(token=upload.owner, bytes=upload.num_bytes - linked_bytes)
+                    note_sent(self._files, upload.folder, upload.record.id, sent)
                 self._complete(upload, upload.plan())
                 messages = self._publish(upload)
                 if replaced is not None and not upload.offer.overwrite:

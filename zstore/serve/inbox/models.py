@@ -83,6 +83,11 @@ class UploadList(_Model):
     """`GET /api/uploads?run=`: those that are not committed, of one run or all; `files` is empty."""
 
     uploads: list[UploadState]
+    held_bytes: int | None = None
+    """What the token that asks holds of its quota; null if it has none."""
+    quota_bytes: int | None = None
+    run_quota_bytes: int | None = None
+    """What a run may hold; null: any number."""
 
 
 class Claims(_Model):

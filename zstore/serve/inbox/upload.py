@@ -47,6 +47,7 @@ from .plan import Content, KnownContent, ShardContent, UploadPlan, check_extras,
 from .verify import file_sha256, verify_shard
 
 _TOUCH_S = 60.0
+_OWNER_FILE = "owner"
 _NUM_SEARCHED = 4
 """The newest checkpoints of its run, in which shards that did not change are looked for."""
 
@@ -81,6 +82,8 @@ class Upload:
         self._arrivals: dict[str, Arrival] = {}
         self.neighbours: Sequence[Path] = ()
         """Folders of other runs that its client may read, whose newest checkpoint is searched too."""
+        self.owner = ""
+        """Name of the token that planned it, if it is one of a file of tokens."""
 
     # -- on disk ----------------------------------------------------------------------------------------------------
 
@@ -93,6 +96,11 @@ class Upload:
         self._files.rename(part, self.path / OFFER_FILE)
         self._files.sync_folder(self.path)
 
+    def give(self, owner: str) -> None:
+        """Note whose it is."""
+        self.owner = owner
+        self._files.write_small(self.path / _OWNER_FILE, owner.encode())
+
     @classmethod
     def load(cls, path: Path, files: Files) -> Upload:
         """Return the upload that an earlier service left in the folder `path`.
@@ -103,6 +111,8 @@ class Upload:
         upload = cls(path.name, offer, path.parent.parent, files)
         found = os.stat(path / OFFER_FILE)
         upload.started_at = upload.active_at = found.st_mtime
+        with contextlib.suppress(FileNotFoundError):
+            upload.owner = (path / _OWNER_FILE).read_text(encoding="utf-8")
         upload._take_back()
         return upload
 
@@ -361,6 +371,11 @@ class Upload:
         if missing := self.missing():
             names = ", ".join(each.path for each in missing[:3])
             raise CheckpointMismatchError(f"{len(missing)} files are not there yet: {names}: send them, then commit")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its files."""
+        return sum(content.num_bytes for content in self._contents().values())
 
     def linked_bytes(self) -> int:
         """Return the bytes of shard files that are links."""

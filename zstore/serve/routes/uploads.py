@@ -58,9 +58,14 @@ async def _list(request: Request) -> Response:
 def _listed(request: Request, name: str | None) -> UploadList:
     if name is not None:
         runs_of(request).folder_for_uploads(name)
-    sees = require_token(request).sees
-    states = [upload.state(files=False) for upload in service_of(request).inbox.all() if sees(upload.offer.run)]
-    return UploadList(uploads=[state for state in states if name in (None, state.run)])
+    token, inbox = require_token(request), service_of(request).inbox
+    states = [upload.state(files=False) for upload in inbox.all() if token.sees(upload.offer.run)]
+    return UploadList(
+        uploads=[state for state in states if name in (None, state.run)],
+        held_bytes=None if token.quota is None else inbox.held(token),
+        quota_bytes=token.quota,
+        run_quota_bytes=inbox.run_quota,
+    )
 
 
 def _of_upload(work: Callable[[Request, Upload], BaseModel | None]) -> Callable[[Request], Awaitable[Response]]:
@@ -84,7 +89,7 @@ def _state(request: Request, upload: Upload) -> UploadState:
 async def _plan(request: Request) -> Response:
     upload = await _upload_of(request)
     async with service_of(request).large_bodies:
-        return reply(await run_in_threadpool(service_of(request).inbox.plan, upload))
+        return reply(await run_in_threadpool(service_of(request).inbox.plan, upload, require_token(request)))
 
 
 async def _claim(request: Request) -> Response:

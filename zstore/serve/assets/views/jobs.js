@@ -54,8 +54,9 @@ class JobsView {
   async lookAtUploads() {
     const { service } = this.context;
     if (isReport || !service.allows_actions || !["write", "act"].includes(service.role)) return;
-    const { uploads } = await get("/api/uploads");
-    const text = JSON.stringify(uploads);
+    const answer = await get("/api/uploads");
+    const { uploads } = answer;
+    const text = JSON.stringify(answer);
     if (text === this.shownUploads) return;
     this.shownUploads = text;
     const heads = ["Run", "Tag", "Came", "Heard of", ""].map((one) => heading(one));
@@ -70,7 +71,8 @@ class JobsView {
         cell("", actionButton("Remove", "upload-remove", () => this.removeUpload(one), null, "danger small")),
       ),
     );
-    replace(this.uploads, uploads.length === 0 ? null : h("section", { class: "panel", test: "uploads" }, h("h2", null, "Uploads that are not committed"), h("div", { class: "scroll" }, table({ class: "cards" }, heads, rows))));
+    const held = answer.quota_bytes === null ? null : h("p", { class: "muted", test: "quota" }, `Your token holds ${bytes(answer.held_bytes)} of the ${bytes(answer.quota_bytes)} that it may hold.`);
+    replace(this.uploads, held, uploads.length === 0 ? null : h("section", { class: "panel", test: "uploads" }, h("h2", null, "Uploads that are not committed"), h("div", { class: "scroll" }, table({ class: "cards" }, heads, rows))));
   }
 
   async removeUpload({ id, run, tag }) {

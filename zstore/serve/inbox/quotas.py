@@ -1,0 +1,73 @@
+"""How many bytes a run and a token hold.
+
+[Note: quotas]
+A run holds the bytes of the files in its folder, each once, however many checkpoints link it; a token those that it sent of
+checkpoints that are still there, and that the service did not have before. Whose these are is in `.uploaded.json` in the run's
+folder. What is removed counts no more; what uploads under way still need counts already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, RootModel, ValidationError
+
+from ...checkpoint.catalog import scan
+from ...errors import DiskFullError, ZstoreError
+from ...io.files import Files
+from ...sizes import format_bytes
+
+UPLOADED_FILE = ".uploaded.json"
+
+
+class SentCheckpoint(BaseModel):
+    """Who sent a checkpoint, and how many bytes that the service did not have before."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    token: str
+    bytes: int
+
+
+def note_sent(files: Files, folder: Path, record_id: str, sent: SentCheckpoint) -> None:
+    """Note who sent a checkpoint of the run in `folder`; checkpoints that are gone are forgotten."""
+    found = {**_sent(folder), record_id: sent}
+    part = folder / f"{UPLOADED_FILE}.part"
+    files.write_small(part, RootModel[dict[str, SentCheckpoint]](found).model_dump_json().encode())
+    files.rename(part, folder / UPLOADED_FILE)
+
+
+def held_by_token(folder: Path, token: str) -> int:
+    """Return the bytes that a token holds of the run in `folder`."""
+    return sum(one.bytes for one in _sent(folder).values() if one.token == token)
+
+
+def _sent(folder: Path) -> dict[str, SentCheckpoint]:
+    """Return who sent the checkpoints that are there, by the ids of their records; nothing of a file that is damaged."""
+    with contextlib.suppress(OSError, ValidationError, ZstoreError):
+        found = RootModel[dict[str, SentCheckpoint]].model_validate_json((folder / UPLOADED_FILE).read_bytes()).root
+        there = {info.record.id for info in scan(folder).tags}
+        return {record_id: sent for record_id, sent in found.items() if record_id in there}
+    return {}
+
+
+def held_by_run(folder: Path) -> int:
+    """Return the bytes of the files in a run's folder."""
+    sizes: dict[tuple[int, int], int] = {}
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                status = os.lstat(os.path.join(path, name))
+                sizes[status.st_dev, status.st_ino] = status.st_size
+    return sum(sizes.values())
+
+
+def require_quota(quota: int | None, held: int, needed: int, who: str) -> None:
+    """Raise DiskFullError if somebody who holds `held` bytes would hold more than the quota (None: there is none)."""
+    if quota is not None and held + needed > quota:
+        raise DiskFullError(
+            f"{who} may hold {format_bytes(quota)} and holds {format_bytes(held)}; the upload needs {format_bytes(needed)}: "
+            "prune checkpoints, or ask whoever runs the service for more"
+        )
