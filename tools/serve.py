@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _TOKEN_VARIABLE = "ZSTORE_TOKEN"
 _WEBHOOK_SECRET = "ZSTORE_WEBHOOK_SECRET"
+_UPSTREAM_TOKEN = "ZSTORE_UPSTREAM_TOKEN"
 EPILOG = (
     "Tokens of a file are made by `zstore serve token`, and so are links to a run: see `zstore serve token --help`."
 )
@@ -109,6 +110,24 @@ class Listening:
             envvar=AUDIT_VARIABLE,
         ),
     ] = None
+    upstream: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Serve the runs of this other service too; the variable {_UPSTREAM_TOKEN} has its token. Repeat it for more.",
+            metavar="URL",
+        ),
+    ] = None
+    cache: Annotated[Path | None, typer.Option(help="Keep files that were read of them in this folder.", metavar="FOLDER")] = (
+        None
+    )
+    cache_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Most bytes that are kept, as 500GB: what was used least recently goes.",
+            metavar="SIZE",
+            parser=parse_size,
+        ),
+    ] = None
     uploads: Annotated[
         bool, typer.Option("--uploads", help="List uploads that are not committed, and end without serving.")
     ] = False
@@ -161,12 +180,13 @@ def _list_uploads(settings: Settings, remove: Collection[str]) -> int:
 
 def serve_command(
     places: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="[NAME=]PATH_OR_URL...",
             help="A run's folder of checkpoints, or a folder of such folders; URLs work too.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     listening: Listening = DEFAULTS,
 ) -> int:
     """Serve the runs in `places` until a signal ends it."""
@@ -179,7 +199,10 @@ def serve_command(
     from zstore.remote.url import is_url, parse_options
 
     settings = Settings(
-        roots=tuple(Root.parse(place) for place in places),
+        roots=tuple(Root.parse(place) for place in places or ()),
+        upstreams=tuple(listening.upstream or ()),
+        cache=listening.cache,
+        cache_bytes=listening.cache_size,
         host=listening.host,
         port=listening.port,
         token=listening.token,

@@ -10,6 +10,7 @@ characters in its name, which no URL of the service may have.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -26,7 +27,9 @@ from ..remote.url import is_url
 from ..weights.versions import WEIGHTS_FOLDER, numbers_in
 from .cache import Renewed
 from .settings import Root, Settings
+from .upstream import Upstream
 
+_log = logging.getLogger("zstore.serve")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _TAKEN = frozenset({"api", "assets", "healthz", "metrics"})
 """First parts of the service's own URLs."""
@@ -48,6 +51,10 @@ class Runs:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._upstreams = [
+            Upstream(url, settings.storage_options, settings.cache, settings.cache_bytes, settings.files)
+            for url in settings.upstreams
+        ]
         self._found = Renewed(self._look, _FRESH_S)
         self._sees: Callable[[str], bool] = lambda _: True
         self.all = self._found.get
@@ -128,6 +135,10 @@ class Runs:
                 while unique in found:
                     unique = f"{root.name}.{unique}"
                 found[unique] = Run(name=unique, folder=folder, root=root)
+        for upstream in self._upstreams:
+            there = Root.parse(f"upstream={upstream.url.base}")
+            for name, folder in _runs_of(upstream):
+                found.setdefault(name, Run(name=name, folder=folder, root=there))
         return found
 
 
@@ -145,6 +156,19 @@ def _runs_in(root: Root, folder: Folder) -> Iterator[tuple[str, Folder]]:
             continue
         if _is_run(child):
             yield name, child
+
+
+def _runs_of(upstream: Upstream) -> Iterator[tuple[str, Folder]]:
+    root = upstream.root()
+    if not root.lists_runs:
+        yield root.name, root
+        return
+    try:
+        names = root.entries().folders
+    except (OSError, ZstoreError) as error:
+        _log.warning("%s", error)
+        return
+    yield from ((name, root.child(name)) for name in names)
 
 
 def _may_name_a_run(name: str) -> bool:

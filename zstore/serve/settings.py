@@ -74,9 +74,22 @@ class Settings:
     """Writes uploads."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
 
+    upstreams: tuple[str, ...] = ()
+    """URLs of other services, whose runs are served too; see [Note: pull-through]."""
+    cache: Path | None = None
+    """Keeps what was read of them; None: nothing is kept."""
+    cache_bytes: int | None = None
+    """Most bytes of files that are kept; None: any number."""
+
     def __post_init__(self) -> None:
-        if not self.roots:
-            raise UsageError("name at least one folder or URL to serve")
+        if not self.roots and not self.upstreams:
+            raise UsageError("name at least one folder or URL to serve, or another service with --upstream")
+        if odd := [url for url in self.upstreams if not url.startswith(("http://", "https://"))]:
+            raise UsageError(f"expected another service's URL, as http://host:8700, got {odd[0]!r}")
+        if self.cache is not None and not self.upstreams:
+            raise UsageError("--cache keeps what was read of another service: name it with --upstream")
+        if self.cache is None and self.cache_bytes is not None:
+            raise UsageError("--cache-size limits what --cache keeps: name that folder too")
         if self.keep_last is not None and self.keep_last < 1:
             raise UsageError(f"keep {self.keep_last} checkpoints: expected at least 1")
         if odd := [url for url in self.webhooks if not url.startswith(("http://", "https://"))]:

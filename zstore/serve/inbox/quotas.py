@@ -3,7 +3,7 @@
 [Note: quotas]
 A run holds the bytes of the files in its folder, each once, however many checkpoints link it; a token those that it sent of
 checkpoints that are still there, and that the service did not have before. Whose these are is in `.uploaded.json` in the run's
-folder. What is removed counts no more; what uploads under way still need counts already.
+folder. Removed checkpoints count no more; bytes that uploads under way still need count already.
 """
 
 from __future__ import annotations

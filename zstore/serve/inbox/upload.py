@@ -42,9 +42,9 @@ from ...errors import (
     ZstoreError,
 )
 from ...io.files import Files, OpenFile
+from ..verify import file_sha256, verify_shard
 from .models import OFFER_FILE, UPLOADS_FOLDER, UploadFile, UploadOffer, UploadState
 from .plan import Content, KnownContent, ShardContent, UploadPlan, check_extras, documents_of, make_plan
-from .verify import file_sha256, verify_shard
 
 _TOUCH_S = 60.0
 _OWNER_FILE = "owner"

@@ -1,4 +1,4 @@
-"""Verifying an uploaded shard file: index, every chunk and all bytes between, in one pass and a megabyte of memory."""
+"""Verifying a shard file that came: index, every chunk and all bytes between, in one pass and a megabyte of memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from ...checkpoint.source import StoredArray
-from ...errors import CorruptionError
-from ...format.archive import decode_packed_index, packed_file_bytes
-from ...format.shardfile import CRC_BYTES, check_index, checksum_error, layout_of
+from ..checkpoint.source import StoredArray
+from ..errors import CorruptionError
+from ..format.archive import decode_packed_index, packed_file_bytes
+from ..format.shardfile import CRC_BYTES, check_index, checksum_error, layout_of
 
 _PIECE_BYTES = 1024 * 1024
 

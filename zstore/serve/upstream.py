@@ -1,0 +1,300 @@
+"""Another service, whose runs are served too: what was read of its checkpoints is kept here.
+
+[Note: pull-through]
+A file of a checkpoint does not change: it is fetched whole when somebody first reads of it, once for all who wait, checked, and
+kept. Shard files are checked chunk by chunk against the manifest, manifests and metadata against the record. The record
+itself, lists, and files beside checkpoints are asked for each time; if the other service does not answer, its last answer
+serves, and for `_DOWN_S` it is not asked again. If the kept files take more than `most_bytes`, those go that were used least
+recently.
+
+    <folder>/answers/<digest>               an answer of the other service, by what was asked
+    <folder>/files/<digest>/<digest>        a file, by its checkpoint's record and by its path
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.catalog import TagInfo
+from ..checkpoint.folder import Entries
+from ..checkpoint.format import MAX_RECORD_BYTES, Record
+from ..checkpoint.names import METADATA_FILE, RECORD_FILE, manifest_file
+from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.source import StoredArray
+from ..errors import CorruptionError, StorageError, UsageError
+from ..io.files import Files
+from ..remote.retries import Retries
+from ..remote.service import ServiceConnection
+from ..remote.service_folder import ServiceFolder
+from ..remote.service_url import ServiceUrl
+from ..remote.url_folder import UrlFolder
+from .cache import Cache
+from .verify import verify_shard
+
+_log = logging.getLogger("zstore.serve")
+
+TOKEN_VARIABLE = "ZSTORE_UPSTREAM_TOKEN"
+_DOWN_S = 5.0
+_BLOCK_BYTES = 8 * 1024 * 1024
+_MOST_ANSWER_BYTES = 64 * 1024 * 1024
+_MOST_OPEN, _MOST_RECORDS = 16, 4096
+_FRESH_S = 2.0
+"""How long a record is valid: as long as lists of checkpoints are."""
+_MISSING = b"\0missing"
+"""Stands for the answer that something is not there."""
+Shard = tuple[StoredArray, int, Sequence[int]]
+"""Array and number of a shard, and the checksums of its chunks."""
+
+
+class Upstream:
+    """The service at `url`, and what is kept of it in `folder` (None: nothing). Usable from any thread.
+
+    `options` are the storage options of its connection; without a token there, the variable ZSTORE_UPSTREAM_TOKEN has it.
+    """
+
+    def __init__(
+        self, url: str, options: Mapping[str, Any], folder: Path | None, most_bytes: int | None, files: Files
+    ) -> None:
+        self.url = ServiceUrl.parse(url)
+        self._options = {"token": os.environ.get(TOKEN_VARIABLE, ""), **options}
+        self._folder, self._most_bytes, self._files = folder, most_bytes, files
+        self._lock = threading.Lock()
+        self._fetching: dict[Path, threading.Lock] = {}
+        self._connection: ServiceConnection | None = None
+        self._down_until = 0.0
+        self._records: Cache[str, tuple[float, Record | None]] = Cache(_MOST_RECORDS)
+        """By URL, the record of a checkpoint, and when it is asked for again."""
+        self._shards: Cache[str, dict[str, Shard]] = Cache(_MOST_OPEN)
+        """By the id of a checkpoint, its shard files."""
+        for part in self._parts():
+            part.unlink(missing_ok=True)  # of a process that was killed
+
+    def root(self) -> PulledFolder:
+        """Return the folder that the URL names: of one run, or one with all of its runs as folders."""
+        return PulledFolder(self, self.url)
+
+    def _parts(self) -> Iterator[Path]:
+        return iter(()) if self._folder is None else self._folder.glob("*/*.part")
+
+    def connection(self) -> ServiceConnection:
+        """Return the connection. Raises StorageError if the service does not answer, UsageError for another server."""
+        if time.monotonic() < self._down_until:
+            raise StorageError("the other service does not answer", path=self.url.base)
+        with self._lock:
+            if self._connection is None:
+                found = ServiceConnection.to(self.url, self._options, retries=Retries(attempts=2))
+                if found is None:
+                    raise UsageError(f"{self.url.base} is no service of zstore: only from one are runs pulled through")
+                self._connection = found
+            return self._connection
+
+    def answer(self, key: str, ask: Callable[[], bytes]) -> bytes:
+        """Return the answer of the other service, or its last one if it does not answer now."""
+        place = None if self._folder is None else self._folder / "answers" / _digest(self.url.base, key)
+        missing: Exception | None = None
+        try:
+            data = ask()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            data, missing = _MISSING, error
+        except StorageError:
+            if time.monotonic() >= self._down_until:
+                self._down_until = time.monotonic() + _DOWN_S
+            if place is None or not place.exists():
+                raise
+            if (data := place.read_bytes()) == _MISSING:
+                raise FileNotFoundError(f"{self.url.base} had nothing there when it last answered") from None
+            return data
+        if place is not None and len(data) <= _MOST_ANSWER_BYTES:
+            self._write(place, [data])
+        if missing is not None:
+            raise missing
+        return data
+
+    def record_of(self, folder: PulledFolder) -> Record | None:
+        """Return the record of the checkpoint in a folder, None if there is none."""
+        until, record = self._records.get(folder.location) or (0.0, None)
+        if time.monotonic() >= until:
+            try:
+                record = Record.decode(folder.read_small(RECORD_FILE, MAX_RECORD_BYTES), RECORD_FILE)
+            except (FileNotFoundError, NotADirectoryError):
+                record = None
+            self._records.put(folder.location, (time.monotonic() + _FRESH_S, record))
+        return record
+
+    def _write(self, place: Path, blocks: Any, check: Callable[[Path], None] | None = None) -> None:
+        self._files.make_folder(place.parent)
+        part = place.with_name(f"{place.name}.{threading.get_ident()}.part")
+        try:
+            with part.open("wb") as file:
+                for block in blocks:
+                    file.write(block)
+            if check is not None:
+                check(part)
+            os.replace(part, place)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def file(self, folder: PulledFolder, record: Record, file: str) -> Path | None:
+        """Return the kept copy of a checkpoint's file, which is fetched if it is not there; None if nothing is kept."""
+        if self._folder is None:
+            return None
+        place = self._folder / "files" / _digest(self.url.base, record.id) / _digest(file)
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(place)
+            return place
+        with self._only_one(place):
+            if not place.exists():
+                there = folder.there()
+                size = there.size(file)
+                starts = range(0, max(size, 1), _BLOCK_BYTES)
+                blocks = (there.read_range(file, start, min(start + _BLOCK_BYTES, size)) for start in starts)
+                try:
+                    self._write(place, blocks, lambda part: self._check(folder, record, file, part, size))
+                except CorruptionError as error:
+                    raise CorruptionError(
+                        f"{folder.location_of(file)} did not come whole, and is not kept: {error}"
+                    ) from error
+                self._make_room(place)
+        return place
+
+    @contextmanager
+    def _only_one(self, place: Path) -> Iterator[None]:
+        with self._lock:
+            lock = self._fetching.setdefault(place, threading.Lock())
+        with lock:
+            yield
+        with self._lock:
+            self._fetching.pop(place, None)
+
+    def _check(self, folder: PulledFolder, record: Record, file: str, part: Path, size: int) -> None:
+        """Raise CorruptionError for a file that did not come as the checkpoint has it."""
+        if part.stat().st_size != size:
+            raise CorruptionError(f"{folder.location_of(file)} has {size} bytes, {part.stat().st_size} came")
+        digests = {METADATA_FILE: record.metadata_sha256}
+        digests |= {manifest_file(rank): digest for rank, digest in enumerate(record.manifest_sha256)}
+        if file in digests and hashlib.sha256(part.read_bytes()).hexdigest() != digests[file]:
+            raise CorruptionError(f"{folder.location_of(file)} is not the one that the record names")
+        if file.rpartition("/")[2].startswith("c.") or file.endswith("/c"):
+            array, shard, crcs = self._shards_of(folder, record)[file]
+            verify_shard(part, array, shard, crcs)
+
+    def _shards_of(self, folder: PulledFolder, record: Record) -> dict[str, Shard]:
+        found = self._shards.get(record.id)
+        if found is None:
+            with CheckpointReader(TagInfo(folder=folder, record=record)) as reader:
+                found = {
+                    array.shard_file(shard): (array, shard, reader.shard_crcs(name, shard))
+                    for name, array in reader.arrays.items()
+                    for shard in range(array.grid.num_shards)
+                }
+            self._shards.put(record.id, found)
+        return found
+
+    def _make_room(self, kept: Path) -> None:
+        """Remove the files that were used least recently, but not `kept`, until the others fit."""
+        if self._folder is None or self._most_bytes is None:
+            return
+        with self._lock:
+            found = []
+            for path in (self._folder / "files").glob("*/*"):
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    found.append((status.st_mtime_ns, status.st_size, path))
+            over = sum(size for _, size, _ in found) - self._most_bytes
+            for _, size, path in sorted(found):
+                if over <= 0:
+                    break
+                if path != kept and path.suffix != ".part":
+                    path.unlink(missing_ok=True)
+                    over -= size
+
+
+class PulledFolder(UrlFolder):
+    """A folder of another service. See [Note: pull-through]."""
+
+    def __init__(self, upstream: Upstream, url: ServiceUrl) -> None:
+        super().__init__(url.text, (url.folder or url.run).rpartition("/")[2], None)
+        self.upstream, self.url = upstream, url
+        self.lists_runs = not url.run
+        """Whether its folders are runs."""
+
+    def there(self) -> ServiceFolder:
+        """Return the folder there. Raises StorageError if the service does not answer."""
+        return ServiceFolder(self.upstream.connection(), self.url)
+
+    @property
+    def parent(self) -> PulledFolder:
+        """See `Folder.parent`."""
+        above = self.url.folder.rpartition("/")[0] if self.url.folder else ""
+        return PulledFolder(self.upstream, replace(self.url, run=self.url.run if self.url.folder else "", folder=above))
+
+    def child(self, name: str) -> PulledFolder:
+        """See `Folder.child`."""
+        if not self.url.run:
+            return PulledFolder(self.upstream, replace(self.url, run=name))
+        return PulledFolder(
+            self.upstream, replace(self.url, folder=f"{self.url.folder}/{name}" if self.url.folder else name)
+        )
+
+    def read_range(self, file: str, start: int, stop: int) -> bytes:
+        """See `UrlFolder.read_range`."""
+        kept = None if file == RECORD_FILE else self._kept(file)
+        if kept is not None:
+            with kept.open("rb") as opened:
+                return os.pread(opened.fileno(), max(0, stop - start), start)
+        if start:
+            return self.there().read_range(file, start, stop)
+        return self.upstream.answer(f"{self.url.text}\0{file}", lambda: self.there().read_range(file, 0, stop))[:stop]
+
+    def _kept(self, file: str) -> Path | None:
+        """Return the kept copy of a file of a checkpoint; None for one beside checkpoints."""
+        record = self.upstream.record_of(self) if self.url.folder else None
+        return None if record is None else self.upstream.file(self, record, file)
+
+    def size(self, file: str) -> int:
+        """See `UrlFolder.size`."""
+        if file != RECORD_FILE and (kept := self._kept(file)) is not None:
+            return kept.stat().st_size
+        return int(self.upstream.answer(f"size {self.url.text}\0{file}", lambda: b"%d" % self.there().size(file)))
+
+    def entries(self) -> Entries:
+        """See `Folder.entries`; of the service itself its runs."""
+        if self.lists_runs:
+            data = self.upstream.answer("runs", lambda: json.dumps(self._runs()).encode())
+            return Entries(tuple(json.loads(data)), ())
+        folders, files = json.loads(self.upstream.answer(f"list {self.url.text}", self._entries))
+        return Entries(tuple(folders), tuple(files))
+
+    def _runs(self) -> list[str]:
+        return [str(run["name"]) for run in self.upstream.connection().ask("GET", "/api/runs")["runs"]]
+
+    def _entries(self) -> bytes:
+        found = self.there().entries()
+        return json.dumps([found.folders, found.files]).encode()
+
+    def sizes(self, top: str) -> dict[str, int | None]:
+        """See `Folder.sizes`."""
+        ask = f"sizes {self.url.text}\0{top}"
+        found: dict[str, int | None] = json.loads(
+            self.upstream.answer(ask, lambda: json.dumps(self.there().sizes(top)).encode())
+        )
+        return found
+
+    def write_small(self, file: str, data: bytes) -> None:
+        """Raise UsageError: a service that pulls from another one changes nothing there."""
+        raise UsageError(f"{self.location_of(file)} is another service's: change it there")
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
