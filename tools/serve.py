@@ -117,9 +117,9 @@ class Listening:
             metavar="URL",
         ),
     ] = None
-    cache: Annotated[Path | None, typer.Option(help="Keep files that were read of them in this folder.", metavar="FOLDER")] = (
-        None
-    )
+    cache: Annotated[
+        Path | None, typer.Option(help="Keep files that were read of them in this folder.", metavar="FOLDER")
+    ] = None
     cache_size: Annotated[
         int | None,
         typer.Option(
