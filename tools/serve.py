@@ -123,7 +123,7 @@ class Listening:
     cache_size: Annotated[
         int | None,
         typer.Option(
-            help="Most bytes that are kept, as 500GB: what was used least recently goes.",
+            help="Most bytes that are kept, as 500GB: the least recently used files go.",
             metavar="SIZE",
             parser=parse_size,
         ),

@@ -66,7 +66,7 @@ def _add(
     quota: Annotated[
         int | None,
         typer.Option(
-            help="Bytes that it may hold of what it uploads, as 200GB; without it, any.",
+            help="Bytes of its uploads that may be there, as 200GB; without it, any.",
             metavar="SIZE",
             parser=parse_size,
         ),

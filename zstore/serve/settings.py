@@ -87,7 +87,7 @@ class Settings:
         if odd := [url for url in self.upstreams if not url.startswith(("http://", "https://"))]:
             raise UsageError(f"expected another service's URL, as http://host:8700, got {odd[0]!r}")
         if self.cache is not None and not self.upstreams:
-            raise UsageError("--cache keeps what was read of another service: name it with --upstream")
+            raise UsageError("--cache keeps files of another service: name it with --upstream")
         if self.cache is None and self.cache_bytes is not None:
             raise UsageError("--cache-size limits what --cache keeps: name that folder too")
         if self.keep_last is not None and self.keep_last < 1:

@@ -1,4 +1,4 @@
-"""Another service, whose runs are served too: what was read of its checkpoints is kept here.
+"""Another service, whose runs are served too; files of its checkpoints that were read are kept here.
 
 [Note: pull-through]
 A file of a checkpoint does not change: it is fetched whole when somebody first reads of it, once for all who wait, checked, and
@@ -58,7 +58,7 @@ Shard = tuple[StoredArray, int, Sequence[int]]
 
 
 class Upstream:
-    """The service at `url`, and what is kept of it in `folder` (None: nothing). Usable from any thread.
+    """The service at `url`, and the files of it that are kept in `folder` (None: nothing). Usable from any thread.
 
     `options` are the storage options of its connection; without a token there, the variable ZSTORE_UPSTREAM_TOKEN has it.
     """
