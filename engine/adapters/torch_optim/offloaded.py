@@ -46,7 +46,6 @@ class _Parts:
     stepping: Stepping
     state: LocalState
     gradients: LocalGradients
-    in_backward: InBackward | None
     hooks: ForwardHooks | None
     snapshots: Snapshots | None = None
     journal: OptimizerJournal | None = None
@@ -61,8 +60,6 @@ class _Parts:
                 last_to_first.callback(self.journal.close)
             last_to_first.callback(self.state.arrays.store.close)
             last_to_first.callback(self.stepping.close)
-            if self.in_backward is not None:
-                last_to_first.callback(self.in_backward.close)
             if self.hooks is not None:
                 last_to_first.callback(self.hooks.close)
             last_to_first.callback(self.gradients.close)
@@ -142,18 +139,15 @@ class Offloaded(torch.optim.Optimizer):
         store = TensorStore(options, rank=_rank(), files=_files, cuda=streams.cuda_runtime)
         try:
             transfers = Transfers(streams, store.links)
-            stepping = Stepping()
             arrays = OptimizerState(store, [], transfers)
             arrays.owns_fp32 = True
-            state = LocalState(arrays, "disk" if device == "nvme" else "host", stepping.wait)
-            stepping.connect(state)
-            in_backward = InBackward(stepping, state) if overlap == "backward" else None
+            state = LocalState(arrays, "disk" if device == "nvme" else "host")
+            in_backward = InBackward(state) if overlap == "backward" else None
+            stepping = in_backward or Stepping(state, behind=overlap == "forward")
             on_final = None if in_backward is None else in_backward.put
             gradients = LocalGradients(transfers, frees=free_grads, on_final=on_final)
             hooks = ForwardHooks(stepping, state.records) if overlap == "forward" else None
-            self._parts = _Parts(
-                stepping=stepping, state=state, gradients=gradients, in_backward=in_backward, hooks=hooks
-            )
+            self._parts = _Parts(stepping=stepping, state=state, gradients=gradients, hooks=hooks)
             self._end = closing_with(self, self._parts.close)
             self._view = StateView(state)
             template = kind([torch.nn.Parameter(torch.zeros(1, 1))], **settings_of(kind, settings))
@@ -202,8 +196,7 @@ class Offloaded(torch.optim.Optimizer):
             del self.param_groups[number]
             self._parts.state.remove_group(number)
             raise
-        if self._parts.in_backward is not None:
-            self._parts.in_backward.groups = self.param_groups
+        self._parts.stepping.groups = self.param_groups
 
     def _kernel_for(self, group: dict[str, Any]) -> OffloadedKernel:
         """Return the kernel for a group, whose settings become those that the class itself makes of them."""
@@ -258,15 +251,8 @@ class Offloaded(torch.optim.Optimizer):
             known = parts.state.records
             self._add_records(number, [p for p in group["params"] if p.grad is not None and p not in known])
         rows = parts.gradients.collect(parts.state.records)
-        if not is_finite:
-            return loss
-        if parts.in_backward is not None:
-            parts.in_backward.finish(rows)
-            return loss
-        factor = self._factor(rows, scale)
-        parts.state.watch_memory(rows)
-        settings = parts.stepping.settings(self.param_groups, factor)
-        parts.stepping.run(rows, settings, behind=self.overlap == "forward")
+        if is_finite:
+            parts.stepping.run(rows, self._factor(rows, scale))
         return loss
 
     def _amp(self) -> tuple[float, bool]:
@@ -344,11 +330,10 @@ class Offloaded(torch.optim.Optimizer):
         loaded = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = before(self, loaded) or loaded
-        self._forget_update()
+        self._parts.stepping.forget()
         self._parts.state.before_change()
         self.__setstate__({"param_groups": _merged(self.param_groups, loaded["param_groups"])})
-        if self._parts.in_backward is not None:
-            self._parts.in_backward.groups = self.param_groups
+        self._parts.stepping.groups = self.param_groups
         self._parts.state.replace_kernels([self._kernel_for(group) for group in self.param_groups])
         saved = chain.from_iterable(group["params"] for group in loaded["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -358,11 +343,6 @@ class Offloaded(torch.optim.Optimizer):
                 self.state[parameter] = {} if entry is None else entry
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-
-    def _forget_update(self) -> None:
-        if self._parts.in_backward is not None:
-            self._parts.in_backward.abandon()
-        self._parts.stepping.forget()
 
     # -- snapshots of steps -------------------------------------------------------------------------------------------
 
@@ -389,7 +369,7 @@ class Offloaded(torch.optim.Optimizer):
         if snapshots is None:
             raise UsageError('resume() goes on from snapshots of steps: make the optimizer with durability="step"')
         snapshots.settle()
-        self._forget_update()
+        self._parts.stepping.forget()
         resumed = snapshots.resume(self.param_groups, self.load_state_dict)
         if resumed is not None:
             if self._parts.journal is not None:

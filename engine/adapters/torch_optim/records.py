@@ -50,11 +50,14 @@ class LocalRecord(ParameterRecord):
     local_shape: torch.Size
     strides: tuple[int, ...]
     """Strides of the local part, which is dense: `full` has its elements in the order of its memory."""
-    seen_version: int | None = None
-    """Version of the local part when this optimizer wrote it last; None: it may have other values than the master."""
 
     def __post_init__(self) -> None:
         self.address, self.shape = self.full.data_ptr(), self.parameter.shape
+        self.note_version()
+
+    def note_version(self) -> None:
+        """Note the local part's present version: its values are those that this optimizer wrote."""
+        self.version = local_part(self.parameter)._version
 
     @property
     def is_contiguous(self) -> bool:
@@ -142,7 +145,6 @@ def make_local_record(
         cut=cut,
         local_shape=shape,
         strides=strides,
-        seen_version=local._version,
     )
 
 
