@@ -48,9 +48,9 @@ from .data.loader import PostProcess, TrainingLoader
 from .report.journal import RunJournal
 from .report.monitors import Monitors
 from .report.progress import RunReport
+from .report.records import PhaseTimes
 from .report.requests import Requests
 from .report.statistics import EngineStatistics, engine_statistics
-from .report.step import PhaseTimes
 from .runtime.garbage import CollectorPause, FrozenObjects
 from .runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 from .training import Training

@@ -17,7 +17,7 @@ from .comms import log_comms_summary
 from .journal import RunJournal
 from .memory import lack_of_memory, memory_statistics
 from .monitors import Monitors
-from .step import PhaseTimes, StepLosses, value_of
+from .records import PhaseTimes, StepLosses, value_of
 from .utilisation import StepUtilisation
 from .watch import ComputationWatch
 
