@@ -48,6 +48,7 @@ class LocalState:
         self.before_change: Callable[[], None] = _nothing_waits
         """Called before anything but a step changes the state."""
         self._kernels: list[OffloadedKernel] = []
+        arrays.kernels = self._kernels
         self._names: set[str] = set()
 
     # -- parameters ---------------------------------------------------------------------------------------------------
@@ -55,7 +56,6 @@ class LocalState:
     def add_kernel(self, kernel: OffloadedKernel) -> None:
         """Add the kernel of a new parameter group."""
         self._kernels.append(kernel)
-        self.arrays.kernels = self._kernels
 
     def replace_kernels(self, kernels: list[OffloadedKernel]) -> None:
         """Take other kernels for the groups, after a load of their settings. Raises UsageError for other state."""
@@ -65,8 +65,7 @@ class LocalState:
                     f"parameter group {number} keeps {', '.join(former.slots) or 'nothing'}, but with the loaded settings it "
                     f"would keep {', '.join(kernel.slots) or 'nothing'}: make the optimizer with the settings of the saved one"
                 )
-        self._kernels = kernels
-        self.arrays.kernels = kernels
+        self._kernels[:] = kernels
 
     def remove_group(self, number: int) -> None:
         """Forget the last parameter group, and free its parameters' state."""

@@ -27,10 +27,9 @@ from zstore.store import StoreOptions, StoreStatistics, TensorStore
 from .arguments import check_budget, check_ema, check_kind, check_settings, groups_of, steps_folder_of
 from .block_kernel import BlockKernel
 from .forward_hooks import ForwardHooks
-from .gradients import LocalGradients, laid_out
+from .gradients import LocalGradients, clip_factor, global_norm, laid_out
 from .journal import OptimizerJournal
 from .local_state import LocalState, OffloadedKernel, StateView
-from .norm import clip_factor, global_norm
 from .registry import OptimizerClass, averaging, make_kernel, settings_of
 from .snapshots import LoopState, Resumed, Snapshots
 from .stepping import InBackward, Rows, Stepping

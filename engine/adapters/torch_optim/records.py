@@ -121,7 +121,8 @@ def make_local_record(
         )
     local = local_part(parameter)
     shape, strides = local.shape, tuple(local.stride()) if local.numel() else _contiguous(local.shape)
-    if local.numel() and not _is_dense(shape, strides):
+    # torch keeps strides whose elements fill their memory, each place once, in whatever order of the dims.
+    if local.numel() and torch.empty_like(local, device="meta").stride() != strides:
         raise UsageError(
             f"parameter {name!r} is a view of strides {strides} into other memory: make it contiguous before the optimizer"
         )
@@ -207,18 +208,4 @@ def memory_of(local: torch.Tensor) -> torch.Tensor:
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    strides, step = [], 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= max(extent, 1)
-    return tuple(reversed(strides))
-
-
-def _is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    """Return whether the elements fill their memory, each place once, in whatever order of the dims."""
-    step = 1
-    for stride, extent in sorted((stride, extent) for stride, extent in zip(strides, shape, strict=True) if extent > 1):
-        if stride != step:
-            return False
-        step *= extent
-    return True
+    return torch.empty(shape, device="meta").stride()
