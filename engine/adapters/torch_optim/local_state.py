@@ -306,7 +306,7 @@ def _nothing_waits() -> None:
 
 def _rows_of(record: LocalRecord, what: str, whole: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of `whole`, a tensor of a class of its own, for the parameter."""
-    first, rows = record.cut.offsets[0], record.local_shape[0]
+    first, rows = record.offsets[0], record.local_shape[0]
     if isinstance(whole, DTensor) or tuple(whole.shape[1:]) != tuple(record.local_shape[1:]):
         raise UsageError(
             f"state {what!r}: expected a whole tensor of a parameter that is cut by rows, or one laid out as the parameter is "

@@ -26,27 +26,16 @@ from zstore.tensors import dtype_name
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How the arrays of a parameter's state are cut. See [Note: the local part]."""
-
-    shape: tuple[int, ...]
-    """Shape of the arrays: the whole parameter's, or the local part's."""
-    grid: Grid
-    shard: int
-    whole_shape: tuple[int, ...]
-    """Shape of the whole parameter."""
-    offsets: tuple[int, ...]
-    """Offsets of the local part in it."""
-    is_of_whole: bool
-    """The arrays are the whole parameter's, in its order."""
-
-
 @dataclass(eq=False, kw_only=True)
 class LocalRecord(ParameterRecord):
     """This rank's part of one parameter; `full` is that part. See [Note: the local part]."""
 
-    cut: Cut
+    array_shape: tuple[int, ...]
+    """Shape of the state's arrays: the whole parameter's, or the local part's."""
+    is_of_whole: bool
+    """Whether the arrays are the whole parameter's, in its order."""
+    offsets: tuple[int, ...]
+    """Offsets of the local part in the parameter."""
     local_shape: torch.Size
     strides: tuple[int, ...]
     """Strides of the local part, which is dense: `full` has its elements in the order of its memory."""
@@ -75,7 +64,7 @@ class LocalRecord(ParameterRecord):
 
     def spec(self, group: str, dtype: torch.dtype) -> ArraySpec:
         """See ParameterRecord."""
-        return ArraySpec(name=f"{group}/{self.name}", shape=self.cut.shape, dtype=dtype_name(dtype))
+        return ArraySpec(name=f"{group}/{self.name}", shape=self.array_shape, dtype=dtype_name(dtype))
 
     def in_shape(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a view of `flat`, 1-D in the order of the memory, in the shape of the local part."""
@@ -132,44 +121,37 @@ def make_local_record(
             f"parameter {name!r} has strides {strides}, but an optimizer that keeps its state in blocks counts them along the "
             "elements in their order: make it contiguous before the optimizer"
         )
-    cut = _cut_of(parameter, local, strides, block)
+    rows = _rows_of_ranks(parameter, local) if block is None and strides == _contiguous(shape) else None
+    array_shape: tuple[int, ...]
+    if block is not None:
+        array_shape, grid, shard = (local.numel(),), grid_of_blocks(local.numel(), block), 0
+    elif rows is not None:
+        array_shape, (grid, shard) = tuple(parameter.shape), rows
+    else:
+        array_shape, grid, shard = tuple(shape), make_grid(_stored(tuple(shape)), 1), 0
     return LocalRecord(
         name=name,
         aliases=(),
         parameter=parameter,  # type: ignore[arg-type]
-        grid=cut.grid,
-        state_grid=cut.grid,
-        state_shard=cut.shard,
+        grid=grid,
+        state_grid=grid,
+        state_shard=shard,
         world_size=1,
         group=group,
         full=memory_of(local),
-        cut=cut,
+        array_shape=array_shape,
+        is_of_whole=rows is not None,
+        offsets=_offsets(parameter),
         local_shape=shape,
         strides=strides,
     )
 
 
-def _cut_of(parameter: torch.Tensor, local: torch.Tensor, strides: tuple[int, ...], block: int | None) -> Cut:
-    whole, shape = tuple(parameter.shape), tuple(local.shape)
-    offsets: tuple[int, ...] = (0,) * len(whole)
-    if isinstance(parameter, DTensor):
-        _, found = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-        offsets = tuple(found)
-    if block is not None:
-        grid, numel = grid_of_blocks(local.numel(), block), (local.numel(),)
-        return Cut(shape=numel, grid=grid, shard=0, whole_shape=whole, offsets=offsets, is_of_whole=False)
-    rows = _rows_of_ranks(parameter, local) if strides == _contiguous(local.shape) else None
-    if rows is None:
-        return Cut(
-            shape=shape,
-            grid=make_grid(_stored(shape), 1),
-            shard=0,
-            whole_shape=whole,
-            offsets=offsets,
-            is_of_whole=False,
-        )
-    grid, shard = rows
-    return Cut(shape=whole, grid=grid, shard=shard, whole_shape=whole, offsets=offsets, is_of_whole=True)
+def _offsets(parameter: torch.Tensor) -> tuple[int, ...]:
+    if not isinstance(parameter, DTensor):
+        return (0,) * parameter.dim()
+    _, found = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(found)
 
 
 def _stored(shape: tuple[int, ...]) -> tuple[int, ...]:

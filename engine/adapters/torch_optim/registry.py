@@ -80,11 +80,11 @@ def register(kind: OptimizerClass, *, like: OptimizerClass | None = None, block:
         _in_blocks[kind] = block
 
 
-def settings_of(kind: OptimizerClass, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with the default implementation, in the terms of torch's class."""
+def defaults_of(kind: OptimizerClass, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that the class makes of these, with the default implementation in the terms of torch's class."""
     if kind in _ADAMS and not any(settings.get(name) is not None for name in ("fused", "foreach", "differentiable")):
-        return {**settings, "fused": True}
-    return dict(settings)
+        settings = {**settings, "fused": True}
+    return kind([torch.nn.Parameter(torch.zeros(1, 1))], **settings).defaults
 
 
 def require_known(kind: OptimizerClass) -> None:
