@@ -337,10 +337,9 @@ class EngineStrategy:
             state = {STATE: content.encode(kept)} if self.is_global_zero else {}
             if self.is_global_zero:
                 place.unlink()
-        with _between_steps(engine), journal_taken_along(engine, place.stored):
-            engine.save_checkpoint(
-                place.folder, place.name, state, metrics=_numbers(self.lightning_module.trainer), overwrite=True
-            )
+        numbers = _numbers(self.lightning_module.trainer)
+        with journal_taken_along(engine, place.stored):  # without gradients: see [Note: between steps]
+            engine.save_checkpoint(place.folder, place.name, state, metrics=numbers, overwrite=True, gradients=False)
         with engine.world.agreeing():
             if self.is_global_zero:
                 place.finish()
@@ -418,15 +417,3 @@ def _numbers(trainer: Any) -> dict[str, float]:
         for name, value in trainer.callback_metrics.items()
         if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
     }
-
-
-@contextmanager
-def _between_steps(engine: Engine) -> Iterator[None]:
-    """Let the engine save in the middle of an accumulation. See [Note: between steps]."""
-    accumulation = engine.training_state.accumulation
-    under_way = accumulation.stepped, accumulation.backwards
-    accumulation.restart()
-    try:
-        yield
-    finally:
-        accumulation.stepped, accumulation.backwards = under_way
