@@ -34,7 +34,7 @@ from transformers.utils import logging as transformers_logging
 
 from zstore.engine import gather
 from zstore.engine.adapters.accelerate.accelerator import Accelerator
-from zstore.engine.adapters.accelerate.config import read_source
+from zstore.engine.adapters.accelerate.arguments import read_source
 from zstore.engine.adapters.accelerate.optimizer import EngineOptimizer, EngineScheduler
 from zstore.engine.adapters.accelerate.weights import adapter_names, adapter_state, replace_weights
 from zstore.engine.checkpoint.record import plain, restored
