@@ -48,9 +48,9 @@ from .data.loader import PostProcess, TrainingLoader
 from .report.journal import RunJournal
 from .report.monitors import Monitors
 from .report.progress import RunReport
+from .report.records import PhaseTimes
 from .report.requests import Requests
 from .report.statistics import EngineStatistics, engine_statistics
-from .report.step import PhaseTimes
 from .runtime.garbage import CollectorPause, FrozenObjects
 from .runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 from .training import Training
@@ -512,6 +512,7 @@ class Engine(nn.Module):
         filename: str | None = None,
         dtype: str | None = None,
         max_file_bytes: int = MAX_FILE_BYTES,
+        overwrite: bool = False,
     ) -> list[Path]:
         """Write parameters and buffers as safetensors into `save_dir`, and return the files (all ranks; rank 0 writes).
 
@@ -522,14 +523,15 @@ class Engine(nn.Module):
         ("bf16", "fp16", "fp32"; by default the type that the model computes in). Tied weights are written once.
         `exclude_frozen_parameters` leaves those out. Memory: a few tens of MiB on every rank, whatever the model's size.
 
-        The files get their names when they are whole and durable. Raises CheckpointExistsError if `save_dir` has
-        weights of that name, CheckpointError for values that fp16 cannot hold, DiskFullError.
+        The files get their names when they are whole and durable; with `overwrite` they replace weights of that name. Raises
+        CheckpointExistsError without it if `save_dir` has any, CheckpointError for values that fp16 cannot hold, DiskFullError.
         """
         options = ExportOptions(
             filename=filename if save_filename is None else save_filename,
             dtype=dtype or self.training_state.config.precision,
             max_file_bytes=max_file_bytes,
             without_frozen=exclude_frozen_parameters,
+            overwrite=overwrite,
         )
         return save_weights(self.access, Path(save_dir), options)
 

@@ -17,7 +17,7 @@ import pytest
 from .layout import Layout, circles, floors, inside, per_ten_thousand_words
 
 # Files that a run in the default config passes through (journeys.py).
-JOURNEYS = {"step": 34, "iteration": 41, "save": 58, "load": 68, "reshard": 44, "consolidate": 45, "initialize": 112}
+JOURNEYS = {"step": 34, "iteration": 41, "save": 58, "load": 68, "reshard": 44, "consolidate": 45, "initialize": 111}
 
 
 @cache
@@ -44,14 +44,14 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        99_240,
+        98_861,
     ),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        27_265,
+        27_253,
     ),
     "files of the core": (lambda: len(_layout().core), 35),
-    "lines of the core": (lambda: _layout().lines(*_layout().core), 8224),
+    "lines of the core": (lambda: _layout().lines(*_layout().core), 8217),
     "imports of engine and tools from zstore": (lambda: len(_layout().upward()), 0),
     "widest hub": (lambda: max(map(len, _layout().imports.values())), 38),
     "rooms inside engine": (lambda: _rooms("engine")[0], 21),
@@ -62,7 +62,7 @@ LIMITS = {
     "floors inside zstore": (lambda: _rooms("zstore")[2], 9),
     "circles of files": (lambda: len(circles(_layout().graph(lambda name: name))), 0),
     "class names with several meanings": (_classes_with_several_meanings, 8),
-    "classes over 300 lines": (lambda: sum(lines > 300 for _, lines in _layout().classes), 18),
+    "classes over 300 lines": (lambda: sum(lines > 300 for _, lines in _layout().classes), 17),
     "files over 500 lines": (lambda: sum(text.count("\n") > 500 for text in _layout().source.values()), 3),
     '"where" in 10,000 words of prose': (lambda: per_ten_thousand_words(_layout().prose, r"\bwhere\b"), 6),
     '"what is" in 10,000 words of prose': (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 from collections import deque
@@ -48,6 +49,8 @@ class ExportOptions:
     """One of `DTYPES`."""
     max_file_bytes: int = MAX_FILE_BYTES
     without_frozen: bool = False
+    overwrite: bool = False
+    """Whether weights of that name are replaced."""
 
     @property
     def written_name(self) -> str | None:
@@ -73,7 +76,7 @@ def save_weights(access: Access, folder: Path, options: ExportOptions) -> list[P
                 "written"
             )
         if access.world.rank == 0:
-            _check_free(folder, stem)
+            _check_free(folder, stem, overwrite=options.overwrite)
 
     which = "without frozen parameters" if options.without_frozen else "all parameters"
     access.finished(f"save_16bit_model({str(folder)!r}, {filename!r}, {precision}, {which})", check)
@@ -85,17 +88,31 @@ def save_weights(access: Access, folder: Path, options: ExportOptions) -> list[P
     layouts = plan_files(_weights(access.model, records, DTYPES[precision]), options.max_file_bytes, stem)
     sources = {model_array(record.name): access.master(record) for record in records}
     ordered = [sources[w.array] for layout in layouts for w in layout.weights if w.array in sources]
+    names = [layout.name for layout in layouts]
+    files = [folder / name for name in (names if len(names) == 1 else [*names, index_file(layouts)])]
     with access.world.agreeing(), ExitStack() as opened:
         export = _Export(access.model, folder, layouts, opened)
         access.each(ordered, export.put, rank0_only=True)
         if access.world.rank == 0:
             export.finish(precision)
-    names = [layout.name for layout in layouts]
-    return [folder / name for name in (names if len(names) == 1 else [*names, index_file(layouts)])]
+            kept = {file.name for file in files}
+            for former in [path for path in weight_files(folder, stem) if path.name not in kept]:
+                former.unlink()
+    return files
 
 
-def _check_free(folder: Path, stem: str) -> None:
-    """Raise CheckpointExistsError if the folder has weights of that name already."""
+def weight_files(folder: Path, stem: str = STEM) -> list[Path]:
+    """Return the files of weights of that name in a folder, the index last."""
+    name = glob.escape(stem)
+    patterns = (f"{name}{SUFFIX}", f"{name}{SUFFIX}.index.json", f"{name}-*-of-*{SUFFIX}")
+    found = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(found, key=lambda path: (path.suffix == ".json", path.name))
+
+
+def _check_free(folder: Path, stem: str, *, overwrite: bool) -> None:
+    """Raise CheckpointExistsError if the folder has weights of that name already that may not be replaced."""
+    if overwrite and folder.is_dir():
+        return
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise CheckpointExistsError(f"{folder} exists and is not a folder: choose another path")
     if not folder.exists():

@@ -340,7 +340,7 @@ class AccumulationByBlock:
                     else:
                         came.append(self._records[parameter])
                 self._gradients.send(self._agreed(number, came))
-        self._gradients.settle()
+        self._gradients.drain()
         self._gradients.arrivals.end_parts(len(batches))
 
     def _agreed(self, number: int, came: list[ParameterRecord]) -> list[ParameterRecord]:

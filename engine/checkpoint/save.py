@@ -42,7 +42,7 @@ from ..build.model import has_config, save_companions, stored_whole
 from ..optim.stepper import STATE_KEY
 from ..params.record import ParameterRecord
 from ..report.journal import RunJournal
-from ..report.save_notes import SaveNotes
+from ..report.records import SaveNotes
 from . import client_state as client
 from .accumulation import enter_gradients, leave_gradients, require_between_micro_batches, require_last_step
 from .base import BaseWeights

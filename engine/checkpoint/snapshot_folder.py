@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +51,15 @@ def place_of(folder: str) -> str:
 
 def snapshots(folder: Path) -> list[TagInfo]:
     """Return the step snapshots of all runs in `folder`, the oldest first."""
+    return [info for info in tags_of(folder) if KEY in info.record.state]
+
+
+def tags_of(folder: Path) -> list[TagInfo]:
+    """Return the checkpoints in `folder`, the oldest first; none if there are none."""
     try:
-        found = tags(folder)
+        return tags(folder)
     except CheckpointNotFoundError:
         return []
-    return [info for info in found if KEY in info.record.state]
 
 
 def choose_snapshot(
@@ -82,7 +86,7 @@ def choose_snapshot(
             continue
         if saved is not None and not _is_newer(info.record, saved):
             return None
-        if _is_whole(info, boots):
+        if is_whole(info, boots):
             return info
     return None
 
@@ -120,22 +124,20 @@ def _taken_ns(record: Record) -> int:
     return taken_ns if type(taken_ns) is int else record.committed_ns
 
 
-def _is_whole(info: TagInfo, boots: Collection[str]) -> bool:
-    """Return whether a snapshot is of one of these boots, or complete."""
+def _made_in(reader: CheckpointReader) -> set[Any]:
+    return {reader.rank_state(rank).get(BOOT) for rank in range(reader.record.world_size)}
+
+
+def is_whole(info: TagInfo, boots: Collection[str], made_in: Callable[[CheckpointReader], set[Any]] = _made_in) -> bool:
+    """Return whether a snapshot, which the boots of `made_in` wrote, is of these boots alone, or complete."""
     try:
         with CheckpointReader(info) as reader:
-            made_in = {reader.rank_state(rank).get(BOOT) for rank in range(info.record.world_size)}
-            if made_in <= set(boots) or not (faults := verify_checkpoint(reader)):
+            if made_in(reader) <= set(boots) or not (faults := verify_checkpoint(reader)):
                 return True
             why = str(faults[0])
     except (ZstoreError, OSError) as error:
         why = str(error)
-    _log.warning(
-        "the snapshot of step %d in %s is incomplete, as after a power cut (%s): resuming from the last checkpoint",
-        info.record.step,
-        info.path,
-        why,
-    )
+    _log.warning("the snapshot %s is incomplete, as after a power cut, and is left out: %s", info.path, why)
     return False
 
 

@@ -21,12 +21,13 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zstore.checkpoint import Keep, KnownFile, SaveHandle, SaveRequest, Spare, save_checkpoint, step_tag
+from zstore.checkpoint import Keep, KnownFile, SaveHandle, SaveRequest, Spare, TagInfo, save_checkpoint, step_tag
 from zstore.errors import ConfigError, StorageError
 from zstore.io import UnsyncedFiles
 
@@ -91,6 +92,15 @@ def make_shared_folder(folder: Path, world: World, setting: str) -> None:
     finally:
         if world.rank == 0:
             (folder / mark).unlink(missing_ok=True)
+
+
+def choose_together(world: World, choose: Callable[[Collection[str]], TagInfo | None]) -> Path | None:
+    """Return the folder of the snapshot that rank 0 chooses, given the boots of all machines (all ranks)."""
+    boots = set(world.all_gather_object(boot_id()))
+    with world.agreeing():
+        found = choose(boots) if world.rank == 0 else None
+    chosen: str | None = world.broadcast_object(None if found is None else str(found.path))
+    return None if chosen is None else Path(chosen)
 
 
 class StepSnapshots:
@@ -234,22 +244,17 @@ class StepSnapshots:
         if mine is None or tag is not None or not options.everything:
             return folder, tag
         self.settle()
-        world = self._training.world
-        chosen: list[str] | None = None
-        boots = set(world.all_gather_object(boot_id()))
-        with world.agreeing():
-            if world.rank == 0:
-                found = choose_snapshot(mine, folder, boots, storage_options=self._training.config.storage_options)
-                chosen = None if found is None else [str(found.path.parent), found.tag]
-        chosen = world.broadcast_object(chosen)
+        training = self._training
+        choose = partial(choose_snapshot, mine, folder, storage_options=training.config.storage_options)
+        chosen = choose_together(training.world, choose)
         self.note_folder(folder)
         if chosen is None:
             return folder, tag
-        if world.rank == 0:
+        if training.world.rank == 0:
             _log.info(
-                "resuming from the step snapshot %s, which is newer than the checkpoints in %s", chosen[1], folder
+                "resuming from the step snapshot %s, which is newer than the checkpoints in %s", chosen.name, folder
             )
-        return chosen[0], chosen[1]
+        return str(chosen.parent), chosen.name
 
     def settle(self) -> None:
         """Complete the snapshot under way; one that failed is a warning."""

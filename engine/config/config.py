@@ -441,15 +441,20 @@ CONFIG_VARIABLE = "ZSTORE_CONFIG"
 
 
 def read_given(given: Any, name: str) -> tuple[dict[str, Any], str] | None:
-    """Return a config that is a dict, a path or JSON text, as a dict whose sections may be changed, and its source: `name`,
-    or its file. None for anything else. Raises ConfigError for a file or text that cannot be read."""
+    """Return a config, a dict, a path or JSON text, as a dict whose sections may be changed, and its source: `name`, or its
+    file. If none is given it is the variable's; None if there is none either. Raises ConfigError for anything else, and for a
+    file or text that cannot be read."""
+    if given is None or given == "":
+        given, name = os.environ.get(CONFIG_VARIABLE) or None, f"the variable {CONFIG_VARIABLE}"
+    if given is None:
+        return None
     if isinstance(given, Mapping):
         return _copied(given), name
     if isinstance(given, str) and given.lstrip().startswith("{"):
         return load_jsonc(given, name), name
     if isinstance(given, str | os.PathLike):
         return read_config(given), os.fspath(given)
-    return None
+    raise ConfigError(f"{name}: expected a config as a dict, a path or JSON text, got {type(given).__name__}")
 
 
 def _copied(value: Any) -> Any:

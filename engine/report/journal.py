@@ -25,28 +25,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zstore.io import LinkStatistics, count_memory_kills
+from zstore.io import count_memory_kills
 from zstore.journal.names import CHECKPOINT_FOLDER, journal_file
 from zstore.journal.reader import journal_of, read_from
 from zstore.journal.requests import request
-from zstore.journal.writer import FileSink, JournalWriter
+from zstore.journal.writer import FileSink
 from zstore.remote.journal_tail import JournalTail
 from zstore.remote.service_upload import ServicePlace
 
 from ..config.keys import acting
 from ..plan.rungs import advice
 from .placement import plan_record
-from .records import JournalFailure, Samples, Warnings, error_text, start_record, uncaught_error
-from .save_notes import SaveNotes
+from .records import Loss, PhaseTimes, SaveNotes, StepJournal, error_text, number_of
 from .statistics import link_statistics
-from .step import PhaseTimes, number_of
 
 if TYPE_CHECKING:
     from zstore.remote.upload import UploadPlace
-    from zstore.store import StoreStatistics
 
     from ..training import Training
-    from .step import Loss
     from .utilisation import StepUtilisation
 
 _log = logging.getLogger("zstore")
@@ -67,11 +63,8 @@ def _run_folder(folder: Path) -> Path:
     return folder.parent if CHECKPOINT_FOLDER.fullmatch(folder.name) else folder
 
 
-class RunJournal:
-    """Writes an engine's journal, on rank 0; on others, and if the config wants none, every call does nothing.
-
-    It fails as monitors do: the first failure is a warning, and training goes on.
-    """
+class RunJournal(StepJournal):
+    """Writes an engine's journal, on rank 0; on others, and if the config wants none, every call does nothing."""
 
     def __init__(self, training: Training, times: PhaseTimes, utilisation: StepUtilisation) -> None:
         self._training = training
@@ -79,35 +72,24 @@ class RunJournal:
         self._utilisation = utilisation
         self._said_flops: tuple[Any, ...] = ()
         chosen = training.config.own.journal
-        self.enabled = training.world.rank == 0 and not training.config.frozen and chosen is not False
-        """Whether anything is written."""
-        # Not a method: the writer's thread has it, and must not hold the model.
-        self._say_failure = JournalFailure()
-        self.writer = JournalWriter(self._say_failure)
-        """Writes its lines."""
+        self._first_step = training.counters.global_steps
+        wanted = not training.config.frozen and chosen is not False
+        super().__init__(training.world, training.state, link_statistics, enabled=wanted, step=self._first_step)
         self._place: JournalPlace | None = JournalPlace(chosen) if isinstance(chosen, Path) else None
         self._is_certain = self._place is not None
         self._sink: FileSink | None = None
         self._tail: JournalTail | None = None
         """Sends the file to a service, if the run saves to one."""
         self._run_id = training.run_id
-        self.started_at = time.time()
-        self._first_step = training.counters.global_steps
         self._last_times = PhaseTimes()
-        self._samples = Samples(training.state.store, training.world.device, self._links, self._first_step)
-        self._step_ended_s: float | None = None
         self._loop = "engine"
-        self._tokens: int | None = None
-        self._total_steps: int | None = None
-        self._reason = "done"
-        self._error: str | None = None
-        self.saves_s: Callable[[], Mapping[str, float]] = dict
-        """Returns the seconds for which saves delayed training, by their kind."""
-        self._warnings = Warnings(self.writer)
         if self.enabled:
-            _log.addFilter(self._warnings)
             for line in training.config.report():  # they were logged before there was a journal
                 self._warnings.note(f"{training.config.source}: {line}", self.started_at)
+
+    @property
+    def _step(self) -> int:
+        return self._training.counters.global_steps
 
     # -- from training loops ----------------------------------------------------------------------------------------
 
@@ -168,29 +150,20 @@ class RunJournal:
         now_s = time.perf_counter()
         times = replace(self._times)
         spent, self._last_times = times - self._last_times, times
-        phases_s = spent.forward_s + spent.backward_s + spent.optimizer_s
-        step = training.counters.global_steps
-        record: dict[str, Any] = {
-            "kind": "step",
-            "at": time.time(),
-            "step": step,
-            "loss": loss,
-            "lr": float(training.optimizer.param_groups[0]["lr"]),
-            "grad_norm": training.norm,
-            "samples": training.accumulation.batch.train_batch_size,
-            "tokens": self._tokens,
-            "skipped": not training.was_applied,
-            "step_s": phases_s if self._step_ended_s is None else now_s - self._step_ended_s,
-            "forward_s": spent.forward_s,
-            "backward_s": spent.backward_s,
-            "optimizer_s": spent.optimizer_s,
-            "mfu": self._utilisation.last,
+        self._add_step(
+            now_s,
+            first_s=spent.forward_s + spent.backward_s + spent.optimizer_s,
+            loss=loss,
+            lr=float(training.optimizer.param_groups[0]["lr"]),
+            grad_norm=training.norm,
+            samples=training.accumulation.batch.train_batch_size,
+            skipped=not training.was_applied,
+            forward_s=spent.forward_s,
+            backward_s=spent.backward_s,
+            optimizer_s=spent.optimizer_s,
+            mfu=self._utilisation.last,
             **self._new_flops(),
-        }
-        if now_s >= self._samples.next_s:
-            record |= self._samples.take(now_s, step)
-        self._step_ended_s = now_s
-        self.writer.append(record)
+        )
         if self._sink is None or self._run_id != training.run_id:
             self._open()
 
@@ -204,15 +177,12 @@ class RunJournal:
         peak = {"peak_flops": known.peak_flops, "peak_source": known.peak_source}
         return {"flops": {"step_flops": flops, "source": known.source} | peak}
 
-    def _links(self, store: StoreStatistics) -> Mapping[str, LinkStatistics]:
-        return link_statistics(self._training.world, self._training.state.store, store, self.saves_s())
-
     def save_begins(self, tag: str, location: str) -> SaveNotes | None:
         """Record the start of a save; return the notes to which its progress is told; None if nothing is written."""
         if not self.enabled:
             return None
-        step = self._training.counters.global_steps
-        notes = SaveNotes(self.writer, {"kind": "save", "step": step, "tag": tag, "location": location}, self._send)
+        base = {"kind": "save", "step": self._step, "tag": tag, "location": location}
+        notes = SaveNotes(self.writer, base, self._send)
         notes.add(state="begun")
         return notes
 
@@ -225,15 +195,12 @@ class RunJournal:
         """Record a load."""
         if not self.enabled:
             return
-        step = self._training.counters.global_steps
         if self._sink is None and self._step_ended_s is None:
-            self._first_step = step
-        self._step_ended_s = None
+            self._first_step = self._step
         self._utilisation.begin_anew()
         self._last_times = replace(self._times)
-        self._samples.begin_anew(step)  # the bytes of the load belong to no step
-        record = {"kind": "load", "at": time.time(), "step": step, "tag": tag, "location": location}
-        self.writer.append(record | {"elapsed_s": elapsed_s, "read_bytes": read_bytes})
+        self._begin_anew()  # the bytes of the load belong to no step
+        self._add("load", tag=tag, location=location, elapsed_s=elapsed_s, read_bytes=read_bytes)
 
     def resumed(self, folder: Path) -> None:
         """Take the run's journal to be in `folder`, if it goes on from a checkpoint; report if the process before was
@@ -279,9 +246,6 @@ class RunJournal:
         if self._step_ended_s is not None:
             self._step_ended_s += seconds
 
-    def _add(self, kind: str, **values: Any) -> None:
-        self.writer.append({"kind": kind, "at": time.time(), "step": self._training.counters.global_steps, **values})
-
     def acted(self, action: str, request_id: str, problem: str | None = None) -> None:
         """Record that a request was carried out, or why it was not."""
         if self.enabled:
@@ -305,14 +269,17 @@ class RunJournal:
         if self._place is None:
             return
         if self._sink is not None:  # another run's checkpoint was loaded
-            self.writer.append(self._end_record("stopped"))
+            self._add("end", reason="stopped")
             self._close_file()
-            self._first_step = self._training.counters.global_steps
+            self._first_step = self._step
         self._run_id = run_id
         sink = self._opened(self._place)
         if sink is not None:
             self._sink = sink
-            self.writer.open(sink, [self._start_record(), plan_record(self._training)])
+            training = self._training
+            config = acting(training.config.settings)
+            start = self._start_record(run_id, step=self._first_step, loop=self._loop, config=config)
+            self.writer.open(sink, [start, plan_record(training.state, training.plan, training.world.device)])
 
     def _opened(self, place: JournalPlace) -> FileSink | None:
         try:
@@ -344,7 +311,7 @@ class RunJournal:
                 lines = file.read()
         except OSError:
             lines = b""
-        self.writer.append(self._end_record("done"))
+        self._add("end", reason="done")
         self._close_file()
         self._sink = None if self._place is None else self._opened(self._place)
         if self._sink is None:
@@ -376,33 +343,11 @@ class RunJournal:
         except Exception as error:
             self._say_failure(f"it was not sent to {place.remote}: {type(error).__name__}: {error}")
 
-    def _start_record(self) -> dict[str, Any]:
-        training = self._training
-        return start_record(
-            training.world,
-            at=self.started_at,
-            run=self._run_id,
-            step=self._first_step,
-            total_steps=self._total_steps,
-            loop=self._loop,
-            parameters=sum(record.numel for record in training.state.records),
-            config=acting(training.config.settings),
-        )
-
-    def _end_record(self, reason: str) -> dict[str, Any]:
-        return {"kind": "end", "at": time.time(), "step": self._training.counters.global_steps, "reason": reason}
-
     def close(self) -> None:
         """Write the end; a second call does nothing."""
         if not self.enabled:
             return
-        self.enabled = False
-        _log.removeFilter(self._warnings)
-        if self._sink is not None:
-            uncaught = uncaught_error() if self._reason == "done" else None
-            record = self._end_record("failed" if uncaught else self._reason)
-            self.writer.append(record | {"problem": error_text(uncaught) or self._error})
-            self._send()
-        self.writer.close()
+        super().close()
+        self._send()
         self._sink = None
         self._close_tail()

@@ -13,7 +13,7 @@ from ..params.record import Residency
 
 if TYPE_CHECKING:
     from ..optim.state import OptimizerState
-    from ..training import Training
+    from ..plan.plan import Plan
 
 _STATE, _MASTERS = "optimizer state", "master weights"
 _KINDS = {"parameters": "parameters", "gradients": "gradients", "master": _MASTERS, "buffers": "buffers"}
@@ -23,29 +23,27 @@ Placed = tuple[str, str, str, int]
 """Name, tier, kind, bytes."""
 
 
-def plan_record(training: Training) -> dict[str, Any]:
-    """Return the journal's record of the plan beside the bytes that rank 0 holds."""
-    arrays = list(placed_arrays(training.state))
-    device = training.world.device
+def plan_record(state: OptimizerState, plan: Plan | None, device: torch.device) -> dict[str, Any]:
+    """Return the journal's record of the plan, if there was one, beside the bytes that this rank holds."""
+    arrays, budget_bytes, device_bytes = list(placed_arrays(state)), state.store.options.host_budget_bytes, None
+    planned: Counter[tuple[str, str]] | None = None
+    if plan is not None:
+        budget_bytes, planned = plan.settings.budget_bytes, Counter()
+        device_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        for kind, held in plan.held.items():
+            for tier, nbytes in (("device", held.device), ("host", held.host + held.pinned), ("disk", held.disk)):
+                planned[tier, _KINDS.get(kind, _STATE)] += nbytes
     return {
         "kind": "plan",
         "at": time.time(),
-        "host_budget_bytes": training.plan.settings.budget_bytes,
-        "device_bytes": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
-        "parts": _parts(training, arrays),
+        "host_budget_bytes": budget_bytes,
+        "device_bytes": device_bytes,
+        "parts": _parts_of(arrays, state, planned),
         "arrays": arrays,
     }
 
 
-def _parts(training: Training, arrays: list[Placed]) -> list[dict[str, Any]]:
-    planned: Counter[tuple[str, str]] = Counter()
-    for kind, held in training.plan.held.items():
-        for tier, nbytes in (("device", held.device), ("host", held.host + held.pinned), ("disk", held.disk)):
-            planned[tier, _KINDS.get(kind, _STATE)] += nbytes
-    return parts_of(arrays, training.state, planned)
-
-
-def parts_of(
+def _parts_of(
     arrays: Iterable[Placed], state: OptimizerState, planned: Mapping[tuple[str, str], int] | None
 ) -> list[dict[str, Any]]:
     """Return bytes by tier and kind: those of `arrays` and of buffers, beside the `planned` ones, None: there was no plan."""

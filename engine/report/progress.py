@@ -17,9 +17,8 @@ from .comms import log_comms_summary
 from .journal import RunJournal
 from .memory import lack_of_memory, memory_statistics
 from .monitors import Monitors
-from .step import PhaseTimes, StepLosses, value_of
-from .utilisation import StepUtilisation
-from .watch import ComputationWatch
+from .records import PhaseTimes, StepLosses, value_of
+from .utilisation import ComputationWatch, StepUtilisation
 
 if TYPE_CHECKING:
     from zstore.ranks.world import World

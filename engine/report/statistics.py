@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ..optim.state import OptimizerState
     from ..zero.gradients import Gradients
     from ..zero.unshard import ShardedUnits
-    from .step import PhaseTimes
+    from .records import PhaseTimes
     from .utilisation import Utilisation
 
 _OPTIMIZER = ("model", "optimizer")

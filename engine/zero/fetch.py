@@ -356,7 +356,7 @@ class Fetcher:
         fetch.others.clear()
         return True
 
-    def settle(self) -> None:
+    def wait_for_reads(self) -> None:
         """Return when memory of the store may be written: no fetch reads it any more. Every fetch was finished or dropped."""
         last, self._last = self._last, None
         if last is not None:

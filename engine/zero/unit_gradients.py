@@ -198,7 +198,7 @@ class UnitGradients(Gradients):
         left = [record.parameter.grad is not None for record in self._records]
         came = agree_any(self._world, [self.arrivals.counts[record] > 0 for record in self._records] + left)
         self.send([record for record, late in zip(self._records, came[len(left) :], strict=True) if late])
-        self.settle()
+        self.drain()
         fired = [record for record, any_ in zip(self._records, came[: len(left)], strict=True) if any_]
         self.arrivals.expect(fired)
         self._agreed.update(fired)
@@ -221,10 +221,10 @@ class UnitGradients(Gradients):
     def begin_part(self, number: int, *, last: bool) -> None:
         """Take what is sent from here on as gradients of micro-batch `number` of this step, maybe its `last`."""
         if last or number == 0 or self._spill is not None:
-            self.settle()
+            self.drain()
         self._backwards, self._last, self._several = number + 1, last, True
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until the rows have all that was sent."""
         while self._under_way:
             self._add_up()

@@ -144,7 +144,7 @@ class ShardedUnits:
         self._kind: str | None = None
         self._live_numel = 0
         self._fetched = False
-        """Whether rows were fetched since the last `_settle`."""
+        """Whether rows were fetched since the last `_wait_for_reads`."""
         self._statistics = UnitStatistics()
 
     # -- iterations -------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class ShardedUnits:
         kind, self._kind = self._kind, None
         uses = self._recorder.end()
         self.forget()
-        self._settle()
+        self._wait_for_reads()
         self.fetcher.check_arrived()
         if kind is not None and uses:
             self._schedules[kind] = make_schedule(self._agreed(uses), [unit.numel for unit in self.all], self._limits)
@@ -176,13 +176,13 @@ class ShardedUnits:
         self._kind = None
         self._recorder.end()
         self.forget()
-        self._settle()
+        self._wait_for_reads()
 
-    def _settle(self) -> None:
+    def _wait_for_reads(self) -> None:
         """Return when memory of the store may be written: nothing reads it any more."""
         if self._fetched:
             self._fetched = False
-            self.fetcher.settle()
+            self.fetcher.wait_for_reads()
 
     def _agreed(self, uses: Sequence[Use]) -> list[Use]:
         """Return rank 0's uses: when they ended may differ. Raises UsageError if the order differs."""
@@ -199,7 +199,7 @@ class ShardedUnits:
     def values_change(self, *, by_step: bool = False) -> None:
         """Release the values that are about to change: by a step those of trained parameters, else all (all ranks)."""
         self.forget()
-        self._settle()
+        self._wait_for_reads()
         second = self.fetcher.second_copy
         if second is not None and by_step:
             second.expire()

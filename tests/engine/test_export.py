@@ -146,6 +146,18 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("*tmp-*"))
 
 
+def test_weights_are_replaced_on_request_and_former_files_go(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to("real")  # as people link folders to a larger drive
+    with start() as engine:
+        assert len(engine.save_16bit_model(tmp_path / "out", max_file_bytes=4096, overwrite=True)) > 2
+        (tmp_path / "out/mine.safetensors").write_text("mine")
+        engine.set_full_parameter("mix", torch.full((2, 3, 56), 3.0))
+        files = engine.save_16bit_model(tmp_path / "out", overwrite=True)
+    assert torch.equal(load_file(files[0])["mix"], torch.full((2, 3, 56), 3.0, dtype=torch.bfloat16))
+    assert sorted(path.name for path in (tmp_path / "real").iterdir()) == ["mine.safetensors", "model.safetensors"]
+
+
 def _full_disk(rank: int, folder: str) -> None:
     target = Path(folder) / "out"
     for kind, new in itertools.product(("allocate", "write", "rename"), (True, False)):

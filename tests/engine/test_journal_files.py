@@ -14,7 +14,7 @@ import pytest
 
 from tests.waiting import until
 from zstore.checkpoint.request import SaveSummary
-from zstore.engine.report.save_notes import SaveNotes
+from zstore.engine.report.records import SaveNotes
 from zstore.errors import CorruptionError, StorageError, UsageError
 from zstore.journal import journals, read, read_file, read_from, steps
 from zstore.journal.columns import last_steps

@@ -12,7 +12,7 @@ from bench import lightning
 from tests import warm
 from tests.integrations.lightning_runs import quiet
 from zstore.checkpoint.reader import tags
-from zstore.engine.adapters.lightning.register import NAMES
+from zstore.engine.adapters.lightning.strategy import NAMES
 from zstore.testing.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]

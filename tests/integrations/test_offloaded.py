@@ -553,8 +553,8 @@ def test_a_step_that_failed_before_the_end_of_the_backward_is_told_until_a_state
     ours, theirs = make_model(), make_model()
     with Offloaded(Failing, ours.parameters(), path=tmp_path, overlap="backward") as optimizer:
         saved = copy.deepcopy([ours.state_dict(), optimizer.state_dict()])
-        updates: Any = optimizer._parts.in_backward
-        last = ours[0].weight.register_hook(lambda _: until(updates._running.done))
+        updater = optimizer._stepping._updater
+        last = ours[0].weight.register_hook(lambda _: until(lambda: updater.error is not None))
         Failing.left = 1
         with pytest.raises(OSError, match="the drive is gone"):
             backward(ours, 0)

@@ -18,7 +18,6 @@ from zstore.weights.layout import MAX_FILE_BYTES
 
 from .optimizer import EngineScheduler
 from .preparing import PreparingAccelerator
-from .weights import replace_weights
 
 _OPTIMIZER_FILE = f"{accelerate.utils.OPTIMIZER_NAME}.bin"
 """File of accelerate's own `save_state` that this one does not write."""
@@ -135,7 +134,7 @@ class Accelerator(PreparingAccelerator):
         if not safe_serialization:
             raise UsageError("save_model(safe_serialization=False): weights are written as safetensors alone")
         with engine.world.calling("save", meeting="accelerator.save_model()"):
-            replace_weights(engine, Path(save_directory), _bytes(max_shard_size))
+            engine.save_16bit_model(Path(save_directory), max_file_bytes=_bytes(max_shard_size), overwrite=True)
 
     # -- saving and loading -----------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
-"""The arguments of an Accelerator: those that zstore does not serve, and those that belong together."""
+"""The config and the arguments of a loop: those that zstore does not serve, and those that belong together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, TorchDynamoPlugin
@@ -10,7 +11,8 @@ from accelerate.utils.deepspeed import DummyOptim
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from zstore.errors import UsageError
+from zstore.engine.config.config import CONFIG_VARIABLE, read_given
+from zstore.errors import ConfigError, UsageError
 
 _REFUSED = {
     "deepspeed_plugin": "pass the DeepSpeed JSON as zstore_config",
@@ -23,6 +25,66 @@ _REFUSED = {
 """Arguments of accelerate's Accelerator, and why each is refused."""
 _DEFAULTS = (None, False, "default")
 """Arguments of torch.compile."""
+_LAUNCHERS = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
+}
+"""Variables that `accelerate launch` sets, and the request of each."""
+
+
+def read_source(given: Any, argument: str, *, default: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], str]:
+    """Return the config as a dict of its own, and its source, for messages.
+
+    `given` is a dict, a path or JSON text; None: the variable ZSTORE_CONFIG, and without it the `default`. Raises ConfigError
+    if there is none.
+    """
+    found = read_given(given, argument)
+    if found is None and default is None:
+        raise ConfigError(
+            f"there is no config: pass {argument}=dict or path of a DeepSpeed JSON, or set {CONFIG_VARIABLE}"
+        )
+    return found or (dict(default or {}), "the default config")
+
+
+def written(raw: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path of a config as it was read; None if there is none."""
+    value: Any = raw
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return None
+        value = value[name]
+    return value
+
+
+def section(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a section of a config as it was read, made if there is none; a dict of no config if the section is not a
+    dict, which the config's own check reports."""
+    found = raw.setdefault(name, {})
+    return found if isinstance(found, dict) else {}
+
+
+def ask_for_precision(raw: dict[str, Any]) -> None:
+    """Leave the precision to the loop if the config names none."""
+    if not {"fp16", "bf16", "bfloat16"} & raw.keys():
+        raw["bf16"], raw["fp16"] = {"enabled": "auto"}, {"enabled": "auto"}
+
+
+def refuse_launchers(source: str) -> None:
+    """Raise UsageError if `accelerate launch` was told to shard in another way."""
+    for variable, what in _LAUNCHERS.items():
+        if os.environ.get(variable, "false").lower() == "true":
+            raise UsageError(
+                f"{source}: accelerate was started for {what} ({variable}=true), and zstore shards the model itself: run "
+                "`accelerate config` anew without it, or start with torchrun"
+            )
+
+
+def mismatch_text(source: str, differing: Iterable[str]) -> str:
+    """Return the message about values of a config that contradict the loop's."""
+    lines = "".join(f"\n  - {line}" for line in differing)
+    return f'{source} contradicts the arguments; write "auto" into the config, or make both equal:{lines}'
 
 
 def refuse(named: Mapping[str, Any]) -> None:

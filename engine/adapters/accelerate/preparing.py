@@ -25,8 +25,20 @@ from zstore.engine.params.record import PRECISIONS
 from zstore.errors import ConfigError, UsageError
 from zstore.tensors import cast_floating
 
-from .arguments import batch_size, communication_type, compiling, is_schedule, owns, refuse, refuse_placed
-from .config import ask_for_precision, mismatch_text, read_source, refuse_launchers, written
+from .arguments import (
+    ask_for_precision,
+    batch_size,
+    communication_type,
+    compiling,
+    is_schedule,
+    mismatch_text,
+    owns,
+    read_source,
+    refuse,
+    refuse_launchers,
+    refuse_placed,
+    written,
+)
 from .optimizer import EngineOptimizer, EngineScheduler
 
 _log = logging.getLogger("zstore")

@@ -9,7 +9,7 @@ import torch
 
 from zstore.engine.optim.classes.lamb import Lamb
 from zstore.engine.optim.classes.lion import Lion
-from zstore.engine.optim.classes.muon import MuonWithAdam, muon_class
+from zstore.engine.optim.classes.muon import MuonWithAdam
 from zstore.errors import UsageError
 
 from .names import by_place
@@ -71,7 +71,7 @@ def _lamb(params: Any, *, amsgrad: bool = False, max_grad_norm: float = 0.0, **s
 
 
 def _muon(params: Any, **settings: Any) -> Optimizer:
-    made: Optimizer = muon_class()(params, **{"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95, **settings})
+    made: Optimizer = torch.optim.Muon(params, **{"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95, **settings})
     return made
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers.optimization import AdafactorSchedule
 from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
-from zstore.engine.adapters.accelerate.config import ask_for_precision, mismatch_text, section, written
+from zstore.engine.adapters.accelerate.arguments import ask_for_precision, mismatch_text, section, written
 from zstore.engine.config.config import CONFIG_VARIABLE, load_config
 from zstore.engine.engine import Engine
 from zstore.engine.runtime.messages import show_messages

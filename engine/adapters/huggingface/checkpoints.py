@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.trainer_utils import sort_checkpoints
 
 from zstore.checkpoint import TagInfo, list_tags, resolve
-from zstore.engine.adapters.accelerate.weights import move_weights, weight_files
+from zstore.engine.access.export import weight_files
 from zstore.engine.engine import Engine
 from zstore.errors import CheckpointError, CheckpointNotFoundError, CorruptionError
 from zstore.io import Ticket, run_in_thread
@@ -100,8 +100,18 @@ def _refusals(folder: str) -> str:
 def link_weights(folder: Path, tag: str) -> None:
     """Give `checkpoint-N` the weights of its checkpoint of zstore, as links (rank 0)."""
     files = weight_files(folder / tag)
-    if files:
-        move_weights(files, folder, link=True)
+    for path in files:
+        staged = folder / f".zstore-weights-{path.name}"
+        staged.unlink(missing_ok=True)
+        try:
+            os.link(path, staged)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(path, staged)
+        staged.replace(folder / path.name)
+    kept = {path.name for path in files}
+    for path in weight_files(folder) if files else ():
+        if path.name not in kept:
+            path.unlink()
 
 
 def begin_folder(engine: Engine, folder: Path) -> None:

@@ -34,9 +34,9 @@ from transformers.utils import logging as transformers_logging
 
 from zstore.engine import gather
 from zstore.engine.adapters.accelerate.accelerator import Accelerator
-from zstore.engine.adapters.accelerate.config import read_source
+from zstore.engine.adapters.accelerate.arguments import read_source
 from zstore.engine.adapters.accelerate.optimizer import EngineOptimizer, EngineScheduler
-from zstore.engine.adapters.accelerate.weights import adapter_names, adapter_state, replace_weights
+from zstore.engine.adapters.accelerate.weights import adapter_names, adapter_state
 from zstore.engine.checkpoint.record import plain, restored
 from zstore.engine.engine import Engine
 from zstore.errors import CheckpointNotFoundError, UsageError
@@ -335,7 +335,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
                 if self.args.should_save:
                     self._save_companions(folder)
             if not in_checkpoint:
-                replace_weights(engine, folder)
+                engine.save_16bit_model(folder, overwrite=True)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

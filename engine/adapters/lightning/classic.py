@@ -8,8 +8,7 @@ from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
 from .precision import EnginePrecision
-from .register import register
-from .strategy import EngineStrategy
+from .strategy import EngineStrategy, register
 
 
 class ZstorePrecision(EnginePrecision, Precision):  # type: ignore[misc]

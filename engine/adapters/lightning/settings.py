@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zstore.engine.config.config import CONFIG_VARIABLE, load_config, read_given
+from zstore.engine.config.config import load_config, read_given
 from zstore.engine.config.optimizers import AdamParams
 from zstore.engine.config.schema import ConfigSections
 from zstore.errors import ConfigError
@@ -47,21 +47,11 @@ def read_source(config: Mapping[str, Any] | str | os.PathLike[str] | None, stage
 
     Raises ConfigError that names every problem in it.
     """
-    name = "ZstoreStrategy(config)"
-    if config is None and stage is None and (config := os.environ.get(CONFIG_VARIABLE) or None) is not None:
-        name = f"the variable {CONFIG_VARIABLE}"
-    if config is None:
-        source = GivenConfig(
-            raw={"zero_optimization": {"stage": DEFAULT_STAGE if stage is None else stage}}, name="ZstoreStrategy"
-        )
-    elif stage is not None:
+    if config is not None and stage is not None:
         raise ConfigError(f"ZstoreStrategy got a config and stage={stage}: write the stage into the config")
-    elif (found := read_given(config, name)) is not None:
-        source = GivenConfig(raw=found[0], name=found[1])
-    else:
-        raise ConfigError(
-            f"ZstoreStrategy: expected a config as a dict, a path or JSON text, got {type(config).__name__}"
-        )
+    found = read_given(config, "ZstoreStrategy(config)") if stage is None else None
+    raw, name = found or ({"zero_optimization": {"stage": DEFAULT_STAGE if stage is None else stage}}, "ZstoreStrategy")
+    source = GivenConfig(raw=raw, name=name)
     own = source.settings.zstore
     if own.keep is not None:
         raise ConfigError(

@@ -32,7 +32,7 @@ from zstore.errors import CheckpointMismatchError, UsageError
 
 from . import content
 from .asking import begin_journal, journal_taken_along, keep_journal
-from .files import STATE, LightningCheckpoint, remove, whole_weights
+from .files import STATE, LightningCheckpoint, loader_of_folders, remove, whole_weights
 from .fitting import batch_size, configured, hand_on_settings, resumable, resume_data
 from .precision import EnginePrecision
 from .refusals import check_device, check_predict, check_trainer
@@ -45,6 +45,19 @@ _OPTIONS = (
     "start_method",
 )  # fmt: skip
 """Options of Lightning's DDPStrategy that have a meaning here."""
+_OFFLOADED = {
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+}
+NAMES: dict[str, dict[str, Any]] = {
+    "zstore": {},
+    "zstore_stage_1": {"stage": 1},
+    "zstore_stage_2": {"stage": 2},
+    "zstore_stage_3": {"stage": 3},
+    "zstore_stage_3_offload": {"config": _OFFLOADED},
+    "zstore_spawn": {"start_method": "spawn"},
+    "zstore_fork": {"start_method": "fork"},
+}
+"""Names under which `Trainer(strategy=...)` finds the strategy, and its arguments."""
 
 
 class EngineStrategy:
@@ -337,10 +350,9 @@ class EngineStrategy:
             state = {STATE: content.encode(kept)} if self.is_global_zero else {}
             if self.is_global_zero:
                 place.unlink()
-        with _between_steps(engine), journal_taken_along(engine, place.stored):
-            engine.save_checkpoint(
-                place.folder, place.name, state, metrics=_numbers(self.lightning_module.trainer), overwrite=True
-            )
+        numbers = _numbers(self.lightning_module.trainer)
+        with journal_taken_along(engine, place.stored):  # without gradients: see [Note: between steps]
+            engine.save_checkpoint(place.folder, place.name, state, metrics=numbers, overwrite=True, gradients=False)
         with engine.world.agreeing():
             if self.is_global_zero:
                 place.finish()
@@ -420,13 +432,10 @@ def _numbers(trainer: Any) -> dict[str, float]:
     }
 
 
-@contextmanager
-def _between_steps(engine: Engine) -> Iterator[None]:
-    """Let the engine save in the middle of an accumulation. See [Note: between steps]."""
-    accumulation = engine.training_state.accumulation
-    under_way = accumulation.stepped, accumulation.backwards
-    accumulation.restart()
-    try:
-        yield
-    finally:
-        accumulation.stepped, accumulation.backwards = under_way
+def register(registry: Any, strategy: Any) -> None:
+    """Enter the strategy into Lightning's registry, and let `MODULE.load_from_checkpoint` read the folders that it saves."""
+    saving: Any = import_module(f"{strategy.library}.core.saving")
+    saving.pl_load = loader_of_folders(saving.pl_load)
+    for name, arguments in NAMES.items():
+        description = f"zstore's engine ({arguments})" if arguments else "zstore's engine"
+        registry.register(name, strategy, description=description, override=True, **arguments)

@@ -28,16 +28,12 @@ def check_kind(kind: Any, overlap: str) -> None:
         )
 
 
-def check_budget(nbytes: Any) -> None:
-    """Raise UsageError for an invalid host budget."""
+def check_numbers(nbytes: Any, ema: Any) -> None:
+    """Raise UsageError for an invalid host budget, or decay of an average."""
     if nbytes is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0):
         raise UsageError(
             f"host_budget_bytes: expected a positive number of bytes, or None for no limit, got {nbytes!r}"
         )
-
-
-def check_ema(ema: Any) -> None:
-    """Raise UsageError for an invalid decay of an average."""
     if ema is not None and not (isinstance(ema, float | int) and 0 <= ema < 1):
         raise UsageError(f"ema: expected the decay of an average, from 0 to below 1, or None for none, got {ema!r}")
 

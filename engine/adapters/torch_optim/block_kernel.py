@@ -73,18 +73,24 @@ class StateForm:
         """Return the names of step counts."""
         return [name for name, value in self.like.items() if _is_scalar(value)]
 
+    def numbers(self, scalars: Scalars) -> dict[str, Any]:
+        """Return the step counts in the class's own form."""
+        return {
+            name: torch.full_like(like, scalars[name]) if isinstance(like, torch.Tensor) else type(like)(scalars[name])
+            for name, like in self.like.items()
+            if _is_scalar(like)
+        }
+
     def state(self, scalars: Scalars, values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return the state in the class's own form, made of `scalars` and of tensors by the arrays' names."""
-        made: dict[str, Any] = {}
         by_place = {(array.entry, array.part): values[array.name] for array in self.arrays}
-        for name, like in self.like.items():
-            if not _is_scalar(like):
-                made[name] = made_of(like, {p: by_place.get((name, p), t) for p, t in parts_of(like).items()})
-            elif isinstance(like, torch.Tensor):
-                made[name] = torch.full_like(like, scalars[name])
-            else:
-                made[name] = type(like)(scalars[name])
-        return made
+        made: dict[str, Any] = self.numbers(scalars)
+        return {
+            name: made[name]
+            if name in made
+            else made_of(like, {part: by_place.get((name, part), own) for part, own in parts_of(like).items()})
+            for name, like in self.like.items()
+        }
 
 
 def _is_scalar(value: Any) -> bool:
@@ -186,58 +192,39 @@ class BlockKernel:
     def present(self, scalars: Scalars) -> dict[str, Any]:
         """Return the step counts in the class's own form."""
         form = self._plain or self._in_blocks
-        state = {} if form is None else form.like
-        numbers = {name: like for name, like in state.items() if _is_scalar(like)}
-        return {
-            name: torch.full_like(like, scalars[name]) if isinstance(like, torch.Tensor) else type(like)(scalars[name])
-            for name, like in numbers.items()
-        }
+        return {} if form is None else form.numbers(scalars)
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
         """See Kernel."""
-        return _BlockStep(self, self._kept(group), scalars)
+        self._group.update(self._kept(group))
+        return _BlockStep(self, scalars)
 
     def tile(
-        self,
-        settings: Mapping[str, Any],
-        scalars: Scalars,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        slots: Sequence[torch.Tensor],
+        self, scalars: Scalars, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]
     ) -> None:
         """Update a tile of whole blocks, or one that ends with the parameter's last block."""
-        self._group.update(settings)
         in_blocks = any(slot.numel() != master.numel() or slot.dtype != torch.float32 for slot in slots)
         form = self._in_blocks if in_blocks else self._plain
         if form is None or len(form.arrays) != len(slots):
             raise UsageError(f"optimizer {self._kind.__name__} keeps other state than it did when it was made")
+        proxy = self._proxy
         for first, stop in _pieces(master.numel(), form.block):
             views = {
                 array.name: slot[first // array.block : -(-stop // array.block)]
                 for array, slot in zip(form.arrays, slots, strict=True)
             }
-            self._step(form, scalars, master[first:stop], gradient[first:stop], views)
-
-    def _step(
-        self,
-        form: StateForm,
-        scalars: Scalars,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        views: Mapping[str, torch.Tensor],
-    ) -> None:
-        self._proxy.grad = None
-        self._proxy.data = master
-        self._proxy.grad = gradient
-        self._optimizer.state[self._proxy] = form.state(scalars, views)
-        self._optimizer.step()
-        after = self._optimizer.state.pop(self._proxy)
-        if self._proxy.data.data_ptr() != master.data_ptr():
-            master.copy_(self._proxy.data)
-        for array in form.arrays:
-            value = parts_of(after[array.entry])[array.part]
-            if value is not views[array.name]:
-                views[array.name].copy_(value)
+            piece, proxy.grad = master[first:stop], None
+            proxy.data = piece
+            proxy.grad = gradient[first:stop]
+            self._optimizer.state[proxy] = form.state(scalars, views)
+            self._optimizer.step()
+            after = self._optimizer.state.pop(proxy)
+            if proxy.data.data_ptr() != piece.data_ptr():
+                piece.copy_(proxy.data)
+            for array in form.arrays:
+                value = parts_of(after[array.entry])[array.part]
+                if value is not views[array.name]:
+                    views[array.name].copy_(value)
 
 
 def _sizes() -> Iterator[int]:
@@ -263,14 +250,13 @@ def _pieces(numel: int, block: int | None) -> Iterator[tuple[int, int]]:
 class _BlockStep:
     """A step of one parameter by a BlockKernel."""
 
-    def __init__(self, kernel: BlockKernel, settings: Mapping[str, Any], scalars: Scalars) -> None:
+    def __init__(self, kernel: BlockKernel, scalars: Scalars) -> None:
         self._kernel = kernel
-        self._settings = settings
         self._before = scalars
 
     def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
         """See ParameterStep."""
-        self._kernel.tile(self._settings, self._before, master, gradient, slots)
+        self._kernel.tile(self._before, master, gradient, slots)
 
     def scalars(self) -> Scalars:
         """See ParameterStep."""

@@ -112,10 +112,7 @@ def _not_compiled(before: Any) -> Any:
     """Return a hook that ends a graph of torch.compile, so that it runs each time, before the code after it."""
     disable: Any = torch.compiler.disable
     why = "zstore waits here for the updates behind step(): compile without fullgraph=True, or choose another overlap"
-    try:
-        return disable(before, reason=why)
-    except TypeError:  # older versions of torch take no reason
-        return disable(before)
+    return disable(before, reason=why)
 
 
 def _gathers_ahead(module: FSDPModule) -> bool:

@@ -34,19 +34,21 @@ Wait = Callable[[Iterable[LocalRecord]], None]
 
 
 class LocalState:
-    """Records, arrays and scalars of the trained parameters; `wait` waits until no update of them runs."""
+    """Records, arrays and scalars of the trained parameters."""
 
-    def __init__(self, arrays: OptimizerState, tier: Tier, wait: Wait) -> None:
+    def __init__(self, arrays: OptimizerState, tier: Tier) -> None:
         self.arrays = arrays
         self.records: dict[torch.Tensor, LocalRecord] = {}
         """By parameter, in order."""
         self.whole = WholeTensors(arrays)
         """Takes the steps that need whole matrices."""
         self._tier = tier
-        self._wait = wait
+        self.wait: Wait
+        """Waits until no update of some parameters runs."""
         self.before_change: Callable[[], None] = _nothing_waits
         """Called before anything but a step changes the state."""
         self._kernels: list[OffloadedKernel] = []
+        arrays.kernels = self._kernels
         self._names: set[str] = set()
 
     # -- parameters ---------------------------------------------------------------------------------------------------
@@ -54,7 +56,6 @@ class LocalState:
     def add_kernel(self, kernel: OffloadedKernel) -> None:
         """Add the kernel of a new parameter group."""
         self._kernels.append(kernel)
-        self.arrays.kernels = self._kernels
 
     def replace_kernels(self, kernels: list[OffloadedKernel]) -> None:
         """Take other kernels for the groups, after a load of their settings. Raises UsageError for other state."""
@@ -64,8 +65,7 @@ class LocalState:
                     f"parameter group {number} keeps {', '.join(former.slots) or 'nothing'}, but with the loaded settings it "
                     f"would keep {', '.join(kernel.slots) or 'nothing'}: make the optimizer with the settings of the saved one"
                 )
-        self._kernels = kernels
-        self.arrays.kernels = kernels
+        self._kernels[:] = kernels
 
     def remove_group(self, number: int) -> None:
         """Forget the last parameter group, and free its parameters' state."""
@@ -126,7 +126,7 @@ class LocalState:
             local = local_part(record.parameter)
             if local.numel() and local.data_ptr() != record.address:
                 self._rebind(record, local)
-            elif not self.arrays.is_master(record) and local._version != record.seen_version:
+            elif not self.arrays.is_master(record) and local._version != record.version:
                 self._reconcile(record)
 
     def _rebind(self, record: LocalRecord, local: torch.Tensor) -> None:
@@ -158,20 +158,20 @@ class LocalState:
                     self.arrays.transfers.copy_into(here, rows[tile.first : tile.stop])
                     other = master.to(rows.dtype) != here
                     torch.where(other, here.float(), master, out=master)
-        record.seen_version = local_part(record.parameter)._version
+        record.note_version()
 
     def note_update(self, records: Iterable[LocalRecord]) -> None:
         """Count the change of parameters, which autograd refuses to go back over."""
         for record in records:
             torch.autograd.graph.increment_version(record.parameter)
-            record.seen_version = local_part(record.parameter)._version
+            record.note_version()
 
     # -- as others see it -----------------------------------------------------------------------------------------------
 
     def entry(self, record: LocalRecord) -> dict[str, Any]:
         """Return a parameter's state as torch's class has it; 16-bit parameters have their master besides."""
         kernel = self._kernels[record.group or 0]
-        self._wait([record])
+        self.wait([record])
         slots = self.arrays.slots_of(record)
         if isinstance(kernel, BlockKernel):
             stored = {slot.name: self._stored(record, slot) for slot in slots}
@@ -197,7 +197,7 @@ class LocalState:
             name=model_array(record.name) if is_master else optimizer_array(slot.name, record.name),
             record=record,
             state=self.arrays,
-            wait=self._wait,
+            wait=self.wait,
             changed=self._doubt_master if is_master else self._note_change,
             dtype=slot.dtype,
             block=slot.block,
@@ -221,7 +221,7 @@ class LocalState:
 
     def _doubt_master(self, record: LocalRecord) -> None:
         self.before_change()
-        record.seen_version = None
+        record.version = -1  # the parameter may have other values now
 
     def load(self, record: LocalRecord, entry: Mapping[str, Any]) -> None:
         """Replace a parameter's state by `entry`, of this class or torch's; by none if it has no such state.
@@ -289,7 +289,7 @@ class LocalState:
 
     def reset(self, record: LocalRecord) -> None:
         """Let a parameter's state be that of one that was never updated."""
-        self._wait([record])
+        self.wait([record])
         self.before_change()
         kernel = self._kernels[record.group or 0]
         slots = self.arrays.slots_of(record) if record.owned_numel else ()
@@ -306,7 +306,7 @@ def _nothing_waits() -> None:
 
 def _rows_of(record: LocalRecord, what: str, whole: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of `whole`, a tensor of a class of its own, for the parameter."""
-    first, rows = record.cut.offsets[0], record.local_shape[0]
+    first, rows = record.offsets[0], record.local_shape[0]
     if isinstance(whole, DTensor) or tuple(whole.shape[1:]) != tuple(record.local_shape[1:]):
         raise UsageError(
             f"state {what!r}: expected a whole tensor of a parameter that is cut by rows, or one laid out as the parameter is "

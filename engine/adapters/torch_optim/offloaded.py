@@ -8,30 +8,28 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as torch_dist
 from torch.distributed.tensor import DTensor
 
-from zstore.closing import closing_with
+from zstore.closing import Closing, closing_with
 from zstore.engine.device import Streams, Transfers, streams_for
 from zstore.engine.optim.state import OptimizerState
 from zstore.errors import UsageError
 from zstore.io import Files, map_large_blocks
 from zstore.store import StoreOptions, StoreStatistics, TensorStore
 
-from .arguments import check_budget, check_ema, check_kind, check_settings, groups_of, steps_folder_of
+from .arguments import check_kind, check_numbers, check_settings, groups_of, steps_folder_of
 from .block_kernel import BlockKernel
 from .forward_hooks import ForwardHooks
-from .gradients import LocalGradients, laid_out
+from .gradients import LocalGradients, clip_factor, global_norm, laid_out
 from .journal import OptimizerJournal
 from .local_state import LocalState, OffloadedKernel, StateView
-from .norm import clip_factor, global_norm
-from .registry import OptimizerClass, averaging, make_kernel, settings_of
+from .registry import OptimizerClass, averaging, defaults_of, make_kernel
 from .snapshots import LoopState, Resumed, Snapshots
 from .stepping import InBackward, Rows, Stepping
 
@@ -39,38 +37,7 @@ Overlap = Literal["none", "forward", "backward"]
 Durability = Literal["none", "step"]
 
 
-@dataclass(kw_only=True)
-class _Parts:
-    """The open resources of an optimizer; it must not refer to the optimizer, whose end closes it."""
-
-    stepping: Stepping
-    state: LocalState
-    gradients: LocalGradients
-    in_backward: InBackward | None
-    hooks: ForwardHooks | None
-    snapshots: Snapshots | None = None
-    journal: OptimizerJournal | None = None
-    closed: bool = False
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        self.closed = True
-        with ExitStack() as last_to_first:
-            if self.journal is not None:
-                last_to_first.callback(self.journal.close)
-            last_to_first.callback(self.state.arrays.store.close)
-            last_to_first.callback(self.stepping.close)
-            if self.in_backward is not None:
-                last_to_first.callback(self.in_backward.close)
-            if self.hooks is not None:
-                last_to_first.callback(self.hooks.close)
-            last_to_first.callback(self.gradients.close)
-            if self.snapshots is not None:
-                last_to_first.callback(self.snapshots.close)
-
-
-class Offloaded(torch.optim.Optimizer):
+class Offloaded(torch.optim.Optimizer, Closing):
     """An optimizer of class `kind` over `params`, as `kind(params, **settings)` is, whose state is off the device.
 
     `device` "nvme" keeps the state in files under `path`, an existing folder on the drive to use that no other optimizer
@@ -120,8 +87,7 @@ class Offloaded(torch.optim.Optimizer):
     ) -> None:
         check_kind(kind, overlap)
         check_settings(device, path, overlap, max_grad_norm)
-        check_ema(ema)
-        check_budget(host_budget_bytes)
+        check_numbers(host_budget_bytes, ema)
         steps_folder = steps_folder_of(durability, durability_path, path)
         self.kind = kind
         """The class whose update is carried out."""
@@ -139,33 +105,36 @@ class Offloaded(torch.optim.Optimizer):
         params, first = groups_of(params)
         streams = _streams or streams_for(first.device)
         options = _options(device, path, host_budget_bytes, first.device, streams)
-        store = TensorStore(options, rank=_rank(), files=_files, cuda=streams.cuda_runtime)
+        ending = ExitStack()  # without the optimizer, whose end closes it
+        self._end = closing_with(self, ending.close)
         try:
+            store = TensorStore(options, rank=_rank(), files=_files, cuda=streams.cuda_runtime)
+            ending.callback(store.close)
             transfers = Transfers(streams, store.links)
-            stepping = Stepping()
             arrays = OptimizerState(store, [], transfers)
             arrays.owns_fp32 = True
-            state = LocalState(arrays, "disk" if device == "nvme" else "host", stepping.wait)
-            stepping.connect(state)
-            in_backward = InBackward(stepping, state) if overlap == "backward" else None
-            on_final = None if in_backward is None else in_backward.put
-            gradients = LocalGradients(transfers, frees=free_grads, on_final=on_final)
-            hooks = ForwardHooks(stepping, state.records) if overlap == "forward" else None
-            self._parts = _Parts(
-                stepping=stepping, state=state, gradients=gradients, in_backward=in_backward, hooks=hooks
-            )
-            self._end = closing_with(self, self._parts.close)
-            self._view = StateView(state)
-            template = kind([torch.nn.Parameter(torch.zeros(1, 1))], **settings_of(kind, settings))
-            super().__init__(params, template.defaults)
-            if steps_folder is not None:
-                self._parts.snapshots = Snapshots(state, stepping, steps_folder, _files)
-                state.before_change = self._parts.snapshots.before_change
             folder = steps_folder if journal is None else Path(journal).absolute()
-            if folder is not None:
-                self._parts.journal = OptimizerJournal(arrays, kind.__name__, folder)
+            self.journal = None if folder is None else OptimizerJournal(arrays, kind.__name__, folder)
+            """The run's journal; None without a folder for it."""
+            if self.journal is not None:
+                ending.callback(self.journal.close)
+            self._local = state = LocalState(arrays, "disk" if device == "nvme" else "host")
+            in_backward = InBackward(state) if overlap == "backward" else None
+            self._stepping = in_backward or Stepping(state, behind=overlap == "forward")
+            ending.callback(self._stepping.close)
+            if overlap == "forward":
+                ending.callback(ForwardHooks(self._stepping, state.records).close)
+            on_final = None if in_backward is None else in_backward.put
+            self._gradients = LocalGradients(transfers, frees=free_grads, on_final=on_final)
+            ending.callback(self._gradients.close)
+            self._view = StateView(state)
+            super().__init__(params, defaults_of(kind, settings))
+            self._snapshots = None if steps_folder is None else Snapshots(state, self._stepping, steps_folder, _files)
+            if self._snapshots is not None:
+                ending.callback(self._snapshots.close)
+                state.before_change = self._snapshots.before_change
         except BaseException:
-            store.close()
+            self._end()
             raise
 
     @property
@@ -179,14 +148,9 @@ class Offloaded(torch.optim.Optimizer):
             self._view.replace(entries)
 
     @property
-    def journal(self) -> OptimizerJournal | None:
-        """The run's journal; None without a folder for it."""
-        return self._parts.journal
-
-    @property
     def store(self) -> TensorStore:
         """The store that holds the state."""
-        return self._parts.state.arrays.store
+        return self._local.arrays.store
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
@@ -196,14 +160,13 @@ class Offloaded(torch.optim.Optimizer):
         number = len(self.param_groups)
         super().add_param_group(param_group)
         try:
-            self._parts.state.add_kernel(self._kernel_for(self.param_groups[number]))
+            self._local.add_kernel(self._kernel_for(self.param_groups[number]))
             self._add_records(number, [p for p in self.param_groups[number]["params"] if p.requires_grad])
         except BaseException:
             del self.param_groups[number]
-            self._parts.state.remove_group(number)
+            self._local.remove_group(number)
             raise
-        if self._parts.in_backward is not None:
-            self._parts.in_backward.groups = self.param_groups
+        self._stepping.groups = self.param_groups
 
     def _kernel_for(self, group: dict[str, Any]) -> OffloadedKernel:
         """Return the kernel for a group, whose settings become those that the class itself makes of them."""
@@ -216,8 +179,8 @@ class Offloaded(torch.optim.Optimizer):
         group = self.param_groups[number]
         names = dict(zip(group["params"], group.get("param_names", ()), strict=False))
         for parameter in parameters:
-            record = self._parts.state.add(parameter, number, names.get(parameter))
-            self._parts.gradients.watch(record)
+            record = self._local.add(parameter, number, names.get(parameter))
+            self._gradients.watch(record)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -228,12 +191,12 @@ class Offloaded(torch.optim.Optimizer):
         Raises UsageError if an earlier update stopped half way, and any error of a drive; an error of the
         snapshot of the step before is raised before anything changes.
         """
-        began_s, journal = time.perf_counter(), self._parts.journal
+        began_s, journal = time.perf_counter(), self.journal
         loss = self._update(closure)
         if journal is not None:
             self._tell(journal, began_s, loss)
-        if self._parts.snapshots is not None:
-            self._parts.snapshots.take(self.param_groups, self.loop_state)
+        if self._snapshots is not None:
+            self._snapshots.take(self.param_groups, self.loop_state)
         return loss
 
     def _tell(self, journal: OptimizerJournal, began_s: float, loss: Any) -> None:
@@ -249,24 +212,16 @@ class Offloaded(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._require_open()
-        parts = self._parts
-        parts.stepping.require_whole()
-        parts.stepping.wait()
-        parts.state.before_change()
+        self._stepping.require_whole()
+        self._stepping.wait()
+        self._local.before_change()
         scale, is_finite = self._amp()
         for number, group in enumerate(self.param_groups):
-            known = parts.state.records
+            known = self._local.records
             self._add_records(number, [p for p in group["params"] if p.grad is not None and p not in known])
-        rows = parts.gradients.collect(parts.state.records)
-        if not is_finite:
-            return loss
-        if parts.in_backward is not None:
-            parts.in_backward.finish(rows)
-            return loss
-        factor = self._factor(rows, scale)
-        parts.state.watch_memory(rows)
-        settings = parts.stepping.settings(self.param_groups, factor)
-        parts.stepping.run(rows, settings, behind=self.overlap == "forward")
+        rows = self._gradients.collect(self._local.records)
+        if is_finite:
+            self._stepping.run(rows, self._factor(rows, scale))
         return loss
 
     def _amp(self) -> tuple[float, bool]:
@@ -297,7 +252,7 @@ class Offloaded(torch.optim.Optimizer):
         self._require_open()
         if self._ema is None:
             raise UsageError("averaged_weights(): there are no averages: make the optimizer with ema=0.999")
-        self._parts.stepping.require_whole()
+        self._stepping.require_whole()
         self.wait()
         self._exchange_averages()
         try:
@@ -306,7 +261,7 @@ class Offloaded(torch.optim.Optimizer):
             self._exchange_averages()
 
     def _exchange_averages(self) -> None:
-        state = self._parts.state
+        state = self._local
         state.before_change()
         state.watch_memory(state.records.values())
         state.arrays.exchange_averages()
@@ -315,7 +270,7 @@ class Offloaded(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See torch.optim.Optimizer."""
-        if not set_to_none and not self._parts.closed:
+        if not set_to_none and self._end.alive:
             self.wait()  # an update may still read the gradients
         super().zero_grad(set_to_none)
 
@@ -325,7 +280,7 @@ class Offloaded(torch.optim.Optimizer):
         Raises the error that ended the update.
         """
         self._require_open()
-        self._parts.stepping.wait()
+        self._stepping.wait()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -344,38 +299,32 @@ class Offloaded(torch.optim.Optimizer):
         loaded = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = before(self, loaded) or loaded
-        self._forget_update()
-        self._parts.state.before_change()
+        self._stepping.forget()
+        self._local.before_change()
         self.__setstate__({"param_groups": _merged(self.param_groups, loaded["param_groups"])})
-        if self._parts.in_backward is not None:
-            self._parts.in_backward.groups = self.param_groups
-        self._parts.state.replace_kernels([self._kernel_for(group) for group in self.param_groups])
+        self._stepping.groups = self.param_groups
+        self._local.replace_kernels([self._kernel_for(group) for group in self.param_groups])
         saved = chain.from_iterable(group["params"] for group in loaded["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, parameter in zip(saved, own, strict=True):
             entry = loaded["state"].get(key)
-            if parameter in self._parts.state.records:
+            if parameter in self._local.records:
                 self.state[parameter] = {} if entry is None else entry
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-
-    def _forget_update(self) -> None:
-        if self._parts.in_backward is not None:
-            self._parts.in_backward.abandon()
-        self._parts.stepping.forget()
 
     # -- snapshots of steps -------------------------------------------------------------------------------------------
 
     @property
     def durable_step(self) -> int | None:
         """Step of the last snapshot that is known to be committed, counted in calls of `step()`; None before the first."""
-        return None if self._parts.snapshots is None else self._parts.snapshots.durable_step
+        return None if self._snapshots is None else self._snapshots.durable_step
 
     def wait_for_snapshot(self) -> None:
         """Wait until the snapshot of the last step is committed; raise its error, on every rank."""
         self._require_open()
-        if self._parts.snapshots is not None:
-            self._parts.snapshots.complete()
+        if self._snapshots is not None:
+            self._snapshots.complete()
 
     def resume(self) -> Resumed | None:
         """Load parameters, state and settings of groups from the newest snapshot, in place (all ranks).
@@ -385,15 +334,15 @@ class Offloaded(torch.optim.Optimizer):
         parameters.
         """
         self._require_open()
-        snapshots = self._parts.snapshots
+        snapshots = self._snapshots
         if snapshots is None:
             raise UsageError('resume() goes on from snapshots of steps: make the optimizer with durability="step"')
         snapshots.settle()
-        self._forget_update()
+        self._stepping.forget()
         resumed = snapshots.resume(self.param_groups, self.load_state_dict)
         if resumed is not None:
-            if self._parts.journal is not None:
-                self._parts.journal.resumed(resumed.step)
+            if self.journal is not None:
+                self.journal.resumed(resumed.step)
             self._opt_called = True  # schedulers of torch ask whether there was a step before theirs
         return resumed
 
@@ -420,16 +369,10 @@ class Offloaded(torch.optim.Optimizer):
             raise UsageError(
                 "the parameters are their averages: end the block of `with optimizer.averaged_weights()` first"
             )
-        if self._parts.closed:
+        if not self._end.alive:
             raise UsageError(
                 "the optimizer is closed, and its state is gone: make another one, and load a state_dict()"
             )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _options(

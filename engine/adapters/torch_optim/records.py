@@ -26,35 +26,27 @@ from zstore.tensors import dtype_name
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How the arrays of a parameter's state are cut. See [Note: the local part]."""
-
-    shape: tuple[int, ...]
-    """Shape of the arrays: the whole parameter's, or the local part's."""
-    grid: Grid
-    shard: int
-    whole_shape: tuple[int, ...]
-    """Shape of the whole parameter."""
-    offsets: tuple[int, ...]
-    """Offsets of the local part in it."""
-    is_of_whole: bool
-    """The arrays are the whole parameter's, in its order."""
-
-
 @dataclass(eq=False, kw_only=True)
 class LocalRecord(ParameterRecord):
     """This rank's part of one parameter; `full` is that part. See [Note: the local part]."""
 
-    cut: Cut
+    array_shape: tuple[int, ...]
+    """Shape of the state's arrays: the whole parameter's, or the local part's."""
+    is_of_whole: bool
+    """Whether the arrays are the whole parameter's, in its order."""
+    offsets: tuple[int, ...]
+    """Offsets of the local part in the parameter."""
     local_shape: torch.Size
     strides: tuple[int, ...]
     """Strides of the local part, which is dense: `full` has its elements in the order of its memory."""
-    seen_version: int | None = None
-    """Version of the local part when this optimizer wrote it last; None: it may have other values than the master."""
 
     def __post_init__(self) -> None:
         self.address, self.shape = self.full.data_ptr(), self.parameter.shape
+        self.note_version()
+
+    def note_version(self) -> None:
+        """Note the local part's present version: its values are those that this optimizer wrote."""
+        self.version = local_part(self.parameter)._version
 
     @property
     def is_contiguous(self) -> bool:
@@ -72,7 +64,7 @@ class LocalRecord(ParameterRecord):
 
     def spec(self, group: str, dtype: torch.dtype) -> ArraySpec:
         """See ParameterRecord."""
-        return ArraySpec(name=f"{group}/{self.name}", shape=self.cut.shape, dtype=dtype_name(dtype))
+        return ArraySpec(name=f"{group}/{self.name}", shape=self.array_shape, dtype=dtype_name(dtype))
 
     def in_shape(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a view of `flat`, 1-D in the order of the memory, in the shape of the local part."""
@@ -118,7 +110,8 @@ def make_local_record(
         )
     local = local_part(parameter)
     shape, strides = local.shape, tuple(local.stride()) if local.numel() else _contiguous(local.shape)
-    if local.numel() and not _is_dense(shape, strides):
+    # torch keeps strides whose elements fill their memory, each place once, in whatever order of the dims.
+    if local.numel() and torch.empty_like(local, device="meta").stride() != strides:
         raise UsageError(
             f"parameter {name!r} is a view of strides {strides} into other memory: make it contiguous before the optimizer"
         )
@@ -128,45 +121,37 @@ def make_local_record(
             f"parameter {name!r} has strides {strides}, but an optimizer that keeps its state in blocks counts them along the "
             "elements in their order: make it contiguous before the optimizer"
         )
-    cut = _cut_of(parameter, local, strides, block)
+    rows = _rows_of_ranks(parameter, local) if block is None and strides == _contiguous(shape) else None
+    array_shape: tuple[int, ...]
+    if block is not None:
+        array_shape, grid, shard = (local.numel(),), grid_of_blocks(local.numel(), block), 0
+    elif rows is not None:
+        array_shape, (grid, shard) = tuple(parameter.shape), rows
+    else:
+        array_shape, grid, shard = tuple(shape), make_grid(_stored(tuple(shape)), 1), 0
     return LocalRecord(
         name=name,
         aliases=(),
         parameter=parameter,  # type: ignore[arg-type]
-        grid=cut.grid,
-        state_grid=cut.grid,
-        state_shard=cut.shard,
+        grid=grid,
+        state_grid=grid,
+        state_shard=shard,
         world_size=1,
         group=group,
         full=memory_of(local),
-        cut=cut,
+        array_shape=array_shape,
+        is_of_whole=rows is not None,
+        offsets=_offsets(parameter),
         local_shape=shape,
         strides=strides,
-        seen_version=local._version,
     )
 
 
-def _cut_of(parameter: torch.Tensor, local: torch.Tensor, strides: tuple[int, ...], block: int | None) -> Cut:
-    whole, shape = tuple(parameter.shape), tuple(local.shape)
-    offsets: tuple[int, ...] = (0,) * len(whole)
-    if isinstance(parameter, DTensor):
-        _, found = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-        offsets = tuple(found)
-    if block is not None:
-        grid, numel = grid_of_blocks(local.numel(), block), (local.numel(),)
-        return Cut(shape=numel, grid=grid, shard=0, whole_shape=whole, offsets=offsets, is_of_whole=False)
-    rows = _rows_of_ranks(parameter, local) if strides == _contiguous(local.shape) else None
-    if rows is None:
-        return Cut(
-            shape=shape,
-            grid=make_grid(_stored(shape), 1),
-            shard=0,
-            whole_shape=whole,
-            offsets=offsets,
-            is_of_whole=False,
-        )
-    grid, shard = rows
-    return Cut(shape=whole, grid=grid, shard=shard, whole_shape=whole, offsets=offsets, is_of_whole=True)
+def _offsets(parameter: torch.Tensor) -> tuple[int, ...]:
+    if not isinstance(parameter, DTensor):
+        return (0,) * parameter.dim()
+    _, found = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(found)
 
 
 def _stored(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -205,18 +190,4 @@ def memory_of(local: torch.Tensor) -> torch.Tensor:
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    strides, step = [], 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= max(extent, 1)
-    return tuple(reversed(strides))
-
-
-def _is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    """Return whether the elements fill their memory, each place once, in whatever order of the dims."""
-    step = 1
-    for stride, extent in sorted((stride, extent) for stride, extent in zip(strides, shape, strict=True) if extent > 1):
-        if stride != step:
-            return False
-        step *= extent
-    return True
+    return torch.empty(shape, device="meta").stride()

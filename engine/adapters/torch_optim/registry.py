@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from zstore.engine.extras.whole_tensors.kernel import TensorKernel
-from zstore.engine.optim.kernel import ELEMENT_WISE, Averaging, FusedAdam, Scalars, TorchKernel, kernel_for
+from zstore.engine.optim.kernel import ELEMENT_WISE, Averaging, FusedAdam, TorchKernel, kernel_for
 from zstore.errors import UsageError
 
 from .block_kernel import BlockKernel, Blocks
@@ -79,11 +80,11 @@ def register(kind: OptimizerClass, *, like: OptimizerClass | None = None, block:
         _in_blocks[kind] = block
 
 
-def settings_of(kind: OptimizerClass, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with the default implementation, in the terms of torch's class."""
+def defaults_of(kind: OptimizerClass, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that the class makes of these, with the default implementation in the terms of torch's class."""
     if kind in _ADAMS and not any(settings.get(name) is not None for name in ("fused", "foreach", "differentiable")):
-        return {**settings, "fused": True}
-    return dict(settings)
+        settings = {**settings, "fused": True}
+    return kind([torch.nn.Parameter(torch.zeros(1, 1))], **settings).defaults
 
 
 def require_known(kind: OptimizerClass) -> None:
@@ -111,7 +112,7 @@ def make_kernel(kind: OptimizerClass, group: Mapping[str, Any]) -> FusedAdam | T
         return kernel_for(known, settings)
     kernel = TorchKernel(known, settings)
     if known not in ELEMENT_WISE:
-        _check_element_wise(known, kernel, settings)
+        _check_cuts(known, kernel, settings, _NUMEL)
     return kernel
 
 
@@ -161,61 +162,41 @@ def _block_kernel(kind: OptimizerClass, group: Mapping[str, Any], blocks: Blocks
         if group.get(name):
             raise UsageError(f"{kind.__name__}({name}=True) cannot be offloaded, for {reason}: leave it out")
     kernel = BlockKernel(kind, group, blocks)
-    if kind in _in_blocks:
-        _check_blocks(kind, kernel, group)
+    for numel in (kernel.numel_in_blocks, _NUMEL) if kind in _in_blocks else ():
+        if numel is not None:
+            _check_cuts(kind, kernel, group, numel)
     return kernel
 
 
-def _check_blocks(kind: OptimizerClass, kernel: BlockKernel, group: Mapping[str, Any]) -> None:
-    """Raise UsageError if steps over whole blocks give other values than the class gives the parameter."""
+def _check_cuts(kind: OptimizerClass, kernel: TorchKernel | BlockKernel, group: Mapping[str, Any], numel: int) -> None:
+    """Raise UsageError if steps over two parts of a tensor, of whole blocks, give other values than the class gives it."""
     generator = torch.Generator().manual_seed(0)
-    for numel in (kernel.numel_in_blocks, _NUMEL):
-        if numel is None:
-            continue
-        start, block = torch.randn(numel, generator=generator), kernel.block_of(numel)
-        whole = torch.nn.Parameter(start.clone())
-        own, scalars = kernel.make(whole), kernel.initial()
-        slots = [torch.zeros(-(-numel // slot.block), dtype=slot.dtype) for slot in kernel.arrays(numel, (numel,))]
-        cut = _CUT if block is None else numel // (2 * block) * block
-        for _ in range(_STEPS):
-            gradient = torch.randn(numel, generator=generator) * torch.linspace(0.1, 3.0, numel)
-            whole.grad = gradient.clone()
-            own.step()
-            step = kernel.start(group, scalars)
-            for first, stop in ((0, cut), (cut, numel)):
-                parts = [
-                    s[first // a.block : -(-stop // a.block)]
-                    for s, a in zip(slots, kernel.arrays(numel, (numel,)), strict=True)
-                ]
-                step.tile(start[first:stop], gradient[first:stop].clone(), parts)
-            scalars = step.scalars()
-        if not torch.equal(whole.detach(), start):
-            raise UsageError(
-                f"optimizer {kind.__name__} was registered with state in blocks of {block} elements, but steps over whole "
-                "blocks give other values than over the whole: it looks beyond a block, or its state does not begin as zeros"
-            )
-
-
-def _check_element_wise(kind: OptimizerClass, kernel: TorchKernel, settings: Mapping[str, Any]) -> None:
-    """Raise UsageError if steps over two parts of a tensor give other bits than over the whole."""
-    parts = [_run(kernel, settings, [(0, _NUMEL)]), _run(kernel, settings, [(0, _CUT), (_CUT, _NUMEL)])]
-    if any(not torch.equal(whole, cut) for whole, cut in zip(*parts, strict=True)):
-        raise UsageError(
-            f"optimizer {kind.__name__} was registered as element-wise, but steps over the parts of a tensor give other "
-            "values than a step over the whole: it looks at more than one element, and cannot be offloaded"
-        )
-
-
-def _run(kernel: TorchKernel, settings: Mapping[str, Any], cuts: list[tuple[int, int]]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    master = torch.randn(_NUMEL, generator=generator)
-    slots = [torch.zeros(_NUMEL) for _ in kernel.slots]
-    scalars: Scalars = kernel.initial()
+    start = torch.randn(numel, generator=generator)
+    whole = torch.nn.Parameter(start.clone())
+    accepted = [name for name in inspect.signature(kind.__init__).parameters if name in group and name != "params"]
+    own, scalars = kind([whole], **{name: group[name] for name in accepted}), kernel.initial()
+    block = kernel.block_of(numel) if isinstance(kernel, BlockKernel) else None
+    arrays = kernel.arrays(numel, (numel,))
+    slots = [torch.zeros(-(-numel // array.block), dtype=array.dtype) for array in arrays]
+    cut = _CUT if block is None else numel // (2 * block) * block
     for _ in range(_STEPS):
         # Not alike everywhere: then a use of the largest element, or of a mean, shows.
-        gradient = torch.randn(_NUMEL, generator=generator) * torch.linspace(0.1, 3.0, _NUMEL)
-        step = kernel.start(settings, scalars)
-        for first, stop in cuts:
-            step.tile(master[first:stop], gradient[first:stop].clone(), [slot[first:stop] for slot in slots])
+        gradient = torch.randn(numel, generator=generator) * torch.linspace(0.1, 3.0, numel)
+        whole.grad = gradient.clone()
+        own.step()
+        step = kernel.start(group, scalars)
+        for first, stop in ((0, cut), (cut, numel)):
+            parts = [slot[first // a.block : -(-stop // a.block)] for slot, a in zip(slots, arrays, strict=True)]
+            step.tile(start[first:stop], gradient[first:stop].clone(), parts)
         scalars = step.scalars()
-    return [master, *slots]
+    if torch.equal(whole.detach(), start):
+        return
+    if isinstance(kernel, BlockKernel):
+        raise UsageError(
+            f"optimizer {kind.__name__} was registered with state in blocks of {block} elements, but steps over whole "
+            "blocks give other values than over the whole: it looks beyond a block, or its state does not begin as zeros"
+        )
+    raise UsageError(
+        f"optimizer {kind.__name__} was registered as element-wise, but steps over the parts of a tensor give other "
+        "values than a step over the whole: it looks at more than one element, and cannot be offloaded"
+    )

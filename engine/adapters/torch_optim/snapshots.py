@@ -21,23 +21,24 @@ import copy
 import io
 import logging
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as torch_dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-from zstore.checkpoint import Keep, TagInfo, discard, open_checkpoint, retire, step_tag, tags, verify_checkpoint
+from zstore.checkpoint import CheckpointReader, Keep, TagInfo, discard, open_checkpoint, retire, step_tag
 from zstore.dcp import Reader, Writer
-from zstore.engine.checkpoint.snapshot_folder import boot_id
-from zstore.engine.checkpoint.snapshots import make_shared_folder
-from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError, ZstoreError
+from zstore.engine.checkpoint.snapshot_folder import boot_id, is_whole, tags_of
+from zstore.engine.checkpoint.snapshots import choose_together, make_shared_folder
+from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.io import Files, Ticket, UnsyncedFiles, run_in_thread
 from zstore.ranks.world import World
 
@@ -77,7 +78,7 @@ class Snapshots:
         self._files = UnsyncedFiles(files or Files())
         self._world = World.current()
         make_shared_folder(folder, self._world, "durability_path")
-        self._left = self._world.broadcast_object([info.tag for info in _found(folder)])
+        self._left = self._world.broadcast_object([info.tag for info in tags_of(folder)])
         """Tags of an earlier process, which nobody resumed yet."""
         group = torch_dist.new_group(backend="gloo") if self._world.world_size > 1 else None
         self._behind = replace(self._world, group=group, backend="gloo", device=torch.device("cpu"))
@@ -170,13 +171,9 @@ class Snapshots:
         writer = Writer(
             self._folder / step_tag(step), step=step, overwrite=True, link_unchanged=False, _files=self._files
         )
-        if self._world.world_size == 1:
-            _save_alone(small, writer)
-        else:
-            try:
-                save(small, storage_writer=writer, process_group=self._behind.group)
-            except CheckpointException as raised:
-                raise _cause(raised) from None
+        alone = self._world.world_size == 1
+        with _raising_causes():  # not `save`, which warns if there is one process only
+            _save_state_dict(small, writer, process_group=self._behind.group, no_dist=alone)
         if self._world.rank == 0:
             keep, run = Keep(last=1), ""
             for message in retire(
@@ -225,7 +222,7 @@ class Snapshots:
         `load` takes the state dict of the optimizer. Raises CheckpointMismatchError, before anything is changed, if the
         snapshot is of other parameters.
         """
-        path = self._choose()
+        path = choose_together(self._world, partial(_newest_whole, self._folder))
         self._left = []
         if path is None:
             return None
@@ -233,10 +230,7 @@ class Snapshots:
             self._check_names(path)
             progress = self._progress(path)
         optim = {"state": self._entries(), "param_groups": self._named(groups)}
-        state: dict[str, Any] = {
-            "model": self._weights(),
-            "optim": optim,
-        }
+        state: dict[str, Any] = {"model": self._weights(), "optim": optim}
         try:
             with self._world.agreeing():
                 _load_alone(state, path)
@@ -246,17 +240,6 @@ class Snapshots:
             raise
         self.step = self.durable_step = progress.step
         return progress
-
-    def _choose(self) -> Path | None:
-        """Return the folder of the newest snapshot that is whole, the same on all ranks."""
-        boots = set(self._world.all_gather_object(boot_id()))
-        chosen: str | None = None
-        with self._world.agreeing():
-            if self._world.rank == 0:
-                whole = (info for info in reversed(_found(self._folder)) if _is_whole(info, boots))
-                chosen = next((str(info.path) for info in whole), None)
-        chosen = self._world.broadcast_object(chosen)
-        return None if chosen is None else Path(chosen)
 
     def _check_names(self, path: Path) -> None:
         reader = Reader(path)
@@ -300,60 +283,32 @@ def _encoded(loop_state: Any) -> bytes:
     return stream.getvalue()
 
 
-def _found(folder: Path) -> list[TagInfo]:
-    """Return the snapshots in `folder`, the oldest first."""
+def _newest_whole(folder: Path, boots: Collection[str]) -> TagInfo | None:
+    return next((info for info in reversed(tags_of(folder)) if is_whole(info, boots, _made_in)), None)
+
+
+def _made_in(reader: CheckpointReader) -> set[str]:
+    """Return the boots that wrote a snapshot."""
+    made_in = {str(rank): {"boot": ""} for rank in range(reader.record.world_size)}
+    _load_alone({"loop": made_in}, Path(reader.location))
+    return {each["boot"] for each in made_in.values()}
+
+
+@contextmanager
+def _raising_causes() -> Iterator[None]:
+    """Raise the error that made a save of all ranks, or a load, fail, if that is an Exception of some rank."""
     try:
-        return tags(folder)
-    except CheckpointNotFoundError:
-        return []
-
-
-def _is_whole(info: TagInfo, boots: set[str]) -> bool:
-    """Return whether a snapshot is of one of these boots, or has every byte that it should."""
-    made_in = {str(rank): {"boot": ""} for rank in range(info.record.world_size)}
-    try:
-        _load_alone({"loop": made_in}, info.path)
-        if {each["boot"] for each in made_in.values()} <= boots:
-            return True
-        with open_checkpoint(info.path) as reader:
-            faults = verify_checkpoint(reader)
-        if not faults:
-            return True
-        why = str(faults[0])
-    except (ZstoreError, OSError) as error:
-        why = str(error)
-    _log.warning("the snapshot %s is incomplete, as after a power cut, and is left out: %s", info.path, why)
-    return False
-
-
-def _cause(raised: CheckpointException) -> Exception:
-    """Return the error that made a save of all ranks fail, if that is an Exception of some rank."""
-    for error, _ in raised.failures.values():
-        if isinstance(error, Exception):
-            return error
-    return RuntimeError(str(raised))
-
-
-def _save_alone(state: dict[str, Any], writer: Writer) -> None:
-    """Do as torch.distributed.checkpoint's `save`, which warns if there is one process only."""
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(state, writer.storage_meta(), True)
-    writer.set_up_storage_writer(True)
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    (plan,) = writer.prepare_global_plan(plans)
-    results = writer.write_data(planner.finish_plan(plan), planner).wait()
-    writer.finish(metadata, [results])
+        yield
+    except CheckpointException as raised:
+        causes = [error for error, _ in raised.failures.values() if isinstance(error, Exception)]
+        raise (causes[0] if causes else RuntimeError(str(raised))) from None
 
 
 def _load_alone(state: dict[str, Any], path: Path) -> None:
-    """Do as torch.distributed.checkpoint's `load`, for this rank alone."""
-    planner, reader = DefaultLoadPlanner(), Reader(path)
+    """Do as torch.distributed.checkpoint's `load`, for this rank alone; that warns if there is one process only."""
+    reader = Reader(path)
     try:
-        metadata = reader.read_metadata()
-        planner.set_up_planner(state, metadata, True)
-        reader.set_up_storage_reader(metadata, True)
-        plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-        (plan,) = reader.prepare_global_plan(plans)
-        reader.read_data(planner.finish_plan(plan), planner).wait()
+        with _raising_causes():
+            _load_state_dict(state, reader, no_dist=True)
     finally:
         reader.close()

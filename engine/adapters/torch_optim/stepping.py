@@ -10,46 +10,37 @@ All give the same bits. An error is raised by the next wait, and the state is a 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch import nn
 
+from zstore.engine.optim.in_backward import LEAST_WAITING_BYTES, OptimizerInBackward
 from zstore.engine.optim.update import StepSettings, Update
 from zstore.engine.optim.updater import Updater
 from zstore.engine.params.record import ParameterRecord
 from zstore.errors import UsageError
-from zstore.io import Ticket, Workers
 
 from .local_state import LocalState
 from .records import LocalRecord
 
-_WAITING_BYTES = 64 * 1024 * 1024
-"""Gradients that wait for their update in the backward before the backward does, at most, and one more."""
 Rows = dict[LocalRecord, torch.Tensor]
 
 
-def taking(rows: Rows) -> Callable[[ParameterRecord], torch.Tensor | None]:
-    """Return the function that gives the rows of a record, once."""
-    return cast(Callable[[ParameterRecord], torch.Tensor | None], rows.pop)
-
-
 class Stepping:
-    """Carries updates out, at once or behind the caller."""
+    """Carries updates out, at once or `behind` the caller."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: LocalState, *, behind: bool = False) -> None:
         self.torn: BaseException | None = None
         """The error that ended an update early, so that the state is a mixture."""
-        self.steps = 0
-        """Steps that were begun."""
-        self._state: LocalState
-        self._updater: Updater
-
-    def connect(self, state: LocalState) -> None:
-        """Work on this state from now on."""
+        self.groups: Sequence[Mapping[str, Any]] = ()
+        """The optimizer's parameter groups."""
+        self._steps = 0
         self._state = state
+        self._behind = behind
         self._updater = Updater(state.arrays.store, state.arrays.transfers)
+        state.wait = self.wait
 
     def require_whole(self) -> None:
         """Raise UsageError if an update stopped half way."""
@@ -59,17 +50,19 @@ class Stepping:
                 "before going on"
             ) from self.torn
 
-    def settings(self, groups: Iterable[Mapping[str, Any]], factor: float) -> StepSettings:
+    def _settings(self, factor: float) -> StepSettings:
         """Return the settings of the next step."""
-        self.steps += 1
-        return StepSettings.of(list(groups), step=self.steps, factor=factor)
+        self._steps += 1
+        return StepSettings.of(self.groups, step=self._steps, factor=factor)
 
-    def run(self, rows: Rows, settings: StepSettings, *, behind: bool) -> None:
-        """Update the parameters that have rows here."""
-        update = Update(self._state.arrays, list(rows), settings, taking(rows))
+    def run(self, rows: Rows, factor: float) -> None:
+        """Update the parameters that have rows here, of gradients multiplied by `factor`."""
         records = list(rows)
+        self._state.watch_memory(records)
+        take = cast(Callable[[ParameterRecord], torch.Tensor | None], rows.pop)
+        update = Update(self._state.arrays, records, self._settings(factor), take)
         try:
-            if behind:
+            if self._behind:
                 update.note_scalars(records)
                 self._updater.start(update)
             else:
@@ -101,7 +94,7 @@ class Stepping:
             raise
 
     def forget(self) -> None:
-        """Forget an update that failed: the state was replaced."""
+        """Forget an update under way, or one that failed: the state is replaced."""
         self._updater.forget()
         self.torn = None
 
@@ -110,121 +103,86 @@ class Stepping:
         self._updater.close()
 
 
-class InBackward:
-    """Updates parameters in the backward, whose thread hands gradients over; a thread of its own takes all that wait.
+class InBackward(Stepping):
+    """Updates parameters in the backward, which hands gradients over (`put`). From the first to `run` it is one step."""
 
-    From the first `put` to `finish` it is one step.
-    """
+    largest_unit_bytes = LEAST_WAITING_BYTES
+    has_sent = False
+    comes_in_parts = False
 
-    def __init__(self, stepping: Stepping, state: LocalState) -> None:
-        self._stepping = stepping
-        self._state = state
-        self.groups: list[dict[str, Any]] = []
-        """The optimizer's parameter groups."""
-        self._changed = threading.Condition()
-        self._waiting: Rows = {}
-        self._seen: set[LocalRecord] = set()
-        self._over = False
-        self._error: BaseException | None = None
-        self._workers: Workers | None = None
-        self._running: Ticket[None] | None = None
+    def __init__(self, state: LocalState) -> None:
+        super().__init__(state)
+        self.on_final: Callable[[ParameterRecord], None] | None = None
+        self._rows: dict[ParameterRecord, torch.Tensor] = {}
+        self._seen: dict[LocalRecord, None] = {}
+        self._expected: list[LocalRecord] = []
+        """The parameters of the step before, in order."""
+        gradients: Any = self  # in place of UnitGradients, as far as the update asks these
+        self._update = OptimizerInBackward(nn.Module(), state.arrays, gradients, self._updater)
+        self._at_start: StepSettings
+
+    @property
+    def expected(self) -> list[ParameterRecord]:
+        """See UnitGradients."""
+        return [*self._expected] or [*reversed(self._state.records.values())]
+
+    def waiting_bytes(self, record: ParameterRecord) -> int:
+        """See UnitGradients."""
+        return self._rows[record].nbytes
+
+    def take(self, record: ParameterRecord) -> torch.Tensor | None:
+        """See UnitGradients."""
+        return self._rows.pop(record)
+
+    def squares(self, record: ParameterRecord) -> float | None:
+        """See UnitGradients."""
+        return None
 
     def put(self, record: LocalRecord, rows: torch.Tensor) -> None:
-        """Hand a gradient over. Raises UsageError for a second one before `finish`, and the error that ended the update."""
-        self._stepping.require_whole()
+        """Hand a gradient over. Raises UsageError for a second one before `run`, and the error that ended the update."""
+        self.require_whole()
         if record in self._seen:
             raise UsageError(
                 f'a second gradient of parameter {record.name!r} before step(), but with overlap="backward" the first one has '
                 'updated it: call step() after each backward, or use overlap "forward" or "none"'
             )
-        if self._running is None:
-            self._start()
+        if not self._update.under_way:
+            self._state.before_change()
+            self._at_start = self._settings(1.0)
+            self._update.start(self._at_start)
         self._state.watch_memory([record])
-        self._seen.add(record)
-        torch.autograd.graph.increment_version(record.parameter)
-        with self._changed:
-            self._waiting[record] = rows
-            self._changed.notify_all()
-            self._changed.wait_for(self._has_room)
-        self._raise_error()
+        self._seen[record], self._rows[record] = None, rows
+        if self.on_final is not None:
+            self.on_final(record)
+        super().wait([])  # for none, but an error is raised
 
-    def _has_room(self) -> bool:
-        return self._error is not None or sum(rows.nbytes for rows in self._waiting.values()) <= _WAITING_BYTES
-
-    def _start(self) -> None:
-        self._state.before_change()
-        if self._workers is None:
-            self._workers = Workers(1, "zstore-update")
-        self._over, self._error = False, None
-        settings = self._stepping.settings(self.groups, 1.0)
-        context = self._state.arrays.transfers.stream_context()
-
-        def work() -> None:
-            with context():
-                self._work(settings)
-
-        self._running = self._workers.submit(work)
-
-    def _work(self, settings: StepSettings) -> None:
-        try:
-            while batch := self._take():
-                records = list(batch)
-                update = Update(self._state.arrays, records, settings, taking(batch))
-                update.run()
-                update.note_scalars(records)
-        except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-
-    def _take(self) -> Rows:
-        """Return the gradients that wait, at least one; none once the backward is over and all were taken."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._over)
-            batch, self._waiting = self._waiting, {}
-            self._changed.notify_all()
-            return batch
-
-    def finish(self, rest: Rows) -> None:
-        """End the step; `rest` are gradients of the step that the backward did not give. Raises the error of the update."""
-        left = {record: rows for record, rows in rest.items() if record not in self._seen}
-        if self._running is None and not left:
+    def run(self, rows: Rows, factor: float) -> None:
+        """End the step; `rows` are gradients of it that the backward may not have given. Raises the error of the update."""
+        for record in [record for record in rows if record not in self._seen]:
+            self.put(record, rows[record])
+        if not self._update.under_way:
             return
-        if self._running is None:
-            self._start()
-        self._state.watch_memory(left)
-        with self._changed:
-            self._waiting |= left
-            self._seen |= left.keys()
-            self._over = True
-            self._changed.notify_all()
-        self._wait()
-        seen, self._seen = self._seen, set()
-        self._raise_error()
-        self._state.note_update(seen)
+        self._update.end_backward()
+        try:
+            self._update.finish(self._at_start)
+        except BaseException as error:
+            self.torn = error
+            raise
+        self._state.note_update(self._seen)
+        self._expected, self._seen = list(self._seen), {}
 
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            self._stepping.torn = self._error
-            raise self._error
+    def wait(self, records: Iterable[LocalRecord] | None = None) -> None:
+        """See Stepping; updates that wait for the backward are not waited for."""
+        super().wait(self._state.records.values() if records is None else records)
 
-    def _wait(self) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            running.wait()
-
-    def abandon(self) -> None:
-        """Forget a step under way, which may have changed some parameters."""
-        with self._changed:
-            self._over = True
-            self._waiting = {}
-            self._changed.notify_all()
-        self._wait()
-        self._seen.clear()
+    def forget(self) -> None:
+        """See Stepping."""
+        if self._update.under_way:
+            self._update.abandon()
+        self._seen, self._rows = {}, {}
+        super().forget()
 
     def close(self) -> None:
-        """Abandon a step under way and end the thread."""
-        self.abandon()
-        if self._workers is not None:
-            self._workers.close()
-            self._workers = None
+        """See Stepping."""
+        self.forget()
+        super().close()

@@ -144,25 +144,27 @@ class StoredTensor(torch.Tensor):
     # -- torch.distributed.checkpoint's own protocol ------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, shown: object) -> list[WriteItem]:
-        cut = self.array.record.cut
+        record = self.array.record
         if self.array.block > 1:  # of a parameter that this rank has all of: else the class's own tensor wraps it
             chunk = ChunkStorageMetadata(torch.Size((0,)), self.shape)
             own = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.shape)
             return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=own)]
-        if not self.numel() and torch.Size(cut.whole_shape).numel():
+        if not self.numel() and record.shape.numel():
             return []  # others have the tensor's elements
-        place = torch.Size(cut.offsets)
+        place = torch.Size(record.offsets)
         written = TensorWriteData(
             chunk=ChunkStorageMetadata(place, self.shape),
             properties=TensorProperties(dtype=self.dtype),
-            size=torch.Size(cut.whole_shape),
+            size=record.shape,
         )
-        if cut.is_of_whole:
-            written = RestingWrite(written.chunk, written.properties, written.size, cut.grid, cut.shard)
+        if record.is_of_whole:
+            written = RestingWrite(
+                written.chunk, written.properties, written.size, record.state_grid, record.state_shard
+            )
         return [WriteItem(MetadataIndex(fqn, place), WriteItemType.SHARD, tensor_data=written)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        offsets = self.array.record.cut.offsets if self.array.block == 1 else (0,)
+        offsets = self.array.record.offsets if self.array.block == 1 else (0,)
         return [ChunkStorageMetadata(torch.Size(offsets), self.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> StoredTensor:

@@ -48,7 +48,7 @@ class WholeTensors:
                 f"parameter {name!r} has shape {list(shape)}, and Muon is for matrices: give what has other than "
                 "two dimensions to another optimizer, as AdamW"
             )
-        if not record.cut.is_of_whole or not record.is_contiguous:
+        if not record.is_of_whole or not record.is_contiguous:
             raise UsageError(
                 f"parameter {name!r} is a matrix of which this rank has other parts than rows one after another (strides "
                 f"{record.strides}): Muon is for parameters that are whole on each rank, or cut by rows as FSDP2 cuts them"

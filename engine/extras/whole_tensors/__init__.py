@@ -10,13 +10,13 @@ from ...optim.classes.muon import MuonWithAdam
 from ...optim.kernel import Kernel, kernel_for
 from ...optim.rules import Kind, Rule, register
 from ...plan.plan import Slots, TensorSlot
-from .kernel import MUON, TensorKernel
+from .kernel import TensorKernel
 from .step import TensorStep
 
 
 def _kernel(kind: Kind, group: Mapping[str, Any]) -> Kernel:
     if kind is MuonWithAdam:
-        return TensorKernel(MUON, group) if group["use_muon"] else kernel_for(torch.optim.AdamW, group)
+        return TensorKernel(torch.optim.Muon, group) if group["use_muon"] else kernel_for(torch.optim.AdamW, group)
     return TensorKernel(kind, group)
 
 
@@ -28,7 +28,7 @@ def _slots_of(kernel: Kernel, shape: Sequence[int]) -> Slots:
 
 register(
     Rule(
-        kinds=tuple(kind for kind in (Lamb, torch.optim.Adafactor, MUON, MuonWithAdam) if kind is not None),
+        kinds=(Lamb, torch.optim.Adafactor, torch.optim.Muon, MuonWithAdam),
         kernel=_kernel,
         slots=_slots_of,
         stepper=lambda _, state, world: TensorStep(state, world),

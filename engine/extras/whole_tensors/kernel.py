@@ -14,15 +14,12 @@ import torch
 from ...optim.classes.lamb import Lamb
 from ...optim.kernel import ParameterStep, Scalars, SlotArray, WholeStep, fp32_arrays
 
-MUON: Any = getattr(torch.optim, "Muon", None)
-"""torch's Muon, or None in a torch without it."""
-
 
 def _slots(kind: type[torch.optim.Optimizer], shape: Sequence[int]) -> list[SlotArray]:
     """Return a class's arrays for a tensor of `shape`."""
     if kind is Lamb:
         return fp32_arrays(("exp_avg", "exp_avg_sq"))
-    if kind is MUON:
+    if kind is torch.optim.Muon:
         return fp32_arrays(("momentum_buffer",))
     if len(shape) < 2:
         return fp32_arrays(("variance",))
@@ -41,7 +38,7 @@ class TensorKernel:
         self._optimizer: torch.optim.Optimizer = self._kind(
             [self._proxy], **{name: group[name] for name in self._settings}
         )
-        self._count = "updates" if kind is MUON else "step"  # Muon keeps no step count
+        self._count = "updates" if kind is torch.optim.Muon else "step"  # Muon keeps no step count
         self.slots = tuple(dict.fromkeys(slot.name for shape in ((1, 1), (1,)) for slot in _slots(kind, shape)))
         """Names of all arrays that a parameter may have."""
 

@@ -32,13 +32,14 @@ class MuonWithAdam(torch.optim.Optimizer):
         groups: list[dict[str, Any]] = []
         for given in params:
             group: Any = given
+            kind: Any
             if not isinstance(group, Mapping) or not isinstance(group.get("use_muon"), bool):
                 raise UsageError(
                     'MuonWithAdam: expected groups {"params": ..., "use_muon": True or False, ...}; '
                     "split_for_muon(model) makes them"
                 )
             settings = {name: value for name, value in given.items() if name not in ("params", "use_muon")}
-            kind, defaults = (muon_class(), _MUON) if given["use_muon"] else (torch.optim.AdamW, _ADAM)
+            kind, defaults = (torch.optim.Muon, _MUON) if given["use_muon"] else (torch.optim.AdamW, _ADAM)
             one = kind(given["params"], **{**defaults, **settings})
             groups.append({**one.param_groups[0], "use_muon": given["use_muon"]})
         super().__init__(groups, {})
@@ -48,19 +49,11 @@ class MuonWithAdam(torch.optim.Optimizer):
         """Update every parameter that has a gradient; return what `closure` returned."""
         loss = called(closure)
         for group in self.param_groups:
-            one = (muon_class() if group["use_muon"] else torch.optim.AdamW)(group["params"])
+            one: Any = (torch.optim.Muon if group["use_muon"] else torch.optim.AdamW)(group["params"])
             # They work on this object's groups and state, whatever a load put in their place.
             one.param_groups, one.state = [group], self.state
             one.step()
         return loss
-
-
-def muon_class() -> Any:
-    """Return torch's class. Raises UsageError where this torch has none."""
-    found = getattr(torch.optim, "Muon", None)
-    if found is None:
-        raise UsageError(f"Muon needs torch 2.9 or later, and this is torch {torch.__version__}: update torch")
-    return found
 
 
 def split_for_muon(
