@@ -7,15 +7,35 @@ from pydantic import Field, PlainValidator
 from pydantic_core.core_schema import ValidationInfo
 
 from .keys import Section, Status, about, built, no_effect, refused
-from .optimizer_names import ALIASES, advice_on
 from .sections import KERNEL
 from .values import Anything, Auto, BelowOne, Bool, Number, OneOf, Positive, Real, Words
 
+_PASS = "to initialize(optimizer=...) and leave this section out"
+_WHOLE = f"pass the object {_PASS}; it works at stage 0 without offload only, for its update needs whole tensors"
+
+ALIASES = {
+    **dict.fromkeys(("fusedadam", "cpuadam", "deepspeedcpuadam"), "Adam"),
+    **dict.fromkeys(("cpuadagrad", "deepspeedcpuadagrad"), "Adagrad"),
+    **dict.fromkeys(("fusedlion", "cpulion", "deepspeedcpulion"), "Lion"),
+    "fusedlamb": "Lamb",
+}
+"""Names of DeepSpeed's classes, in small letters, and the type that does the same."""
+
+_OTHERS = {
+    "lbfgs": "it calls the model again within its step, which the engine cannot do; train with it in plain torch",
+    "sparseadam": "it needs sparse gradients, which are not supported",
+}
 _OTHER = "it belongs to another optimizer and has no meaning for Adam; remove it"
 
 Betas = Annotated[tuple[BelowOne, BelowOne], Words("two numbers, each from 0 to below 1")]
 Pair = Annotated[tuple[Real, Real], Words("two numbers of at least 0")]
 EpsPair = Annotated[tuple[Real | None, Real], Words("two numbers of at least 0; null for the first is fp32's epsilon")]
+
+
+def advice_on(name: object) -> str:
+    """Return the end of the message about an optimizer that cannot be named."""
+    known = _OTHERS.get(name.lower()) if isinstance(name, str) else None
+    return "; " + (known or f"of another {_WHOLE}")
 
 
 class OptimizerParams(Section):

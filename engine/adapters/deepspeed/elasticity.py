@@ -36,7 +36,7 @@ def compute_elastic_config(
     ds_config: Any, target_deepspeed_version: str = "", world_size: int = 0, return_microbatch: bool = False
 ) -> tuple[Any, ...]:
     """Return (train batch, valid world sizes), with a world size or `return_microbatch` followed by the micro-batch (None
-    without a world size), by DeepSpeed's formula: see [Note: the elastic batch] in `zstore.engine.config.elastic_batch`.
+    without a world size), by DeepSpeed's formula: see [Note: the elastic batch] in `zstore.engine.config.elasticity`.
 
     Only the section of `ds_config`, a dict or the path of a JSON file, counts. A world size that is not valid is an error
     with version 0.1, and with 0.2 the only one that is valid for the batch returned. Raises ElasticityConfigError if the
