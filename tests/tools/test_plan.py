@@ -24,9 +24,8 @@ from zstore.sizes import format_bytes
 from zstore.testing.ranks import run_ranks
 from zstore.tools import cli
 from zstore.tools.drive import BLOCK_BYTES
-from zstore.tools.plan.choices import Costs, all_choices, ladder, plan_of
+from zstore.tools.plan.choices import Costs, activations_of, all_choices, ladder, plan_of, step_seconds
 from zstore.tools.plan.command import plan_command
-from zstore.tools.plan.estimate import activations_of, step_seconds
 from zstore.tools.plan.job import Choice, PlannedJob, make_job
 from zstore.tools.plan.machine import (
     PlannedMachine,

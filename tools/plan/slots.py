@@ -21,7 +21,7 @@ ADAM = OptimizerConfig(kind="AdamW", arguments={})
 
 def slots_of(model: ModelShape, optimizer: OptimizerConfig | None, ema: float | None = None) -> Mapping[str, Slots]:
     """Return the slots of each parameter of a model, by its name, with an average of decay `ema`. Only for optimizers other
-    than a usual Adam that loads torch, whose classes say what they keep.
+    than a usual Adam that loads torch, whose classes tell their slots.
 
     Raises ConfigError for arguments that the optimizer does not take.
     """
