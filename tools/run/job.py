@@ -13,7 +13,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from zstore.errors import UsageError
 
@@ -55,12 +56,7 @@ class RunJob:
     @classmethod
     def from_json(cls, line: str) -> RunJob:
         """Return the job of such a line."""
-        found: dict[str, Any] = json.loads(line)
-        hosts = tuple(
-            Host(name=host["name"], slots=None if host["slots"] is None else tuple(host["slots"]))
-            for host in found.pop("hosts")
-        )
-        return cls(hosts=hosts, command=tuple(found.pop("command")), **found)
+        return TypeAdapter(cls).validate_json(line)
 
     def host(self, environment: Mapping[str, str]) -> Host:
         """Return this machine; of several, the one that Slurm's variables name."""
