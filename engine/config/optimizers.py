@@ -153,8 +153,8 @@ class RMSpropParams(_Decayed):
     """Divide by an estimate of the variance, which keeps the mean of gradients too."""
 
 
-class NAdamParams(_Decayed):
-    """Arguments of NAdam."""
+class _TwoMoments(_Decayed):
+    """Arguments of those that keep two moments."""
 
     lr: Real | Auto = built(2e-3)
     """Learning rate; the default is torch's."""
@@ -162,32 +162,29 @@ class NAdamParams(_Decayed):
     """Decay of the two moments."""
     eps: Real | Auto = built(1e-8)
     """Added to the denominator."""
+
+
+class NAdamParams(_TwoMoments):
+    """Arguments of NAdam."""
+
     momentum_decay: Real = built(4e-3)
     """Decay of the momentum's schedule."""
     decoupled_weight_decay: Bool = built(False)
     """Decay as in AdamW."""
 
 
-class AdamaxParams(_Decayed):
+class AdamaxParams(_TwoMoments):
     """Arguments of Adamax."""
 
-    lr: Real | Auto = built(2e-3)
-    """Learning rate; the default is torch's."""
     betas: Betas | Auto = built((0.9, 0.999))
     """Decay of the moment and of the largest gradient."""
-    eps: Real | Auto = built(1e-8)
-    """Added to the denominator."""
 
 
-class RAdamParams(_Decayed):
+class RAdamParams(_TwoMoments):
     """Arguments of RAdam."""
 
     lr: Real | Auto = built(1e-3)
     """Learning rate; the default is torch's."""
-    betas: Betas | Auto = built((0.9, 0.999))
-    """Decay of the two moments."""
-    eps: Real | Auto = built(1e-8)
-    """Added to the denominator."""
     decoupled_weight_decay: Bool = built(False)
     """Decay as in AdamW."""
 
@@ -327,13 +324,13 @@ class _OneBitParams(OptimizerParams):
     amsgrad: Bool = refused(False, _NO_AMSGRAD)
     cuda_aware: Anything = no_effect(None, _BACKEND)
     comm_backend_name: Anything = no_effect(None, _BACKEND)
+    weight_decay: Real | Auto = built(0.0)
+    """Decoupled decay of the weights per step, times lr."""
 
 
 class OneBitAdamParams(_OneBitParams):
     """Arguments of 1-bit Adam, at stages 0 and 1: AdamW that sends its momentum as signs after a warm-up."""
 
-    weight_decay: Real | Auto = built(0.0)
-    """Decoupled decay of the weights per step, times lr."""
     freeze_step: Positive = built(100000)
     """Updates that are AdamW's; in later ones the variance stays, and signs are sent. Take 15 to 25% of the run, and not
     less than the warm-up of the rate; the default is DeepSpeed's."""
@@ -343,8 +340,6 @@ class OneBitAdamParams(_OneBitParams):
 class ZeroOneAdamParams(_OneBitParams):
     """Arguments of 0/1 Adam, at stages 0 and 1: AdamW that sends signs from the start, and later not in every step."""
 
-    weight_decay: Real | Auto = built(0.0)
-    """Decoupled decay of the weights per step, times lr."""
     var_freeze_step: Positive = built(100000)
     """Last update that may change the variance; after it ranks take steps of their own. The end of the warm-up of the rate
     is a good one; the default is DeepSpeed's."""

@@ -1,6 +1,6 @@
 """The values of "auto", and batch sizes. Pure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
@@ -25,9 +25,8 @@ class ResolveContext:
     """Ranks of the run."""
     hidden_size: int | None = None
     """Width of the model, for the sizes of buckets."""
-    device_supports_bf16: bool = False
-    """Whether the device computes in bf16 natively, for "auto"."""
-    device_supports_fp16: bool = False
+    native: Collection[str] = ()
+    """The 16-bit types, "bf16" and "fp16", that the device computes natively, for "auto"."""
     client_optimizer: bool = False
     """Whether an optimizer was passed: then the config's section is not read."""
     whole_tensors: bool = False
@@ -141,9 +140,9 @@ def _precision(settings: ConfigSections, context: ResolveContext) -> dict[str, b
     fp16; none of them if the config demands the other."""
     bf16, fp16 = settings.bf16.enabled, settings.fp16.enabled
     if bf16 == "auto":
-        bf16 = context.device_supports_bf16 and fp16 is not True
+        bf16 = "bf16" in context.native and fp16 is not True
     if fp16 == "auto":
-        fp16 = context.device_supports_fp16 and not bf16
+        fp16 = "fp16" in context.native and not bf16
     return {"bf16.enabled": bool(bf16), "fp16.enabled": bool(fp16)}
 
 

@@ -35,9 +35,8 @@ from zstore.tools.plan.machine import (
     host_memory_bytes,
     measured_rates,
 )
-from zstore.tools.plan.model import shape_of_model, shape_of_numbers
+from zstore.tools.plan.model import shape_of_model, shape_of_numbers, slots_of, slots_of_module
 from zstore.tools.plan.options import PlanOptions
-from zstore.tools.plan.slots import slots_of, slots_of_module
 from zstore.tools.sample.models import SHIPPED, Gpt, GptConfig, build_model, loss_of
 
 GB = 10**9

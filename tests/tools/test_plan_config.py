@@ -22,9 +22,9 @@ from zstore.ranks.world import World
 from zstore.tools.plan.choices import Costs, activations_of, changed_config, ladder, plan_of, weigh_given
 from zstore.tools.plan.command import plan_command
 from zstore.tools.plan.job import Choice, make_job
+from zstore.tools.plan.model import slots_of_module
 from zstore.tools.plan.options import PlanOptions, Precision
 from zstore.tools.plan.report import differences, headline
-from zstore.tools.plan.slots import slots_of_module
 from zstore.tools.run.ranks import MemoryWatch
 from zstore.tools.sample.models import build_model
 

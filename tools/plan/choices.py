@@ -23,7 +23,7 @@ from zstore.sizes import format_bytes
 
 from .job import Choice, GroupKey, PlannedJob
 from .machine import PlannedMachine
-from .slots import slots_of
+from .model import slots_of
 
 _BUDGET_PERCENT = 60
 BUCKET_NUMEL = 50_000_000
@@ -309,8 +309,7 @@ def _resolved(job: PlannedJob, text: str) -> Config:
         ResolveContext(
             world_size=job.machine.world_size,
             hidden_size=job.model.width.hidden,
-            device_supports_bf16=job.precision == "bf16",
-            device_supports_fp16=job.precision == "fp16",
+            native=(job.precision,),
             answers=job.answers,
         )
     )

@@ -92,7 +92,7 @@ def _plan(model: _Sizes, stage: int, world_size: int, optimizer: Device, param: 
             "bf16": {"enabled": True},
             "zero_optimization": zero,
         }
-    ).resolve(ResolveContext(world_size=world_size, device_supports_bf16=True))
+    ).resolve(ResolveContext(world_size=world_size, native=("bf16",)))
     slots = {one.name: _SLOTS for one in model.shapes if one.name in model.trained}
     needs = find_needs(model.shapes, slots, config, world_size=world_size, rank=0, units=model.units)
     return make_plan(needs, placement_settings(config, budget_bytes=None, device_is_host=False), model.units)
