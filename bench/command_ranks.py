@@ -40,7 +40,7 @@ Row = dict[str, Any]
 
 _LAUNCH = """
 import sys
-from zstore.tools.train.launch import launch
+from zstore.tools.train.command import launch
 launch([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1]))
 """
 _PROGRAM = """

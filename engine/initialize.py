@@ -108,8 +108,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         ResolveContext(
             world_size=world.world_size,
             hidden_size=hidden_size(model),
-            device_supports_bf16=rates is not None and "bf16" in rates.native,
-            device_supports_fp16=rates is not None and "fp16" in rates.native,
+            native=() if rates is None else rates.native,
             client_optimizer=optimizer is not None,
             whole_tensors=whole,
             optimizer_name=type(optimizer).__name__ if whole else "",

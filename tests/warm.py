@@ -43,7 +43,7 @@ NEW_PROCESSES = "ZSTORE_TEST_NEW_PROCESSES"
 
 LAUNCH = """
 import sys
-from zstore.tools.train.launch import launch
+from zstore.tools.train.command import launch
 launch([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1]))
 """
 """Program that launches ranks, forks as well where it is itself: their number, code, and arguments are its own."""

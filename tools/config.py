@@ -83,13 +83,11 @@ def resolve(config: Config, world_size: int, hidden_size: int | None) -> tuple[d
     unanswered = set(answers)
     if BATCH_KEYS[1] in unanswered:
         unanswered |= {key for key in BATCH_KEYS if getattr(settings, key) in (None, "auto")}
-    native = _native(config)
     found = config.resolve(
         ResolveContext(
             world_size=world_size,
             hidden_size=hidden_size,
-            device_supports_bf16="bf16" in native,
-            device_supports_fp16="fp16" in native,
+            native=_native(config),
             answers=answers,
         )
     )

@@ -26,8 +26,7 @@ from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 from zstore.weights.layout import MAX_FILE_BYTES, plan_files
 from zstore.weights.writer import Lost, lost_text
 
-from .export import write_state_dict
-from .export_deepspeed import arrays_read, write_universal
+from .export import arrays_read, write_state_dict, write_universal
 from .opening import DEFAULTS, Common, open_location, reporting
 from .options import Dtype, Tag
 from .progress import ProgressBar

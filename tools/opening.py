@@ -62,7 +62,6 @@ class Common:
     also: Annotated[
         list[str] | None,
         typer.Option(
-            "--also",
             help="Another folder with parts of the checkpoint, which ranks saved to drives of their own; may be repeated.",
             metavar="DIR",
         ),

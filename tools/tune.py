@@ -29,8 +29,8 @@ from typing import Annotated, Any
 
 import typer
 
-from zstore.engine.config.autotuning import AutotuningSection, ModelInfoSection
 from zstore.engine.config.config import load_config, read_config
+from zstore.engine.config.sections import AutotuningSection, ModelInfoSection
 from zstore.errors import ConfigError, UsageError
 from zstore.journal.reader import read
 

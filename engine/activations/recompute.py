@@ -9,7 +9,7 @@ from torch import nn
 
 from zstore.errors import UsageError
 
-from ..config.activations import ActivationCheckpointingSection
+from ..config.sections import ActivationCheckpointingSection
 from .blocks import find_blocks
 from .checkpointing import checkpoint, checkpoint_call, use_section
 

@@ -15,7 +15,7 @@ from zstore.store import RUN_FOLDER
 
 from .answers import problem_text
 from .jsonc import load_jsonc
-from .notices import Notice
+from .keys import Notice
 from .optimizers import ONE_BIT, WHOLE_TENSORS, AdamParams
 from .parse import parse
 from .resolve import BatchSizes, ResolveContext, answered, default_weight_decay, resolve_settings

@@ -1,12 +1,29 @@
-"""The section `elasticity`."""
+"""The section `elasticity`, and its batch by DeepSpeed's formula of elasticity 0.1 and 0.2.
 
-from typing import Annotated, Literal
+[Note: the elastic batch]
+A step's samples stay the same whatever the world size is, so the batch must have many divisors. The bases are each
+micro-batch size and the least common multiple of all. A base becomes the largest product of itself and a highly composite
+number, one with more divisors than any smaller, that is within the maximum. A world size is valid for a batch if some
+micro-batch size, times a whole number of accumulation steps, times the world size is the batch. Of these batches the one
+with the most valid world sizes is taken, of equals the larger (or the smaller). Version 0.2 counts in nodes of several
+ranks: the maximum is divided by the ranks of a node, and batch and world sizes are multiplied by them; a world size that is
+not valid for this batch gets one of its own, the largest multiple within the maximum.
+"""
+
+import math
+from bisect import bisect_right
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BeforeValidator
 
-from .elastic_batch import ElasticBatch, batch_of_its_own, elastic_batch, elastic_micro_batch
 from .keys import Section, built, no_effect, refused
 from .values import Bool, Count, OneOf, Positive, Words
+
+HIGHLY_COMPOSITE = (
+    1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160, 25200,
+    27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400, 665280, 720720,
+)  # fmt: skip
+"""The numbers with more divisors than any smaller one (https://oeis.org/A002182), up to DeepSpeed's largest factor."""
 
 Sizes = Annotated[tuple[Positive, ...], Words("a list of whole numbers of at least 1")]
 
@@ -16,6 +33,13 @@ Version = Annotated[
     BeforeValidator(lambda value: str(value) if isinstance(value, float) else value),
     Words("0.1 or 0.2"),
 ]
+
+
+class ElasticBatch(NamedTuple):
+    """The samples of a step, and the world sizes that train with them, ascending."""
+
+    train_batch_size: int
+    valid_world_sizes: tuple[int, ...]
 
 
 class ElasticitySection(Section):
@@ -52,33 +76,45 @@ class ElasticitySection(Section):
 
     def batch(self, world_size: int | None = None) -> ElasticBatch:
         """Return the batch and the world sizes that are valid, with version 0.2 and a `world_size` that is not valid the
-        batch of that. Raises ValueError if there is none."""
-        if self.max_train_batch_size is None or self.micro_batch_sizes is None:
+        batch of that. See [Note: the elastic batch]. Raises ValueError if there is none."""
+        sizes, maximum = self.micro_batch_sizes, self.max_train_batch_size
+        if maximum is None or sizes is None:
             raise ValueError("max_train_batch_size and micro_batch_sizes are needed")
-        found = elastic_batch(
-            self.micro_batch_sizes,
-            self.max_train_batch_size,
-            min_world_size=self.min_gpus,
-            max_world_size=self.max_gpus,
-            ranks_per_node=self.num_gpus_per_node if self.version == "0.2" else 1,
-            prefer_larger=self.prefer_larger_batch,
-        )
-        if self.version == "0.1" or world_size is None or world_size in found.valid_world_sizes:
-            return found
+        per_node = self.num_gpus_per_node if self.version == "0.2" else 1
+        most = maximum // per_node
+        if max(sizes) > most:
+            raise ValueError(
+                f"the largest micro-batch is {max(sizes)}, and a step may have {most} samples"
+                + (f" on each of {per_node} ranks of a node" if per_node > 1 else "")
+            )
+        largest = most // min(sizes)
+        nodes = range(max(1, self.min_gpus // per_node), 1 + min(largest, self.max_gpus // per_node or largest))
+        found = []
+        for base in {base for base in (*sizes, math.lcm(*sizes)) if base <= most}:
+            batch = base * HIGHLY_COMPOSITE[bisect_right(HIGHLY_COMPOSITE, most // base) - 1]
+            shares = [batch // size for size in sizes if batch % size == 0]
+            valid = tuple(n * per_node for n in nodes if any(share % n == 0 for share in shares))
+            found.append(ElasticBatch(batch * per_node, valid))
         larger = self.prefer_larger_batch
-        return batch_of_its_own(self.micro_batch_sizes, self.max_train_batch_size, world_size, prefer_larger=larger)
+        best = max(found, key=lambda one: (len(one.valid_world_sizes), one[0] if larger else -one[0]))
+        if self.version == "0.1" or world_size is None or world_size in best.valid_world_sizes:
+            return best
+        multiples = [maximum // (size * world_size) * size * world_size for size in sizes]
+        if not (own := max(multiples) if larger else min(multiples)):
+            raise ValueError(
+                f"{maximum} samples are less than a micro-batch of {max(sizes)} on each of {world_size} ranks"
+            )
+        return ElasticBatch(own, (world_size,))
 
     def sizes_at(self, world_size: int) -> tuple[int, int, int]:
-        """Return (train batch, micro-batch, accumulation steps) at a world size. Raises ValueError, which names those
-        that are valid, if it is not and the version is 0.1."""
-        found = self.batch(world_size)
-        if world_size not in found.valid_world_sizes:
-            valid = (
-                ", ".join(map(str, found.valid_world_sizes)) or f"none from {self.min_gpus} to {self.max_gpus} is valid"
-            )
+        """Return (train batch, micro-batch, accumulation steps) at a world size: of micro-batches the largest of which every
+        rank takes a whole number. Raises ValueError, which names those that are valid, if it is not and the version is 0.1."""
+        batch, valid = self.batch(world_size)
+        if world_size not in valid:
+            listed = ", ".join(map(str, valid)) or f"none from {self.min_gpus} to {self.max_gpus} is valid"
             raise ValueError(
-                f"elasticity: world size {world_size} cannot train with its batch of {found.train_batch_size}; world "
-                f"sizes that can: {valid}"
+                f"elasticity: world size {world_size} cannot train with its batch of {batch}; world sizes that can: {listed}"
             )
-        micro = elastic_micro_batch(found.train_batch_size, world_size, self.micro_batch_sizes or ())
-        return found.train_batch_size, micro, found.train_batch_size // (micro * world_size)
+        share = batch // world_size
+        micro = max(size for size in self.micro_batch_sizes or () if share % size == 0)
+        return batch, micro, share // micro

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .keys import Section, Status, about, description, stages_of
-from .notices import ConfigProblem, Notice
+from .keys import ConfigProblem, Notice, Section, Status, about, description, stages_of
 from .parse import parse
 from .schema import ConfigSections
 from .values import show

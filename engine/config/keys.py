@@ -1,8 +1,9 @@
-"""The status of a config key, and the base of all sections of the schema."""
+"""The status of a config key, messages about keys, and the base of all sections of the schema."""
 
 import ast
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from itertools import pairwise
@@ -26,6 +27,33 @@ class Status(Enum):
     """Nothing is lost without it: it happens anyway, or there is nothing to do it to; it is reported."""
     REFUSED = "refused"
     """Training without it would not be what the config asks for: an error."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A key that was set and does not act, or not as it could be read."""
+
+    key: str
+    """Dotted path, as written."""
+    message: str
+    """The substitute, or the reason why nothing is left to do."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}"
+
+
+@dataclass(frozen=True)
+class ConfigProblem:
+    """An error, and the keys that it is about."""
+
+    keys: tuple[str, ...]
+    what: str
+
+    @property
+    def message(self) -> str:
+        """The message, after the names of the keys."""
+        named = " and ".join(filter(None, self.keys))
+        return f"{named}: {self.what}" if named else self.what
 
 
 def built(default: Any, *, stages: tuple[int, ...] = ()) -> Any:

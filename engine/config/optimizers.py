@@ -7,15 +7,35 @@ from pydantic import Field, PlainValidator
 from pydantic_core.core_schema import ValidationInfo
 
 from .keys import Section, Status, about, built, no_effect, refused
-from .optimizer_names import ALIASES, advice_on
 from .sections import KERNEL
 from .values import Anything, Auto, BelowOne, Bool, Number, OneOf, Positive, Real, Words
 
+_PASS = "to initialize(optimizer=...) and leave this section out"
+_WHOLE = f"pass the object {_PASS}; it works at stage 0 without offload only, for its update needs whole tensors"
+
+ALIASES = {
+    **dict.fromkeys(("fusedadam", "cpuadam", "deepspeedcpuadam"), "Adam"),
+    **dict.fromkeys(("cpuadagrad", "deepspeedcpuadagrad"), "Adagrad"),
+    **dict.fromkeys(("fusedlion", "cpulion", "deepspeedcpulion"), "Lion"),
+    "fusedlamb": "Lamb",
+}
+"""Names of DeepSpeed's classes, in small letters, and the type that does the same."""
+
+_OTHERS = {
+    "lbfgs": "it calls the model again within its step, which the engine cannot do; train with it in plain torch",
+    "sparseadam": "it needs sparse gradients, which are not supported",
+}
 _OTHER = "it belongs to another optimizer and has no meaning for Adam; remove it"
 
 Betas = Annotated[tuple[BelowOne, BelowOne], Words("two numbers, each from 0 to below 1")]
 Pair = Annotated[tuple[Real, Real], Words("two numbers of at least 0")]
 EpsPair = Annotated[tuple[Real | None, Real], Words("two numbers of at least 0; null for the first is fp32's epsilon")]
+
+
+def advice_on(name: object) -> str:
+    """Return the end of the message about an optimizer that cannot be named."""
+    known = _OTHERS.get(name.lower()) if isinstance(name, str) else None
+    return "; " + (known or f"of another {_WHOLE}")
 
 
 class OptimizerParams(Section):
@@ -133,8 +153,8 @@ class RMSpropParams(_Decayed):
     """Divide by an estimate of the variance, which keeps the mean of gradients too."""
 
 
-class NAdamParams(_Decayed):
-    """Arguments of NAdam."""
+class _TwoMoments(_Decayed):
+    """Arguments of those that keep two moments."""
 
     lr: Real | Auto = built(2e-3)
     """Learning rate; the default is torch's."""
@@ -142,32 +162,29 @@ class NAdamParams(_Decayed):
     """Decay of the two moments."""
     eps: Real | Auto = built(1e-8)
     """Added to the denominator."""
+
+
+class NAdamParams(_TwoMoments):
+    """Arguments of NAdam."""
+
     momentum_decay: Real = built(4e-3)
     """Decay of the momentum's schedule."""
     decoupled_weight_decay: Bool = built(False)
     """Decay as in AdamW."""
 
 
-class AdamaxParams(_Decayed):
+class AdamaxParams(_TwoMoments):
     """Arguments of Adamax."""
 
-    lr: Real | Auto = built(2e-3)
-    """Learning rate; the default is torch's."""
     betas: Betas | Auto = built((0.9, 0.999))
     """Decay of the moment and of the largest gradient."""
-    eps: Real | Auto = built(1e-8)
-    """Added to the denominator."""
 
 
-class RAdamParams(_Decayed):
+class RAdamParams(_TwoMoments):
     """Arguments of RAdam."""
 
     lr: Real | Auto = built(1e-3)
     """Learning rate; the default is torch's."""
-    betas: Betas | Auto = built((0.9, 0.999))
-    """Decay of the two moments."""
-    eps: Real | Auto = built(1e-8)
-    """Added to the denominator."""
     decoupled_weight_decay: Bool = built(False)
     """Decay as in AdamW."""
 
@@ -307,13 +324,13 @@ class _OneBitParams(OptimizerParams):
     amsgrad: Bool = refused(False, _NO_AMSGRAD)
     cuda_aware: Anything = no_effect(None, _BACKEND)
     comm_backend_name: Anything = no_effect(None, _BACKEND)
+    weight_decay: Real | Auto = built(0.0)
+    """Decoupled decay of the weights per step, times lr."""
 
 
 class OneBitAdamParams(_OneBitParams):
     """Arguments of 1-bit Adam, at stages 0 and 1: AdamW that sends its momentum as signs after a warm-up."""
 
-    weight_decay: Real | Auto = built(0.0)
-    """Decoupled decay of the weights per step, times lr."""
     freeze_step: Positive = built(100000)
     """Updates that are AdamW's; in later ones the variance stays, and signs are sent. Take 15 to 25% of the run, and not
     less than the warm-up of the rate; the default is DeepSpeed's."""
@@ -323,8 +340,6 @@ class OneBitAdamParams(_OneBitParams):
 class ZeroOneAdamParams(_OneBitParams):
     """Arguments of 0/1 Adam, at stages 0 and 1: AdamW that sends signs from the start, and later not in every step."""
 
-    weight_decay: Real | Auto = built(0.0)
-    """Decoupled decay of the weights per step, times lr."""
     var_freeze_step: Positive = built(100000)
     """Last update that may change the variance; after it ranks take steps of their own. The end of the warm-up of the rate
     is a good one; the default is DeepSpeed's."""

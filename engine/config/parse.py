@@ -9,8 +9,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from .keys import Section, Status, about, known_keys, type_of
-from .notices import ConfigProblem, Notice
+from .keys import ConfigProblem, Notice, Section, Status, about, known_keys, type_of
 from .rules import contradictions, idle_keys
 from .schema import ConfigSections
 from .values import expected, refusal, show

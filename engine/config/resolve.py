@@ -1,6 +1,6 @@
 """The values of "auto", and batch sizes. Pure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
@@ -11,7 +11,7 @@ from zstore.errors import UsageError
 from .keys import Section, answer_type
 from .optimizers import AdamParams, OptimizerSection
 from .schema import BATCH_KEYS, ConfigSections
-from .zero_groups import group_problems
+from .zero import ZeroSection
 
 S = TypeVar("S", bound=Section)
 _WARMUP_MAX = "scheduler.params.warmup_max_lr"
@@ -25,9 +25,8 @@ class ResolveContext:
     """Ranks of the run."""
     hidden_size: int | None = None
     """Width of the model, for the sizes of buckets."""
-    device_supports_bf16: bool = False
-    """Whether the device computes in bf16 natively, for "auto"."""
-    device_supports_fp16: bool = False
+    native: Collection[str] = ()
+    """The 16-bit types, "bf16" and "fp16", that the device computes natively, for "auto"."""
     client_optimizer: bool = False
     """Whether an optimizer was passed: then the config's section is not read."""
     whole_tensors: bool = False
@@ -141,9 +140,9 @@ def _precision(settings: ConfigSections, context: ResolveContext) -> dict[str, b
     fp16; none of them if the config demands the other."""
     bf16, fp16 = settings.bf16.enabled, settings.fp16.enabled
     if bf16 == "auto":
-        bf16 = context.device_supports_bf16 and fp16 is not True
+        bf16 = "bf16" in context.native and fp16 is not True
     if fp16 == "auto":
-        fp16 = context.device_supports_fp16 and not bf16
+        fp16 = "fp16" in context.native and not bf16
     return {"bf16.enabled": bool(bf16), "fp16.enabled": bool(fp16)}
 
 
@@ -194,9 +193,35 @@ def resolve_settings(
             "zstore.split_master: true needs bf16, since it keeps a part of each master as the bf16 weight; set "
             '"bf16": {"enabled": true}, or leave split_master out'
         )
-    problems += group_problems(settings.zero_optimization, context.world_size)
+    problems += _group_problems(settings.zero_optimization, context.world_size)
     derived, defaults, missing = _fill(settings, context.hidden_size)
     return _replaced(settings, values | derived | defaults), (*problems, *missing), defaults
+
+
+def _group_problems(zero: ZeroSection, world_size: int) -> Iterator[str]:
+    """Yield the errors of `mics_shard_size` and `zero_hpz_partition_size` at this world size."""
+    mics, hpz = zero.mics_shard_size, zero.zero_hpz_partition_size
+    if mics > 0 and hpz > 1:
+        yield (
+            f"zero_optimization.mics_shard_size {mics} and zero_hpz_partition_size {hpz}: with groups that each hold all "
+            "parameters there is nothing for a second copy to save; leave out zero_hpz_partition_size, or with less memory "
+            "mics_shard_size"
+        )
+    if mics > 0 and zero.zero_quantized_gradients:
+        yield (
+            f"zero_optimization.mics_shard_size {mics} and zero_quantized_gradients: the gradients of copies are reduced in "
+            "their own type; leave one of them out, or use zero_hpz_partition_size, which goes with both quantizations"
+        )
+    for key, size in (("mics_shard_size", mics), ("zero_hpz_partition_size", hpz)):
+        if size > 1 and world_size % size:
+            fits = [str(number) for number in range(2, world_size + 1) if world_size % number == 0]
+            advice = f"take {' or '.join(fits)}, or leave it out" if fits else "leave it out"
+            yield f"zero_optimization.{key} {size} does not divide the world size {world_size}; {advice}"
+    if mics == 1 and zero.stage > 0 and world_size > 1:
+        yield (
+            "zero_optimization.mics_shard_size 1: a group of one rank shards nothing; take stage 0, which does the same, or a "
+            "number of at least 2"
+        )
 
 
 def answered(settings: ConfigSections, answers: Mapping[str, Any]) -> ConfigSections:

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from .keys import Section, stages_of, type_of
-from .notices import ConfigProblem, Notice
+from .keys import ConfigProblem, Notice, Section, stages_of, type_of
 from .optimizers import ONE_BIT, AdamParams
 from .schema import BATCH_KEYS, ConfigSections
 from .values import expected

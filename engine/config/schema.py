@@ -11,24 +11,26 @@ from pydantic.fields import FieldInfo
 
 from zstore.errors import UsageError
 
-from .activations import ActivationCheckpointingSection
-from .autotuning import AutotuningSection
 from .data import CurriculumSection, DataEfficiencySection
 from .elasticity import ElasticitySection
 from .keys import Section, built, no_effect, not_built, refused
 from .optimizers import OptimizerSection
-from .profiling import CommsLoggerSection, FlopsProfilerSection, TimersSection
 from .scheduler import SchedulerSection
 from .sections import (
     KERNEL,
+    ActivationCheckpointingSection,
     AioSection,
+    AutotuningSection,
     Bf16Section,
     CheckpointSection,
+    CommsLoggerSection,
     CsvMonitorSection,
     DataTypesSection,
+    FlopsProfilerSection,
     Fp16Section,
     PublishSection,
     TensorboardSection,
+    TimersSection,
     WandbSection,
 )
 from .sparse_attention import SparseAttentionSection

@@ -1,14 +1,15 @@
-"""The sections of a config but `zero_optimization` and `scheduler`: precision, optimizer, I/O, monitors, checkpoints."""
+"""The smaller sections of a config: precision, I/O, monitors, checkpoints, activations, profiles, autotuning."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
+from zstore.ranks.comms_log import OPERATIONS, operation_named
 from zstore.remote.url import is_url
 
-from .keys import Section, built, no_effect, not_built
+from .keys import Section, built, no_effect, not_built, refused
 from .values import (
     Auto,
     Bool,
@@ -17,6 +18,7 @@ from .values import (
     Name,
     Number,
     OneOf,
+    Position,
     Positive,
     Real,
     Unread,
@@ -185,3 +187,159 @@ class DataTypesSection(Section):
     buffer_dtype: DataType | None = built(None)
     """Type of the modules' floating buffers. Unset or "none": they keep the types that the model gave them, so that
     frequencies of rotary embeddings and running statistics stay exact beside 16-bit parameters."""
+
+
+NOT_PARTITIONED = (
+    "there is no model parallelism, so each rank keeps the inputs of its blocks whole; cpu_checkpointing takes them off the "
+    "device"
+)
+
+
+class ActivationCheckpointingSection(Section):
+    """How blocks that the model computes again in the backward keep their inputs; see docs/activations.md. The model,
+    `zstore.checkpointing.checkpoint` or `zstore.gradient_checkpointing` chooses these blocks."""
+
+    partition_activations: Bool = not_built(False, NOT_PARTITIONED)
+    cpu_checkpointing: Bool = built(False)
+    """Keep activations in host memory: the same as "zstore": {"activations": "host"}, which is used if both are set."""
+    contiguous_memory_optimization: Bool = not_built(False, NOT_PARTITIONED)
+    number_checkpoints: Positive | None = not_built(None, NOT_PARTITIONED)
+    synchronize_checkpoint_boundary: Bool = built(False)
+    """Wait for the device before and after each block of `zstore.checkpointing.checkpoint`, in both directions. On a CPU
+    there is nothing to wait for."""
+    profile: Bool = built(False)
+    """Time the forward and the recomputation of these blocks: in `engine.statistics().activations`, with the device waited
+    for, and in a line beside those of progress."""
+
+
+def _operations(value: Any) -> Any:
+    """Return the operations that a list names, by our names."""
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"expected a list of names of collectives, got {show(value)}")
+    found = [operation_named(name) for name in value]
+    unknown = [name for name, known in zip(value, found, strict=True) if known is None]
+    if unknown:
+        raise ValueError(f"{show(unknown[0])} is no collective; expected some of {', '.join(OPERATIONS)}")
+    return tuple(found)
+
+
+Operations = Annotated[tuple[Name, ...], BeforeValidator(_operations), Words("a list of names of collectives")]
+
+
+class FlopsProfilerSection(Section):
+    """Count the floating-point operations of one step by module, and report them from rank 0. See docs/metrics.md."""
+
+    switch = "enabled"
+
+    enabled: Bool = built(False)
+    """Profile one step. Off, since the step that is profiled takes longer."""
+    recompute_fwd_factor: Real = built(0.0)
+    """Forwards of the model that its backward repeats: 1.0 if all activations are checkpointed. Used for a backward that
+    the script starts by `loss.backward()`; in one that `engine.backward` runs, repeated forwards are counted."""
+    profile_step: Positive = built(1)
+    """Optimizer steps before the one that is profiled, whose first micro-batch counts. 1, so that the first step has warmed
+    everything up."""
+    module_depth: Position = built(-1)
+    """Depth of modules that the report goes down to; 0: the model alone. -1: all of them."""
+    top_modules: Positive = no_effect(1, "the report has every module, and no summary by class")
+    detailed: Bool = built(True)
+    """Report each module below the totals, down to `module_depth`."""
+    output_file: Name | None = built(None)
+    """File that the report is written to; a relative path is relative to the working folder. Unset: to the log."""
+
+
+class CommsLoggerSection(Section):
+    """Time each collective of the engine, on every rank, and sum up by operation and size. See docs/metrics.md."""
+
+    switch = "enabled"
+
+    enabled: Bool = built(False)
+    """Time collectives. Rank 0 logs the table when the engine is closed; `zstore.profiling.comms_summary(engine)` and
+    `deepspeed.comm.log_summary()` give it before. Off, since a GPU's times take two events for each collective."""
+    verbose: Bool = built(False)
+    """Log each collective on rank 0 as it ends. On a GPU the host then waits for it."""
+    prof_all: Bool = built(True)
+    """Time all kinds; false: those in `prof_ops` alone."""
+    debug: Bool = built(False)
+    """Name the function that called, in the lines of `verbose` and in the table."""
+    prof_ops: Operations = built(())
+    """Kinds to time if `prof_all` is false: all_gather, all_to_all, reduce_scatter, broadcast, send, recv, by the names of
+    torch or DeepSpeed; or their purpose: all_reduce, which may be made of others, and control, agreement between ranks."""
+
+
+class ThroughputSection(Section):
+    """How many samples a second pass."""
+
+    switch = "enabled"
+
+    enabled: Bool = built(False)
+    """Add a line of samples a second over all ranks to those of steps_per_print, the mean since the line before. Off, while
+    DeepSpeed has it on: the journal has the times of all steps."""
+    synchronized: Bool = no_effect(True, "a line of progress waits for its loss, and so for the device")
+
+
+class TimersSection(Section):
+    """How time is taken."""
+
+    throughput: ThroughputSection = ThroughputSection()
+
+
+Mappings = Annotated[dict[Name, Name], Words("an object of config keys and options, both strings")]
+
+
+class ModelInfoSection(Section):
+    """Size of the model, from which the plan tells which trials fit if `zstore tune` gets no --model. All three are needed."""
+
+    num_params: Positive | None = built(None)
+    """Parameters."""
+    hidden_size: Positive | None = built(None)
+    """Width."""
+    num_layers: Positive | None = built(None)
+    """Layers."""
+    profile: Bool = no_effect(False, "the sizes are taken as they are written")
+
+
+class AutotuningSection(Section):
+    """How `zstore tune` searches for a config. It reads the section whether or not it is enabled. See docs/tuning.md."""
+
+    switch = "enabled"
+
+    enabled: Bool = built(False)
+    """Remind whoever trains with this config that `zstore tune` acts on the section: a line says so, and the run trains with
+    the config as it is."""
+    metric: Annotated[Literal["throughput", "latency", "flops"], OneOf()] = built("throughput")
+    """The goal: most samples a second, least seconds a step, or most floating-point operations a second, which for one
+    model is the same as most samples."""
+    fast: Bool = no_effect(False, "only stages, offload and micro-batches are tried, in any case")
+    min_train_batch_size: Positive = no_effect(1, "the micro-batch gives the samples of a step, if the config does not")
+    max_train_batch_size: Positive | None = built(None)
+    """Most samples of a step, if the config leaves the batch "auto". Unset: no limit."""
+    min_train_micro_batch_size_per_gpu: Positive = built(1)
+    """Smallest micro-batch to try."""
+    max_train_micro_batch_size_per_gpu: Positive = built(1024)
+    """Largest micro-batch to try."""
+    num_tuning_micro_batch_sizes: Positive = built(3)
+    """Micro-batches to try for each stage and offload: of the doublings that fit by the plan, the largest."""
+    tuner_type: Annotated[Literal["gridsearch", "random", "model_based"], OneOf()] = no_effect(
+        "model_based", "the fastest by the plan is tried first"
+    )
+    tuner_early_stopping: Positive = built(5)
+    """Stop after so many trials without a better one."""
+    tuner_num_trials: Positive = built(50)
+    """Most trials."""
+    start_profile_step: Positive = built(3)
+    """First step of a trial that is timed; those before warm up."""
+    end_profile_step: Positive = built(5)
+    """Last step of a trial."""
+    results_dir: Name = built("autotuning_results")
+    """Folder of the best config and the table of trials."""
+    exps_dir: Name = built("autotuning_exps")
+    """Folder with a folder for each trial: its config, its output and its journal."""
+    overwrite: Bool = no_effect(False, "each search begins anew")
+    arg_mappings: Mappings | None = built(None)
+    """Options of a script that repeat keys of the config, as
+    {"train_micro_batch_size_per_gpu": "--per_device_train_batch_size"}: each trial sets them too."""
+    model_info: ModelInfoSection = ModelInfoSection()
+    model_info_path: Unread = no_effect(None, "nothing about the model is written to a file")
+    metric_path: Unread = no_effect(None, "trials are timed by the journal that each writes")
+    mp_size: Positive = refused(1, "there is no model parallelism; remove the key")

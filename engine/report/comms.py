@@ -9,7 +9,7 @@ from zstore.errors import UsageError
 from zstore.ranks.comms_log import CollectiveTimes, CommsLog, LoggedCollective, summary_text
 from zstore.ranks.world import World
 
-from ..config.profiling import CommsLoggerSection
+from ..config.sections import CommsLoggerSection
 
 _log = logging.getLogger("zstore")
 

@@ -341,10 +341,10 @@ def test_what_deepspeed_has_and_zstore_has_not_is_refused_where_it_is_asked_for(
 def test_a_schedule_made_in_a_script_has_deepspeeds_rates(
     name: str, params: dict[str, Any], expected: list[float]
 ) -> None:
-    from zstore.engine.adapters.deepspeed import lr_schedules
+    from zstore.engine.adapters.deepspeed import optimizers
 
     optimizer = adam()
-    kind = getattr(lr_schedules, name)
+    kind = getattr(optimizers, name)
     schedule = kind(optimizer, **params)
     assert isinstance(schedule, kind)
     for rate in expected:
@@ -355,22 +355,22 @@ def test_a_schedule_made_in_a_script_has_deepspeeds_rates(
 
 
 def test_schedules_take_deepspeeds_order_of_arguments_and_a_first_step() -> None:
-    from zstore.engine.adapters.deepspeed import lr_schedules
+    from zstore.engine.adapters.deepspeed import optimizers
 
     optimizer = adam()
-    schedule: Any = lr_schedules.WarmupLR(optimizer, 0.1, 1.1, 4, "log", 1)
+    schedule: Any = optimizers.WarmupLR(optimizer, 0.1, 1.1, 4, "log", 1)
     assert optimizer.param_groups[0]["lr"] == OWN_LR
     schedule.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.892481250361)
     with pytest.raises(ConfigError, match=r"warmup_num_steps.*at least 0"):
-        lr_schedules.WarmupLR(optimizer, warmup_num_steps=-1)
+        optimizers.WarmupLR(optimizer, warmup_num_steps=-1)
     with pytest.raises(UsageError, match="at most once"):
-        lr_schedules.WarmupLR(optimizer, 0.1, warmup_min_lr=0.1)
+        optimizers.WarmupLR(optimizer, 0.1, warmup_min_lr=0.1)
 
 
 def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from zstore.engine.adapters.deepspeed import engine as engines
-    from zstore.engine.adapters.deepspeed import initialize, lr_schedules, utils, zero
+    from zstore.engine.adapters.deepspeed import initialize, optimizers, utils, zero
     from zstore.engine.adapters.deepspeed.config import ZeroParamStatus
     from zstore.engine.adapters.deepspeed.constants import CONSTANTS
     from zstore.tools import zero_to_fp32
@@ -383,7 +383,7 @@ def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCapt
         "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 8},
     }
     client = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = lr_schedules.WarmupLR(client, warmup_max_lr=0.1, warmup_num_steps=4)
+    schedule = optimizers.WarmupLR(client, warmup_max_lr=0.1, warmup_num_steps=4)
     engine, optimizer, loader, scheduler = initialize.initialize(
         model=model, optimizer=lambda _: client, config=config, lr_scheduler=schedule
     )

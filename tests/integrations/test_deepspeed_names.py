@@ -15,12 +15,8 @@ from torch import nn
 from zstore.engine.access import safe_access
 from zstore.engine.adapters.deepspeed import (
     constants,
-    lr_schedules,
-    monitor,
     optimizers,
     reshape,
-    runtime,
-    tiling,
     utils,
     zero,
 )
@@ -29,6 +25,10 @@ from zstore.engine.adapters.deepspeed.config import (
     DeepSpeedConfigModel,
     DeepSpeedFP16Config,
     DeepSpeedZeroConfig,
+    MonitorMaster,
+    TensorBoardMonitor,
+    WandbMonitor,
+    csvMonitor,
 )
 from zstore.engine.adapters.deepspeed.initialize import initialize
 from zstore.engine.adapters.deepspeed.modules import KNOWN, absent
@@ -72,12 +72,12 @@ def test_values_are_deepspeeds() -> None:
 
 
 def test_numbers_are_cut_into_parts() -> None:
-    assert runtime.partition_uniform(10, 4) == [0, 3, 6, 8, 10]
-    assert runtime.partition_uniform(2, 4) == [0, 1, 2, 2, 2]
-    assert runtime.partition_balanced([5, 1, 1, 1, 1, 1], 2) == [0, 1, 6]
-    assert runtime.partition_balanced([1, 1, 1, 1, 0, 1], 4)[-1] == 6
-    assert runtime.get_global_norm([3.0, 4.0]) == 5.0
-    assert runtime.call_to_str("f", 1, "a", key=None) == "f(1, 'a', key=None)"
+    assert utils.partition_uniform(10, 4) == [0, 3, 6, 8, 10]
+    assert utils.partition_uniform(2, 4) == [0, 1, 2, 2, 2]
+    assert utils.partition_balanced([5, 1, 1, 1, 1, 1], 2) == [0, 1, 6]
+    assert utils.partition_balanced([1, 1, 1, 1, 0, 1], 4)[-1] == 6
+    assert utils.get_global_norm([3.0, 4.0]) == 5.0
+    assert utils.call_to_str("f", 1, "a", key=None) == "f(1, 'a', key=None)"
     assert utils.parse_range_list("0,2-4,6") == [0, 2, 3, 4, 6]
     with pytest.raises(ValueError, match="ascending"):
         utils.parse_range_list("0,2-6,5-9")
@@ -209,7 +209,7 @@ def test_a_script_writes_values_of_its_own_by_a_config(tmp_path: Path) -> None:
     config = DeepSpeedConfig({"train_batch_size": 1, "csv_monitor": csv, "wandb": {"group": "g"}})
     assert config.monitor_config.enabled
     for number, made in enumerate(
-        (monitor.MonitorMaster(config.monitor_config), monitor.csvMonitor(config.monitor_config.csv_monitor))
+        (MonitorMaster(config.monitor_config), csvMonitor(config.monitor_config.csv_monitor))
     ):
         assert made.enabled
         made.write_events([("Time per step", torch.tensor(0.5), 8 * number)])
@@ -220,9 +220,9 @@ def test_a_script_writes_values_of_its_own_by_a_config(tmp_path: Path) -> None:
         "0,0.5",
         "8,0.5",
     ]
-    assert monitor.csvMonitor(config.monitor_config.csv_monitor).job_name == "job"
-    assert not monitor.TensorBoardMonitor(config.monitor_config.tensorboard).enabled
-    wandb = monitor.WandbMonitor(config.monitor_config.wandb)
+    assert csvMonitor(config.monitor_config.csv_monitor).job_name == "job"
+    assert not TensorBoardMonitor(config.monitor_config.tensorboard).enabled
+    wandb = WandbMonitor(config.monitor_config.wandb)
     assert (wandb.enabled, wandb.group, wandb.project) == (False, "g", "deepspeed")
 
 
@@ -231,10 +231,10 @@ def test_a_script_writes_values_of_its_own_by_a_config(tmp_path: Path) -> None:
 def test_a_layer_in_tiles_is_the_layer(columns: int, rows: int, bias: bool) -> None:
     torch.manual_seed(0)
     plain, x = nn.Linear(13, 11, bias=bias), torch.randn(2, 5, 13, requires_grad=True)
-    tiled = tiling.TiledLinear(13, 11, bias, columns, rows, init_linear=plain)
+    tiled = zero.TiledLinear(13, 11, bias, columns, rows, init_linear=plain)
     y = tiled(x)
     torch.testing.assert_close(y, plain(x))
-    given = tiling.TiledLinear(13, 11, bias, columns, rows, True, False, init_linear=plain)
+    given = zero.TiledLinear(13, 11, bias, columns, rows, True, False, init_linear=plain)
     parts = x.split([5, 4, 4] if columns == 3 else 13, dim=-1)
     torch.testing.assert_close(torch.cat(given(parts if columns > 1 else x), -1), y)
     (tiled_grad,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
@@ -245,7 +245,7 @@ def test_a_layer_in_tiles_is_the_layer(columns: int, rows: int, bias: bool) -> N
     torch.testing.assert_close(grads, plain.weight.grad)
     for wrong in ((0, 1), (14, 1), (1, 12)):
         with pytest.raises(RuntimeError, match="expected from 1 to"):
-            tiling.TiledLinear(13, 11, bias, *wrong)
+            zero.TiledLinear(13, 11, bias, *wrong)
 
 
 def test_tiles_are_gathered_one_by_one_at_stage_3() -> None:
@@ -259,7 +259,7 @@ def test_tiles_are_gathered_one_by_one_at_stage_3() -> None:
     }
     config = {**STEP, "gradient_clipping": 0.0, "zero_optimization": {"stage": 3, **off}}
     with zero.Init(config_dict_or_path=config):
-        model = tiling.TiledLinear(32, 32, in_splits=4, init_linear=plain)
+        model = zero.TiledLinear(32, 32, in_splits=4, init_linear=plain)
     engine, *_ = initialize(model=model, config=config)
     with engine:
         for _ in range(2):
@@ -426,7 +426,7 @@ def test_mpirun_starts_a_script_by_deepspeeds_runners() -> None:
 def test_a_rate_that_is_a_tensor_stays_that_tensor() -> None:
     rate = torch.tensor(0.1, dtype=torch.float64)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)
-    schedule = lr_schedules.WarmupLR(optimizer, warmup_max_lr=0.4, warmup_num_steps=4, warmup_type="linear")
+    schedule = optimizers.WarmupLR(optimizer, warmup_max_lr=0.4, warmup_num_steps=4, warmup_type="linear")
     schedule.step()
     schedule.step()
     assert optimizer.param_groups[0]["lr"] is rate

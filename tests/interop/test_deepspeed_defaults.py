@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.engine.schedule_cases import KNOWN, adam
-from zstore.engine.adapters.deepspeed import lr_schedules, optimizers
+from zstore.engine.adapters.deepspeed import optimizers
 from zstore.engine.config.keys import Section, Status, about, known_keys, section_of
 from zstore.engine.config.optimizers import ONE_BIT, OptimizerSection
 from zstore.engine.config.resolve import default_weight_decay
@@ -222,6 +222,6 @@ def test_a_schedule_of_the_stand_in_does_what_deepspeeds_does(
             schedule.step(at)
         return [*found, schedule.get_last_lr(), schedule.state_dict()]
 
-    ours, theirs = getattr(lr_schedules, name), _named(f"runtime.lr_schedules:{name}")
+    ours, theirs = getattr(optimizers, name), _named(f"runtime.lr_schedules:{name}")
     assert settings(ours) == settings(theirs)
     assert ours.order.split() == list(inspect.signature(theirs).parameters)[1:]

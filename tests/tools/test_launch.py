@@ -20,8 +20,7 @@ from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import ZstoreError
 from zstore.journal import read, steps
-from zstore.tools.train.command import train_command
-from zstore.tools.train.launch import launch
+from zstore.tools.train.command import launch, train_command
 
 PYTHON = [sys.executable, "-c"]
 
@@ -203,7 +202,7 @@ def test_a_programs_own_handler_of_the_ends_of_children_is_not_in_the_way() -> N
 
 
 def test_ranks_that_outlive_a_failed_one_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zstore.tools.train.launch._END_WELL_S", 0.2)
+    monkeypatch.setattr("zstore.tools.train.command._END_WELL_S", 0.2)
     code = "import os, sys, signal\nif os.environ['RANK'] == '1': sys.exit(3)\nsignal.pause()"
     with pytest.raises(ZstoreError, match="ranks 0, 1;"):
         launch([*PYTHON, code], 2)

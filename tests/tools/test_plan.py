@@ -24,9 +24,8 @@ from zstore.sizes import format_bytes
 from zstore.testing.ranks import run_ranks
 from zstore.tools import cli
 from zstore.tools.drive import BLOCK_BYTES
-from zstore.tools.plan.choices import Costs, all_choices, ladder, plan_of
+from zstore.tools.plan.choices import Costs, activations_of, all_choices, ladder, plan_of, step_seconds
 from zstore.tools.plan.command import plan_command
-from zstore.tools.plan.estimate import activations_of, step_seconds
 from zstore.tools.plan.job import Choice, PlannedJob, make_job
 from zstore.tools.plan.machine import (
     PlannedMachine,
@@ -36,9 +35,8 @@ from zstore.tools.plan.machine import (
     host_memory_bytes,
     measured_rates,
 )
-from zstore.tools.plan.model import shape_of_model, shape_of_numbers
+from zstore.tools.plan.model import shape_of_model, shape_of_numbers, slots_of, slots_of_module
 from zstore.tools.plan.options import PlanOptions
-from zstore.tools.plan.slots import slots_of, slots_of_module
 from zstore.tools.sample.models import SHIPPED, Gpt, GptConfig, build_model, loss_of
 
 GB = 10**9

@@ -19,15 +19,13 @@ from zstore.engine.plan.run import plan_run
 from zstore.engine.plan.rungs import next_rung
 from zstore.errors import UsageError
 from zstore.ranks.world import World
-from zstore.tools.plan.choices import Costs, changed_config, ladder, plan_of, weigh_given
+from zstore.tools.plan.choices import Costs, activations_of, changed_config, ladder, plan_of, weigh_given
 from zstore.tools.plan.command import plan_command
-from zstore.tools.plan.estimate import activations_of
-from zstore.tools.plan.given import differences
 from zstore.tools.plan.job import Choice, make_job
+from zstore.tools.plan.model import slots_of_module
 from zstore.tools.plan.options import PlanOptions, Precision
-from zstore.tools.plan.report import headline
-from zstore.tools.plan.slots import slots_of_module
-from zstore.tools.run.memory import MemoryWatch
+from zstore.tools.plan.report import differences, headline
+from zstore.tools.run.ranks import MemoryWatch
 from zstore.tools.sample.models import build_model
 
 BASE: dict[str, Any] = {

@@ -15,7 +15,7 @@ from zstore.checkpoint.reader import open_checkpoint
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError
 from zstore.journal.reader import read
 from zstore.testing.ranks import run_ranks
-from zstore.tools.sample.data import open_data, validation_samples
+from zstore.tools.sample.corpus import open_data, validation_samples
 from zstore.tools.sample.models import build_model
 from zstore.tools.train.command import train_command
 

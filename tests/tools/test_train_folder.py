@@ -14,9 +14,8 @@ import zstore
 from tests.tools.train_runs import config_file, options, rows
 from zstore.errors import ConfigError
 from zstore.tools.consolidate import consolidate_command
-from zstore.tools.sample.corpus import open_corpus
+from zstore.tools.sample.corpus import TokenCorpus, open_corpus, with_tokenizer
 from zstore.tools.sample.models import build_model, load_or_build
-from zstore.tools.sample.tokens import TokenCorpus, with_tokenizer
 from zstore.tools.train.command import train_command
 
 torch.set_num_threads(1)

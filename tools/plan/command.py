@@ -17,7 +17,7 @@ def plan_command(options: PlanOptions, json: Json = False) -> int:
 
     job = make_job(options)
     if job.base is not None:
-        from .given import print_given
+        from .report import print_given
 
         return print_given(job, weigh_given(job), ladder(job), json=json)
     choices, rungs = all_choices(job), ladder(job)

@@ -27,9 +27,8 @@ from .machine import (
     own_rates,
     slow_note,
 )
-from .model import DEFAULT_VOCAB, ModelShape, shape_of_model, shape_of_numbers
+from .model import ADAM, DEFAULT_VOCAB, ModelShape, shape_of_model, shape_of_numbers
 from .options import PlanOptions
-from .slots import ADAM
 
 if TYPE_CHECKING:
     from zstore.engine.plan.rates import MatmulRates
@@ -180,14 +179,7 @@ def read_given(path: Path, options: PlanOptions, rates: MatmulRates | None, *, w
             raise UsageError(f"--micro-batch: {path} gives the batch size; leave the option out")
         answers[_MICRO_BATCH] = options.micro_batch
     native = ("bf16",) if rates is None else rates.native
-    resolved = loaded.resolve(
-        ResolveContext(
-            world_size=world_size,
-            device_supports_bf16="bf16" in native,
-            device_supports_fp16="fp16" in native,
-            answers=answers,
-        )
-    )
+    resolved = loaded.resolve(ResolveContext(world_size=world_size, native=native, answers=answers))
     is_auto = "auto" in (loaded.settings.bf16.enabled, loaded.settings.fp16.enabled)
     precision = PrecisionChoice(name=resolved.precision, is_auto=is_auto, note=slow_note(loaded, rates))
     return Given(raw=raw, answers=answers, resolved=resolved, precision=precision)

@@ -111,9 +111,7 @@ def find_precision(asked: str, rates: MatmulRates | None) -> PrecisionChoice:
             name="bf16", is_auto=False, note="--precision auto is bf16 for GPUs that are not in this machine"
         )
     config = load_config({"train_batch_size": 1, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}})
-    bf16, fp16 = ("bf16" in rates.native, "fp16" in rates.native)
-    context = ResolveContext(world_size=1, device_supports_bf16=bf16, device_supports_fp16=fp16)
-    name = config.resolve(context).precision
+    name = config.resolve(ResolveContext(world_size=1, native=rates.native)).precision
     from zstore.engine.plan.rates import tell_choice
 
     return PrecisionChoice(name=name, is_auto=True, note=tell_choice(config, name, rates))

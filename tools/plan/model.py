@@ -1,20 +1,25 @@
-"""The model as `zstore plan` sees it: shapes, units and width, from a model on the meta device or from four numbers."""
+"""The model as `zstore plan` sees it: shapes, units and width, from a model on the meta device or from four numbers;
+and the state that an optimizer keeps of each parameter."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from zstore.engine.config.config import DTYPES
+from zstore.engine.config.config import DTYPES, OptimizerConfig
 from zstore.engine.plan.activations import Width
 from zstore.engine.plan.needs import ParameterShape
+from zstore.engine.plan.plan import ADAM_SLOTS, EMA, Slots
 from zstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
+
 
 DEFAULT_VOCAB = 32_000
 _MULTIPLE = 16
@@ -132,3 +137,53 @@ def _gpt(hidden: int, num_layers: int, vocab_size: int, wide: int) -> nn.Module:
         table = nn.Embedding(vocab_size, hidden, _weight=empty(vocab_size, hidden))
         ends = table, nn.LayerNorm(hidden), nn.Linear(hidden, vocab_size, bias=False)
         return nn.ModuleDict({"wte": ends[0], "h": blocks, "ln_f": ends[1], "lm_head": ends[2]})
+
+
+ADAM = OptimizerConfig(kind="AdamW", arguments={})
+"""Planned if a config leaves the optimizer to the script."""
+
+
+def slots_of(model: ModelShape, optimizer: OptimizerConfig | None, ema: float | None = None) -> Mapping[str, Slots]:
+    """Return the slots of each parameter of a model, by its name, with an average of decay `ema`. Only for optimizers other
+    than a usual Adam that loads torch, whose classes tell their slots.
+
+    Raises ConfigError for arguments that the optimizer does not take.
+    """
+    kind = optimizer or ADAM
+    if kind.kind in ("Adam", "AdamW") and not (kind.arguments.get("amsgrad") or kind.arguments.get("maximize")):
+        return dict.fromkeys((one.name for one in model.shapes), ADAM_SLOTS if ema is None else (*ADAM_SLOTS, EMA))
+    return slots_of_module(model.module, kind, ema)
+
+
+def slots_of_module(
+    module: nn.Module, optimizer: OptimizerConfig | None, ema: float | None = None
+) -> Mapping[str, Slots]:
+    """Return the same for a model on the meta device, as its optimizer has them."""
+    import zstore.engine.extras  # noqa: F401 - the rules of 1-bit optimizers
+    from zstore.engine.optim.optimizer import optimizer_from_config
+    from zstore.engine.optim.rules import kernels_for, rule_of
+    from zstore.engine.params.record import named_parameters
+
+    with _without_compiler():
+        made = optimizer_from_config(optimizer or ADAM, None, module)
+    rule = rule_of(type(made))
+    kernels = kernels_for(rule, type(made), made.param_groups, ema)
+    of = {
+        parameter: kernel
+        for group, kernel in zip(made.param_groups, kernels, strict=True)
+        for parameter in group["params"]
+    }
+    return {name: rule.slots(of[parameter], parameter.shape) for name, _, parameter in named_parameters(module)}
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Let optimizers take groups of parameters undecorated: torch's decorator imports its compiler, for a second."""
+    from torch.optim import Optimizer
+
+    decorated = Optimizer.add_param_group
+    Optimizer.add_param_group = inspect.unwrap(decorated)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Optimizer.add_param_group = decorated  # type: ignore[method-assign]

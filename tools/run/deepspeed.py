@@ -15,7 +15,7 @@ from typing import Any
 
 from zstore.errors import ConfigError, UsageError
 
-from .hosts import parse_hostfile
+from .hosts import Host, parse_hostfile, select
 from .mpi import MPI, mpi_command
 
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
@@ -44,25 +44,11 @@ def parse_resource_filter(
 
     Raises ConfigError for both at once, and for hosts and slots that do not exist.
     """
-    if include_str and exclude_str:
-        raise ConfigError("include_str and exclude_str: expected one of them, got both")
-    if not (include_str or exclude_str):
-        return {host: list(slots) for host, slots in host_info.items()}
-    named: dict[str, list[int]] = {}
-    for part in (include_str or exclude_str).split("@"):
-        host, colon, listed = part.partition(":")
-        if host not in host_info:
-            raise ConfigError(f"{part!r}: unknown host {host!r}; expected one of {', '.join(host_info)}")
-        slots = listed.split(",") if colon else [str(slot) for slot in host_info[host]]
-        wrong = next((slot for slot in slots if slot not in map(str, host_info[host])), None)
-        if wrong is not None:
-            raise ConfigError(f"{part!r}: host {host!r} has no slot {wrong!r}")
-        named.setdefault(host, []).extend(int(slot) for slot in slots)
-    left = {
-        host: [slot for slot in slots if (slot in named.get(host, ())) == bool(include_str)]
-        for host, slots in host_info.items()
-    }
-    return {host: slots for host, slots in left.items() if slots}
+    pool = [Host(name=host, slots=tuple(slots)) for host, slots in host_info.items()]
+    try:
+        return {host.name: list(host.slots or ()) for host in select(pool, include=include_str, exclude=exclude_str)}
+    except UsageError as error:
+        raise ConfigError(str(error)) from None
 
 
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:

@@ -1,14 +1,20 @@
-"""The job that starts the ranks of one machine; it is sent to other machines as one line of JSON."""
+"""The job that starts the ranks of one machine, and what a launcher tells the agents on others, as lines on their stdin.
+
+The first line is the job, as JSON. Then come `signal N`, `failed` (ranks of another machine failed), `kill`, and `alive` now
+and then. The end of the lines, or a long silence, means that the launcher or the connection is gone.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from zstore.errors import UsageError
 
@@ -50,12 +56,7 @@ class RunJob:
     @classmethod
     def from_json(cls, line: str) -> RunJob:
         """Return the job of such a line."""
-        found: dict[str, Any] = json.loads(line)
-        hosts = tuple(
-            Host(name=host["name"], slots=None if host["slots"] is None else tuple(host["slots"]))
-            for host in found.pop("hosts")
-        )
-        return cls(hosts=hosts, command=tuple(found.pop("command")), **found)
+        return TypeAdapter(cls).validate_json(line)
 
     def host(self, environment: Mapping[str, str]) -> Host:
         """Return this machine; of several, the one that Slurm's variables name."""
@@ -75,3 +76,53 @@ class RunJob:
                 raise UsageError(f"--no-python: no program {self.script!r} on PATH; give its path")
         elif not Path(self.script).is_file() and not (Path(self.script) / "__main__.py").is_file():
             raise UsageError(f"no script {self.script!r} in {os.getcwd()}; for a module give --module")
+
+
+ALIVE_EVERY_S = 10.0
+"""Time between a launcher's signs of life."""
+_SILENCE_S = 120.0
+
+
+class Control:
+    """The agent's end, of a file descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._rest = b""
+        self._ended = False
+        self._heard = time.monotonic()
+        self.said_lost = False
+        """For the reader to note that it acted on the loss."""
+
+    def fileno(self) -> int:
+        """Return the descriptor, to wait for."""
+        return self._descriptor
+
+    def job(self) -> RunJob:
+        """Return the job of the first line; wait for it. Raises EOFError if there is none."""
+        while b"\n" not in self._rest:
+            self._take()
+            if self._ended:
+                raise EOFError("no job came")
+        line, _, self._rest = self._rest.partition(b"\n")
+        return RunJob.from_json(line.decode())
+
+    def words(self) -> list[tuple[str, int]]:
+        """Return the words that came, each with the number of a signal or 0; call it when the descriptor can be read."""
+        self._take()
+        *lines, self._rest = self._rest.split(b"\n")
+        found = []
+        for line in lines:
+            word, _, number = line.decode().partition(" ")
+            found.append((word, int(number or 0)))
+        return found
+
+    def is_lost(self) -> bool:
+        """Return whether the other side is gone."""
+        return self._ended or time.monotonic() - self._heard > _SILENCE_S
+
+    def _take(self) -> None:
+        got = b"" if self._ended else os.read(self._descriptor, 65536)
+        self._ended = not got
+        self._heard = time.monotonic()
+        self._rest += got

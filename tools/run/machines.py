@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from zstore.errors import UsageError
 
-from .control import ALIVE_EVERY_S
 from .ending import STOPPED_EXIT_CODE, RunEnd
+from .job import ALIVE_EVERY_S
 from .plan import Start
 from .signals import Wakeups
 

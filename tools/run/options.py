@@ -58,25 +58,24 @@ class RunOptions:
     ] = False
     launcher: Annotated[
         str,
-        typer.Option("--launcher", help=f"How other machines are reached: {', '.join(LAUNCHERS)}.", metavar="NAME"),
+        typer.Option(help=f"How other machines are reached: {', '.join(LAUNCHERS)}.", metavar="NAME"),
     ] = "auto"
     launcher_args: Annotated[
         str,
-        typer.Option("--launcher-args", help="More arguments for ssh, srun or mpirun, as one word.", metavar="ARGS"),
+        typer.Option(help="More arguments for ssh, srun or mpirun, as one word.", metavar="ARGS"),
     ] = ""
-    ssh_port: Annotated[int | None, typer.Option("--ssh-port", help="Port of ssh.", min=1, max=65535)] = None
+    ssh_port: Annotated[int | None, typer.Option(help="Port of ssh.", min=1, max=65535)] = None
     no_ssh: Annotated[bool, typer.Option("--no-ssh", help="As --launcher none: this starts one machine.")] = False
     node_rank: Annotated[
         int | None,
-        typer.Option("--node-rank", help="Rank of this machine, where each is started by hand.", min=0, metavar="N"),
+        typer.Option(help="Rank of this machine, where each is started by hand.", min=0, metavar="N"),
     ] = None
     master_addr: Annotated[
-        str, typer.Option("--master-addr", help="Address of the first machine. Default: its name.", metavar="HOST")
+        str, typer.Option(help="Address of the first machine. Default: its name.", metavar="HOST")
     ] = ""
     master_port: Annotated[
         int | None,
         typer.Option(
-            "--master-port",
             help="Port on the first machine. Default: 29500, under Slurm by the job, on a machine alone one that is free.",
             min=1,
             max=65535,
@@ -86,25 +85,20 @@ class RunOptions:
     rdzv_endpoint: Annotated[
         str,
         typer.Option(
-            "--rdzv-endpoint",
-            help="Where machines that are started by hand meet and get their ranks (c10d).",
-            metavar="HOST:PORT",
+            help="Where machines that are started by hand meet and get their ranks (c10d).", metavar="HOST:PORT"
         ),
     ] = ""
-    rdzv_id: Annotated[
-        str, typer.Option("--rdzv-id", help="Name of the run, the same on all machines.", metavar="NAME")
-    ] = "zstore"
+    rdzv_id: Annotated[str, typer.Option(help="Name of the run, the same on all machines.", metavar="NAME")] = "zstore"
     standalone: Annotated[bool, typer.Option("--standalone", help="On this machine alone, whatever Slurm says.")] = (
         False
     )
-    export: Annotated[list[str] | None, typer.Option("--export", help=_EXPORT, metavar="NAME[=VALUE]")] = None
+    export: Annotated[list[str] | None, typer.Option(help=_EXPORT, metavar="NAME[=VALUE]")] = None
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", help="Start ranks anew so often after a failure; on one machine.", min=0)
+        int, typer.Option(help="Start ranks anew so often after a failure; on one machine.", min=0)
     ] = 0
     shutdown_timeout: Annotated[
         float,
         typer.Option(
-            "--shutdown-timeout",
             help="Seconds that ranks have to end after another failed, after Ctrl-C, or once the launcher is gone.",
             min=0,
             metavar="S",

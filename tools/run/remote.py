@@ -7,8 +7,8 @@ import sys
 
 from zstore.errors import UsageError, ZstoreError
 
-from .control import Control
 from .ending import leave
+from .job import Control
 
 
 def main() -> int:

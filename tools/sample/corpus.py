@@ -1,8 +1,13 @@
-"""Text to train on: files read as bytes, and samples that depend on the seed and the sample's number alone.
+"""Text to train and to evaluate on: files read as bytes, or as a model's own tokenizer sees them, and samples that depend on
+the seed and the sample's number alone.
 
 [Note: sample order] Sample n of a run with seed s starts at the same byte however many ranks share the work and
 whenever the run was resumed: the place is a hash of (s, n), taken from the raw output of numpy's counter-based Philox
 generator (raw output is the same in every numpy version, which numpy does not promise for its distributions).
+
+[Note: samples of tokens] Like a sample of bytes, sample n of a run with seed s begins at a place that depends on (s, n)
+alone. The text from there on is tokenised until there are as many tokens as are needed, from the beginning again after
+its end. So nothing is prepared or cached, and any number of ranks sees the same samples.
 """
 
 from __future__ import annotations
@@ -12,9 +17,10 @@ import itertools
 import os
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -179,3 +185,111 @@ def start_of(number: int, seed: int, span: int) -> int:
     key = np.array([seed % 2**64, number % 2**64], dtype=np.uint64)
     raw = int(np.random.Philox(key=key).random_raw())
     return raw * span >> 64
+
+
+_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+_BYTES_PER_TOKEN = 6
+"""More than a token has on average: one tokenisation is enough, mostly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCorpus(Text):
+    """A corpus as tokens. `encode` gives the tokens of a text."""
+
+    corpus: Corpus
+    encode: Callable[[str], list[int]]
+
+    @property
+    def num_bytes(self) -> int:
+        """See Text."""
+        return self.corpus.num_bytes
+
+    def require(self, seq_len: int) -> None:
+        """Raise `ConfigError` unless samples of `seq_len` tokens can be made from the text."""
+        super().require(seq_len)
+        self.sample(0, seq_len, 0)
+
+    def sample(self, number: int, seq_len: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Sample `number` as `(input_ids, labels)`, int64 [seq_len] and equal. See [Note: samples of tokens]."""
+        total = self.corpus.num_bytes
+        start = start_of(number, seed, total)
+        wanted = seq_len * _BYTES_PER_TOKEN
+        while True:
+            tokens = self.encode(self._text(start, wanted))
+            if len(tokens) >= seq_len:
+                ids = torch.tensor(tokens[:seq_len], dtype=torch.int64)
+                return ids, ids.clone()
+            if not tokens and wanted > total:
+                raise ConfigError(f"the tokenizer makes no tokens of the text in {self.corpus.name}: give other text")
+            wanted *= 2
+
+    def _text(self, start: int, num_bytes: int) -> str:
+        """The text of `num_bytes` from `start` on, from the beginning again after the end; characters cut apart are left
+        out."""
+        pieces, position = [], start
+        while num_bytes > 0:
+            size = min(num_bytes, self.corpus.num_bytes - position)
+            pieces.append(self.corpus.read(position, size))
+            num_bytes -= size
+            position = 0
+        return b"".join(pieces).decode("utf-8", errors="ignore")
+
+
+def has_tokenizer(model: str) -> bool:
+    """Return whether `model` is a folder with a tokenizer's files."""
+    folder = Path(model).expanduser()
+    return folder.is_dir() and any((folder / name).is_file() for name in _FILES)
+
+
+def _tokenizer_in(folder: Path) -> Any:
+    """Return the tokenizer in a folder (extra `hf`)."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(f"{folder} needs transformers, which is not installed: pip install 'zstore[hf]'") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"transformers cannot read the tokenizer in {folder}: {error}") from error
+    # A sample is longer than the model's window before it is cut, which is no mistake.
+    tokenizer.model_max_length = int(1e30)
+    return tokenizer
+
+
+def with_tokenizer(corpus: Corpus, model: str) -> Text:
+    """Return the corpus as the tokenizer in the folder `model` sees it; as bytes if that has none (extra `hf`)."""
+    if not has_tokenizer(model):
+        return corpus
+    tokenizer = _tokenizer_in(Path(model).expanduser())
+    return TokenCorpus(corpus=corpus, encode=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+
+_SEED = 0
+"""Of the samples to evaluate on, which are the same in every run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """Text to train on, and text to evaluate on, None if there is none."""
+
+    train: Text
+    validation: Text | None
+
+
+def open_data(
+    path: Path | None, model: str, *, validation: Path | None = None, validation_split: float = 0.0
+) -> TrainingData:
+    """Return the text at `path` as the model's tokenizer sees it, and the text to evaluate on: that at `validation`, or the
+    last part of the other. Raises ConfigError for text that cannot be read."""
+    corpus = open_corpus(path)
+    parts = list(corpus.split(validation_split)) if validation_split else [corpus]
+    parts += [] if validation is None else [open_corpus(validation)]
+    texts = [with_tokenizer(part, model) for part in parts]
+    return TrainingData(train=texts[0], validation=texts[-1] if texts[1:] else None)
+
+
+def validation_samples(text: Text, count: int, seq_len: int) -> Tensor:
+    """Return at most `count` samples of `text` to evaluate on, int64 [samples, seq_len]. Raises ConfigError if there is not
+    one."""
+    text.require(seq_len)
+    return text.batch(range(max(1, min(count, text.num_bytes // seq_len))), seq_len, _SEED)[0]

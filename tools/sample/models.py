@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from zstore.errors import ConfigError
 
-from .tokens import has_tokenizer
+from .corpus import has_tokenizer
 
 BYTE_VOCABULARY = 256
 

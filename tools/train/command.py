@@ -1,28 +1,29 @@
-"""`zstore train`: the training loop of the command, on one process or under torch's elastic launcher."""
+"""`zstore train`: a run on one process, under torch's elastic launcher, or on processes started here."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zstore.errors import ConfigError, UsageError, storage_error
+from zstore.errors import ConfigError, UsageError, ZstoreError, storage_error
 from zstore.remote.upload import require_uploads
 from zstore.remote.url import is_url
 
+from ..run.job import RunJob
 from .config import TrainOptions, answers, load_train_config, offloads
-from .launch import launch
 from .rank_errors import said_once
 from .resume import Position, require_free_tags, resume_source, saved_run, start_position
 
 if TYPE_CHECKING:
     from zstore.engine.config.config import Config
 
-    from ..sample.data import TrainingData
+    from ..sample.corpus import TrainingData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ def train_command(options: TrainOptions) -> None:
 
 def _prepare(options: TrainOptions) -> _Start:
     """Return the start of the run. Raises errors that can be found before anything is built, and leaves nothing behind."""
-    from ..sample.data import open_data
+    from ..sample.corpus import open_data
 
     config = load_train_config(options)
     storage = config.storage_options
@@ -125,3 +126,32 @@ def _train(options: TrainOptions) -> None:
         if start.source is not None:
             engine.load_checkpoint(*start.source)
         TrainLoop(options, engine, start.data, start.position).run()
+
+
+_END_WELL_S = 20.0
+"""How long ranks may take to exit by themselves once one failed: they exchange their errors meanwhile."""
+
+
+def launch(command: Sequence[str], num_ranks: int) -> None:
+    """Run `command` in `num_ranks` processes of one group, each with the variables that torchrun sets; return when all
+    ended well. None of them outlives this process.
+
+    SIGTERM, SIGUSR1 and SIGHUP go to every rank. Raises SystemExit with code 75 if the ranks saved and stopped because
+    of one, with 128 and the signal's number if one ended them, and ZstoreError if a rank failed.
+    """
+    from ..run.ranks import run_ranks
+
+    ended = run_ranks(RunJob(command=tuple(command), num_ranks=num_ranks, shutdown_timeout_s=_END_WELL_S))
+    if not ended.exit_code:
+        return
+    if ended.stopped:
+        raise SystemExit(ended.exit_code)
+    if ended.came:
+        name = signal.Signals(ended.came[-1]).name
+        print(f"zstore: stopped by {name}; committed checkpoints remain valid", file=sys.stderr)
+        raise SystemExit(ended.exit_code)
+    failed = [name.removeprefix("rank ") for name in ended.failed]
+    where = f"ranks {', '.join(failed)}" if failed[1:] else f"rank {failed[0]}"
+    if ended.was_killed and ended.about_kill:
+        raise ZstoreError(f"training failed: SIGKILL ended {ended.first or where}; {ended.about_kill}")
+    raise ZstoreError(f"training failed on {where}; see the error above")

@@ -15,7 +15,7 @@ from zstore.engine.plan.run import budget_of_rank, check_drives, plan_run
 from zstore.ranks.world import World
 from zstore.store import left_bytes
 
-from ..plan.slots import slots_of_module
+from ..plan.model import slots_of_module
 from ..sample.models import build_model
 
 
@@ -27,12 +27,10 @@ def require_room(model: str, seq_len: int, config: Config, answers: Mapping[str,
         return
     world = World.current()
     rates = find_rates(config, world)
-    native = () if rates is None else rates.native
     resolved = config.answered(answers).resolve(
         ResolveContext(
             world_size=world.world_size,
-            device_supports_bf16="bf16" in native,
-            device_supports_fp16="fp16" in native,
+            native=() if rates is None else rates.native,
             answers=answers,
         )
     )

@@ -1,4 +1,5 @@
-"""Configs in the forms that scripts and libraries give DeepSpeed, converted for zstore; and DeepSpeed's config classes."""
+"""Configs in the forms that scripts and libraries give DeepSpeed, converted for zstore; DeepSpeed's config classes; and, by
+their sections, monitors and the sizes of an elastic run."""
 
 from __future__ import annotations
 
@@ -9,19 +10,21 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum, IntEnum
 from functools import reduce
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from zstore.engine.config.config import load_config, read_config
+from zstore.engine.config.keys import Section
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.config.schema import ConfigSections
 from zstore.engine.config.sections import Bf16Section, CsvMonitorSection, Fp16Section, TensorboardSection, WandbSection
 from zstore.engine.config.zero import Device, OffloadOptimizerSection, OffloadParamSection, ZeroSection
-from zstore.errors import ConfigError
+from zstore.engine.report.monitors import monitors_of
+from zstore.errors import ConfigError, ZstoreError
 from zstore.ranks.world import World
 
 _log = logging.getLogger("zstore")
@@ -224,3 +227,82 @@ OffloadDeviceEnum = _words("OffloadDeviceEnum", "none cpu nvme")
 OffloadStateTypeEnum = _words(
     "OffloadStateTypeEnum", "optim_states hp_params lp_params lp_grads contiguous_grad_buffer"
 )
+
+
+class MonitorMaster:
+    """All monitors that the sections switch on. Rank 0 writes; other ranks' values are dropped."""
+
+    def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
+        self.monitor_config = monitor_config
+        sections = monitor_config.csv_monitor, monitor_config.tensorboard, monitor_config.wandb
+        self._monitors = monitors_of(*sections, config={}, opens=World.current().rank == 0)
+        self.enabled = self._monitors.enabled
+
+    def write_events(self, event_list: Sequence[tuple[Any, ...]]) -> None:
+        """Write (name, value, sample) triples. Raises UsageError for anything else."""
+        self._monitors.write_events(event_list)
+
+
+class _OfOne(MonitorMaster):
+    """The monitor of one section, whose keys are its attributes."""
+
+    key: ClassVar[str]
+
+    def __init__(self, section: Section) -> None:
+        super().__init__(DeepSpeedMonitorConfig().model_copy(update={self.key: section}))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(self.monitor_config, self.key), name)
+
+
+csvMonitor = type("csvMonitor", (_OfOne,), {"key": "csv_monitor", "__doc__": "CSV files."})  # noqa: N816 - DeepSpeed's name
+TensorBoardMonitor = type("TensorBoardMonitor", (_OfOne,), {"key": "tensorboard", "__doc__": "TensorBoard."})
+WandbMonitor = type("WandbMonitor", (_OfOne,), {"key": "wandb", "__doc__": "Weights & Biases."})
+
+
+class ElasticityError(ZstoreError):
+    """Base of the errors of elasticity."""
+
+
+class ElasticityConfigError(ElasticityError, ConfigError):
+    """The section is missing, not enabled, or wrong."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError, ConfigError):  # noqa: N818 - DeepSpeed's name
+    """The world size cannot train with the batch."""
+
+
+def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
+    """Return whether a config has the section, enabled."""
+    return bool((ds_config.get("elasticity") or {}).get("enabled", False))
+
+
+def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
+    """Do nothing: there is one config, which nobody changes between scheduler and run."""
+
+
+def compute_elastic_config(
+    ds_config: Any, target_deepspeed_version: str = "", world_size: int = 0, return_microbatch: bool = False
+) -> tuple[Any, ...]:
+    """Return (train batch, valid world sizes), with a world size or `return_microbatch` followed by the micro-batch (None
+    without a world size), by DeepSpeed's formula: see [Note: the elastic batch] in `zstore.engine.config.elasticity`.
+
+    Only the section of `ds_config`, a dict or the path of a JSON file, counts. A world size that is not valid is an error
+    with version 0.1, and with 0.2 the only one that is valid for the batch returned. Raises ElasticityConfigError if the
+    section is wrong or not enabled, ElasticityIncompatibleWorldSize if the world size cannot train.
+    """
+    try:
+        section = load_config({"elasticity": raw_config(ds_config).get("elasticity")}).settings.elasticity
+        if not section.enabled:
+            raise ConfigError('expected "elasticity": {"enabled": true, ...}, got none that is enabled')
+        found = section.batch()
+    except ValueError as error:
+        raise ElasticityConfigError(str(error)) from None
+    if world_size <= 0:
+        sizes = found.train_batch_size, list(found.valid_world_sizes)
+        return (*sizes, None) if return_microbatch else sizes
+    try:
+        found = section.batch(world_size)
+        return found.train_batch_size, list(found.valid_world_sizes), section.sizes_at(world_size)[1]
+    except ValueError as error:
+        raise ElasticityIncompatibleWorldSize(str(error)) from None

@@ -78,7 +78,7 @@ MODULES = _table({
     },
     "compression.helper": {"utils": "recursive_getattr recursive_setattr"},
     "elasticity elasticity.elasticity": {
-        "elasticity": (
+        "config": (
             "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize compute_elastic_config elasticity_enabled "
             "ensure_immutable_elastic_config"
         ),
@@ -94,10 +94,10 @@ MODULES = _table({
     },
     "moe.utils": {"utils": "is_moe_param split_params_into_different_moe_groups_for_optimizer"},
     "monitor.config": {"config": "DeepSpeedMonitorConfig"},
-    "monitor.csv_monitor": {"monitor": "csvMonitor"},
-    "monitor.monitor": {"monitor": "MonitorMaster"},
-    "monitor.tensorboard": {"monitor": "TensorBoardMonitor"},
-    "monitor.wandb": {"monitor": "WandbMonitor"},
+    "monitor.csv_monitor": {"config": "csvMonitor"},
+    "monitor.monitor": {"config": "MonitorMaster"},
+    "monitor.tensorboard": {"config": "TensorBoardMonitor"},
+    "monitor.wandb": {"config": "WandbMonitor"},
     "ops.adagrad": {"optimizers": "DeepSpeedCPUAdagrad"},
     "ops.adam": {"optimizers": "DeepSpeedCPUAdam FusedAdam"},
     "ops.adam.cpu_adam": {"optimizers": "DeepSpeedCPUAdam"},
@@ -118,11 +118,11 @@ MODULES = _table({
     "runtime.constants": {"config": "GRADIENT_CLIPPING_DEFAULT"},
     "runtime.dataloader": {"utils": "RepeatingLoader"},
     "runtime.engine": {"engine": "DeepSpeedEngine"},
-    "runtime.lr_schedules": {"lr_schedules": f"{SCHEDULES} VALID_LR_SCHEDULES"},
+    "runtime.lr_schedules": {"optimizers": f"{SCHEDULES} VALID_LR_SCHEDULES"},
     "runtime.precision_config": {"config": "DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config"},
     "runtime.utils": {
         f"{_ENGINE}.extras.profiling.memory_usage": "see_memory_usage",
-        "runtime": (
+        "utils": (
             "call_to_str clip_grad_norm_ copy_to_device ensure_directory_exists get_global_norm is_model_parallel_parameter "
             "move_to_device partition_balanced partition_uniform prefix_sum_inc set_random_seed"
         ),
@@ -138,7 +138,7 @@ MODULES = _table({
     },
     "runtime.zero.stage3": {_MEMORY: _estimators(3), "zero": "unwrap_model_for_generation"},
     "runtime.zero.stage_1_and_2": {_MEMORY: _estimators(2)},
-    "runtime.zero.tiling": {"tiling": "TiledLinear"},
+    "runtime.zero.tiling": {"zero": "TiledLinear"},
     "runtime.zero.utils": {"zero": "ZeRORuntimeException is_zero_param"},
     "utils": {
         "utils": f"OnDevice RepeatingLoader instrument_w_nvtx {_LOGGING} {LEAVES}",
@@ -149,7 +149,7 @@ MODULES = _table({
     "utils.nvtx": {"utils": "instrument_w_nvtx"},
     "utils.tensor_fragment": {_ACCESS: SAFE},
     "utils.timer": {"utils": "trim_mean"},
-    "utils.torch": {"runtime": "required_torch_version"},
+    "utils.torch": {"utils": "required_torch_version"},
     "utils.z3_leaf_module": {"utils": LEAVES},
     "utils.zero_to_fp32": {
         _TO_FP32: (
@@ -157,7 +157,7 @@ MODULES = _table({
             "load_state_dict_from_zero_checkpoint"
         ),
     },
-    "zero": {"zero": _INIT, "tiling": "TiledLinear"},
+    "zero": {"zero": f"{_INIT} TiledLinear"},
 })  # fmt: skip
 """DeepSpeed's module -> this package's module, or one by its whole name -> names that it gives."""
 

@@ -1,4 +1,5 @@
-"""DeepSpeed's optimizers: a call makes one of torch's, or of zstore's, which the engine updates by one kernel on every tier."""
+"""DeepSpeed's optimizers: a call makes one of torch's, or of zstore's, which the engine updates by one kernel on every tier.
+And the schedules that a config can name, made in a script."""
 
 from __future__ import annotations
 
@@ -7,9 +8,12 @@ from typing import Any
 
 import torch
 
+from zstore.engine.config.config import load_config
+from zstore.engine.config.scheduler import SCHEDULES
 from zstore.engine.optim.classes.lamb import Lamb
 from zstore.engine.optim.classes.lion import Lion
 from zstore.engine.optim.classes.muon import MuonWithAdam
+from zstore.engine.optim.lr_schedules import NamedSchedule, named_schedule
 from zstore.errors import UsageError
 
 from .names import by_place
@@ -100,3 +104,50 @@ FusedLamb = _made(
 )  # fmt: skip
 Muon = _made("Muon", "Muon", "params lr weight_decay momentum ns_method", _muon)
 MuonWithAuxAdam = _made("MuonWithAuxAdam", "MuonWithAdam", "param_groups", _muon_with_adam)
+
+
+VALID_LR_SCHEDULES = list(SCHEDULES)
+
+
+class _Schedule(type):
+    """A class whose call makes the engine's schedule of that name, which is then an instance of it. Arguments are those of the
+    config's `scheduler.params`, by name or in the `order` of DeepSpeed's."""
+
+    order: str
+
+    def __call__(cls, optimizer: torch.optim.Optimizer, *values: Any, **params: Any) -> NamedSchedule:
+        named = by_place(cls.__name__, cls.order, values, params)
+        config = {"scheduler": {"type": cls.__name__, "params": named}}
+        section = load_config(config, name=f"{cls.__name__}(...)").settings.scheduler
+        if section is None:
+            raise UsageError(f"{cls.__name__}: there is no such schedule")
+        before = [dict(group) for group in optimizer.param_groups]
+        schedule = named_schedule(section, optimizer)
+        if section.params.last_batch_iteration >= 0:  # the optimizer's own settings serve until the first step
+            for group, former in zip(optimizer.param_groups, before, strict=True):
+                group.update(former)
+        return schedule
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return cls.__name__ in [kind.__name__ for kind in type(instance).__mro__]
+
+
+def _schedule(name: str, order: str) -> type:
+    return _Schedule(name, (), {"order": f"{order} last_batch_iteration", "__doc__": f"The schedule {name}."})
+
+
+_WARMUP = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type"
+LRRangeTest = _schedule(
+    "LRRangeTest",
+    "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase",
+)
+OneCycle = _schedule(
+    "OneCycle",
+    "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size cycle_first_stair_count "
+    "cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate",
+)
+WarmupLR = _schedule("WarmupLR", _WARMUP)
+WarmupDecayLR = _schedule("WarmupDecayLR", f"total_num_steps {_WARMUP}")
+WarmupCosineLR = _schedule(
+    "WarmupCosineLR", "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type"
+)

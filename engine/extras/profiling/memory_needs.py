@@ -82,9 +82,7 @@ def _cold(total: int, largest: int) -> _Sizes:
 
 
 def _plan(model: _Sizes, stage: int, world_size: int, optimizer: Device, param: Device) -> Plan:
-    zero: dict[str, Any] = {"stage": stage}
-    zero |= {"offload_optimizer": {"device": optimizer}} if optimizer != "none" else {}
-    zero |= {"offload_param": {"device": param}} if param != "none" else {}
+    zero = {"stage": stage, "offload_optimizer": {"device": optimizer}, "offload_param": {"device": param}}
     config = load_config(
         {
             "train_micro_batch_size_per_gpu": 1,
@@ -92,55 +90,41 @@ def _plan(model: _Sizes, stage: int, world_size: int, optimizer: Device, param: 
             "bf16": {"enabled": True},
             "zero_optimization": zero,
         }
-    ).resolve(ResolveContext(world_size=world_size, device_supports_bf16=True))
+    ).resolve(ResolveContext(world_size=world_size, native=("bf16",)))
     slots = {one.name: _SLOTS for one in model.shapes if one.name in model.trained}
     needs = find_needs(model.shapes, slots, config, world_size=world_size, rank=0, units=model.units)
     return make_plan(needs, placement_settings(config, budget_bytes=None, device_is_host=False), model.units)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Gpus:
-    """GPUs, checked."""
-
-    per_node: int
-    nodes: int
-    factor: float
-
-    def __post_init__(self) -> None:
-        for name, value in (("num_gpus_per_node", self.per_node), ("num_nodes", self.nodes)):
-            if type(value) is not int or value < 1:
-                raise UsageError(f"{name}: expected a whole number of at least 1, got {value!r}")
-        if not self.factor >= 1:
-            raise UsageError(f"additional_buffer_factor: expected a number of at least 1, got {self.factor!r}")
-
-
-def _need(model: _Sizes, stage: int, ranks: _Gpus, optimizer: Device, param: Device, zero_init: bool) -> MemoryNeed:
-    plan = _plan(model, stage, ranks.per_node * ranks.nodes, optimizer, param)
-    host_bytes = int(plan.host_bytes * ranks.per_node * ranks.factor)
-    if not zero_init:
-        host_bytes = max(host_bytes, int(model.numel * _FP32_BYTES * ranks.per_node * ranks.factor))
+def _need(
+    model: _Sizes, stage: int, gpus: tuple[int, int, float], optimizer: Device, param: Device, zero_init: bool
+) -> MemoryNeed:
+    """Return the memory on `gpus`: GPUs of a machine, machines, and a factor of a machine's bytes. Raises UsageError for
+    impossible ones."""
+    per_node, nodes, factor = gpus
+    for name, value in (("num_gpus_per_node", per_node), ("num_nodes", nodes)):
+        if type(value) is not int or value < 1:
+            raise UsageError(f"{name}: expected a whole number of at least 1, got {value!r}")
+    if not factor >= 1:
+        raise UsageError(f"additional_buffer_factor: expected a number of at least 1, got {factor!r}")
+    plan = _plan(model, stage, per_node * nodes, optimizer, param)
+    least_bytes = 0 if zero_init else model.numel * _FP32_BYTES
     return MemoryNeed(
         stage=stage,
         offload_optimizer=optimizer,
         offload_param=param,
         zero_init=zero_init,
-        host_bytes=host_bytes,
+        host_bytes=int(max(plan.host_bytes, least_bytes) * per_node * factor),
         device_bytes=plan.held_total.device + plan.gathered_bytes,
     )
 
 
-_DEVICES: tuple[Device, ...] = ("cpu", "none")
-
-
-def _all(model: _Sizes, stage: int, per_node: int, nodes: int, factor: float) -> list[MemoryNeed]:
-    """Print the table of a stage, and return its rows."""
-    ranks = _Gpus(per_node=per_node, nodes=nodes, factor=factor)
-    if stage == 2:
-        rows = [_need(model, 2, ranks, device, "none", False) for device in _DEVICES]
-    else:
-        pairs: list[tuple[Device, Device]] = [("cpu", "cpu"), ("cpu", "none"), ("none", "none")]
-        rows = [_need(model, 3, ranks, *pair, zero_init) for pair in pairs for zero_init in (True, False)]
-    machines = f"{format_count(nodes, 'machine')} of {format_count(per_node, 'GPU')}"
+def _all(model: _Sizes, stage: int, *gpus: Any) -> list[MemoryNeed]:
+    """Print the table of a stage, and return its rows. `gpus`: see `_need`."""
+    pairs: list[tuple[Device, Device]] = [("cpu", "cpu"), ("cpu", "none"), ("none", "none")]
+    pairs, inits = (pairs, (True, False)) if stage == 3 else (pairs[1:], (False,))
+    rows = [_need(model, stage, gpus, *pair, zero_init) for pair in pairs for zero_init in inits]
+    machines = f"{format_count(gpus[1], 'machine')} of {format_count(gpus[0], 'GPU')}"
     lines = [
         f"Parameters, gradients and AdamW state in bf16 at stage {stage}, on {machines}",
         f"{model.numel:,} parameters, {model.largest_numel:,} in the largest unit",
@@ -205,8 +189,8 @@ def estimate_zero2_model_states_mem_needs(
     additional_buffer_factor: float = 1.0,
 ) -> tuple[int, int]:
     """Return (bytes of each machine, bytes of each GPU) at stage 2, with the optimizer offloaded or not."""
-    ranks = _Gpus(per_node=num_gpus_per_node, nodes=num_nodes, factor=additional_buffer_factor)
-    found = _need(_cold(total_params, total_params), 2, ranks, _device(cpu_offload), "none", False)
+    gpus = num_gpus_per_node, num_nodes, additional_buffer_factor
+    found = _need(_cold(total_params, total_params), 2, gpus, "cpu" if cpu_offload else "none", "none", False)
     return found.host_bytes, found.device_bytes
 
 
@@ -221,11 +205,7 @@ def estimate_zero3_model_states_mem_needs(  # noqa: PLR0913, PLR0917 - DeepSpeed
     additional_buffer_factor: float = 1.0,
 ) -> tuple[int, int, int]:
     """Return (bytes of each machine, bytes of each GPU, bytes of the largest unit) at stage 3."""
-    ranks = _Gpus(per_node=num_gpus_per_node, nodes=num_nodes, factor=additional_buffer_factor)
-    model, devices = _cold(total_params, largest_layer_params), (_device(cpu_offload), _device(cpu_offload_params))
-    found = _need(model, 3, ranks, *devices, zero_init)
+    gpus = num_gpus_per_node, num_nodes, additional_buffer_factor
+    devices: tuple[Device, Device] = ("cpu" if cpu_offload else "none", "cpu" if cpu_offload_params else "none")
+    found = _need(_cold(total_params, largest_layer_params), 3, gpus, *devices, zero_init)
     return found.host_bytes, found.device_bytes, 2 * largest_layer_params
-
-
-def _device(offloads: bool) -> Device:
-    return "cpu" if offloads else "none"

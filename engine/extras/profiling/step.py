@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...config.extra import Extra
-from ...config.profiling import FlopsProfilerSection
+from ...config.sections import FlopsProfilerSection
 from ...training import Training
 from .profiler import FlopsProfiler, write_text
 

@@ -19,7 +19,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
 CALLER = ResolveContext(
     world_size=2,
     hidden_size=64,
-    device_supports_bf16=True,
+    native=("bf16",),
     answers={
         "optimizer.params.lr": 2e-4,
         "optimizer.params.betas": (0.8, 0.9),
@@ -238,8 +238,7 @@ def test_answers_that_contradict_are_refused() -> None:
 )
 def test_precision_follows_the_sections_and_the_device(fp16: object, bf16: object, native: str, precision: str) -> None:
     config = {"fp16": {"enabled": fp16}, "bf16": {"enabled": bf16}}
-    supported = {"device_supports_bf16": "bf16" in native, "device_supports_fp16": "fp16" in native}
-    assert resolved(config, **supported).precision == precision
+    assert resolved(config, native=native.split()).precision == precision
 
 
 def test_the_fp16_section_becomes_dynamic_or_static_loss_scaling() -> None:

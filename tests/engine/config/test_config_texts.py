@@ -9,8 +9,7 @@ import pytest
 
 from zstore.engine.build.store import store_key
 from zstore.engine.config.config import Config, load_config
-from zstore.engine.config.optimizer_names import ALIASES
-from zstore.engine.config.optimizers import ONE_BIT, OPTIMIZERS, WHOLE_TENSORS, OptimizerName
+from zstore.engine.config.optimizers import ALIASES, ONE_BIT, OPTIMIZERS, WHOLE_TENSORS, OptimizerName
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.optim.kernel import ELEMENT_WISE
 from zstore.engine.plan.needs import placement_settings

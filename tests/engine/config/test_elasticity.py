@@ -11,9 +11,9 @@ import pytest
 
 from tests.engine.config.elastic_cases import elastic_cases
 from zstore.elasticity import ElasticityConfigError, ElasticityIncompatibleWorldSize, compute_elastic_config
-from zstore.engine.adapters.deepspeed.elasticity import elasticity_enabled
+from zstore.engine.adapters.deepspeed.config import elasticity_enabled
 from zstore.engine.config.config import load_config
-from zstore.engine.config.elastic_batch import elastic_batch, highly_composite_numbers
+from zstore.engine.config.elasticity import HIGHLY_COMPOSITE, ElasticitySection
 from zstore.engine.config.resolve import ResolveContext
 from zstore.errors import ConfigError
 
@@ -42,8 +42,8 @@ def test_highly_composite_numbers_have_more_divisors_than_any_smaller() -> None:
     for number in range(1, 20_001):
         if counts[number] > most:
             expected, most = [*expected, number], counts[number]
-    assert [number for number in highly_composite_numbers() if number <= 20_000] == expected
-    assert highly_composite_numbers()[-1] == 720_720
+    assert [number for number in HIGHLY_COMPOSITE if number <= 20_000] == expected
+    assert HIGHLY_COMPOSITE[-1] == 720_720
 
 
 def test_the_batch_and_world_sizes_are_those_that_deepspeed_documents() -> None:
@@ -60,7 +60,7 @@ def test_the_batch_is_the_candidate_with_most_world_sizes(micro: tuple[int, ...]
     """By brute force: bases times every number within the list, the largest of each within the maximum."""
     candidates = set()
     for base in {*micro, math.lcm(*micro)}:
-        fitting = [base * number for number in highly_composite_numbers() if base * number <= most]
+        fitting = [base * number for number in HIGHLY_COMPOSITE if base * number <= most]
         candidates |= {max(fitting)} if fitting else set()
     valid = {
         batch: [n for n in range(1, most + 1) if any(batch % (n * size) == 0 for size in micro)] for batch in candidates
@@ -68,7 +68,8 @@ def test_the_batch_is_the_candidate_with_most_world_sizes(micro: tuple[int, ...]
     best = max(map(len, valid.values()))
     tied = [batch for batch in candidates if len(valid[batch]) == best]
     expected = max(tied) if larger else min(tied)
-    found = elastic_batch(micro, most, prefer_larger=larger)
+    section = {"micro_batch_sizes": micro, "max_train_batch_size": most, "prefer_larger_batch": larger}
+    found = ElasticitySection(**section).batch()
     assert (found.train_batch_size, list(found.valid_world_sizes)) == (expected, valid[expected])
 
 
