@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from tests.engine.published import consolidated, in_folder, publishing, same, se
 from tests.engine.runs import start, step
 from zstore.errors import CheckpointMismatchError, ConfigError, CorruptionError, UsageError
 from zstore.publish import Receiver, pull
-from zstore.testing.ranks import run_ranks
+from zstore.testing.ranks import kill_ranks, run_ranks
 
 STEPS = 4
 
@@ -187,6 +189,27 @@ def test_old_versions_are_removed_and_a_run_that_begins_anew_goes_on(tmp_path: P
         expected = consolidated(engine, tmp_path / "ckpt")
     assert receiver.update() == 7
     assert same(dict(model.state_dict()), expected)
+    assert [path.name for path in to.iterdir() if path.name.startswith(".")] == []
+
+
+def _hold(rank: int, to: Path) -> None:
+    with start(publishing(to)) as engine:
+        step(engine)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_one_run_publishes_to_a_folder(tmp_path: Path) -> None:
+    to = tmp_path / "weights"
+    assert kill_ranks(_hold, 1, to) == [False]
+    assert (to / ".publishing").exists()
+    with start(publishing(to)) as engine:
+        step(engine)
+        with pytest.raises(UsageError, match=rf'publishes its weights there already.*"pid": {os.getpid()}'):
+            start(publishing(to))
+        step(engine)
+    with start(publishing(to)) as engine:
+        step(engine)
+    assert [bool(one["deltas"]) for one in versions(to).values()] == [False, False, True, False]
     assert [path.name for path in to.iterdir() if path.name.startswith(".")] == []
 
 

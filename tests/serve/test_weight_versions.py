@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,10 @@ from tests.serve.answers import TOKEN, Client
 from tests.serve.conftest import Serve
 from tests.serve.proxy import proxy_to
 from zstore.errors import CheckpointNotFoundError, UsageError
+from zstore.open.arrived import arrived
+from zstore.open.sources import folder_of
 from zstore.publish import Receiver, pull
-from zstore.testing.ranks import run_ranks
+from zstore.testing.ranks import kill_ranks, run_ranks
 
 OPTIONS = {"token": TOKEN}
 
@@ -32,19 +37,19 @@ def config_of(url: str, **keys: Any) -> dict[str, Any]:
 
 
 def _train(rank: int, url: str, tmp_path: Path) -> None:
+    tempfile.tempdir = str(tmp_path / "room")
     with start(config_of(url, stage=2, publish={"full_every": 3})) as engine:
         for _ in range(5):
             step(engine)
-        assert list((tmp_path / "room").glob("zstore-publish-*/.weight_v00*")) == []
+        assert len(list((tmp_path / "room").glob("zstore-weights-*.lock"))) == 2
+        assert list((tmp_path / "room").glob("zstore-weights-*/.weight_v00*")) == []
         consolidated(engine, tmp_path / "ckpt")
 
 
-def test_two_ranks_publish_and_sixteen_receive(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_publish_and_sixteen_receive(url: str, tmp_path: Path) -> None:
     (tmp_path / "room").mkdir()
-    with monkeypatch.context() as patched:
-        patched.setenv("TMPDIR", str(tmp_path / "room"))
-        run_ranks(_train, 2, url, tmp_path)
-    assert list((tmp_path / "room").glob("zstore-*")) == []
+    run_ranks(_train, 2, url, tmp_path)
+    assert list((tmp_path / "room").glob("zstore-weights-*")) == []
     found = [(bool(one["weights"]), len(one["deltas"])) for one in versions(tmp_path / "runs/gpt/weights").values()]
     assert found == [(True, 0), (False, 2), (False, 2), (True, 2), (False, 2)]
     expected = load_file(tmp_path / "ckpt/step-5/hf/model.safetensors")
@@ -90,6 +95,44 @@ def test_a_connection_that_breaks_is_made_again(tmp_path: Path, url: str) -> Non
     model = served()
     assert Receiver(model, url, storage_options=OPTIONS).update() == 4
     assert same(dict(model.state_dict()), expected)
+
+
+def _folders(room: Path) -> list[Path]:
+    return [path for path in room.glob("zstore-weights-*") if path.is_dir()]
+
+
+def _die_publishing(rank: int, url: str, room: Path) -> None:
+    tempfile.tempdir = str(room)
+    with start(config_of(url)) as engine:
+        step(engine)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_receiving(rank: int, url: str, room: Path) -> None:
+    tempfile.tempdir = str(room)
+    with arrived(folder_of(url, OPTIONS), None):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_killed_processes_left_is_removed_by_the_next_one(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = tmp_path / "room"
+    room.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(room))
+    assert kill_ranks(_die_publishing, 1, url, room) == [False]
+    (first,) = _folders(room)
+    assert kill_ranks(_die_receiving, 1, url, room) == [False]
+    (second,) = _folders(room)
+    assert first != second, "the receiver removed what the trainer left"
+    assert list(second.glob("*/*.safetensors"))
+    with start(config_of(url)) as engine:
+        step(engine)
+        (mine,) = _folders(room)
+        assert mine != second
+        assert pull(url, tmp_path / "hf", storage_options=OPTIONS).version == 2
+        assert mine.is_dir(), "of a living one"
+    assert list(room.glob("zstore-weights-*")) == []
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from ..weights.companions import companions
 from ..weights.delta import Patch, fold, read_delta, spans_of
 from ..weights.reader import StoredWeight, WeightsReader
 from ..weights.versions import INDEX_FILE, Chain, chain_from, folder_name
+from .room import temporary_room
 
 _BLOCK_BYTES = 8 * 1024 * 1024
 _NUM_THREADS = 4
@@ -73,15 +73,18 @@ def arrived(source: Folder, have: str | None) -> Iterator[Arrived | None]:
 
     Raises as `chain_from` does, and CorruptionError for a file that differs from its checksum.
     """
-    with tempfile.TemporaryDirectory(prefix="zstore-weights-") as room:
-        yield _take(source, have, Path(room))
+    with contextlib.ExitStack() as opened:
+        yield _take(source, have, opened)
 
 
-def _take(source: Folder, have: str | None, room: Path) -> Arrived | None:
+def _take(source: Folder, have: str | None, opened: contextlib.ExitStack) -> Arrived | None:
     for left in reversed(range(_TRIES)):
         try:
             chain = chain_from(source, have)
-            return None if chain is None else _fetch(source, chain, room)
+            if chain is None:
+                return None
+            room = source.path if source.is_local else opened.enter_context(temporary_room())
+            return _fetch(source, chain, room)
         except CheckpointNotFoundError:
             raise
         except FileNotFoundError:

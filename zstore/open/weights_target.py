@@ -1,6 +1,7 @@
 """The place that versions of weights are published to: a folder, or a run of a service.
 
 [Note: how a version appears]
+    (rank 0)      one run publishes to a place: it has the lock `.publishing` there, which ends with its process
     (all ranks)   `place`, a folder on this machine that the files of the version are written to
     (each rank)   `send` its files
     (rank 0)      `commit`, once all were sent: the version is there from here on, whole; or `discard`
@@ -13,20 +14,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from ..checkpoint.folder import Folder, LocalFolder
+from ..checkpoint.lock import LockedError, SaveLock
 from ..errors import UsageError, storage_error
 from ..io.files import Files
 from ..remote.retries import Retries
 from ..remote.service_folder import ServiceFolder
 from ..remote.url import is_url
 from ..weights.versions import INDEX_FILE, PREFIX, WEIGHTS_FOLDER, folder_name, numbers_in
+from .room import temporary_room
 from .sources import folder_of
 
 _TRIES = 3
@@ -36,9 +39,11 @@ _TRIES = 3
 class WeightsTarget:
     """A folder that all ranks see. See [Note: how a version appears]."""
 
-    def __init__(self, folder: Folder, room: Path, rank: int) -> None:
+    def __init__(self, folder: Folder, rank: int, room: AbstractContextManager[Path]) -> None:
         self.folder = folder
-        self.room = room
+        self._held = ExitStack()
+        self._release = weakref.finalize(self, self._held.close)
+        self.room = self._held.enter_context(room)
         """A folder on this machine for files of versions to come."""
         self._rank = rank
 
@@ -65,8 +70,9 @@ class WeightsTarget:
             sweep(self.room)
 
     def close(self) -> None:
-        """Do as `discard`, at the end."""
+        """Do as `discard`, and let another run publish there."""
         self.discard()
+        self._release()
 
 
 class ServiceVersions(WeightsTarget):
@@ -78,8 +84,7 @@ class ServiceVersions(WeightsTarget):
                 f"{folder}: a service has the versions of a run's weights in one place: expected a URL like "
                 f"{folder.url.base}/RUN/{WEIGHTS_FOLDER}"
             )
-        super().__init__(folder, Path(tempfile.mkdtemp(prefix="zstore-publish-")), rank)
-        self._remove = weakref.finalize(self, shutil.rmtree, self.room, ignore_errors=True)
+        super().__init__(folder, rank, temporary_room())
         self._service = folder.with_retries(Retries(attempts=_TRIES))
 
     def _path(self, number: int) -> str:
@@ -110,14 +115,10 @@ class ServiceVersions(WeightsTarget):
         """See `WeightsTarget.discard`."""
         sweep(self.room)
 
-    def close(self) -> None:
-        """See `WeightsTarget.close`."""
-        self._remove()
-
 
 def target_of(location: str, rank: int, storage_options: Mapping[str, Any]) -> WeightsTarget:
-    """Return the target at a path or URL. Raises UsageError for a URL of something else than a run of a service, StorageError
-    for a folder that cannot be made."""
+    """Return the target at a path or URL. Raises UsageError for a URL of something else than a run of a service, or a place
+    that another run publishes to, StorageError for a folder that cannot be made."""
     if is_url(location):
         folder = folder_of(location, storage_options)
         if not isinstance(folder, ServiceFolder):
@@ -125,7 +126,22 @@ def target_of(location: str, rank: int, storage_options: Mapping[str, Any]) -> W
         return ServiceVersions(folder, rank)
     path = Path(location)
     Files().make_folder(path)
-    return WeightsTarget(LocalFolder(path), path, rank)
+    return WeightsTarget(LocalFolder(path), rank, publishing(path) if rank == 0 else nullcontext(path))
+
+
+@contextmanager
+def publishing(folder: Path, **publisher: str) -> Iterator[Path]:
+    """Hold a folder for the one run that publishes to it. Raises UsageError, which names that, if it is another one."""
+    try:
+        lock = SaveLock(folder / ".publishing", wait=False, **publisher)
+    except LockedError as error:
+        raise UsageError(
+            f"{folder}: a run publishes its weights there already: end it, or name another place. {error}"
+        ) from error
+    try:
+        yield folder
+    finally:
+        lock.release()
 
 
 def commit_in(folder: Path, place: Path, number: int, index: bytes, oldest: int) -> None:
