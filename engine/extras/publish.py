@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -155,9 +156,13 @@ class WeightsPublisher:
         self._engine, self._run, self._complete = engine, run, complete
         self._section = section = config.own.publish
         self._world = world = engine.world
+        publisher = f"{run}, process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex[:8]}"
+        publisher = world.broadcast_object(publisher)
         with world.agreeing():
-            self._target = target_of(str(section.to), world.rank, config.storage_options)
+            self._target = target_of(str(section.to), world.rank, publisher, config.storage_options)
             self._target.discard()
+            if world.rank == 0:
+                self._target.begin()
         self._since_full = self._since = 0
         self._fulls: list[int] = []
         self._last: WeightsVersion | None = None
@@ -205,6 +210,8 @@ class WeightsPublisher:
     def _publish(self, deltas: Mapping[str, list[int]], full: bool) -> None:
         world, target, mine = self._world, self._target, f"delta-{self._world.rank:05d}.bin"
         with world.agreeing():
+            if world.rank == 0:
+                target.begin()
             if world.rank == 0 and (self._last is None or not deltas):
                 self._newest = target.newest()  # somebody else's, or one of which no answer came
         number = world.broadcast_object(self._newest) + 1

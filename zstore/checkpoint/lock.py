@@ -41,7 +41,7 @@ class SaveLock:
             if _flock(self._fd, wait=wait) is False:
                 owner = os.pread(self._fd, 4096, 0).decode(errors="replace")
                 os.close(self._fd)
-                raise LockedError(f"another process has it: {owner or 'one that has just begun'}", path=str(path))
+                raise LockedError(owner or "one that has just begun", path=str(path))
             # A sweep may have taken the file for a dead save's between the two calls.
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(path).st_ino == os.fstat(self._fd).st_ino:
@@ -76,6 +76,19 @@ def hold(path: Path) -> int | None:
     return fd
 
 
+def share(path: Path) -> int:
+    """Return a descriptor that keeps others from `hold`ing a file until it is closed. Raises FileNotFoundError if the file is
+    gone, or is held by who removes it."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        if _flock(fd, wait=False, shared=True) is False or os.stat(path).st_ino != os.fstat(fd).st_ino:
+            raise FileNotFoundError(f"{path} is being removed")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def _make(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -106,11 +119,11 @@ def owner_is_dead(path: Path) -> Iterator[bool]:
         os.close(fd)
 
 
-def _flock(fd: int, *, wait: bool) -> bool | None:
+def _flock(fd: int, *, wait: bool, shared: bool = False) -> bool | None:
     """Take the lock and return whether that worked, None if the system or the file system has no locks."""
     if fcntl is not None:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
             return True
         except BlockingIOError:
             return False
