@@ -521,6 +521,7 @@ class Engine(nn.Module):
         filename: str | None = None,
         dtype: str | None = None,
         max_file_bytes: int = MAX_FILE_BYTES,
+        crcs: dict[str, int] | None = None,
     ) -> list[Path]:
         """Write parameters and buffers as safetensors into `save_dir`, and return the files (all ranks; rank 0 writes).
 
@@ -529,7 +530,8 @@ class Engine(nn.Module):
         "pytorch_model.bin", the file is called after it, ends with .safetensors, and a line in the log says so. A
         transformers model's config is written beside them. Floating values are rounded from the fp32 masters to `dtype`
         ("bf16", "fp16", "fp32"; by default the type that the model computes in). Tied weights are written once.
-        `exclude_frozen_parameters` leaves those out. Memory: a few tens of MiB on every rank, whatever the model's size.
+        `exclude_frozen_parameters` leaves those out. `crcs` gets the crc32c of each weight's bytes, on rank 0. Memory: a few
+        tens of MiB on every rank, whatever the model's size.
 
         The files get their names when they are whole and durable. Raises CheckpointExistsError if `save_dir` has
         weights of that name, CheckpointError for values that fp16 cannot hold, DiskFullError.
@@ -538,6 +540,7 @@ class Engine(nn.Module):
             filename=filename if save_filename is None else save_filename,
             dtype=dtype or self.training_state.config.precision,
             max_file_bytes=max_file_bytes,
+            crcs=crcs,
             without_frozen=exclude_frozen_parameters,
         )
         return save_weights(self.access, Path(save_dir), options)

@@ -38,7 +38,6 @@ from ..optim.state import OptimizerState
 from ..params.record import ParameterRecord
 
 _log = logging.getLogger("zstore")
-_BLOCK_BYTES = 8 * 1024 * 1024
 
 
 class Changes:
@@ -134,7 +133,7 @@ class _Engine(Protocol):
     @property
     def global_steps(self) -> int: ...
     def was_step_applied(self) -> bool: ...
-    def save_16bit_model(self, save_dir: Path, *, dtype: str) -> list[Path]: ...
+    def save_16bit_model(self, save_dir: Path, *, dtype: str, crcs: dict[str, int]) -> list[Path]: ...
 
 
 class WeightsPublisher:
@@ -220,12 +219,13 @@ class WeightsPublisher:
             if self._changes is not None and mine in deltas:
                 self._changes.path.rename(place / mine)
                 target.send(number, [mine])
+        crcs: dict[str, int] = {}
         if full:
-            self._engine.save_16bit_model(Path(world.broadcast_object(str(place))), dtype="bf16")
+            self._engine.save_16bit_model(Path(world.broadcast_object(str(place))), dtype="bf16", crcs=crcs)
         with world.agreeing():
             if world.rank:
                 return
-            weights, files, nbytes = _content(place) if full else ({}, {}, self._full_bytes)
+            files, nbytes = _files_in(place) if full else ({}, self._full_bytes)
             last = self._last if deltas else None
             version = WeightsVersion(
                 number=number,
@@ -235,7 +235,7 @@ class WeightsPublisher:
                 step=self._engine.global_steps,
                 run=self._run,
                 deltas=deltas,
-                weights=weights,
+                weights={name: crcs.get(name, 0) for name in files},
                 files=files,
                 full_bytes=nbytes,
             )
@@ -263,16 +263,8 @@ def _crc_of_buffers(model: nn.Module) -> int:
     return crc
 
 
-def _content(folder: Path) -> tuple[dict[str, int], dict[str, str], int]:
-    """Return the crc32c and the file of each tensor in a folder of weights, and the bytes of all."""
-    crcs: dict[str, int] = {}
+def _files_in(folder: Path) -> tuple[dict[str, str], int]:
+    """Return the file of each tensor in a folder of weights, and the bytes of all."""
     with WeightsReader(folder) as reader:
-        for name, weight in reader.weights.items():
-            crc, step = 0, _BLOCK_BYTES // weight.itemsize
-            for first in range(0, weight.numel, step):
-                values = np.empty(min(step, weight.numel - first), f"u{weight.itemsize}")
-                reader.read_into(weight, first, values)
-                crc = int(crc32c(values.data, crc))
-            crcs[name] = crc
-        files = {name: weight.path.name for name, weight in reader.weights.items()}
-        return crcs, files, sum(weight.nbytes for weight in reader.weights.values())
+        weights = reader.weights.values()
+        return {weight.name: weight.path.name for weight in weights}, sum(weight.nbytes for weight in weights)
