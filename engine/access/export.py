@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from .access import Access
 
 _log = logging.getLogger("zstore")
-
-
 _PICKLED = {".bin", ".pt", ".pth"}
 """Endings of the names of files that other software pickles weights into."""
 _PICKLED_STEM = "pytorch_model"
@@ -51,6 +49,8 @@ class ExportOptions:
     without_frozen: bool = False
     overwrite: bool = False
     """Whether weights of that name are replaced."""
+    crcs: dict[str, int] | None = None
+    """Gets the crc32c of each weight's bytes (rank 0)."""
 
     @property
     def written_name(self) -> str | None:
@@ -63,8 +63,7 @@ class ExportOptions:
 
 def save_weights(access: Access, folder: Path, options: ExportOptions) -> list[Path]:
     """Write the weights as safetensors and return the files, the index last; see `save_16bit_model` (all ranks)."""
-    precision = options.dtype
-    filename = options.written_name
+    filename, precision = options.written_name, options.dtype
     stem = STEM if filename is None else filename.removesuffix(SUFFIX)
 
     def check() -> None:
@@ -90,8 +89,8 @@ def save_weights(access: Access, folder: Path, options: ExportOptions) -> list[P
     ordered = [sources[w.array] for layout in layouts for w in layout.weights if w.array in sources]
     names = [layout.name for layout in layouts]
     files = [folder / name for name in (names if len(names) == 1 else [*names, index_file(layouts)])]
-    with access.world.agreeing(), ExitStack() as opened:
-        export = _Export(access.model, folder, layouts, opened)
+    export = _Export(access, folder, layouts, options.crcs)
+    with access.world.agreeing(), export.opened:
         access.each(ordered, export.put, rank0_only=True)
         if access.world.rank == 0:
             export.finish(precision)
@@ -115,8 +114,6 @@ def _check_free(folder: Path, stem: str, *, overwrite: bool) -> None:
         return
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise CheckpointExistsError(f"{folder} exists and is not a folder: choose another path")
-    if not folder.exists():
-        return
     numbered = [path.name for path in folder.glob(f"*{SUFFIX}*") if path.name.startswith((f"{stem}-", f"{stem}."))]
     if numbered:
         raise CheckpointExistsError(
@@ -140,29 +137,30 @@ def _weights(model: nn.Module, records: Sequence[ParameterRecord], dtype: str) -
 class _Export:
     """Rank 0's part of `save_weights`. `opened` closes its files, and publishes them if there was no error."""
 
-    def __init__(self, model: nn.Module, target: Path, layouts: Sequence[FileLayout], opened: ExitStack) -> None:
-        self._model = model
-        self._target = target
+    def __init__(
+        self, access: Access, target: Path, layouts: Sequence[FileLayout], crcs: dict[str, int] | None
+    ) -> None:
+        self.opened = ExitStack()
+        self._model = access.model
+        self._target = self._folder = target
         self._is_new = not target.exists()
         self._layouts = layouts
-        self._opened = opened
+        self._crcs = crcs
         self._files = Files()
-        self._folder = target
         self._writer: WeightsWriter | None = None
         self._due = deque(weight for layout in layouts for weight in layout.weights)
-        self._buffers = {buffer_array(name): buffer for name, buffer in stored_buffers(model)}
+        self._buffers = {buffer_array(name): buffer for name, buffer in stored_buffers(access.model)}
 
     def _open(self) -> WeightsWriter:
         """Return the writer. Opened with the first piece, so that an error here is one of `put`."""
         if self._writer is None:
-            place = (
-                new_folder(self._files, self._target)
-                if self._is_new
-                else temporary_folder(self._files, self._target, self._layouts[0].name)
-            )
-            self._folder = self._opened.enter_context(place)
-            writer = WeightsWriter(self._files, self._layouts, self._folder, overflow="error")
-            self._writer = self._opened.enter_context(writer)
+            if self._is_new:
+                place = new_folder(self._files, self._target)
+            else:
+                place = temporary_folder(self._files, self._target, self._layouts[0].name)
+            self._folder = self.opened.enter_context(place)
+            writer = WeightsWriter(self._files, self._layouts, self._folder, overflow="error", crcs=self._crcs)
+            self._writer = self.opened.enter_context(writer)
         return self._writer
 
     def put(self, piece: ArrayPiece) -> None:
@@ -175,8 +173,7 @@ class _Export:
         while self._due and self._due[0].array != stop:
             array = self._due.popleft().array
             if array in self._buffers and self._buffers[array].numel():
-                values = self._buffers[array].detach().cpu().contiguous().view(-1)
-                writer.put(array, 0, as_numpy(values))
+                writer.put(array, 0, as_numpy(self._buffers[array].detach().cpu().contiguous().view(-1)))
 
     def finish(self, precision: str) -> None:
         """Make everything durable under its name."""

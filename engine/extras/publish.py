@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,7 +38,6 @@ from ..params.record import ParameterRecord
 from ..training import Training
 
 _log = logging.getLogger("zstore")
-_BLOCK_BYTES = 8 * 1024 * 1024
 
 
 class Changes:
@@ -134,9 +134,13 @@ class WeightsPublisher(Extra):
         self._engine, self._run, self._complete = engine, training.run_id, training.pending.complete
         self._section = section
         self._world = world = engine.world
+        publisher = f"{training.run_id}, process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex[:8]}"
+        publisher = world.broadcast_object(publisher)
         with world.agreeing():
-            self._target = target_of(str(section.to), world.rank, config.storage_options)
+            self._target = target_of(str(section.to), world.rank, publisher, config.storage_options)
             self._target.discard()
+            if world.rank == 0:
+                self._target.begin()
         self._since_full = self._since = 0
         self._fulls: list[int] = []
         self._last: WeightsVersion | None = None
@@ -185,6 +189,8 @@ class WeightsPublisher(Extra):
     def _publish(self, deltas: Mapping[str, list[int]], full: bool) -> None:
         world, target, mine = self._world, self._target, f"delta-{self._world.rank:05d}.bin"
         with world.agreeing():
+            if world.rank == 0:
+                target.begin()
             if world.rank == 0 and (self._last is None or not deltas):
                 self._newest = target.newest()  # somebody else's, or one of which no answer came
         number = world.broadcast_object(self._newest) + 1
@@ -193,12 +199,13 @@ class WeightsPublisher(Extra):
             if self._changes is not None and mine in deltas:
                 self._changes.path.rename(place / mine)
                 target.send(number, [mine])
+        crcs: dict[str, int] = {}
         if full:
-            self._engine.save_16bit_model(Path(world.broadcast_object(str(place))), dtype="bf16")
+            self._engine.save_16bit_model(Path(world.broadcast_object(str(place))), dtype="bf16", crcs=crcs)
         with world.agreeing():
             if world.rank:
                 return
-            weights, files, nbytes = _content(place) if full else ({}, {}, self._full_bytes)
+            files, nbytes = _files_in(place) if full else ({}, self._full_bytes)
             last = self._last if deltas else None
             version = WeightsVersion(
                 number=number,
@@ -208,7 +215,7 @@ class WeightsPublisher(Extra):
                 step=self._engine.global_steps,
                 run=self._run,
                 deltas=deltas,
-                weights=weights,
+                weights={name: crcs.get(name, 0) for name in files},
                 files=files,
                 full_bytes=nbytes,
             )
@@ -236,16 +243,8 @@ def _crc_of_buffers(model: nn.Module) -> int:
     return crc
 
 
-def _content(folder: Path) -> tuple[dict[str, int], dict[str, str], int]:
-    """Return the crc32c and the file of each tensor in a folder of weights, and the bytes of all."""
-    crcs: dict[str, int] = {}
+def _files_in(folder: Path) -> tuple[dict[str, str], int]:
+    """Return the file of each tensor in a folder of weights, and the bytes of all."""
     with WeightsReader(folder) as reader:
-        for name, weight in reader.weights.items():
-            crc, step = 0, _BLOCK_BYTES // weight.itemsize
-            for first in range(0, weight.numel, step):
-                values = np.empty(min(step, weight.numel - first), f"u{weight.itemsize}")
-                reader.read_into(weight, first, values)
-                crc = int(crc32c(values.data, crc))
-            crcs[name] = crc
-        files = {name: weight.path.name for name, weight in reader.weights.items()}
-        return crcs, files, sum(weight.nbytes for weight in reader.weights.values())
+        weights = reader.weights.values()
+        return {weight.name: weight.path.name for weight in weights}, sum(weight.nbytes for weight in weights)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from crc32c import crc32c
+from safetensors.torch import load_file
 
 from tests.engine.published import consolidated, in_folder, publishing, same, served, versions
 from tests.engine.runs import start, step
 from zstore.errors import CheckpointMismatchError, ConfigError, CorruptionError, UsageError
 from zstore.publish import Receiver, pull
-from zstore.testing.ranks import run_ranks
+from zstore.testing.ranks import kill_ranks, run_ranks
+from zstore.weights.reader import WeightsReader
 
 STEPS = 4
 
@@ -74,6 +79,21 @@ def test_the_first_version_is_full_whatever_the_model_has(tmp_path: Path) -> Non
             engine.backward(engine(data).sum())
             engine.step()
     assert [bool(one["weights"]) for one in versions(tmp_path / "weights").values()] == [True, False]
+
+
+def test_checksums_of_a_full_version_are_made_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(*_: Any) -> None:
+        raise OSError("the drive does not read")
+
+    monkeypatch.setattr(WeightsReader, "read_into", unreadable)
+    model = torch.nn.Linear(1500, 1800)  # several blocks of a file
+    model.register_buffer("shift", torch.ones(3))
+    with start(publishing(tmp_path / "weights"), model) as engine:
+        engine.backward(engine(torch.ones(2, 1500, dtype=torch.bfloat16)).sum())
+        engine.step()
+    written = load_file(tmp_path / "weights/weight_v000001/model.safetensors")
+    expected = {name: crc32c(value.view(torch.uint8).numpy().tobytes()) for name, value in written.items()}
+    assert versions(tmp_path / "weights")[1]["weights"] == expected
 
 
 def test_a_skipped_step_publishes_nothing(tmp_path: Path) -> None:
@@ -187,6 +207,27 @@ def test_old_versions_are_removed_and_a_run_that_begins_anew_goes_on(tmp_path: P
         expected = consolidated(engine, tmp_path / "ckpt")
     assert receiver.update() == 7
     assert same(dict(model.state_dict()), expected)
+    assert [path.name for path in to.iterdir() if path.name.startswith(".")] == []
+
+
+def _hold(rank: int, to: Path) -> None:
+    with start(publishing(to)) as engine:
+        step(engine)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_one_run_publishes_to_a_folder(tmp_path: Path) -> None:
+    to = tmp_path / "weights"
+    assert kill_ranks(_hold, 1, to) == [False]
+    assert (to / ".publishing").exists()
+    with start(publishing(to)) as engine:
+        step(engine)
+        with pytest.raises(UsageError, match=rf'publishes its weights there already.*"pid": {os.getpid()}'):
+            start(publishing(to))
+        step(engine)
+    with start(publishing(to)) as engine:
+        step(engine)
+    assert [bool(one["deltas"]) for one in versions(to).values()] == [False, False, True, False]
     assert [path.name for path in to.iterdir() if path.name.startswith(".")] == []
 
 

@@ -47,6 +47,7 @@ from zstore.serve.tokens import (
 )
 from zstore.testing.faults import FaultyFiles
 from zstore.tools.cli import app
+from zstore.weights.versions import WeightsVersion
 
 OWN = "correct-horse-battery-staple"
 JSON = "Content-Type: application/json"
@@ -314,7 +315,7 @@ def test_a_session_is_worth_what_its_token_is_worth(base: str, file: Path) -> No
 
 
 def test_a_live_page_ends_with_its_token(base: str, file: Path, http: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zstore.serve.routes.events._HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("zstore.serve.routes.events.HEARTBEAT_S", 0.05)
     name, _, value = add(file, "alice").partition(": ")
     events = http.request("GET", f"{base}/api/runs/one/events", headers={name: value}, preload_content=False)
     lines = iter(events)
@@ -344,6 +345,9 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
     for name in ("mine-1", "unseen"):
         folder = save_arrays(runs / name, {"model/a": np.arange(8.0)}, run_id=name).parent
         (folder / "config.json").write_text("{}")
+        version = WeightsVersion(number=1, id="a", step=1, run=name, weights={"w": 0}, files={"w": "w.safetensors"})
+        (folder / "weights/weight_v000001").mkdir(parents=True)
+        (folder / "weights/weight_v000001/model.safetensors.index.json").write_bytes(version.index())
     mine, full = add(file, "mine", "act", "--runs", "mine-*"), add(file, "full", "act")
     with serving(Settings(roots=(Root.parse(str(runs)),), port=0, tokens=file, allow_actions=True)) as base:
         job = json.loads(ask(base, f"/api/runs/unseen/checkpoints/{TAG}/verify", full, method="POST").body)["id"]

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from urllib.parse import quote, urlencode
 
 import numpy as np
 from crc32c import crc32c
 
 from ..checkpoint.folder import Folder
-from ..errors import CheckpointNotFoundError, CorruptionError
+from ..errors import CorruptionError
 from ..format.arrays import Bytes
 from ..io.pool import Workers
+from ..remote.service_folder import ServiceFolder
 from ..weights.companions import companions
 from ..weights.delta import Patch, fold, read_delta, spans_of
 from ..weights.reader import StoredWeight, WeightsReader
-from ..weights.versions import INDEX_FILE, Chain, chain_from, folder_name
+from ..weights.versions import INDEX_FILE, WEIGHTS_FOLDER, Chain, folder_name, follow, parse_index
+from .room import temporary_room
 
 _BLOCK_BYTES = 8 * 1024 * 1024
 _NUM_THREADS = 4
-_TRIES = 5
-"""The next versions are looked for if some are removed while they are taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,21 +73,27 @@ def arrived(source: Folder, have: str | None) -> Iterator[Arrived | None]:
 
     Raises as `chain_from` does, and CorruptionError for a file that differs from its checksum.
     """
-    with tempfile.TemporaryDirectory(prefix="zstore-weights-") as room:
-        yield _take(source, have, Path(room))
+    with contextlib.ExitStack() as opened:
+        yield _take(source, have, opened)
 
 
-def _take(source: Folder, have: str | None, room: Path) -> Arrived | None:
-    for left in reversed(range(_TRIES)):
-        try:
-            chain = chain_from(source, have)
-            return None if chain is None else _fetch(source, chain, room)
-        except CheckpointNotFoundError:
-            raise
-        except FileNotFoundError:
-            if not left:
-                raise
-    return None
+def _take(source: Folder, have: str | None, opened: contextlib.ExitStack) -> Arrived | None:
+    if isinstance(source, ServiceFolder) and source.url.folder == WEIGHTS_FOLDER:
+        chain = _ask(source, have, opened)
+    else:
+        chain = follow(source, have, opened)
+    if chain is None:
+        return None
+    return _fetch(source, chain, source.path if source.is_local else opened.enter_context(temporary_room()))
+
+
+def _ask(source: ServiceFolder, have: str | None, opened: contextlib.ExitStack) -> Chain | None:
+    """Return what `follow` does, as the service answers it."""
+    query = urlencode({"held": 1, "since": have or ""})
+    path = f"/api/runs/{quote(source.url.run, safe='')}/weights?{query}"
+    found = opened.enter_context(source.connection.held("GET", path))
+    full, *deltas = [one and parse_index(one.encode(), source.location) for one in (found["full"], *found["deltas"])]
+    return Chain(full=full, deltas=tuple(deltas)) if full or deltas else None
 
 
 def _fetch(source: Folder, chain: Chain, room: Path) -> Arrived:
@@ -95,10 +101,12 @@ def _fetch(source: Folder, chain: Chain, room: Path) -> Arrived:
     full, nbytes = None, 0
     if chain.full is not None:
         folder = source.child(folder_name(chain.full.number))
-        full = _local(folder, {*chain.full.files.values(), INDEX_FILE, *companions(folder)}, room)
+        names = (*chain.full.files.values(), INDEX_FILE, *companions(folder))
+        full = _local(folder, dict.fromkeys(names), room)
         nbytes += chain.full.full_bytes
     for version in chain.deltas:
-        here = _local(source.child(folder_name(version.number)), version.deltas, room)
+        sizes = {name: size for name, (size, _) in version.deltas.items()}
+        here = _local(source.child(folder_name(version.number)), sizes, room)
         for name, (size, crc) in version.deltas.items():
             for tensor, found in read_delta(here / name, size, crc).items():
                 patches.setdefault(tensor, []).extend(found)
@@ -106,18 +114,19 @@ def _fetch(source: Folder, chain: Chain, room: Path) -> Arrived:
     return Arrived(chain=chain, full=full, patches=patches, nbytes=nbytes)
 
 
-def _local(folder: Folder, names: Iterable[str], room: Path) -> Path:
-    """Return the local folder that has the files: the folder itself, or one in `room` that they are copied to."""
+def _local(folder: Folder, sizes: Mapping[str, int | None], room: Path) -> Path:
+    """Return the local folder that has the files, by name with their bytes if known: the folder itself, or one in `room` that
+    they are copied to."""
     if folder.is_local:
         return folder.path
     target = room / folder.name
     target.mkdir(exist_ok=True)
     with Workers(_NUM_THREADS, "zstore-weights") as workers:
-        workers.run([partial(_copy, folder, name, target / name) for name in names])
+        workers.run([partial(_copy, folder, name, size, target / name) for name, size in sizes.items()])
     return target
 
 
-def _copy(folder: Folder, name: str, target: Path) -> None:
+def _copy(folder: Folder, name: str, size: int | None, target: Path) -> None:
     with target.open("wb") as file:
-        for at in range(0, folder.size(name), _BLOCK_BYTES):
+        for at in range(0, folder.size(name) if size is None else size, _BLOCK_BYTES):
             file.write(folder.read_range(name, at, at + _BLOCK_BYTES))

@@ -14,6 +14,7 @@ from .files.downloads import Downloads, Plans
 from .files.opened import RemoteSizes
 from .files.transfers import Transfers
 from .inbox.inbox import Inbox
+from .inbox.publishers import Publishers
 from .jobs import Jobs
 from .metrics import Metrics
 from .runs import Run, Runs
@@ -63,6 +64,7 @@ class Service(Library):
         self.inbox = Inbox(
             self.runs, self.jobs, keep_last=settings.keep_last, run_quota=settings.run_quota, files=settings.files
         )
+        self.publishers = Publishers()
         self.webhooks = Webhooks(
             settings.webhooks,
             self.listing.get,

@@ -12,12 +12,15 @@ that reads such folders to refuse one that has only changes.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..checkpoint.folder import Folder
+from ..checkpoint.lock import share
 from ..errors import CheckpointNotFoundError, CorruptionError
 
 WEIGHTS_FOLDER = "weights"
@@ -28,6 +31,8 @@ KEY = "zstore"
 PREFIX = "weight_v"
 """With which the name of a version's folder begins."""
 _NAME = re.compile(rf"{PREFIX}(\d{{6,18}})")
+_TRIES = 5
+"""The next versions are looked for if some are removed meanwhile."""
 _MOST_INDEX_BYTES = 256 * 1000 * 1000
 
 
@@ -120,7 +125,34 @@ class Chain:
     """The one to begin with; None: with the weights that are there."""
     deltas: tuple[WeightsVersion, ...]
     """Those whose changes follow, the oldest first."""
-    newest: WeightsVersion
+
+    @property
+    def newest(self) -> WeightsVersion:
+        """The version that it leads to."""
+        last = self.deltas[-1] if self.deltas else self.full
+        if last is None:
+            raise AssertionError("a chain has a version")
+        return last
+
+
+def follow(folder: Folder, have: str | None, opened: ExitStack) -> Chain | None:
+    """Return what `chain_from` does; until `opened` is closed, a local folder's versions of the chain are not removed."""
+    for left in reversed(range(_TRIES)):
+        try:
+            with ExitStack() as tried:
+                chain = chain_from(folder, have)
+                if chain is not None and folder.is_local:
+                    for version in (*chain.deltas, chain.full or chain.newest):
+                        path = folder.path / folder_name(version.number) / INDEX_FILE
+                        tried.callback(os.close, share(path))
+                opened.push(tried.pop_all())
+                return chain
+        except CheckpointNotFoundError:
+            raise
+        except FileNotFoundError:
+            if not left:
+                raise
+    return None
 
 
 def chain_from(folder: Folder, have: str | None) -> Chain | None:
@@ -144,13 +176,13 @@ def chain_from(folder: Folder, have: str | None) -> Chain | None:
     nbytes = 0
     while True:
         if at.weights and (best is None or nbytes + at.full_bytes < best_bytes):
-            best, best_bytes = Chain(full=at, deltas=tuple(reversed(deltas)), newest=newest), nbytes + at.full_bytes
+            best, best_bytes = Chain(full=at, deltas=tuple(reversed(deltas))), nbytes + at.full_bytes
         if at.base is None or at.base not in numbers or (have is None and best is not None):
             break
         deltas.append(at)
         nbytes += at.delta_bytes
         if at.base_id == have and (best is None or nbytes < best_bytes):
-            return Chain(full=None, deltas=tuple(reversed(deltas)), newest=newest)
+            return Chain(full=None, deltas=tuple(reversed(deltas)))
         at = read_version(folder, at.base)
         if at.id != deltas[-1].base_id:
             break

@@ -12,9 +12,8 @@ from starlette.responses import Response, StreamingResponse
 from ..auth import require_token
 from ..service import run_of, service_of
 from .broadcast import Broadcast, Cursor, first_cursor
-from .operations import Operation, Values
+from .operations import HEARTBEAT_S, Operation, Values
 
-_HEARTBEAT_S = 15.0
 _RETRY_MS = 2000
 
 
@@ -42,7 +41,7 @@ async def _stream(request: Request, broadcast: Broadcast, seen: Cursor | None) -
             cursor = news.cursor
             for name, data in news.events:
                 yield f"event: {name}\nid: {cursor.text}\ndata: {data}\n\n"
-            if not await broadcast.changed(cursor, _HEARTBEAT_S):
+            if not await broadcast.changed(cursor, HEARTBEAT_S):
                 yield ": still here\n\n"
 
 

@@ -10,9 +10,12 @@ waits when a process begins was meant for a process that is gone, and is removed
 larger there than JSON elsewhere.
 
 [Note: versions that are sent]
+    POST  /api/uploads/weights/RUN               (rank 0) the run has this place until it ends the answer, or is killed
     PUT   /api/uploads/weights/RUN/NUMBER/FILE   (each rank) its file of changes, and rank 0 all weights of a full version
     POST  /api/uploads/weights/RUN/NUMBER        (rank 0) the version's index: it is there from here on, whole
-Both may be repeated until then. Readers take versions from `/zarr/RUN/weights/`, like any other files.
+The last two may be repeated until then. Readers take files from `/zarr/RUN/weights/`, like any others, after
+    GET   /api/runs/RUN/weights?since=ID         which versions lead from the one of that id to the newest
+With `held=1` that answer does not end before the reader ends it, and its versions are not removed before.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from starlette.responses import Response
 from ...checkpoint.catalog import scan
 from ...checkpoint.folder import plain_sizes
 from ...checkpoint.names import RECORD_FILE
-from ...errors import CheckpointExistsError, UsageError
+from ...errors import CheckpointExistsError, CheckpointNotFoundError, UsageError
 from ...io.files import Files
 from ...io.sink import NewFile
 from ...journal.lines import decode
@@ -41,12 +44,13 @@ from ...journal.writer import FileSink
 from ...open.weights_target import commit_in
 from ...weights.companions import is_companion
 from ...weights.layout import SUFFIX
-from ...weights.versions import INDEX_FILE, WEIGHTS_FOLDER, folder_name, parse_index
-from ..files.visible import is_plain
+from ...weights.versions import INDEX_FILE, WEIGHTS_FOLDER, folder_name, follow, parse_index
+from ..files.visible import is_plain, is_real_folder
+from ..models import json_of
 from ..replies import ConflictError, reply
 from ..runs import Runs
-from ..service import runs_of, service_of
-from .operations import Exchange, Parameter, receive
+from ..service import run_of, runs_of, service_of
+from .operations import Exchange, HeldAnswer, Operation, Parameter, Values, receive
 
 MOST_LINES_BYTES = 1024 * 1024
 """Of a request's lines."""
@@ -115,6 +119,50 @@ async def _put(request: Request) -> Response:
     return Response(status_code=204)
 
 
+class WeightsChain(BaseModel):
+    """Answer to `GET /api/runs/{run}/weights`: indexes of versions, as their `model.safetensors.index.json` has them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    full: str | None = None
+    """The full version to begin with; null: begin with the weights that are there."""
+    deltas: list[str] = []
+    """Those whose changes follow, the oldest first; none and no full one: the newest version is there."""
+
+
+async def _since(request: Request, values: Values) -> Response:
+    with contextlib.ExitStack() as opened:
+
+        def find() -> WeightsChain:
+            run = run_of(request).folder
+            if not is_real_folder(run, WEIGHTS_FOLDER):
+                raise CheckpointNotFoundError(f"{run} has no version of weights: none was published there")
+            chain = follow(run.child(WEIGHTS_FOLDER), values["since"] or None, opened)
+            if chain is None:
+                return WeightsChain()
+            full = None if chain.full is None else chain.full.index().decode()
+            return WeightsChain(full=full, deltas=[version.index().decode() for version in chain.deltas])
+
+        found = await run_in_threadpool(find)
+        return HeldAnswer(json_of(found), opened.pop_all()) if values["held"] else reply(found)
+
+
+async def _have(request: Request) -> Response:
+    with contextlib.ExitStack() as opened:
+        publisher = request.query_params.get("publisher", "")
+
+        def begin() -> None:
+            folder, files = _folder_of(request), service_of(request).settings.files
+            if not 0 < len(publisher) <= 1000:
+                raise UsageError(f"publisher: expected a name of up to 1000 characters, got {len(publisher)}")
+            _require_free(folder)
+            files.make_folder(folder)
+            opened.enter_context(service_of(request).publishers.holding(folder, publisher))
+
+        await run_in_threadpool(begin)
+        return HeldAnswer("{}", opened.pop_all())
+
+
 class VersionIndex(BaseModel):
     """Body of `POST /api/uploads/weights/{run}/{number}`."""
 
@@ -175,22 +223,33 @@ async def _commit_weights(request: Request) -> Response:
     return Response(status_code=204)
 
 
+def _folder_of(request: Request) -> Path:
+    """Return the folder of the run's versions. Raises CheckpointNotFoundError."""
+    return runs_of(request).folder_for_uploads(request.path_params["run"]) / WEIGHTS_FOLDER
+
+
 def _version_of(request: Request) -> tuple[Path, int]:
-    """Return the folder of the run's versions, and the number of that which is sent. Raises CheckpointNotFoundError."""
-    folder, number = runs_of(request).folder_for_uploads(request.path_params["run"]), request.path_params["number"]
+    """Return the folder of the run's versions, and the number of that which is sent. Raises CheckpointNotFoundError, and
+    UsageError if another run has that place."""
+    folder, number = _folder_of(request), request.path_params["number"]
     if not number.isascii() or not number.isdecimal() or len(number) > _MOST_DIGITS:
         raise UsageError(f"{number!r:.50}: expected the number of a version")
-    return folder / WEIGHTS_FOLDER, int(number)
+    service_of(request).publishers.check(folder, request.query_params.get("publisher", ""))
+    return folder, int(number)
+
+
+def _require_free(folder: Path, number: int = 0) -> None:
+    """Raise ConflictError if a version is there, or `weights` is a checkpoint."""
+    if folder.is_symlink() or (folder / RECORD_FILE).exists() or (folder / folder_name(number)).exists():
+        raise ConflictError(
+            f"{folder.parent.name!r}: {folder.name!r} is a checkpoint or a link, or has version {number} already"
+        )
 
 
 def _place_of(folder: Path, number: int, files: Files) -> Path:
-    """Return the folder for the files of a version to come, which is made. Raises ConflictError if the version is there, or
-    `weights` is a checkpoint."""
+    """Return the folder for the files of a version to come, which is made. Raises ConflictError if it is there."""
+    _require_free(folder, number)
     place = folder / f".{folder_name(number)}"
-    if folder.is_symlink() or (folder / RECORD_FILE).exists() or (folder / folder_name(number)).exists():
-        raise ConflictError(
-            f"{folder.parent.name!r} has version {number} of its weights, or a checkpoint {folder.name!r}"
-        )
     files.make_folder(place)
     return place
 
@@ -287,9 +346,10 @@ def _keep(request: Request, run: str, name: str, data: bytes) -> None:
         raise
 
 
-_WEIGHTS = "/api/uploads/weights/{run}/{number}"
+_WEIGHTS = "/api/uploads/weights/{run}"
+_PUBLISHER = Parameter(name="publisher", help="Who publishes: a name that no other run has.")
 _JOURNAL = "/api/uploads/journals/{run}/{run_id}"
-OPERATIONS = (
+OPERATIONS: tuple[Operation | Exchange, ...] = (
     Exchange(
         path=_JOURNAL,
         summary="How much of a journal is there",
@@ -311,22 +371,51 @@ OPERATIONS = (
         body_media="application/x-ndjson",
         problems=(413, 507),
     ),
+    Operation(
+        path="/api/runs/{run}/weights",
+        summary="The versions of weights that lead to the newest one, in as few bytes as possible",
+        answer=WeightsChain,
+        handle=_since,
+        parameters=(
+            Parameter(name="since", help="Id of the version that is there; none: there is none."),
+            Parameter(
+                name="held",
+                help="1: keep these versions until the client ends the answer, an event stream.",
+                kind="integer",
+                default=0,
+                most=1,
+            ),
+        ),
+        problems=(422,),
+    ),
     Exchange(
-        path=f"{_WEIGHTS}/{{name}}",
+        path=_WEIGHTS,
+        method="POST",
+        summary="Be the one that publishes to a run, until the answer ends",
+        answer=None,
+        media="text/event-stream",
+        handle=_have,
+        parameters=(_PUBLISHER,),
+        problems=(507,),
+    ),
+    Exchange(
+        path=f"{_WEIGHTS}/{{number}}/{{name}}",
         method="PUT",
         summary="Send a file of a version of weights",
         answer=None,
         handle=_put_weights,
+        parameters=(_PUBLISHER,),
         body_media="application/octet-stream",
         status=204,
         problems=(507,),
     ),
     Exchange(
-        path=_WEIGHTS,
+        path=f"{_WEIGHTS}/{{number}}",
         method="POST",
         summary="Make a version of weights visible, whole",
         answer=None,
         handle=_commit_weights,
+        parameters=(_PUBLISHER,),
         body=VersionIndex,
         status=204,
         audit="publish",
