@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import zstore
-from tests.checkpoint.buckets import Bucket
+from tests.checkpoint.buckets import VersionedBucket
 from tests.checkpoint.checkpoints import open_world, save_arrays, wait_all
 from tests.checkpoint.s3_server import s3_server
 from tests.engine.runs import make_config, start, state_of, step
@@ -25,9 +25,7 @@ from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.dcp.destination import CheckpointPlace
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
-from zstore.io.files import Files
 from zstore.io.pool import Workers
 from zstore.remote.folder import open_folder
 from zstore.remote.packs import LARGE_BYTES, Extent, plan_packs, training, worth_keeping
@@ -54,39 +52,6 @@ ARRAYS: dict[str, Array] = {
 def server() -> Iterator[dict[str, Any]]:
     with s3_server() as options:
         yield options
-
-
-class VersionedBucket(Bucket):
-    """A bucket that is saved to as versions."""
-
-    versions = True
-
-    @property
-    def folder(self) -> VersionsFolder:
-        folder = open_folder(self.url, self.options)
-        assert isinstance(folder, VersionsFolder)
-        return folder
-
-    def packs(self) -> dict[str, int]:
-        self.fs.invalidate_cache()
-        found = self.fs.find(f"{self.name}/runs/one/packs", detail=True)
-        return {path.rpartition("/")[2]: entry["size"] for path, entry in found.items()}
-
-    def icechunk(self) -> Any:
-        """Open the repository with icechunk alone."""
-        keys = {"access_key_id": "testing", "secret_access_key": "testing"}
-        endpoint = self.options["client_kwargs"]["endpoint_url"]
-        storage = icechunk.s3_storage(
-            bucket=self.name,
-            prefix="runs/one/versions",
-            region="us-east-1",
-            endpoint_url=endpoint,
-            allow_http=True,
-            force_path_style=True,
-            **keys,
-        )
-        access = icechunk.containers_credentials({f"{self.url}/packs/": icechunk.s3_credentials(**keys)})
-        return icechunk.Repository.open(storage, authorize_virtual_chunk_access=access)
 
 
 @pytest.fixture
@@ -332,8 +297,6 @@ def test_a_bucket_with_versions_is_refused_where_it_cannot_be_used(
 ) -> None:
     with open_world(ARRAYS) as world:
         bucket.save(world)
-    with pytest.raises(UsageError, match="has versions, to which DCP does not save"):
-        CheckpointPlace.of(f"{bucket.url}/step-2", bucket.options).destination(Files(), new_save_id())
     profile = {**bucket.options, "profile": "mine"}
     with pytest.raises(UsageError, match=r"\['profile'\] of s3:// cannot be passed on to icechunk"):
         VersionsFolder(bucket.folder, profile).all()

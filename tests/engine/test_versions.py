@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from zstore.testing.ranks import kill_ranks, run_ranks
 
 pytest.importorskip("icechunk", reason="extra versions")
 pytest.importorskip("moto", reason="extra test")
-s3fs = pytest.importorskip("s3fs", reason="extra s3")
+pytest.importorskip("s3fs", reason="extra s3")
 
 REQUESTS = 24
 """More than a rank makes in a save."""
@@ -82,25 +81,11 @@ def test_ranks_without_a_folder_in_common_save_and_any_number_loads(
     assert [info.tag for info in tags(open_folder(url, server))] == ["step-00000001", "step-00000002", "one"]
 
 
-class MortalFileSystem(s3fs.S3FileSystem):  # type: ignore[misc]
-    """S3 whose process is killed at a request for a pack."""
-
-    kill_at: int | None = None
-
-    async def _call_s3(self, method: str, *arguments: Any, **options: Any) -> Any:
-        if "packs/" in str(options.get("Key")) and MortalFileSystem.kill_at is not None:
-            MortalFileSystem.kill_at -= 1
-            if MortalFileSystem.kill_at < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return await super()._call_s3(method, *arguments, **options)
-
-
 def _save_until_killed(
     rank: int, base: Path, options: dict[str, Any], url: str, points: list[int], apart: bool
 ) -> None:
-    import fsspec
+    from tests.checkpoint.mortal_s3 import MortalFileSystem
 
-    fsspec.register_implementation("s3", MortalFileSystem, clobber=True)
     with start(config_of(rank, base, options, apart=apart)) as engine:
         step(engine)
         engine.save_checkpoint(url, tag="before", overwrite=True)

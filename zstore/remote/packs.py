@@ -44,6 +44,10 @@ class Extent(NamedTuple):
     nbytes: int
 
 
+Places = dict[str, tuple[Extent, str]]
+"""Place and SHA-256, hex, of files by path."""
+
+
 def plan_packs(sizes: Sequence[int]) -> list[range]:
     """Return which of a rank's files of these bytes go into each of its packs, by their number and in this order.
 

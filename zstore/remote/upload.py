@@ -32,6 +32,11 @@ def place_of(url: str, storage_options: Mapping[str, Any] | None = None, *, vers
     """
     if url.startswith(("http://", "https://")):
         return ServicePlace.of(url, storage_options)
+    return folder_for(url, storage_options, versions=versions)
+
+
+def folder_for(url: str, storage_options: Mapping[str, Any] | None = None, *, versions: bool = False) -> RemoteFolder:
+    """Return the folder at a URL that is not a service's; see `place_of`."""
     folder = open_fsspec_folder(url, storage_options)
     if protocol_of(folder) is None or not (has_versions(folder) or (versions and is_empty(folder))):
         return folder
