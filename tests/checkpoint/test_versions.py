@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
@@ -216,6 +216,7 @@ def test_the_commands_take_versions(bucket: VersionedBucket, tmp_path: Path) -> 
     with open_checkpoint(tmp_path / "three") as reader:
         assert reader.read_array("model/odd name/ü%~").tobytes() == arrays["model/odd name/ü%~"].tobytes()
     bucket.run("reshard", str(tmp_path / "three"), "--to", f"{bucket.url}-plain")
+    assert not isinstance(open_folder(f"{bucket.url}-plain", bucket.options), VersionsFolder)
     bucket.run("tag", bucket.url, "best", "step-00000001")
     plan = json.loads(bucket.run("prune", bucket.url, "--keep-last", "1", "--json").stdout)
     assert plan["removed"] == ["step-00000002"]
@@ -224,6 +225,29 @@ def test_the_commands_take_versions(bucket: VersionedBucket, tmp_path: Path) -> 
     assert bucket.packs().keys() == {pack for version in bucket.folder.all().values() for pack in version.packs}
     with zstore.open_checkpoint(f"{bucket.url}@best", storage_options=bucket.options) as checkpoint:
         assert checkpoint.step == 1
+
+
+def test_reshard_makes_versions_that_refer_to_what_is_there(bucket: VersionedBucket, tmp_path: Path) -> None:
+    arrays = {name: array.copy() for name, array in ARRAYS.items()}
+    sizes = []
+    for number in (1, 2):
+        arrays["model/odd name/ü%~"][:] = number
+        path = save_arrays(tmp_path / "local", arrays, step=number)
+        bucket.run("reshard", str(path), "--to", bucket.url, *["--versions"] * (number == 1))
+        sizes.append(sum(bucket.packs().values()))
+    assert sizes[1] - sizes[0] < 20_000
+    expect(bucket, None, arrays)
+    # Of a version in the bucket, for another number of ranks, into another bucket.
+    bucket.run("reshard", f"{bucket.url}:step-00000001", "--world-size", "3", "--to", f"{bucket.url}-3", "--versions")
+    with open_checkpoint(open_folder(f"{bucket.url}-3", bucket.options)) as reader:
+        assert reader.record.world_size == 3
+        assert verify_checkpoint(reader) == []
+        assert reader.read_array("model/h.0.weight").tobytes() == ARRAYS["model/h.0.weight"].tobytes()
+    refused = bucket.run("reshard", f"{bucket.url}-3", "--to", bucket.url, code=1)
+    assert isinstance(refused.exception, CheckpointExistsError)
+    bucket.run("reshard", bucket.url, "--codec", "zstd", "--to", f"{bucket.url}-packed", "--versions")
+    with open_checkpoint(open_folder(f"{bucket.url}-packed", bucket.options)) as reader:
+        assert verify_checkpoint(reader) == []
 
 
 def test_a_version_without_its_tag_counts_and_is_tagged_by_the_next_save(bucket: VersionedBucket) -> None:
@@ -306,6 +330,7 @@ def test_a_bucket_with_versions_is_refused_where_it_cannot_be_used(
             look()
 
 
+@example([64 * 1000**2] * 4 + [0])
 @given(st.lists(st.integers(0, 3 * LARGE_BYTES), max_size=60))
 def test_packs_are_cut_in_order_and_few(sizes: list[int]) -> None:
     packs = plan_packs(sizes)

@@ -18,6 +18,7 @@ from ..checkpoint.names import METADATA_FILE, manifest_file, tag_folder
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.retention import Keep, retire
 from ..checkpoint.source import StoredArray
+from ..errors import CheckpointMismatchError
 from ..io.pool import Workers
 from ..io.shards import ShardSummary
 from .packs import (
@@ -32,7 +33,6 @@ from .packs import (
     plan_packs,
     shards_of,
     training,
-    worth_keeping,
 )
 from .repository import References
 from .target import Advance, UploadTarget, files_at_a_time
@@ -147,6 +147,10 @@ class VersionTarget(UploadTarget):
         trained = training(entry.array for _, entry in shards)
         paths = {array.shard_file(entry.shard): entry.array in trained for array, entry in shards}
         new = [path for path in (*paths, *beside) if path not in places]
+        if lost := self.known.keys() & new:
+            raise CheckpointMismatchError(
+                f"the newest version has {len(lost)} files no more, as {min(lost)}: send them, then commit again"
+            )
         tasks = [
             partial(self._send_pack, top, [alike[n] for n in pack], advance)
             for alike in ([p for p in new if paths.get(p)], [p for p in new if not paths.get(p)])
@@ -196,10 +200,11 @@ class VersionTarget(UploadTarget):
         if self._base is None:
             return {}
         alike = self._base.alike(shards)
-        digests = workers.run([partial(_sha256, top / path) for path in alike])
-        found = {path: each for (path, each), digest in zip(alike.items(), digests, strict=True) if each[1] == digest}
-        kept = worth_keeping((place for place, _ in found.values()), self._base.index.packs)
-        return {path: each for path, each in found.items() if each[0].pack in kept}
+        digests = workers.run([partial(self._digest, top, path) for path in alike])
+        return {path: each for (path, each), digest in zip(alike.items(), digests, strict=True) if each[1] == digest}
+
+    def _digest(self, top: Path, path: str) -> str:
+        return self.known.get(path) or _sha256(top / path)
 
     def _send_pack(self, top: Path, paths: Sequence[str], advance: Advance) -> Places:
         """Send some files as one pack."""

@@ -20,7 +20,7 @@ from ..errors import CheckpointNotFoundError, CorruptionError, StorageError, Usa
 from ..io.pool import Workers
 from ..io.shards import ShardSummary
 from .fsspec_folder import RemoteFolder
-from .packs import PACKS_FOLDER, Extent, Index, Places, ShardTable, checked, shards_of
+from .packs import PACKS_FOLDER, Extent, Index, Places, ShardTable, checked, shards_of, worth_keeping
 from .repository import BRANCH_FILE, VERSIONS_FOLDER, Repository, StoredVersion
 from .retries import Retries
 from .url_folder import NUM_THREADS, UrlFolder
@@ -127,6 +127,8 @@ class VersionsFolder(RemoteFolder):
             ids = workers.run([partial(self.repository.id_of, tag) for tag in sorted(self.repository.names())])
             found = workers.run([partial(self.version, one) for one in [*ids, *self.repository.branch_ids()] if one])
         versions = sorted((one for one in found if one is not None), key=lambda one: one.record.committed_ns)
+        with self._lock:  # a folder that is kept need not keep what was removed
+            self._versions = {one.snapshot.id: one for one in versions}
         return {one.name: one for one in versions}
 
     def holders(self) -> Mapping[str, int]:
@@ -245,7 +247,8 @@ class Version:
         return self.read(self.index.files[manifest_file(rank)])
 
     def alike(self, shards: Iterable[tuple[StoredArray, ShardSummary]]) -> Places:
-        """Return the places of those shard files that it seems to have: as large, cut alike, and with the same checksums."""
+        """Return the places of those shard files that it seems to have: as large, cut alike, and with the same checksums. Those
+        in packs of which too little would be used are left out."""
         found: Places = {}
         entries: dict[int, dict[str, ShardSummary]] = {}
         for array, entry in shards:
@@ -264,7 +267,8 @@ class Version:
                 path, table = array.shard_file(rank), self.table(rank)
                 number = self._shards(rank)[path]
                 found[path] = table.extent(number), table.sha256[number]
-        return found
+        kept = worth_keeping((place for place, _ in found.values()), self.index.packs)
+        return {path: each for path, each in found.items() if each[0].pack in kept}
 
     @cached_property
     def arrays(self) -> dict[str, StoredArray]:

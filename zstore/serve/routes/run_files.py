@@ -177,7 +177,8 @@ async def _commit_weights(request: Request) -> Response:
 
 def _version_of(request: Request) -> tuple[Path, int]:
     """Return the folder of the run's versions, and the number of that which is sent. Raises CheckpointNotFoundError."""
-    folder, number = runs_of(request).folder_for_uploads(request.path_params["run"]), request.path_params["number"]
+    folder = runs_of(request).folder_for_uploads(request.path_params["run"], behind_urls=False)
+    number = request.path_params["number"]
     if not number.isascii() or not number.isdecimal() or len(number) > _MOST_DIGITS:
         raise UsageError(f"{number!r:.50}: expected the number of a version")
     return folder / WEIGHTS_FOLDER, int(number)
