@@ -21,17 +21,18 @@ from zstore.tools.cli import app
 
 
 class Bucket:
-    """A new bucket, the URL of a run in it, and a local folder; with `versions` saves make versions."""
+    """A bucket, new unless it is named, the URL of a run in it, and a local folder; with `versions` saves make versions."""
 
     versions = False
 
-    def __init__(self, options: dict[str, Any], tmp_path: Path) -> None:
-        self.name = f"bucket-{uuid.uuid4().hex[:8]}"
+    def __init__(self, options: dict[str, Any], tmp_path: Path, *, name: str = "") -> None:
+        self.name = name or f"bucket-{uuid.uuid4().hex[:8]}"
         self.url = f"s3://{self.name}/runs/one"
         self.options = options
         self.local = tmp_path / "local"
         self.fs = open_folder("s3://no-bucket", options).fs  # type: ignore[attr-defined]
-        self.fs.mkdir(self.name)
+        if not name:
+            self.fs.mkdir(self.name)
 
     def save(self, world: World, *, step: int = 1, **fields: Any) -> list[Any]:
         save_id = new_save_id()

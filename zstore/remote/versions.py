@@ -25,7 +25,16 @@ from .repository import BRANCH_FILE, VERSIONS_FOLDER, Repository, StoredVersion
 from .retries import Retries
 from .url_folder import NUM_THREADS, UrlFolder
 
-PROTOCOLS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "file": "file", "local": "file"}
+PROTOCOLS = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gs",
+    "gcs": "gs",
+    "abfs": "abfs",
+    "az": "abfs",
+    "file": "file",
+    "local": "file",
+}
 """File systems of fsspec whose folders can have versions, and the names that this module gives them."""
 LEFTOVER_S = 24 * 3600.0
 """Age from which on a pack that no version refers to is no save's any more."""
