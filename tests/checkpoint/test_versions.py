@@ -223,6 +223,7 @@ def test_the_commands_take_versions(bucket: VersionedBucket, tmp_path: Path) -> 
     assert plan["freed_bytes"] == listed[1]["freed_bytes"]
     assert [info.tag for info in tags(bucket.folder)] == ["step-00000001", "step-00000003"]
     assert bucket.packs().keys() == {pack for version in bucket.folder.all().values() for pack in version.packs}
+    assert json.loads(bucket.run("inspect", f"{bucket.url}@best", "--json").stdout)["checkpoint"]["step"] == 1
     with zstore.open_checkpoint(f"{bucket.url}@best", storage_options=bucket.options) as checkpoint:
         assert checkpoint.step == 1
 
