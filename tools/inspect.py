@@ -22,6 +22,7 @@ from zstore.checkpoint import (
     list_tags,
     stored_files,
 )
+from zstore.errors import CheckpointNotFoundError
 from zstore.open.sources import folder_of, split_location
 from zstore.remote.url import shown
 from zstore.sizes import format_bytes, format_count
@@ -99,8 +100,10 @@ def _neighbours(
     if not isinstance(source, CheckpointReader):
         return [], []
     folder = folder_of(split_location(ckpt)[0], common.storage_options, common.also or ())
-    # `DIR/TAG` may name a tag whose folder has another name.
-    found = list_tags(source.folder if folder.is_local and not folder.path.exists() else folder)
+    try:
+        found = list_tags(folder)
+    except CheckpointNotFoundError:  # `DIR/TAG` and `DIR@TAG` name a tag whose folder has another name
+        found = list_tags(source.folder)
     return list(found.tags), list(found.refusals)
 
 

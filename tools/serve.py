@@ -55,6 +55,13 @@ class Listening:
             "--allow-actions", help="Take uploads, and save, stop, verify, tag and prune when asked; needs a token."
         ),
     ] = False
+    upload_folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Take uploads to runs behind URLs, too: they are put together in this folder, then sent there as versions.",
+            metavar="DIR",
+        ),
+    ] = None
     keep_last: Annotated[
         int | None,
         typer.Option(
@@ -208,6 +215,7 @@ def serve_command(
         token=listening.token,
         tokens=listening.tokens,
         allow_actions=listening.allow_actions,
+        upload_folder=listening.upload_folder,
         keep_last=listening.keep_last,
         run_quota=listening.run_quota,
         tls_certificate=listening.tls_certificate,

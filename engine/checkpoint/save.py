@@ -305,8 +305,8 @@ class Checkpoints:
     def _write_beside(self, *, weights: bool) -> Callable[[CheckpointReader], list[str]] | None:
         """Return a writer of the model's config, and of `weights` if they are requested, beside the arrays of a checkpoint;
         None if there is neither."""
-        gathers = self._training.config.zero.stage3_gather_16bit_weights_on_model_save
-        if not weights or not (gathers or has_config(self._training.model)):
+        gathers = weights and self._training.config.zero.stage3_gather_16bit_weights_on_model_save
+        if not gathers and not has_config(self._training.model):
             return None
         return lambda reader: [
             *(self._write_weights(reader) if gathers else ()),

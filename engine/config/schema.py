@@ -91,9 +91,9 @@ class ZstoreSection(Section):
     versions. Unset: beside the first nvme_path, where state on disk is linked and not written again, else in the user's cache
     folder."""
     versions: Bool = built(False)
-    """Save to s3://, gs:// and file:// URLs that have no checkpoint yet as versions of an icechunk repository: only changes are
-    sent, and ranks share no folder. Needs zstore[versions]. A URL that has versions goes on with them without the key, one
-    with checkpoints of the plain layout with that. See docs/remote.md."""
+    """Save to s3://, gs://, abfs:// and file:// URLs that have no checkpoint yet as versions of an icechunk repository: only
+    changes are sent, and ranks share no folder. Needs zstore[versions]. A URL that has versions goes on with them without the
+    key, one with checkpoints of the plain layout with that. See docs/remote.md."""
     keep_local: Bool = built(False)
     """Keep that local checkpoint once it is uploaded; `keep` applies to it too."""
     journal: Folder | Annotated[Literal["auto", False], Words('"auto" or false')] = built("auto")

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import zstore
-from tests.checkpoint.buckets import Bucket
+from tests.checkpoint.buckets import VersionedBucket
 from tests.checkpoint.checkpoints import open_world, save_arrays, wait_all
 from tests.checkpoint.s3_server import s3_server
 from tests.engine.runs import make_config, start, state_of, step
@@ -25,9 +25,7 @@ from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.dcp.destination import CheckpointPlace
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
-from zstore.io.files import Files
 from zstore.io.pool import Workers
 from zstore.remote.folder import open_folder
 from zstore.remote.packs import LARGE_BYTES, Extent, plan_packs, training, worth_keeping
@@ -54,39 +52,6 @@ ARRAYS: dict[str, Array] = {
 def server() -> Iterator[dict[str, Any]]:
     with s3_server() as options:
         yield options
-
-
-class VersionedBucket(Bucket):
-    """A bucket that is saved to as versions."""
-
-    versions = True
-
-    @property
-    def folder(self) -> VersionsFolder:
-        folder = open_folder(self.url, self.options)
-        assert isinstance(folder, VersionsFolder)
-        return folder
-
-    def packs(self) -> dict[str, int]:
-        self.fs.invalidate_cache()
-        found = self.fs.find(f"{self.name}/runs/one/packs", detail=True)
-        return {path.rpartition("/")[2]: entry["size"] for path, entry in found.items()}
-
-    def icechunk(self) -> Any:
-        """Open the repository with icechunk alone."""
-        keys = {"access_key_id": "testing", "secret_access_key": "testing"}
-        endpoint = self.options["client_kwargs"]["endpoint_url"]
-        storage = icechunk.s3_storage(
-            bucket=self.name,
-            prefix="runs/one/versions",
-            region="us-east-1",
-            endpoint_url=endpoint,
-            allow_http=True,
-            force_path_style=True,
-            **keys,
-        )
-        access = icechunk.containers_credentials({f"{self.url}/packs/": icechunk.s3_credentials(**keys)})
-        return icechunk.Repository.open(storage, authorize_virtual_chunk_access=access)
 
 
 @pytest.fixture
@@ -251,14 +216,39 @@ def test_the_commands_take_versions(bucket: VersionedBucket, tmp_path: Path) -> 
     with open_checkpoint(tmp_path / "three") as reader:
         assert reader.read_array("model/odd name/ü%~").tobytes() == arrays["model/odd name/ü%~"].tobytes()
     bucket.run("reshard", str(tmp_path / "three"), "--to", f"{bucket.url}-plain")
+    assert not isinstance(open_folder(f"{bucket.url}-plain", bucket.options), VersionsFolder)
     bucket.run("tag", bucket.url, "best", "step-00000001")
     plan = json.loads(bucket.run("prune", bucket.url, "--keep-last", "1", "--json").stdout)
     assert plan["removed"] == ["step-00000002"]
     assert plan["freed_bytes"] == listed[1]["freed_bytes"]
     assert [info.tag for info in tags(bucket.folder)] == ["step-00000001", "step-00000003"]
     assert bucket.packs().keys() == {pack for version in bucket.folder.all().values() for pack in version.packs}
+    assert json.loads(bucket.run("inspect", f"{bucket.url}@best", "--json").stdout)["checkpoint"]["step"] == 1
     with zstore.open_checkpoint(f"{bucket.url}@best", storage_options=bucket.options) as checkpoint:
         assert checkpoint.step == 1
+
+
+def test_reshard_makes_versions_that_refer_to_what_is_there(bucket: VersionedBucket, tmp_path: Path) -> None:
+    arrays = {name: array.copy() for name, array in ARRAYS.items()}
+    sizes = []
+    for number in (1, 2):
+        arrays["model/odd name/ü%~"][:] = number
+        path = save_arrays(tmp_path / "local", arrays, step=number)
+        bucket.run("reshard", str(path), "--to", bucket.url, *["--versions"] * (number == 1))
+        sizes.append(sum(bucket.packs().values()))
+    assert sizes[1] - sizes[0] < 20_000
+    expect(bucket, None, arrays)
+    # Of a version in the bucket, for another number of ranks, into another bucket.
+    bucket.run("reshard", f"{bucket.url}:step-00000001", "--world-size", "3", "--to", f"{bucket.url}-3", "--versions")
+    with open_checkpoint(open_folder(f"{bucket.url}-3", bucket.options)) as reader:
+        assert reader.record.world_size == 3
+        assert verify_checkpoint(reader) == []
+        assert reader.read_array("model/h.0.weight").tobytes() == ARRAYS["model/h.0.weight"].tobytes()
+    refused = bucket.run("reshard", f"{bucket.url}-3", "--to", bucket.url, code=1)
+    assert isinstance(refused.exception, CheckpointExistsError)
+    bucket.run("reshard", bucket.url, "--codec", "zstd", "--to", f"{bucket.url}-packed", "--versions")
+    with open_checkpoint(open_folder(f"{bucket.url}-packed", bucket.options)) as reader:
+        assert verify_checkpoint(reader) == []
 
 
 def test_a_version_without_its_tag_counts_and_is_tagged_by_the_next_save(bucket: VersionedBucket) -> None:
@@ -332,8 +322,6 @@ def test_a_bucket_with_versions_is_refused_where_it_cannot_be_used(
 ) -> None:
     with open_world(ARRAYS) as world:
         bucket.save(world)
-    with pytest.raises(UsageError, match="has versions, to which DCP does not save"):
-        CheckpointPlace.of(f"{bucket.url}/step-2", bucket.options).destination(Files(), new_save_id())
     profile = {**bucket.options, "profile": "mine"}
     with pytest.raises(UsageError, match=r"\['profile'\] of s3:// cannot be passed on to icechunk"):
         VersionsFolder(bucket.folder, profile).all()
@@ -343,6 +331,7 @@ def test_a_bucket_with_versions_is_refused_where_it_cannot_be_used(
             look()
 
 
+@example([64 * 1000**2] * 4 + [0])
 @given(st.lists(st.integers(0, 3 * LARGE_BYTES), max_size=60))
 def test_packs_are_cut_in_order_and_few(sizes: list[int]) -> None:
     packs = plan_packs(sizes)

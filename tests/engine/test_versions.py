@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.checkpoint.s3_server import s3_server
 from tests.engine.bits import engine_digests
@@ -19,10 +20,11 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.remote.folder import open_folder
 from zstore.remote.versions import VersionsFolder
 from zstore.testing.ranks import kill_ranks, run_ranks
+from zstore.tools.cli import app
 
 pytest.importorskip("icechunk", reason="extra versions")
 pytest.importorskip("moto", reason="extra test")
-s3fs = pytest.importorskip("s3fs", reason="extra s3")
+pytest.importorskip("s3fs", reason="extra s3")
 
 REQUESTS = 24
 """More than a rank makes in a save."""
@@ -47,7 +49,13 @@ def config_of(rank: int, base: Path, options: dict[str, Any], stage: int = 3, *,
 
 
 def _save_twice(rank: int, base: Path, options: dict[str, Any], url: str) -> dict[str, Any]:
+    from transformers import GPT2Config
+
+    loaded_from = base / f"hub-{rank}"
+    loaded_from.mkdir()
+    (loaded_from / "tokenizer.json").write_text('{"version": "1.0"}')
     with start(config_of(rank, base, options)) as engine:
+        engine.module.config = GPT2Config(n_layer=3, name_or_path=str(loaded_from))
         step(engine)
         engine.save_checkpoint(url, client_state={"from": rank}, wait=False)
         step(engine)
@@ -61,6 +69,7 @@ def _save_twice(rank: int, base: Path, options: dict[str, Any], url: str) -> dic
 def test_ranks_without_a_folder_in_common_save_and_any_number_loads(
     server: dict[str, Any], url: str, tmp_path: Path
 ) -> None:
+    pytest.importorskip("transformers", reason="extra hf")
     found = run_ranks(_save_twice, 2, tmp_path, server, url)
     for rank, each in enumerate(found):
         assert each["saved"] == each["loaded"]
@@ -73,6 +82,8 @@ def test_ranks_without_a_folder_in_common_save_and_any_number_loads(
         with open_checkpoint(folder, info.tag) as reader:
             assert reader.missing_machines() == []
             assert verify_checkpoint(reader) == []
+            assert json.loads(reader.folder.read_small("config.json"))["n_layer"] == 3
+            assert reader.folder.read_small("tokenizer.json") == b'{"version": "1.0"}'
     with start(config_of(0, tmp_path, server, 1)) as engine:
         path, state = engine.load_checkpoint(url, tag="step-00000001")
         assert (path, state) == (f"{url}/step-00000001", {"from": 0})
@@ -80,27 +91,21 @@ def test_ranks_without_a_folder_in_common_save_and_any_number_loads(
         assert engine.global_steps == 2
         engine.save_checkpoint(url, tag="one")
     assert [info.tag for info in tags(open_folder(url, server))] == ["step-00000001", "step-00000002", "one"]
+    words = ["consolidate", f"{url}:step-00000002", str(tmp_path / "weights"), "--dtype", "fp32"]
+    for key, value in server.items():
+        words += ["--storage-option", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    from transformers import AutoConfig
 
-
-class MortalFileSystem(s3fs.S3FileSystem):  # type: ignore[misc]
-    """S3 whose process is killed at a request for a pack."""
-
-    kill_at: int | None = None
-
-    async def _call_s3(self, method: str, *arguments: Any, **options: Any) -> Any:
-        if "packs/" in str(options.get("Key")) and MortalFileSystem.kill_at is not None:
-            MortalFileSystem.kill_at -= 1
-            if MortalFileSystem.kill_at < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return await super()._call_s3(method, *arguments, **options)
+    assert AutoConfig.from_pretrained(tmp_path / "weights").n_layer == 3
+    assert (tmp_path / "weights/tokenizer.json").exists()
 
 
 def _save_until_killed(
     rank: int, base: Path, options: dict[str, Any], url: str, points: list[int], apart: bool
 ) -> None:
-    import fsspec
+    from tests.checkpoint.mortal_s3 import MortalFileSystem
 
-    fsspec.register_implementation("s3", MortalFileSystem, clobber=True)
     with start(config_of(rank, base, options, apart=apart)) as engine:
         step(engine)
         engine.save_checkpoint(url, tag="before", overwrite=True)

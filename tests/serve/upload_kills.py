@@ -43,7 +43,7 @@ def _serve(runs: str, port: int, fail_at: int | None) -> None:
     (Path(runs).parent / _PORT_FILE).write_text(str(len(files.operations)))
 
 
-def _upload(path: str, url: str, overwrite: bool) -> None:
+def upload(path: str, url: str, overwrite: bool) -> None:
     upload_checkpoint(path, url, OPTIONS, overwrite=overwrite)
 
 
@@ -187,7 +187,7 @@ class KilledUploads:
         process = self.serve()
         with proxy_to(self._port) as proxy:
             url = f"http://127.0.0.1:{proxy.port}/{RUN}"
-            client = self._context.Process(target=_upload, args=(str(path), url, replaces), daemon=True)
+            client = self._context.Process(target=upload, args=(str(path), url, replaces), daemon=True)
             proxy.after(after_bytes, client.kill)
             client.start()
             client.join(200)

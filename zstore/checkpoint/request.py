@@ -51,8 +51,8 @@ class SaveRequest(CheckpointPlan):
     disk_folders: Mapping[str, Path] = field(default_factory=dict)
     """By array, the folder of shards that are on another drive than `disk_folder`."""
     before_commit: Callable[[CheckpointReader], Iterable[str]] | None = None
-    """On rank 0: called with the whole checkpoint before it is committed, in the save's thread. Files that it writes at the top
-    of the folder, durably, are committed too; it returns messages for the user."""
+    """On rank 0, and on each machine's first rank if it has a part: called with the checkpoint before it is committed, in the
+    save's thread. Files that it writes at the top of the folder, durably, are committed too; it returns messages."""
     reserve_bytes: int = 0
     """Bytes on the disk tier's file system that the next step needs for files beside those that the save keeps."""
     told: Callable[[SaveSummary | BaseException], None] | None = None
@@ -91,8 +91,8 @@ class SaveRequest(CheckpointPlan):
             raise UsageError(f"rank {self.rank} is not in a world of {self.world_size}")
         if self.step < 0:
             raise UsageError(f"step {self.step}: expected a count of steps")
-        if self.parts is not None and (self.pieces or self.before_commit is not None):
-            raise UsageError("a save in parts of each machine's own neither joins shards nor writes whole weights")
+        if self.parts is not None and self.pieces:
+            raise UsageError("a save in parts of each machine's own joins no shards")
         if self.keep is not None and not self.run_id:
             raise UsageError(f"{self.keep}: expected a run_id to know the run's own checkpoints by")
         for name in [*self.pins, *self.small, *self.grids]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from zstore.checkpoint import (
     MANIFEST_FOLDER,
     METADATA_FILE,
     READ_ONLY,
+    CheckpointReader,
     Committer,
+    LocalFolder,
     Record,
     TagInfo,
     scan,
@@ -25,16 +27,20 @@ from zstore.checkpoint import (
     tag_text,
     temporary_folder,
 )
-from zstore.errors import CheckpointError, UsageError
-from zstore.io import Files, Flush, Workers
+from zstore.errors import CheckpointError, UsageError, ZstoreError
+from zstore.io import Files, Flush, IoResources, Workers
 from zstore.remote.commit import RemoteCommitter
 from zstore.remote.fsspec_folder import RemoteFolder, open_fsspec_folder
+from zstore.remote.packs import Places
 from zstore.remote.retries import PATIENT
 from zstore.remote.target import NUM_THREADS, send_all
+from zstore.remote.upload import folder_for
 from zstore.remote.url import is_url, shown
-from zstore.remote.versions import has_versions, protocol_of
+from zstore.remote.version_target import VersionTarget
+from zstore.remote.versions import VersionsFolder
 
-from .work import PIECES_FOLDER
+from .upload import UploadingRankWriter, VersionRankWriter
+from .work import PIECES_FOLDER, RankWork, Wrote
 
 SCRATCH_NAME = "zstore-dcp"
 """The name of temporary folders for files on their way to a URL."""
@@ -44,6 +50,7 @@ class LocalDestination:
     """The folder of checkpoints that holds `path`."""
 
     url = ""
+    version: Mapping[str, Any] | None = None
 
     def __init__(self, files: Files, path: Path, save_id: str) -> None:
         self._files = files
@@ -76,8 +83,8 @@ class LocalDestination:
         """Whether `commit` makes all durable that ranks write, so that they do not."""
         return self._flush is not None
 
-    def take(self, name: str, file: str, file_bytes: int, *, linked: bool) -> None:
-        """Check the shard file `file` of array `name`, which a rank reports."""
+    def take(self, name: str, file: str, file_bytes: int, parts: Sequence[Wrote]) -> None:
+        """Check the shard file `file` of array `name`, of which ranks report the parts."""
         path = os.path.join(self.folder, file)
         try:
             found = self._files.size(path)
@@ -90,7 +97,7 @@ class LocalDestination:
                 + (f"{found}" if found >= 0 else "no such file")
                 + f" in {folder}: the folder is not the same one for all ranks"
             )
-        if not linked:
+        if not all(each.linked for each in parts):
             os.chmod(path, READ_ONLY)
 
     @contextlib.contextmanager
@@ -113,23 +120,21 @@ class LocalDestination:
             self._flush.close()
 
 
-class RemoteDestination:
-    """The tag `tag` in a folder of checkpoints behind a URL; rank 0's documents pass through a temporary folder."""
-
-    def __init__(self, files: Files, folder: RemoteFolder, tag: str, save_id: str) -> None:
-        self.tag = tag
-        self._files = files
-        self._committer = RemoteCommitter(folder, tag, save_id, "")
-        self._sizes: dict[str, int] = {}
-        self._overwrite = False
-        self.folder = Path()
+class _UrlDestination:
+    """A tag in a folder of checkpoints behind a URL; rank 0's documents pass through a temporary folder."""
 
     flushes = False
 
+    def __init__(self, files: Files, tag: str) -> None:
+        self.tag = tag
+        self._files = files
+        self._overwrite = False
+        self.folder = Path()
+
     @property
-    def url(self) -> str:
-        """The folder that the files go to."""
-        return self._committer.target.location
+    def version(self) -> Mapping[str, Any] | None:
+        """The facts by which ranks join the upload of a version; None if it is none."""
+        return None
 
     def check(self, *, overwrite: bool) -> None:
         """See `LocalDestination`; asked as it begins."""
@@ -139,20 +144,34 @@ class RemoteDestination:
         """See `LocalDestination`; behind a URL nothing can be linked."""
         return None
 
-    def begin(self) -> None:
-        """Lock the tag, and remove files that dead uploads left."""
-        self._committer.begin(overwrite=self._overwrite)
-
-    def take(self, name: str, file: str, file_bytes: int, *, linked: bool) -> None:
-        """See `LocalDestination`; its size is looked at in one listing with the others."""
-        self._sizes[file] = file_bytes
-
     @contextlib.contextmanager
     def documents(self) -> Iterator[Path]:
         """See `LocalDestination`."""
         with temporary_folder(self._files, Path(tempfile.gettempdir()), SCRATCH_NAME) as self.folder:
             self._files.make_folder(self.folder / MANIFEST_FOLDER)
             yield self.folder
+
+
+class RemoteDestination(_UrlDestination):
+    """The tag `tag` in the folder `folder`."""
+
+    def __init__(self, files: Files, folder: RemoteFolder, tag: str, save_id: str) -> None:
+        super().__init__(files, tag)
+        self._committer = RemoteCommitter(folder, tag, save_id, "")
+        self._sizes: dict[str, int] = {}
+
+    @property
+    def url(self) -> str:
+        """The folder that the files go to."""
+        return self._committer.target.location
+
+    def begin(self) -> None:
+        """Lock the tag, and remove files that dead uploads left."""
+        self._committer.begin(overwrite=self._overwrite)
+
+    def take(self, name: str, file: str, file_bytes: int, parts: Sequence[Wrote]) -> None:
+        """See `LocalDestination`; its size is looked at in one listing with the others."""
+        self._sizes[file] = file_bytes
 
     def remove_pieces(self) -> None:
         """See `LocalDestination`."""
@@ -173,6 +192,51 @@ class RemoteDestination:
         self._committer.abort()
 
 
+class VersionDestination(_UrlDestination):
+    """A version in a repository of them; pieces that pass between ranks are beside its packs."""
+
+    def __init__(self, files: Files, folder: VersionsFolder, tag: str, save_id: str) -> None:
+        super().__init__(files, tag)
+        self._target = VersionTarget(folder, tag, save_id, "")
+        self._pieces = folder.pieces(save_id)
+        self._places: Places = {}
+
+    @property
+    def url(self) -> str:
+        """The folder of the pieces."""
+        return self._pieces.location
+
+    @property
+    def version(self) -> Mapping[str, Any]:
+        """See `_UrlDestination`."""
+        return self._target.ticket()
+
+    def begin(self) -> None:
+        """Look for the version before."""
+        self._target.begin(overwrite=self._overwrite)
+
+    def take(self, name: str, file: str, file_bytes: int, parts: Sequence[Wrote]) -> None:
+        """See `LocalDestination`; a rank sent it as a whole."""
+        [place] = [part.place for part in parts if part.place is not None]
+        self._places[file] = place
+
+    def remove_pieces(self) -> None:
+        """See `LocalDestination`."""
+        self._pieces.remove_tree(PIECES_FOLDER)
+
+    def commit(self, record: Record) -> None:
+        """Send rank 0's files, and publish the version."""
+        info = TagInfo(folder=LocalFolder(self.folder), record=record)
+        with CheckpointReader(info) as reader:
+            self._target.describe(reader, range(record.world_size), self._places)
+            self._target.commit(reader)
+
+    def abandon(self) -> None:
+        """Remove the pieces. Never raises."""
+        with contextlib.suppress(OSError, ZstoreError):
+            self.remove_pieces()
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPlace:
     """The place of a checkpoint, as data that another process may be given."""
@@ -180,9 +244,13 @@ class CheckpointPlace:
     location: str
     """Absolute path, or URL, of the checkpoint's own folder."""
     storage_options: Mapping[str, Any] | None = None
+    versions: bool = False
+    """Whether a URL without checkpoints becomes a repository of versions."""
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> CheckpointPlace:
+    def of(
+        cls, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, *, versions: bool = False
+    ) -> CheckpointPlace:
         """Return the place that `path` names. Raises UsageError if it is no checkpoint's own folder."""
         text = os.fspath(path)
         if not is_url(text):
@@ -190,7 +258,7 @@ class CheckpointPlace:
                 raise UsageError(f"expected a path or URL, as s3://bucket/run/step-100, got {text}")
             text = os.path.abspath(text)
         text = text.rstrip("/")
-        place = cls(location=text, storage_options=storage_options)
+        place = cls(location=text, storage_options=storage_options, versions=versions)
         tag_text(place.tag)
         if text.startswith(("http://", "https://")):
             raise UsageError(
@@ -211,18 +279,21 @@ class CheckpointPlace:
         """The location as messages may have it."""
         return shown(self.location)
 
-    def remote(self, url: str) -> RemoteFolder:
-        """Return the folder `url`, of the same file system."""
-        return open_fsspec_folder(url, self.storage_options, retries=PATIENT)
-
-    def destination(self, files: Files, save_id: str) -> LocalDestination | RemoteDestination:
+    def destination(self, files: Files, save_id: str) -> LocalDestination | RemoteDestination | VersionDestination:
         """Return the destination of a save, for rank 0."""
         if not is_url(self.location):
             return LocalDestination(files, Path(self.location), save_id)
-        folder = self.remote(self.location.rpartition("/")[0])
-        if protocol_of(folder) is not None and has_versions(folder):
-            raise UsageError(
-                f"{folder} has versions, to which DCP does not save: save to a folder, and upload that with `zstore reshard "
-                f"FOLDER --to {folder}`, or name another URL"
-            )
-        return RemoteDestination(files, folder, self.tag, save_id)
+        place = folder_for(self.location.rpartition("/")[0], self.storage_options, versions=self.versions)
+        if isinstance(place, VersionsFolder):
+            return VersionDestination(files, place.with_retries(PATIENT), self.tag, save_id)
+        return RemoteDestination(files, place.with_retries(PATIENT), self.tag, save_id)
+
+    def rank_writer(self, share: RankWork, resources: IoResources, scratch: Path) -> UploadingRankWriter:
+        """Return the writer of a rank's part of a save to this URL, through the folder `scratch`."""
+        remote = open_fsspec_folder(share.url, self.storage_options, retries=PATIENT)
+        if share.version is None:
+            return UploadingRankWriter(share, resources, remote=remote, scratch=scratch)
+        above = open_fsspec_folder(self.location.rpartition("/")[0], self.storage_options, retries=PATIENT)
+        target = VersionTarget(VersionsFolder(above, self.storage_options or {}), self.tag, share.save_id, "")
+        target.join(share.version)
+        return VersionRankWriter(share, resources, remote=remote, scratch=scratch, target=target)

@@ -115,6 +115,7 @@ class Save:
             save_id=self.id,
             folder=str(self._destination.folder),
             url=self._destination.url,
+            version=self._destination.version,
             rank=rank,
             world_size=len(self._plans),
             arrays={
@@ -180,7 +181,7 @@ class Save:
                 crcs = assemble(grid, shard, name, written)
                 linked = all(each.linked for each in written)
                 file_bytes = plan.file_bytes(name, shard)
-                self._destination.take(name, plan.shard_path(name, shard), file_bytes, linked=linked)
+                self._destination.take(name, plan.shard_path(name, shard), file_bytes, written)
                 summaries[shard].append(ShardSummary(name, shard, file_bytes, crcs, linked))
         return summaries
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from zstore.checkpoint import StoredArray, array_path
 from zstore.errors import CheckpointError
-from zstore.format import ArrayLayout, ArraySpec, Box, Bytes, Grid
+from zstore.format import ArrayLayout, ArraySpec, Box, Bytes, Grid, make_grid
+from zstore.io import ShardSummary, Workers
 from zstore.remote.fsspec_folder import RemoteFolder
 from zstore.remote.send import PART_BYTES
+from zstore.remote.version_target import VersionTarget
 from zstore.store import PinnedShard
 
 from .work import PIECES_FOLDER, RankWriter, Wrote
@@ -40,6 +43,9 @@ class UploadingRankWriter(RankWriter):
 
     def deliver(self, path: Path) -> None:
         """Upload a file, and remove it here."""
+        self._upload(path)
+
+    def _upload(self, path: Path) -> None:
         self.remote.send(path, path.relative_to(self.scratch).as_posix(), lambda _: None)
         self.resources.files.unlink(path)
 
@@ -56,7 +62,7 @@ class UploadingRankWriter(RankWriter):
     def write_piece(self, layout: ArrayLayout, box: Box, data: Bytes) -> None:
         """See `RankWriter`."""
         super().write_piece(layout, box, data)
-        self.deliver(self.piece_path(layout, box))
+        self._upload(self.piece_path(layout, box))
 
     @contextlib.contextmanager
     def piece(self, path: Path) -> Iterator[Path]:
@@ -86,3 +92,30 @@ class UploadingRankWriter(RankWriter):
         with contextlib.suppress(OSError):
             reason = f"rank {self.share.rank}: {type(error).__name__}: {error}"
             self.remote.child(PIECES_FOLDER).write_small(f"failed-{self.share.rank}.txt", reason.encode())
+
+
+@dataclass
+class VersionRankWriter(UploadingRankWriter):
+    """Writes one rank's part of a version: all its shard files in `scratch`, then the packs of those that changed."""
+
+    target: VersionTarget = field(kw_only=True)
+
+    def deliver(self, path: Path) -> None:
+        """See `RankWriter`; it goes with the others."""
+
+    def require_room(self, layouts: Iterable[tuple[ArrayLayout, Box]]) -> None:
+        """See `RankWriter`."""
+        RankWriter.require_room(self, layouts)
+
+    def complete(self, wrote: Sequence[Wrote], opaque: Iterable[ArraySpec], workers: Workers) -> list[Wrote]:
+        """See `RankWriter`; each part is a whole shard."""
+        cuts = {layout.spec.name: (layout.spec, layout.grid) for layout in self.share.arrays.values()}
+        cuts |= {spec.name: (spec, make_grid(spec.stored_shape, 1)) for spec in opaque}
+        arrays = {name: StoredArray(spec=cut[0], grid=cut[1], folder=array_path(name)) for name, cut in cuts.items()}
+        shards = [
+            (array, ShardSummary(each.array, each.shard, array.shard_file_bytes(each.shard), each.crcs))
+            for each in wrote
+            for array in [arrays[each.array]]
+        ]
+        places = self.target.send_files(workers, self.scratch, shards, (), lambda _: None)
+        return [replace(each, place=places[arrays[each.array].shard_file(each.shard)]) for each in wrote]

@@ -6,10 +6,11 @@ import contextlib
 import errno
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +26,12 @@ from zstore.io import (
     Priority,
     ShardReader,
     ShardWriter,
+    Workers,
     make_shard_file,
     write_shard,
 )
 from zstore.ranks.rendezvous import Rendezvous
+from zstore.remote.packs import Extent
 from zstore.store import PinnedShard
 
 from .previous import Previous
@@ -48,6 +51,8 @@ class Wrote:
     crcs: tuple[int, ...]
     linked: bool = False
     """Whether the shard file is a link to one that was there."""
+    place: tuple[Extent, str] | None = None
+    """Of a version: place and SHA-256 of the shard file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,8 @@ class RankWork:
     timeout_s: float
     url: str = ""
     """The folder that files are uploaded to; empty if ranks share one."""
+    version: Mapping[str, Any] | None = None
+    """The facts by which a rank joins the upload of a version; None if it is none."""
     previous: str = ""
     """Folder of the checkpoint whose unchanged shards are linked; empty if there is none."""
     sync: bool = True
@@ -128,6 +135,12 @@ class RankWriter:
         """Return a task for each shard file that makes it durable: many at once, for drives coalesce concurrent flushes."""
         written, self._written = self._written, []
         return [partial(self.resources.files.sync_file, path) for path in written if self.share.sync]
+
+    def complete(self, wrote: Sequence[Wrote], opaque: Iterable[ArraySpec], workers: Workers) -> list[Wrote]:
+        """End this rank's part, once all of it is written, arrays of bytes that are not in its plan among it; return the parts
+        as rank 0 is to have them."""
+        workers.run(self.syncs(), here=True)
+        return list(wrote)
 
     def _link(self, spec: ArraySpec, grid: Grid, shard: int, fill: Fill) -> Wrote | None:
         """Link the shard's file of the checkpoint before, if that holds the same; else None."""

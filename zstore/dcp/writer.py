@@ -16,7 +16,9 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,6 @@ from .destination import SCRATCH_NAME, CheckpointPlace
 from .ending import complete_at_the_end, told_at_the_end
 from .resting import box_of, is_resting
 from .save import EntryReport, Save
-from .upload import UploadingRankWriter
 from .work import RankWork, RankWriter, Wrote
 
 
@@ -54,10 +55,12 @@ class Writer(StorageWriter):
     of the folder are hard links to its files. If pieces pass between ranks, one waits `timeout_s` for another.
 
     To a URL each shard file is uploaded as soon as it is written, and removed from the system's folder for temporary files
-    (the variable TMPDIR), which holds a few at a time. `storage_options` are those of the fsspec file system.
+    (the variable TMPDIR), which holds a few at a time; of a version it holds this rank's. `storage_options` are those of the
+    fsspec file system. With `versions`, a URL without checkpoints becomes a repository of versions; if it is one, the
+    checkpoint is a version in any case.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options of one thing, all but the first by name
         self,
         path: str | os.PathLike[str],
         *,
@@ -67,6 +70,7 @@ class Writer(StorageWriter):
         num_threads: int = 4,
         timeout_s: float = 1800.0,
         storage_options: Mapping[str, Any] | None = None,
+        versions: bool = False,
         _files: Files | None = None,
     ) -> None:
         self._files = _files
@@ -78,7 +82,8 @@ class Writer(StorageWriter):
         self._save: Save | None = None
         self._forget: Callable[[], None] | None = None
         self._storage_options = storage_options
-        self._place = CheckpointPlace.of(path, storage_options)
+        self._versions = versions
+        self._place = CheckpointPlace.of(path, storage_options, versions=versions)
         self.save_id = ""
         """On rank 0 the id of the checkpoint that is written, or was last, as its record has it."""
 
@@ -88,7 +93,7 @@ class Writer(StorageWriter):
         """Begin another checkpoint, at `checkpoint_id` if it is given (all ranks)."""
         self._give_up()
         if checkpoint_id is not None:
-            self._place = CheckpointPlace.of(checkpoint_id, self._storage_options)
+            self._place = CheckpointPlace.of(checkpoint_id, self._storage_options, versions=self._versions)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """See `StorageWriter` (all ranks)."""
@@ -163,7 +168,7 @@ class Writer(StorageWriter):
             return
         # Ranks of one machine have folders of their own.
         with temporary_folder(resources.files, Path(tempfile.gettempdir()), f"{SCRATCH_NAME}-{share.rank}") as scratch:
-            yield UploadingRankWriter(share, resources, remote=self._place.remote(share.url), scratch=scratch)
+            yield self._place.rank_writer(share, resources, scratch)
 
     def __getstate__(self) -> dict[str, Any]:
         # For a copy in another process: a save under way stays here.
@@ -197,8 +202,13 @@ def _write(writer: RankWriter, plan: SavePlan, planner: SavePlanner, workers: Wo
     results = workers.run([partial(_write_item, writer, item, planner) for item in items], here=True)
     for wrote in workers.run([partial(writer.assemble_shard, layout) for layout in writer.owned()], here=True):
         results.append(WriteResult(MetadataIndex(wrote[0].array), 0, EntryReport(wrote=tuple(wrote))))
-    workers.run(writer.syncs(), here=True)
-    return results
+    reports: list[EntryReport] = [result.storage_data for result in results]
+    opaque = [report.opaque for report in reports if report.opaque is not None]
+    parts = iter(writer.complete([part for report in reports for part in report.wrote], opaque, workers))
+    return [
+        replace(result, storage_data=replace(report, wrote=tuple(islice(parts, len(report.wrote)))))
+        for result, report in zip(results, reports, strict=True)
+    ]
 
 
 def _num_bytes(plan: SavePlan) -> int:

@@ -214,6 +214,13 @@ def remover(place: Folder) -> Callable[[TagInfo], None]:
     return lambda info: discard(files, info.path)
 
 
+def tidy(place: Folder) -> list[str]:
+    """Remove what saves that ended left in a folder, if no later save does; return a line for people about it."""
+    if not isinstance(place, VersionsFolder):
+        return []
+    return [f"packs that killed saves left a day ago or before, now removed: {place.tidy()}"]
+
+
 def remove_checkpoint(folder: RemoteFolder, info: TagInfo) -> None:
     """Remove a checkpoint in `folder` so that at no instant half of it looks like one."""
     name = info.folder.name

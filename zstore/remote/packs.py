@@ -44,6 +44,10 @@ class Extent(NamedTuple):
     nbytes: int
 
 
+Places = dict[str, tuple[Extent, str]]
+"""Place and SHA-256, hex, of files by path."""
+
+
 def plan_packs(sizes: Sequence[int]) -> list[range]:
     """Return which of a rank's files of these bytes go into each of its packs, by their number and in this order.
 
@@ -57,7 +61,7 @@ def plan_packs(sizes: Sequence[int]) -> list[range]:
     end = 0
     for number, size in enumerate(sizes):
         end += size
-        pack = (2 * end - size) * count // max(1, 2 * total)  # that the file's middle is in
+        pack = min(count - 1, (2 * end - size) * count // max(1, 2 * total))  # that the file's middle is in
         packs[pack] = range(packs[pack].start if pack in packs else number, number + 1)
     return list(packs.values())
 

@@ -39,6 +39,7 @@ _YOUNG = datetime.timedelta(days=1)
 References = tuple[str, Sequence[tuple[int, Extent]], int]
 """An array's folder, the numbers and places of some of its shards, and how many extents it has."""
 _S3_OPTIONS = {"key", "secret", "token", "anon", "endpoint_url", "client_kwargs"}
+_AZURE_OPTIONS = {"account_name", "account_key", "sas_token", "connection_string"}
 _S3_CLIENT_OPTIONS = {"endpoint_url", "region_name"}
 
 
@@ -92,8 +93,7 @@ class Repository:
     @property
     def packs_url(self) -> str:
         """URL of the packs, as references have it."""
-        scheme = {"file": "file://", "s3": "s3://", "gs": "gs://"}[self._protocol]
-        return f"{scheme}{self._root}/{PACKS_FOLDER}/"
+        return f"{self._protocol}://{self._root}/{PACKS_FOLDER}/"
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -272,6 +272,8 @@ def _storage_of(icechunk: Any, protocol: str, root: str, options: Mapping[str, A
         own = {"anonymous": True} if token == "anon" else own
         credentials = icechunk.gcs_credentials(**own)
         return icechunk.gcs_storage(bucket=bucket, prefix=prefix, **own), icechunk.gcs_store(), credentials
+    if protocol == "abfs":
+        return _azure_storage_of(icechunk, bucket, prefix, options)
     client = options.get("client_kwargs") or {}
     _require_known(options, _S3_OPTIONS, "s3://")
     _require_known(client, _S3_CLIENT_OPTIONS, "client_kwargs of s3://")
@@ -290,6 +292,26 @@ def _storage_of(icechunk: Any, protocol: str, root: str, options: Mapping[str, A
     own = {"anonymous": True} if options.get("anon") else own
     store = icechunk.s3_store(**place, anonymous=bool(options.get("anon")), s3_compatible=bool(endpoint))
     return icechunk.s3_storage(bucket=bucket, prefix=prefix, **place, **own), store, icechunk.s3_credentials(**own)
+
+
+def _azure_storage_of(icechunk: Any, container: str, prefix: str, options: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    _require_known(options, _AZURE_OPTIONS, "abfs://")
+    parts = [part.partition("=") for part in str(options.get("connection_string") or "").split(";") if part]
+    told = {name: value for name, _, value in parts}
+    account = options.get("account_name") or told.get("AccountName") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+    own = {
+        "access_key": options.get("account_key") or told.get("AccountKey"),
+        "sas_token": options.get("sas_token") or told.get("SharedAccessSignature"),
+    }
+    own = {name: value for name, value in own.items() if value} or {"from_env": True}
+    config: dict[str, str] = {}
+    if endpoint := told.get("BlobEndpoint"):
+        config = {"azure_storage_endpoint": endpoint, "allow_http": str(endpoint.startswith("http://")).lower()}
+    return (
+        icechunk.azure_storage(account=account, container=container, prefix=prefix, config=config, **own),
+        icechunk.ObjectStoreConfig.Azure({"account": account or "", **config}),
+        icechunk.azure_credentials(**own),
+    )
 
 
 def _require_known(options: Mapping[str, Any], known: set[str], what: str) -> None:

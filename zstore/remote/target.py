@@ -41,6 +41,8 @@ class UploadTarget(ABC):
         """URL of the tag, as people name it."""
         self._tag = tag
         self._save_id = save_id
+        self.known: Mapping[str, str] = {}
+        """SHA-256 of shard files, by path, that are not here: the version before has them."""
 
     @property
     @abstractmethod

@@ -32,6 +32,11 @@ def place_of(url: str, storage_options: Mapping[str, Any] | None = None, *, vers
     """
     if url.startswith(("http://", "https://")):
         return ServicePlace.of(url, storage_options)
+    return folder_for(url, storage_options, versions=versions)
+
+
+def folder_for(url: str, storage_options: Mapping[str, Any] | None = None, *, versions: bool = False) -> RemoteFolder:
+    """Return the folder at a URL that is not a service's; see `place_of`."""
     folder = open_fsspec_folder(url, storage_options)
     if protocol_of(folder) is None or not (has_versions(folder) or (versions and is_empty(folder))):
         return folder
@@ -65,30 +70,45 @@ def upload_checkpoint(
     storage_options: Mapping[str, Any] | None = None,
     *,
     overwrite: bool = False,
+    versions: bool = False,
     advance: Advance | None = None,
     memory_bytes: int | None = None,
 ) -> tuple[str, list[str]]:
     """Copy a committed checkpoint from a local folder into the folder of checkpoints at `url`, under its tag.
 
-    The URL may be that of a run in a service of zstore. `source` is the checkpoint's folder, or the folder above (then the
+    The URL may be that of a run in a service of zstore. Where there are versions, or with `versions` no checkpoint yet, it
+    becomes a version. `source` is the checkpoint's folder, or the folder above (then the
     newest). Returns the URL of the tag's folder, and messages for the user. Blocks until it is committed there.
     `memory_bytes` bounds the parts in memory (None: those of `NUM_THREADS` files) by sending fewer files at a time. Raises
     CheckpointExistsError for a tag that is there (unless `overwrite`), BudgetError if one file's parts are too much,
     StorageError if the upload fails; nothing of it is visible then.
     """
-    place = place_of(url, storage_options)
+    place = place_of(url, storage_options, versions=versions)
     with CheckpointReader(source) if isinstance(source, TagInfo) else open_checkpoint(source) as reader:
         record = reader.record
         target = target_for(place, PATIENT, tag=record.tag, save_id=record.id, run_id=record.run)
-        try:
-            messages = target.begin(overwrite=overwrite)
-            target.offer(reader)
-            ranks = range(record.world_size)
-            files = common_files(reader) | shard_files(reader, ranks)
-            with Workers(target.files_at_a_time(max(files.values()), memory_bytes), "zstore-upload") as workers:
-                target.send(workers, reader, ranks, advance or (lambda _: None))
-            messages += target.commit(reader)
-        except BaseException:
-            target.abort()
-            raise
+        messages = send_checkpoint(target, reader, advance, memory_bytes, overwrite=overwrite)
     return target.location, messages
+
+
+def send_checkpoint(
+    target: UploadTarget,
+    reader: CheckpointReader,
+    advance: Advance | None = None,
+    memory_bytes: int | None = None,
+    *,
+    overwrite: bool,
+    replaces_own: bool = False,
+) -> list[str]:
+    """Carry out the whole upload of a checkpoint to `target`; see `upload_checkpoint`. Returns messages for the user."""
+    try:
+        messages = target.begin(overwrite=overwrite, replaces_own=replaces_own)
+        target.offer(reader)
+        ranks = range(reader.record.world_size)
+        files = common_files(reader) | shard_files(reader, ranks)
+        with Workers(target.files_at_a_time(max(files.values()), memory_bytes), "zstore-upload") as workers:
+            target.send(workers, reader, ranks, advance or (lambda _: None))
+        return messages + target.commit(reader)
+    except BaseException:
+        target.abort()
+        raise

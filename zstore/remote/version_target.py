@@ -13,23 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.catalog import TagInfo, noting, replaced_text, require_free
-from ..checkpoint.format import MACHINES_KEY, Manifest, Record
+from ..checkpoint.format import MACHINES_KEY, Record
 from ..checkpoint.names import METADATA_FILE, manifest_file, tag_folder
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.retention import Keep, retire
+from ..checkpoint.source import StoredArray
+from ..errors import CheckpointMismatchError
 from ..io.pool import Workers
+from ..io.shards import ShardSummary
 from .packs import (
     LARGE_BYTES,
     PACKS_FOLDER,
     Extent,
     Index,
+    Places,
     ShardTable,
     is_of,
     pack_name,
     plan_packs,
     shards_of,
     training,
-    worth_keeping,
 )
 from .repository import References
 from .target import Advance, UploadTarget, files_at_a_time
@@ -38,8 +41,6 @@ from .versions import Version, VersionsFolder, icechunk_name
 
 _TABLE = "table"
 _INDEX = "index"
-_Pack = tuple[str, int, dict[str, tuple[Extent, str]]]
-"""Name of a pack, its bytes, and place and SHA-256 of each file in it by path."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,82 +126,101 @@ class VersionTarget(UploadTarget):
         return sum(self._send_rank(workers, reader, rank, advance) for rank in ranks)
 
     def _send_rank(self, workers: Workers, reader: CheckpointReader, rank: int, advance: Advance) -> int:
-        shards = [reader.array(name).shard_file(rank) for name in shards_of(reader.arrays, rank)]
+        shards = [(reader.array(entry.array), entry) for entry in reader.manifest(rank).shards if entry.shard == rank]
         beside = [] if rank else list(extra_files(reader))
-        places = self._unchanged(workers, reader, reader.manifest(rank))
+        places = self.send_files(workers, reader.path, shards, beside, advance)
+        return sum(self._written(places).values()) + self.describe(reader, [rank], places)
+
+    def send_files(
+        self,
+        workers: Workers,
+        top: Path,
+        shards: Sequence[tuple[StoredArray, ShardSummary]],
+        beside: Sequence[str],
+        advance: Advance,
+    ) -> Places:
+        """Send shard files in the folder `top`, and others `beside` them; return the places of all. Those that the version
+        before has are not sent."""
+        places = self._unchanged(workers, top, shards)
         for place, _ in places.values():
             advance(place.nbytes)
-        changing = {reader.array(name).shard_file(rank) for name in training(reader.arrays)}
-        new = [path for path in (*shards, *beside) if path not in places]
-        packs: dict[str, int] = {}
+        trained = training(entry.array for _, entry in shards)
+        paths = {array.shard_file(entry.shard): entry.array in trained for array, entry in shards}
+        new = [path for path in (*paths, *beside) if path not in places]
+        if lost := self.known.keys() & new:
+            raise CheckpointMismatchError(
+                f"the newest version has {len(lost)} files no more, as {min(lost)}: send them, then commit again"
+            )
         tasks = [
-            partial(self._send_pack, reader.path, [paths[n] for n in pack], advance)
-            for paths in ([p for p in new if p in changing], [p for p in new if p not in changing])
-            for pack in plan_packs([(reader.path / path).stat().st_size for path in paths])
+            partial(self._send_pack, top, [alike[n] for n in pack], advance)
+            for alike in ([p for p in new if paths.get(p)], [p for p in new if not paths.get(p)])
+            for pack in plan_packs([(top / path).stat().st_size for path in alike])
         ]
-        for pack, nbytes, found in workers.run(tasks):
-            packs[pack] = nbytes
+        for found in workers.run(tasks):
             places |= found
-        table = ShardTable.of([places[path] for path in shards])
-        documents = {
-            path: reader.folder.read_small(path) for path in (manifest_file(rank), *[METADATA_FILE] * (not rank))
-        }
-        documents[_TABLE] = json.dumps(table.document()).encode()
-        pack, nbytes, found = self._send_documents(documents)
-        files = {path: place for path, (place, _) in found.items()} | {path: places[path][0] for path in beside}
-        place = files.pop(_TABLE)
-        packs[pack] = nbytes
-        self._sent[rank] = Receipt(table=table, place=place, sha256=found[_TABLE][1], files=files, packs=packs)
-        return sum(packs.values())
+        return places
 
-    def _unchanged(
-        self, workers: Workers, reader: CheckpointReader, manifest: Manifest
-    ) -> dict[str, tuple[Extent, str]]:
-        """Return places and digests of this rank's shard files that the version before has, by path."""
-        base, rank = self._base, manifest.rank
-        if base is None or rank >= base.record.world_size:
-            return {}
-        path = base.index.files[manifest_file(rank)].pack
-        before = {
-            entry.array: entry for entry in Manifest.decode(base.manifest(rank), path).shards if entry.shard == rank
+    def describe(self, reader: CheckpointReader, ranks: Sequence[int], places: Places) -> int:
+        """Send the manifests and tables of `ranks`, whose files are at `places`, as one pack; return its bytes."""
+        tables = {
+            rank: ShardTable.of(
+                [places[reader.array(name).shard_file(rank)] for name in shards_of(reader.arrays, rank)]
+            )
+            for rank in ranks
         }
-        numbers = {name: number for number, name in enumerate(shards_of(base.arrays, rank))}
-        alike: dict[str, int] = {}
-        for entry in manifest.shards:
-            former, array = before.get(entry.array), reader.array(entry.array)
-            if (
-                former is not None
-                and (former.crcs, former.file_bytes) == (entry.crcs, entry.file_bytes)
-                and base.arrays[entry.array].cut == array.cut
-            ):
-                alike[array.shard_file(rank)] = numbers[entry.array]
-        if not alike:
-            return {}
-        table = base.table(rank)
-        digests = workers.run([partial(_sha256, reader.path / path) for path in alike])
-        found = {
-            path: (table.extent(number), digest)
-            for (path, number), digest in zip(alike.items(), digests, strict=True)
-            if table.sha256[number] == digest
-        }
-        kept = worth_keeping((place for place, _ in found.values()), base.index.packs)
-        return {path: place for path, place in found.items() if place[0].pack in kept}
+        files = [*map(manifest_file, ranks), *[METADATA_FILE] * (0 in ranks)]
+        documents = {path: reader.folder.read_small(path) for path in files}
+        documents |= {f"{_TABLE}-{rank}": json.dumps(table.document()).encode() for rank, table in tables.items()}
+        found = self._send_documents(documents)
+        packs = self._written(places | found)
+        for rank, table in tables.items():
+            own = [manifest_file(rank)]
+            if rank == 0:
+                own += [METADATA_FILE, *extra_files(reader)]
+            place, digest = found[f"{_TABLE}-{rank}"]
+            self._sent[rank] = Receipt(
+                table=table,
+                place=place,
+                sha256=digest,
+                files={path: (places | found)[path][0] for path in own},
+                packs=packs,
+            )
+        return sum(map(len, documents.values()))
 
-    def _send_pack(self, top: Path, paths: Sequence[str], advance: Advance) -> _Pack:
+    def _written(self, places: Places) -> dict[str, int]:
+        """Return the packs of this save among the places, and their bytes."""
+        packs: dict[str, int] = {}
+        for place, _ in places.values():
+            if is_of(place.pack, self._save_id):
+                packs[place.pack] = packs.get(place.pack, 0) + place.nbytes
+        return packs
+
+    def _unchanged(self, workers: Workers, top: Path, shards: Sequence[tuple[StoredArray, ShardSummary]]) -> Places:
+        """Return the places of those shard files that the version before has."""
+        if self._base is None:
+            return {}
+        alike = self._base.alike(shards)
+        digests = workers.run([partial(self._digest, top, path) for path in alike])
+        return {path: each for (path, each), digest in zip(alike.items(), digests, strict=True) if each[1] == digest}
+
+    def _digest(self, top: Path, path: str) -> str:
+        return self.known.get(path) or _sha256(top / path)
+
+    def _send_pack(self, top: Path, paths: Sequence[str], advance: Advance) -> Places:
         """Send some files as one pack."""
         files = [top / path for path in paths]
         digests = [_sha256(file) for file in files]
         sizes = [file.stat().st_size for file in files]
         name = pack_name(digests, self._save_id)
         self._versions.send(files, f"{PACKS_FOLDER}/{name}", advance)
-        return _pack(name, paths, sizes, digests)
+        return _places(name, paths, sizes, digests)
 
-    def _send_documents(self, documents: Mapping[str, bytes]) -> _Pack:
+    def _send_documents(self, documents: Mapping[str, bytes]) -> Places:
         """Send some small files as one pack."""
         digests = [hashlib.sha256(data).hexdigest() for data in documents.values()]
         name = pack_name(digests, self._save_id)
         self._versions.write_small(f"{PACKS_FOLDER}/{name}", b"".join(documents.values()))
-        return _pack(name, list(documents), [len(data) for data in documents.values()], digests)
+        return _places(name, list(documents), [len(data) for data in documents.values()], digests)
 
     # -- rank 0, after ------------------------------------------------------------------------------------------------
 
@@ -211,7 +231,7 @@ class VersionTarget(UploadTarget):
     def commit(self, reader: CheckpointReader) -> list[str]:
         """See `UploadTarget.commit`."""
         base, repository, record = self._base, self._versions.repository, self._record(reader.record)
-        _, _, found = self._send_documents({_INDEX: self._index(record).encode()})
+        found = self._send_documents({_INDEX: self._index(record).encode()})
         place, digest = found[_INDEX]
         # Then most references are those of the version before, which the session has.
         alike = base is not None and base.record.metadata_sha256 == record.metadata_sha256
@@ -297,9 +317,9 @@ class VersionTarget(UploadTarget):
         return files_at_a_time(max(largest_bytes, LARGE_BYTES), memory_bytes)
 
 
-def _pack(name: str, paths: Sequence[str], sizes: Sequence[int], digests: Sequence[str]) -> _Pack:
+def _places(name: str, paths: Sequence[str], sizes: Sequence[int], digests: Sequence[str]) -> Places:
     places = (Extent(name, offset, size) for offset, size in zip(accumulate(sizes, initial=0), sizes, strict=False))
-    return name, sum(sizes), dict(zip(paths, zip(places, digests, strict=True), strict=True))
+    return dict(zip(paths, zip(places, digests, strict=True), strict=True))
 
 
 def _sha256(path: Path) -> str:

@@ -6,28 +6,39 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 from ..checkpoint.catalog import TagInfo, scan
 from ..checkpoint.folder import Entries, Folder
-from ..checkpoint.format import Record, parse_json
+from ..checkpoint.format import Manifest, Record, parse_json
 from ..checkpoint.metadata import parse_root
 from ..checkpoint.names import METADATA_FILE, RECORD_FILE, manifest_file, tag_folder
 from ..checkpoint.source import StoredArray
 from ..errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError
 from ..io.pool import Workers
+from ..io.shards import ShardSummary
 from .fsspec_folder import RemoteFolder
-from .packs import PACKS_FOLDER, Extent, Index, ShardTable, checked, shards_of
+from .packs import PACKS_FOLDER, Extent, Index, Places, ShardTable, checked, shards_of, worth_keeping
 from .repository import BRANCH_FILE, VERSIONS_FOLDER, Repository, StoredVersion
 from .retries import Retries
 from .url_folder import NUM_THREADS, UrlFolder
 
-PROTOCOLS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "file": "file", "local": "file"}
+PROTOCOLS = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gs",
+    "gcs": "gs",
+    "abfs": "abfs",
+    "az": "abfs",
+    "file": "file",
+    "local": "file",
+}
 """File systems of fsspec whose folders can have versions, and the names that this module gives them."""
 LEFTOVER_S = 24 * 3600.0
 """Age from which on a pack that no version refers to is no save's any more."""
+_PIECES = "pieces-"
 _PACK = re.compile(r"\A[0-9a-f]{64}-[0-9a-f]{32}\Z")
 
 
@@ -125,6 +136,8 @@ class VersionsFolder(RemoteFolder):
             ids = workers.run([partial(self.repository.id_of, tag) for tag in sorted(self.repository.names())])
             found = workers.run([partial(self.version, one) for one in [*ids, *self.repository.branch_ids()] if one])
         versions = sorted((one for one in found if one is not None), key=lambda one: one.record.committed_ns)
+        with self._lock:  # a folder that is kept need not keep what was removed
+            self._versions = {one.snapshot.id: one for one in versions}
         return {one.name: one for one in versions}
 
     def holders(self) -> Mapping[str, int]:
@@ -165,6 +178,10 @@ class VersionsFolder(RemoteFolder):
             packs.difference_update(version.packs)
         self._remove_packs(packs)
 
+    def pieces(self, save_id: str) -> RemoteFolder:
+        """Return the folder for files of a save that are removed before its commit."""
+        return self._at(*(f"{each}/{PACKS_FOLDER}/{_PIECES}{save_id}" for each in (self.root, self.location)))
+
     def _remove_packs(self, packs: set[str]) -> None:
         with Workers(NUM_THREADS, "zstore-versions") as workers:
             workers.run([partial(self.remove, f"{PACKS_FOLDER}/{pack}") for pack in sorted(packs)])
@@ -179,7 +196,12 @@ class VersionsFolder(RemoteFolder):
         found = self._run(lambda: self.fs.find(listing), "list the packs", listing=listing)
         self.repository.tidy()
         used = {pack for version in self.all().values() for pack in version.packs}
-        left = {name: path for path in found if _PACK.match(name := path.rpartition("/")[2]) and name not in used}
+        names = {path[len(listing) + 1 :]: path for path in found}
+        left = {
+            name: path
+            for name, path in names.items()
+            if name.startswith(_PIECES) or (_PACK.match(name) and name not in used)
+        }
         latest = time.time() - leftover_s
         old = {name for name, path in left.items() if self.fs.modified(path).timestamp() <= latest}
         self._remove_packs(old)
@@ -232,6 +254,30 @@ class Version:
     def manifest(self, rank: int) -> bytes:
         """Return the bytes of a rank's manifest."""
         return self.read(self.index.files[manifest_file(rank)])
+
+    def alike(self, shards: Iterable[tuple[StoredArray, ShardSummary]]) -> Places:
+        """Return the places of those shard files that it seems to have: as large, cut alike, and with the same checksums. Those
+        in packs of which too little would be used are left out."""
+        found: Places = {}
+        entries: dict[int, dict[str, ShardSummary]] = {}
+        for array, entry in shards:
+            rank = entry.shard
+            if rank >= self.record.world_size:
+                continue
+            if rank not in entries:
+                manifest = Manifest.decode(self.manifest(rank), self.index.files[manifest_file(rank)].pack)
+                entries[rank] = {each.array: each for each in manifest.shards if each.shard == rank}
+            former = entries[rank].get(entry.array)
+            if (
+                former is not None
+                and (former.crcs, former.file_bytes) == (entry.crcs, entry.file_bytes)
+                and self.arrays[entry.array].cut == array.cut
+            ):
+                path, table = array.shard_file(rank), self.table(rank)
+                number = self._shards(rank)[path]
+                found[path] = table.extent(number), table.sha256[number]
+        kept = worth_keeping((place for place, _ in found.values()), self.index.packs)
+        return {path: each for path, each in found.items() if each[0].pack in kept}
 
     @cached_property
     def arrays(self) -> dict[str, StoredArray]:

@@ -23,11 +23,13 @@ from ..checkpoint.names import RECORD_FILE, tag_folder
 from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
 from ..journal.names import run_of
 from ..open.sources import folder_of
+from ..remote.upload import folder_for
 from ..remote.url import is_url
+from ..remote.versions import VersionsFolder
 from ..weights.versions import WEIGHTS_FOLDER, numbers_in
 from .cache import Renewed
 from .settings import Root, Settings
-from .upstream import Upstream
+from .upstream import PulledFolder, Upstream
 
 _log = logging.getLogger("zstore.serve")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -56,6 +58,8 @@ class Runs:
             for url in settings.upstreams
         ]
         self._found = Renewed(self._look, _FRESH_S)
+        self._versions: dict[str, Folder] = {}
+        """Folders of versions, by their URL."""
         self._sees: Callable[[str], bool] = lambda _: True
         self.all = self._found.get
         """Returns the runs by name, in the order of the roots."""
@@ -91,46 +95,86 @@ class Runs:
         """Return the roots that are folders of this machine."""
         return [Path(root.location) for root in self._settings.roots if not is_url(root.location)]
 
-    def folder_for_uploads(self, name: str) -> Path:
-        """Return the folder of the run of that name, or that of a new run of it: in the first root that is not a run.
+    def roots_of_uploads(self) -> list[Path]:
+        """Return the folders in which uploads come together: a run's own, or folders of such."""
+        own = self._settings.upload_folder
+        return [*self.local_roots(), *([own] if own is not None else [])]
 
-        Raises UsageError for a run behind a URL, and for names that no new run can have, CheckpointNotFoundError for one that
-        these runs are not limited to.
+    def folder_for_uploads(self, name: str, *, behind_urls: bool = True) -> Path:
+        """Return the folder in which uploads to the run of that name come together: the run's own, or of a run behind a URL one
+        in the folder for uploads. A new run is made in the first root that is not a run, a folder if there is one.
+
+        Raises UsageError for a run behind a URL, without such a folder or unless `behind_urls`, and for names that no new run
+        can have, CheckpointNotFoundError for one that these runs are not limited to.
         """
+        place = self.place_for_uploads(name)
+        if isinstance(place, Path):
+            return place
+        if self._settings.upload_folder is None or not behind_urls:
+            raise UsageError(
+                f"the run {name!r} is at {place}, behind a URL: this service takes "
+                + (
+                    "that into folders of its own machine"
+                    if not behind_urls
+                    else "uploads there with --upload-folder DIR"
+                )
+            )
+        return self._settings.upload_folder / name
+
+    def place_for_uploads(self, name: str) -> Path | str:
+        """Return the run's folder, or its URL; see `folder_for_uploads`."""
         if not self._sees(name):
             raise CheckpointNotFoundError(f"there is no run {name!r:.200}, and the token is for runs of other names")
         run = self.all().get(name)
         if run is None:
             self.forget()
             run = self.all().get(name)
+        if run is not None and isinstance(run.folder, PulledFolder):
+            raise UsageError(f"the run {name!r} is another service's, at {run.folder}: send it there")
         if run is not None:
-            if not run.folder.is_local:
-                raise UsageError(
-                    f"the run {name!r} is at {run.folder}, behind a URL: this service takes uploads into folders of its own "
-                    "machine"
-                )
-            return run.folder.path
+            return run.folder.path if run.folder.is_local else run.folder.location
         if not _may_name_a_run(name):
             raise UsageError(
                 f"{name!r:.200} cannot name a run: expected up to 180 letters, digits and `-_.~=+@,`, no leading dot, and no "
                 "name that checkpoints or the service use themselves"
             )
-        roots = self.local_roots()
-        folder = next((root for root in roots if root.is_dir() and not _is_run(LocalFolder(root))), None)
-        if folder is None:
-            some = ", ".join(sorted(self.all())[:5]) or "none"
-            raise UsageError(
-                f"the service has no folder for new runs: save under the name of one that it serves ({some}), or serve the "
-                "folder above it"
-            )
-        if os.path.lexists(folder / name) and ((folder / name).is_symlink() or not (folder / name).is_dir()):
-            raise UsageError(f"{name!r} is a file or a link in the folder of runs: choose another name")
-        return folder / name
+        folder = next((root for root in self.local_roots() if root.is_dir() and not _is_run(LocalFolder(root))), None)
+        if folder is not None:
+            if os.path.lexists(folder / name) and ((folder / name).is_symlink() or not (folder / name).is_dir()):
+                raise UsageError(f"{name!r} is a file or a link in the folder of runs: choose another name")
+            return folder / name
+        urls = [root.location for root in self._settings.roots if is_url(root.location)]
+        takes = self._settings.upload_folder is not None
+        if takes and (url := next((url for url in urls if not _is_run(self._folder(url))), None)) is not None:
+            return f"{url.rstrip('/')}/{name}"
+        some = ", ".join(sorted(self.all())[:5]) or "none"
+        raise UsageError(
+            f"the service has no folder for new runs: save under the name of one that it serves ({some}), or serve the "
+            "folder above it" + (", or take uploads behind URLs with --upload-folder DIR" if urls and not takes else "")
+        )
+
+    def folder_of(self, name: str) -> Folder:
+        """Return the folder that uploads of a run are committed to: one of versions, if a URL has no checkpoints yet."""
+        place = self.place_for_uploads(name)
+        if isinstance(place, Path):
+            return LocalFolder(place)
+        if isinstance(found := self._folder(place), VersionsFolder):
+            return found
+        return folder_for(place, self._settings.storage_options, versions=True)
+
+    def _folder(self, location: str) -> Folder:
+        """Return the folder at a path or URL; one of versions stays the same, for it keeps what it has read."""
+        if location not in self._versions:
+            found = folder_of(location, self._settings.storage_options)
+            if not isinstance(found, VersionsFolder):
+                return found
+            self._versions[location] = found
+        return self._versions[location]
 
     def _look(self) -> dict[str, Run]:
         found: dict[str, Run] = {}
         for root in self._settings.roots:
-            for name, folder in _runs_in(root, folder_of(root.location, self._settings.storage_options)):
+            for name, folder in self._runs_in(root):
                 unique = name
                 while unique in found:
                     unique = f"{root.name}.{unique}"
@@ -141,21 +185,23 @@ class Runs:
                 found.setdefault(name, Run(name=name, folder=folder, root=there))
         return found
 
-
-def _runs_in(root: Root, folder: Folder) -> Iterator[tuple[str, Folder]]:
-    try:
-        entries = folder.entries()
-    except (OSError, ZstoreError):
-        return
-    if _is_run(folder):
-        yield root.name, folder
-        return
-    for name in sorted(entries.folders):
-        child = folder.child(name)
-        if name.startswith(".") or _CONTROL.search(name) or (child.is_local and links_elsewhere(child.path)):
-            continue
-        if _is_run(child):
-            yield name, child
+    def _runs_in(self, root: Root) -> Iterator[tuple[str, Folder]]:
+        folder = self._folder(root.location)
+        try:
+            entries = folder.entries()
+        except (OSError, ZstoreError):
+            return
+        if _is_run(folder):
+            yield root.name, folder
+            return
+        for name in sorted(entries.folders):
+            child = folder.child(name)
+            if name.startswith(".") or _CONTROL.search(name) or (child.is_local and links_elsewhere(child.path)):
+                continue
+            if not child.is_local:
+                child = self._folder(child.location)
+            if _is_run(child):
+                yield name, child
 
 
 def _runs_of(upstream: Upstream) -> Iterator[tuple[str, Folder]]:
@@ -182,6 +228,8 @@ def _may_name_a_run(name: str) -> bool:
 def _is_run(folder: Folder) -> bool:
     """Return whether a folder has checkpoints, a journal, or versions of weights."""
     try:
+        if isinstance(folder, VersionsFolder) and folder.newest() is not None:
+            return True
         entries = folder.entries()
         if any(run_of(name) is not None for name in entries.files):
             return True

@@ -52,6 +52,8 @@ class Settings:
     """File of further tokens, with names, roles and runs; see `zstore.serve.tokens`."""
     allow_actions: bool = False
     """Take uploads, and carry out the page's actions: save, stop, verify, prune."""
+    upload_folder: Path | None = None
+    """Folder in which uploads to runs behind URLs are put together; None: those are refused."""
     keep_last: int | None = None
     """Most checkpoints of a run that stay as its newest when another is uploaded; None: as many as its client asks for."""
     run_quota: int | None = None
@@ -92,6 +94,8 @@ class Settings:
             raise UsageError("--cache-size limits what --cache keeps: name that folder too")
         if self.keep_last is not None and self.keep_last < 1:
             raise UsageError(f"keep {self.keep_last} checkpoints: expected at least 1")
+        if self.upload_folder is not None and not self.upload_folder.is_dir():
+            raise UsageError(f"there is no folder {self.upload_folder} for uploads: make it")
         if odd := [url for url in self.webhooks if not url.startswith(("http://", "https://"))]:
             raise UsageError(f"expected a webhook's URL to begin with http:// or https://, got {odd[0]!r}")
         if (self.tls_key is None) != (self.tls_certificate is None):

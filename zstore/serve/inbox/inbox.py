@@ -25,14 +25,17 @@ from functools import partial
 from pathlib import Path
 
 from ...checkpoint.build import READ_ONLY
-from ...checkpoint.catalog import TagInfo, check_tag_is_free, find_tag, read_record, replaced_text, scan
-from ...checkpoint.commit import Committer, discard, sweep
-from ...checkpoint.format import Record, dump_metadata
+from ...checkpoint.catalog import TagInfo, check_tag_is_free, find_tag, noting, read_record, replaced_text, scan
+from ...checkpoint.commit import Committer, sweep
+from ...checkpoint.folder import Folder, LocalFolder
+from ...checkpoint.format import MACHINES_KEY, Record, dump_metadata
 from ...checkpoint.names import METADATA_FILE, tag_folder
+from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.retention import Keep, retire
 from ...errors import (
     CheckpointError,
     CheckpointExistsError,
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     StorageError,
     UsageError,
@@ -40,6 +43,12 @@ from ...errors import (
 )
 from ...io.files import Files
 from ...io.pool import Workers
+from ...journal.names import run_of
+from ...remote.commit import remover
+from ...remote.fsspec_folder import RemoteFolder
+from ...remote.retries import PATIENT
+from ...remote.upload import send_checkpoint, target_for
+from ...weights.companions import is_companion
 from ..auth import OWN_NAME
 from ..cache import Cache
 from ..jobs import Jobs, RunningJob
@@ -104,11 +113,11 @@ class Inbox:
 
     def _found(self) -> Iterator[Upload]:
         """Yield the uploads that earlier services left."""
-        for root in self._runs.local_roots():
+        for root in self._runs.roots_of_uploads():
             for pattern in (f"{UPLOADS_FOLDER}/*/{OFFER_FILE}", f"*/{UPLOADS_FOLDER}/*/{OFFER_FILE}"):
                 for path in root.glob(pattern):
                     with contextlib.suppress(ValueError, OSError, ZstoreError):
-                        yield Upload.load(path.parent, self._files)
+                        yield Upload.load(path.parent, self._files, self._runs.folder_of)
 
     def get(self, upload_id: str, sees: Callable[[str], bool] = lambda _: True) -> Upload:
         """Return the upload of that id, to a run whose name `sees` accepts. Raises CheckpointNotFoundError."""
@@ -145,8 +154,8 @@ class Inbox:
         with self._deciding:
             folder = self._runs.folder_for_uploads(offer.run)
             upload_id = hashlib.sha256(f"upload {offer.run}\0{offer.record}".encode()).hexdigest()[:32]
-            new = Upload(upload_id, offer, folder, self._files)
-            if _committed(folder, new.record) is not None:
+            new = Upload(upload_id, offer, folder, self._files, self._runs.folder_of(offer.run))
+            if _committed(new.place, new.record) is not None:
                 return new.state(files=False).model_copy(update={"state": "committed"})
             _check_free(new)
             others = [one for one in self.all() if one.folder == folder and one.id != new.id]
@@ -262,49 +271,62 @@ class Inbox:
         Raises CheckpointMismatchError that names files which are missing, CheckpointExistsError if the tag was taken
         meanwhile.
         """
+        if not upload.place.is_local:
+            with upload.sending:
+                return self._commit(upload, self._send_on)
         with self._deciding, upload.lock:
-            if (committed := _committed(upload.folder, upload.record)) is None:
-                upload.require_whole()
-                replaced = _check_free(upload)
-                linked_bytes = upload.linked_bytes()
-                if upload.owner:  # before anybody sees the checkpoint
-                    sent = SentCheckpoint(token=upload.owner, bytes=upload.num_bytes - linked_bytes)
-                    note_sent(self._files, upload.folder, upload.record.id, sent)
-                self._complete(upload, upload.plan())
-                messages = self._publish(upload)
-                if replaced is not None and not upload.offer.overwrite:
-                    messages.append(replaced_text(replaced))
-                committed = read_record(upload.folder / tag_folder(upload.record.tag))
-            else:
-                linked_bytes, messages = 0, []
-            messages += self._retire(upload)
-            if (job := self._reported.get(upload.id)) is not None:
-                for message in messages:
-                    job.say(message)
-                job.end()
-            self.remove(upload)
-            self._committed.put(upload.id, True)
-            self._runs.forget()
+            return self._commit(upload, self._publish)
+
+    def _commit(self, upload: Upload, publish: Callable[[Upload], list[str]]) -> Committed:
+        messages, linked_bytes = [], 0
+        if (committed := _committed(upload.place, upload.record)) is None:
+            upload.require_whole()
+            replaced = _check_free(upload)
+            linked_bytes = upload.linked_bytes()
+            if upload.owner:  # before anybody sees the checkpoint
+                sent = SentCheckpoint(token=upload.owner, bytes=upload.num_bytes - linked_bytes)
+                note_sent(self._files, upload.folder, upload.record.id, sent)
+            _complete(upload, upload.plan(), self._files)
+            messages = publish(upload)
+            if replaced is not None and not upload.offer.overwrite:
+                messages.append(replaced_text(replaced))
+            committed = read_record(upload.place.child(tag_folder(upload.record.tag)))
+        messages += self._retire(upload)
+        if (job := self._reported.get(upload.id)) is not None:
+            for message in messages:
+                job.say(message)
+            job.end()
+        self.remove(upload)
+        self._committed.put(upload.id, True)
+        self._runs.forget()
         return Committed(
             tag=committed.tag, committed_ns=committed.committed_ns, linked_bytes=linked_bytes, messages=messages
         )
 
-    def _complete(self, upload: Upload, plan: UploadPlan) -> None:
-        """Write the metadata of groups and arrays, and make all names durable."""
-        files = self._files
-
-        def write(folder: str) -> None:
-            path = upload.checkpoint / folder / METADATA_FILE
-            files.make_folder(path.parent)
-            files.unlink(path)
-            files.write_small(path, dump_metadata(plan.copies[folder]))
-            os.chmod(path, READ_ONLY)
-            files.sync_folder(path.parent)
-
-        with Workers(4, "zstore-upload") as workers:
-            workers.run([partial(write, folder) for folder in plan.copies])
-        for folder in (upload.checkpoint / "manifest", upload.checkpoint):
-            files.sync_folder(folder)
+    def _send_on(self, upload: Upload) -> list[str]:
+        """Send the checkpoint to the run's URL, and what came beside it."""
+        record, place = upload.record, upload.place
+        if not isinstance(place, RemoteFolder):
+            raise UsageError(f"{place} takes no uploads")
+        target = target_for(place, PATIENT, tag=record.tag, save_id=record.id, run_id=record.run)
+        target.known = upload.references()
+        try:
+            with CheckpointReader(TagInfo(folder=LocalFolder(upload.checkpoint), record=record)) as reader:
+                send_checkpoint(
+                    target, reader, overwrite=upload.offer.overwrite, replaces_own=upload.offer.replaces_own
+                )
+        except CheckpointMismatchError:
+            upload.forget_references()
+            raise
+        messages: list[str] = []
+        with noting(messages, "journal and companions could not be sent on"):
+            there = {name: place.size(name) for name in place.entries().files}
+            for file in upload.folder.iterdir():
+                if (run_of(file.name) is not None or is_companion(file.name)) and there.get(
+                    file.name
+                ) != file.stat().st_size:
+                    place.send(file, file.name, lambda _: None)
+        return messages
 
     def _publish(self, upload: Upload) -> list[str]:
         """Commit as a save of this machine does."""
@@ -338,9 +360,24 @@ class Inbox:
             keep = Keep(last=self._keep_last) if keep is None else replace(keep, last=min(keep.last, self._keep_last))
         if keep is None:
             return []
-        return retire(
-            upload.folder, keep=keep, run=upload.record.run, remove=lambda info: discard(self._files, info.path)
-        )
+        return retire(upload.place, keep=keep, run=upload.record.run, remove=remover(upload.place))
+
+
+def _complete(upload: Upload, plan: UploadPlan, files: Files) -> None:
+    """Write the metadata of groups and arrays, and make all names durable."""
+
+    def write(folder: str) -> None:
+        path = upload.checkpoint / folder / METADATA_FILE
+        files.make_folder(path.parent)
+        files.unlink(path)
+        files.write_small(path, dump_metadata(plan.copies[folder]))
+        os.chmod(path, READ_ONLY)
+        files.sync_folder(path.parent)
+
+    with Workers(4, "zstore-upload") as workers:
+        workers.run([partial(write, folder) for folder in plan.copies])
+    for folder in (upload.checkpoint / "manifest", upload.checkpoint):
+        files.sync_folder(folder)
 
 
 def _keep_of(rules: KeepRules | None) -> Keep | None:
@@ -371,13 +408,19 @@ def _newest_first(folders: Iterable[Path]) -> list[Path]:
     return sorted(times, key=lambda folder: -times[folder])[:_MOST_NEIGHBOURS]
 
 
-def _committed(folder: Path, record: Record) -> Record | None:
+def _committed(folder: Folder, record: Record) -> Record | None:
     """Return the record of the checkpoint in `folder` that is the one of `record`; None if there is none."""
     with contextlib.suppress(ZstoreError, OSError):
         info = find_tag(folder, record.tag)
-        if info is not None and replace(info.record, committed_ns=record.committed_ns) == record:
+        if info is not None and _unplaced(info.record) == _unplaced(record):
             return info.record
     return None
+
+
+def _unplaced(record: Record) -> Record:
+    """Return a record without what its place and the time of its commit say."""
+    state = {key: value for key, value in record.state.items() if key != MACHINES_KEY}
+    return replace(record, committed_ns=0, state=state)
 
 
 def _check_free(upload: Upload) -> TagInfo | None:
@@ -386,9 +429,10 @@ def _check_free(upload: Upload) -> TagInfo | None:
     Raises CheckpointExistsError if tag or name belong to another training run. See [Note: whose name it is].
     """
     record, offer = upload.record, upload.offer
-    if not upload.folder.is_dir():
+    try:
+        runs = {info.record.run for info in scan(upload.place).tags}
+    except CheckpointNotFoundError:
         return None
-    runs = {info.record.run for info in scan(upload.folder).tags}
     if runs and record.run not in runs:
         raise CheckpointExistsError(
             f"{offer.run!r} has the checkpoints of another training run ({min(runs)[:12]!r}, this is {record.run[:12]!r}): "
@@ -396,7 +440,7 @@ def _check_free(upload: Upload) -> TagInfo | None:
         )
     try:
         return check_tag_is_free(
-            upload.folder, record.tag, overwrite=offer.overwrite, run=record.run if offer.replaces_own else ""
+            upload.place, record.tag, overwrite=offer.overwrite, run=record.run if offer.replaces_own else ""
         )
     except CheckpointExistsError:
         raise

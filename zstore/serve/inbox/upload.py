@@ -5,6 +5,9 @@
     <run>/.uploads/<id>/parts/<digest>  a file that is not whole yet, as far as it came; named by the SHA-256 of its path
     <run>/.uploads/<id>/checkpoint/...  files that are whole: each was made durable and checked before it got its name there
 
+For a run behind a URL `<run>` is a folder of its name among those for uploads. A shard file that the run's newest version has
+is a symbolic link there to nothing, whose target is its SHA-256. The commit sends the others.
+
 All that is known of an upload is there, so a restarted service resumes it. No reader takes anything below
 `.uploads` for a checkpoint, since tags' folders have no leading dot, and there is no record before the commit: that moves
 `checkpoint/` to the place of the temporary folder of a save of this machine, and from there on is that save's commit
@@ -29,6 +32,7 @@ import numpy as np
 
 from ...checkpoint.build import READ_ONLY
 from ...checkpoint.catalog import TagInfo, scan
+from ...checkpoint.folder import Folder
 from ...checkpoint.format import Record
 from ...checkpoint.lock import owner_is_dead
 from ...checkpoint.names import LOCK, RECORD_FILE, TEMPORARY, own_name, tag_folder
@@ -42,6 +46,7 @@ from ...errors import (
     ZstoreError,
 )
 from ...io.files import Files, OpenFile
+from ...remote.versions import VersionsFolder
 from ..verify import file_sha256, verify_shard
 from .models import OFFER_FILE, UPLOADS_FOLDER, UploadFile, UploadOffer, UploadState
 from .plan import Content, KnownContent, ShardContent, UploadPlan, check_extras, documents_of, make_plan
@@ -53,18 +58,24 @@ _NUM_SEARCHED = 4
 
 
 class Upload:
-    """An upload into the run's folder `folder`. Usable from any thread; calls block on the drive."""
+    """An upload that comes together in `folder`, for the folder of checkpoints `place`: the same one, or one behind a URL.
 
-    def __init__(self, upload_id: str, offer: UploadOffer, folder: Path, files: Files) -> None:
+    Usable from any thread; calls block on the drive.
+    """
+
+    def __init__(self, upload_id: str, offer: UploadOffer, folder: Path, files: Files, place: Folder) -> None:
         self.id = upload_id
         self.offer = offer
         self.folder = folder
+        self.place = place
         self.path = folder / UPLOADS_FOLDER / upload_id
         self.checkpoint = self.path / "checkpoint"
         self.record = Record.decode(offer.record.encode(), RECORD_FILE)
         self.started_at = self.active_at = time.time()
         self.lock = threading.RLock()
         """Held for work on all files."""
+        self.sending = threading.Lock()
+        """Held while it is sent on to a URL."""
         self.holds_room = True
         """Whether the room that it needs is kept for it: not once it was refused, or its client went away in a file."""
         self._touched_at = 0.0
@@ -78,7 +89,8 @@ class Upload:
         }
         check_extras(self._extras)
         self._plan: UploadPlan | None = None
-        self._candidates: dict[str, Path] = {}
+        self._candidates: dict[str, Path | str] = {}
+        """Files that are there already seemingly: paths, or SHA-256 of those in the newest version."""
         self._arrivals: dict[str, Arrival] = {}
         self.neighbours: Sequence[Path] = ()
         """Folders of other runs that its client may read, whose newest checkpoint is searched too."""
@@ -102,13 +114,13 @@ class Upload:
         self._files.write_small(self.path / _OWNER_FILE, owner.encode())
 
     @classmethod
-    def load(cls, path: Path, files: Files) -> Upload:
-        """Return the upload that an earlier service left in the folder `path`.
+    def load(cls, path: Path, files: Files, place_of: Callable[[str], Folder]) -> Upload:
+        """Return the upload that an earlier service left in the folder `path`; `place_of` gives the folder of a run's name.
 
         Raises ValueError, OSError or ZstoreError for anything else.
         """
         offer = UploadOffer.model_validate_json((path / OFFER_FILE).read_bytes())
-        upload = cls(path.name, offer, path.parent.parent, files)
+        upload = cls(path.name, offer, path.parent.parent, files, place_of(offer.run))
         found = os.stat(path / OFFER_FILE)
         upload.started_at = upload.active_at = found.st_mtime
         with contextlib.suppress(FileNotFoundError):
@@ -158,14 +170,21 @@ class Upload:
                 self.total_bytes = sum(content.num_bytes for content in self._to_come().values())
             return self._plan
 
-    def _find_candidates(self, plan: UploadPlan) -> dict[str, Path]:
+    def _find_candidates(self, plan: UploadPlan) -> dict[str, Path | str]:
         """Return files of committed checkpoints that have the layout, the size and the checksums of files that are to come."""
         left = {
             file: content
             for file, content in plan.shards.items()
             if content.array.codec is None and not self.is_whole(file)
         }
-        found: dict[str, Path] = {}
+        found: dict[str, Path | str] = {}
+        if isinstance(self.place, VersionsFolder):
+            with contextlib.suppress(ZstoreError, OSError):  # before the first version there is no repository
+                newest = self.place.newest()
+                shards = [(each.array, each.summary) for each in left.values()]
+                alike = {} if newest is None else newest.alike(shards)
+                found |= {file: digest for file, (_, digest) in alike.items()}
+                left = {file: content for file, content in left.items() if file not in found}
         for info in self._searched():
             if not left:
                 break
@@ -184,7 +203,8 @@ class Upload:
 
     def _searched(self) -> Iterator[TagInfo]:
         """Yield the checkpoints that may have files of this one, the likeliest first."""
-        yield from reversed(scan(self.folder).tags[-_NUM_SEARCHED:])
+        if self.place.is_local:
+            yield from reversed(scan(self.place).tags[-_NUM_SEARCHED:])
         for folder in self.neighbours:
             with contextlib.suppress(ZstoreError, OSError):
                 yield from scan(folder).tags[-1:]
@@ -288,11 +308,17 @@ class Upload:
             return True
         if source is None:
             return False
+        target = self.checkpoint / file
         try:
+            if isinstance(source, str):
+                if source != sha256:
+                    raise CorruptionError(f"the newest version has another {file} than the client")
+                self._files.make_folder(target.parent)
+                os.symlink(sha256, target)
+                return True
             before = os.lstat(source)
             if before.st_size != content.num_bytes or file_sha256(source) != sha256:
                 raise CorruptionError(f"{source} is another file than the client's")
-            target = self.checkpoint / file
             self._files.make_folder(target.parent)
             self._files.link(source, target)
             after = os.lstat(target)
@@ -382,8 +408,20 @@ class Upload:
         return sum(
             content.num_bytes
             for file, content in self.plan().shards.items()
-            if os.stat(self.checkpoint / file).st_nlink > 1
+            if (self.checkpoint / file).is_symlink() or os.stat(self.checkpoint / file).st_nlink > 1
         )
+
+    def references(self) -> dict[str, str]:
+        """Return the SHA-256 of shard files that were not sent, since the version before has them."""
+        paths = {file: self.checkpoint / file for file in self.plan().shards}
+        return {file: os.readlink(path) for file, path in paths.items() if path.is_symlink()}
+
+    def forget_references(self) -> None:
+        """Let the files of `references` be sent."""
+        with self.lock:
+            for file in self.references():
+                self._files.unlink(self.checkpoint / file)
+            self._plan = None
 
 
 class Arrival:

@@ -225,7 +225,7 @@ async def _commit_weights(request: Request) -> Response:
 
 def _folder_of(request: Request) -> Path:
     """Return the folder of the run's versions. Raises CheckpointNotFoundError."""
-    return runs_of(request).folder_for_uploads(request.path_params["run"]) / WEIGHTS_FOLDER
+    return runs_of(request).folder_for_uploads(request.path_params["run"], behind_urls=False) / WEIGHTS_FOLDER
 
 
 def _version_of(request: Request) -> tuple[Path, int]:
