@@ -48,7 +48,6 @@ from .data.loader import PostProcess, TrainingLoader
 from .report.journal import RunJournal
 from .report.monitors import Monitors
 from .report.progress import RunReport
-from .report.queries import QUERIES
 from .report.records import PhaseTimes
 from .report.requests import Requests
 from .report.statistics import EngineStatistics, engine_statistics
@@ -220,6 +219,10 @@ class Engine(nn.Module):
         finally:
             self._loss_backward.is_engines = False
         return loss / steps if scale_wrt_gas and steps > 1 else loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss as it is: `loss.backward()` scales it by itself."""
+        return loss
 
     @_phase("step")
     def step(self) -> None:
@@ -534,6 +537,10 @@ class Engine(nn.Module):
             overwrite=overwrite,
         )
         return save_weights(self.access, Path(save_dir), options)
+
+    def save_fp16_model(self, save_dir: str | Path, save_filename: str | None = None) -> list[Path]:
+        """Do as `save_16bit_model`, whose older name it is."""
+        return self.save_16bit_model(save_dir, save_filename)
 
     @_phase("access", meets=True)
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
@@ -923,6 +930,52 @@ class Engine(nn.Module):
         """Samples of all optimizer steps so far, over all ranks."""
         return self.training_state.samples
 
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return (samples of a step over all ranks, samples of a micro-batch, micro-batches of a step)."""
+        batch = self.training_state.accumulation.batch
+        return batch.train_batch_size, batch.micro_batch_size, batch.accumulation_steps
+
+    def get_mom(self) -> list[Any]:
+        """Return the momentum of each parameter group: its betas, or `momentum`; 0.0 if it has neither."""
+        groups = self.training_state.optimizer.param_groups
+        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+    def zero_optimization(self) -> bool:
+        """Return whether anything is sharded or may be: a stage above 0."""
+        return self.training_state.config.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """Return the stage, 0 to 3."""
+        return self.training_state.config.zero.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Return whether gradients are sharded: stages 2 and 3."""
+        return self.training_state.config.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Return whether parameters are sharded: stage 3."""
+        return self.training_state.config.stage >= 3
+
+    def gradient_clipping(self) -> float:
+        """Return the norm that gradients are clipped to; 0.0: they are not."""
+        return self.training_state.clip_norm
+
+    def steps_per_print(self) -> int:
+        """Return the steps from one line of progress to the next; 0: none."""
+        return self.training_state.config.settings.steps_per_print
+
+    def dump_state(self) -> bool:
+        """Return whether the state was printed at the start, as the config asks."""
+        return self.training_state.config.settings.dump_state
+
+    def wall_clock_breakdown(self) -> bool:
+        """Return whether the times of forward, backward and step are printed."""
+        return self.training_state.config.settings.wall_clock_breakdown
+
+    def destroy(self) -> None:
+        """Do as `close()`."""
+        self.close()
+
     def compile(self, backend: Any = "inductor", compile_kwargs: Any = None, **options: Any) -> None:
         """Compile the model with torch, at its next forwards, as `torch.compile(backend=backend, **compile_kwargs)` does.
 
@@ -976,15 +1029,13 @@ class Engine(nn.Module):
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method of DeepSpeed's engine, else the model's attribute if the engine has none of that name, as
-        `engine.config`; `generate` of a sharded model keeps the ranks in step."""
+        """Return the model's attribute if the engine has none of that name, as `engine.config`; `generate` of a
+        sharded model keeps the ranks in step."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             if name == "module":
                 raise
-            if name in QUERIES:
-                return functools.partial(QUERIES[name], self)
             try:
                 value = getattr(self.module, name)
             except AttributeError as error:
