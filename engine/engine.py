@@ -39,9 +39,8 @@ from .build.init import Init
 from .checkpoint.client_state import ClientValues, check
 from .checkpoint.load_plan import LoadOptions, LoadReport
 from .checkpoint.renaming import Names
-from .checkpoint.save import Checkpoints, SaveOptions
+from .checkpoint.save import Checkpoints, SaveOptions, save_or_stop
 from .checkpoint.snapshots import ClientState, StepSnapshots, present
-from .checkpoint.usual_request import save_or_stop
 from .config.extra import Extra, Rise, Rising, use_schedules
 from .data.batches import call_with, evaluating, loss_of, mean_loss, repeat, take_batches
 from .data.loader import PostProcess, TrainingLoader

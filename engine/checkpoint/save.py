@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from zstore.checkpoint import (
     tag_folder,
     tag_text,
 )
-from zstore.errors import UsageError
+from zstore.errors import UsageError, ZstoreError
 from zstore.format import ArraySpec, Grid, numpy_dtype
 from zstore.remote.url import is_url
 from zstore.store import PinnedShard, Snapshot
@@ -43,6 +44,7 @@ from ..optim.stepper import STATE_KEY
 from ..params.record import ParameterRecord
 from ..report.journal import RunJournal
 from ..report.records import SaveNotes
+from ..runtime.signals import StopSignals
 from . import client_state as client
 from .accumulation import enter_gradients, leave_gradients, require_between_micro_batches, require_last_step
 from .base import BaseWeights
@@ -427,3 +429,24 @@ def _one_drive(one: Path, other: Path) -> bool:
     """Return whether two folders, of which the second may be made yet, are on one file system."""
     made = next(path for path in (other.absolute(), *other.absolute().parents) if path.exists())
     return one.stat().st_dev == made.stat().st_dev
+
+
+def save_or_stop(
+    action: str, signals: StopSignals, checkpoints: Checkpoints, save: Callable[[str], object]
+) -> str | None:
+    """Carry out a request to a run as an engine does by itself (see [Note: carrying out a request] in `report.requests`): call
+    `save` with the run's folder, or for "stop" do as at a signal (all ranks); return why that could not be, else
+    None."""
+    if action == "stop":
+        if not signals.are_watched:
+            return "this loop watches no signals: call engine.watch_signals() or save_on_signal() at its start"
+        signals.pretend(signal.SIGTERM)
+        return None
+    checkpoints.wait()  # the loop learns of that save's errors itself
+    if checkpoints.folder is None:
+        return "it is not known where this run saves: call engine.note_save_folder(FOLDER) at its start"
+    try:
+        save(checkpoints.folder)
+    except (ZstoreError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 import zstore
 import zstore.hf
 from tests.integrations.trainers import VOCAB, Texts, arguments, config, llama
-from zstore.engine.adapters.accelerate.weights import adapter_names, adapter_state
+from zstore.engine.adapters.huggingface.checkpoints import adapter_names, adapter_state
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 

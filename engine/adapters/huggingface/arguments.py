@@ -16,6 +16,7 @@ from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available
 from zstore.engine.adapters.accelerate.arguments import ask_for_precision, mismatch_text, section, written
 from zstore.engine.config.config import CONFIG_VARIABLE, load_config
 from zstore.engine.engine import Engine
+from zstore.engine.params.record import PRECISIONS
 from zstore.engine.runtime.messages import show_messages
 from zstore.errors import ConfigError, UsageError
 
@@ -44,7 +45,6 @@ _NAMES = {
     "bf16.enabled": "bf16",
 }
 """Keys of a config that must say what an argument says, or "auto"."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def answers_of(args: Any, max_steps: int | None = None) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def evaluating(args: Any, engine: Engine | None, precision: str | None) -> Itera
     casts = precision is not None and engine is not None and engine.training_state.config.precision == "fp32"
     try:
         # Without autocast's cache, which would keep a whole model in 16 bits.
-        with torch.autocast(args.device.type, DTYPES[precision or "bf16"], enabled=casts, cache_enabled=False):
+        with torch.autocast(args.device.type, PRECISIONS[precision or "bf16"], enabled=casts, cache_enabled=False):
             yield
     finally:
         args.fp16_full_eval, args.bf16_full_eval = asked

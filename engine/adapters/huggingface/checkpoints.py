@@ -1,15 +1,18 @@
-"""The folders `checkpoint-N` of a Trainer: which of them hold a committed checkpoint, and the data for a resume."""
+"""The folders `checkpoint-N` of a Trainer: which of them hold a committed checkpoint, the data for a resume, and
+the weights of adapters."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -17,6 +20,7 @@ from transformers.trainer_utils import sort_checkpoints
 
 from zstore.checkpoint import TagInfo, list_tags, resolve
 from zstore.engine.access.export import weight_files
+from zstore.engine.access.module_state import state_entries
 from zstore.engine.engine import Engine
 from zstore.errors import CheckpointError, CheckpointNotFoundError, CorruptionError
 from zstore.io import Ticket, run_in_thread
@@ -181,3 +185,44 @@ def rotate(trainer: Any, folder: str) -> None:
     _remove([*_left(folder), *_set_aside(_oldest(folder, limit, best))])
     if best is not None and (newest := newest_folder(folder)) is not None:
         move_journal(trainer.engine, Path(newest))
+
+
+def adapter_names(engine: Engine) -> list[str]:
+    """Return the names in the state dict of what peft saves of a model's adapters, frozen parameters and buffers among them
+    (all ranks)."""
+    from peft import get_peft_model_state_dict
+
+    chosen: list[str] = []
+    with engine.world.agreeing():
+        if engine.global_rank == 0:
+            entries = dict(state_entries(engine.access))
+            # peft hands out what it was given: each entry is known by its own view.
+            views = {name: value.detach() for name, value in entries.items() if isinstance(value, torch.Tensor)}
+            ids = {id(views[name]) for name, value in entries.items() if getattr(value, "requires_grad", False)}
+            model: Any = engine.module
+            for adapter, config in model.peft_config.items():
+                if not config.is_prompt_learning:
+                    with warnings.catch_warnings(action="ignore"):  # the save itself gives them
+                        taken = get_peft_model_state_dict(model, state_dict=views, adapter_name=adapter)
+                    ids |= {id(value) for value in taken.values()}
+            chosen = [name for name, view in views.items() if id(view) in ids]
+    names: list[str] = engine.world.broadcast_object(chosen)
+    return names
+
+
+def adapter_state(engine: Engine, names: Iterable[str]) -> dict[str, Any]:
+    """Return those entries of the state dict, whole, on rank 0, and an empty dict on others (all ranks). Floating parameters
+    are in fp32, as peft makes adapters, whatever the engine computes in."""
+    entries = dict(state_entries(engine.access))
+    found: dict[str, Any] = {}
+    whole: dict[Any, Any] = {}
+    for name in names:
+        entry = entries[name]
+        if entry not in whole:
+            if isinstance(entry, torch.nn.Parameter):
+                value = engine.get_full_parameter(name, rank0_only=True)
+                whole[entry] = value.float() if value is not None and value.is_floating_point() else value
+            else:
+                whole[entry] = entry.detach().cpu()
+        found[name] = whole[entry]
+    return found if engine.global_rank == 0 else {}

@@ -36,13 +36,12 @@ from zstore.engine import gather
 from zstore.engine.adapters.accelerate.accelerator import Accelerator
 from zstore.engine.adapters.accelerate.arguments import read_source
 from zstore.engine.adapters.accelerate.optimizer import EngineOptimizer, EngineScheduler
-from zstore.engine.adapters.accelerate.weights import adapter_names, adapter_state
 from zstore.engine.checkpoint.record import plain, restored
 from zstore.engine.engine import Engine
+from zstore.engine.params.record import PRECISIONS
 from zstore.errors import CheckpointNotFoundError, UsageError
 
 from .arguments import (
-    DTYPES,
     answers_of,
     check_arguments,
     check_matches,
@@ -61,6 +60,8 @@ from .arguments import (
 from .callback import RunCallback
 from .checkpoints import (
     STATE_KEY,
+    adapter_names,
+    adapter_state,
     begin_folder,
     is_converted,
     link_weights,
@@ -240,7 +241,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         data = super()._prepare_input(data)
         engine = self.engine
         if engine is not None and isinstance(data, torch.Tensor) and data.is_floating_point():
-            return data.to(DTYPES[engine.training_state.config.precision])
+            return data.to(PRECISIONS[engine.training_state.config.precision])
         return data
 
     # -- evaluating -------------------------------------------------------------------------------------------------
@@ -399,10 +400,9 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
         engine, args = self.accelerator.engine, self.args
         if engine is None:
             return
+        is_engines = isinstance(self.lr_scheduler, EngineScheduler)
         kept = {
-            "lr_scheduler": None
-            if isinstance(self.lr_scheduler, EngineScheduler)
-            else plain(self.lr_scheduler.state_dict()),
+            "lr_scheduler": None if is_engines else plain(self.lr_scheduler.state_dict()),
             "train_batch_size": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
             "world_size": args.world_size,
         }

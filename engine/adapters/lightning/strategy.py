@@ -33,9 +33,17 @@ from zstore.errors import CheckpointMismatchError, UsageError
 from . import content
 from .asking import begin_journal, journal_taken_along, keep_journal
 from .files import STATE, LightningCheckpoint, loader_of_folders, remove, whole_weights
-from .fitting import batch_size, configured, hand_on_settings, resumable, resume_data
+from .fitting import (
+    batch_size,
+    check_device,
+    check_predict,
+    check_trainer,
+    configured,
+    hand_on_settings,
+    resumable,
+    resume_data,
+)
 from .precision import EnginePrecision
-from .refusals import check_device, check_predict, check_trainer
 from .settings import TrainerValues, check_batch_size, compute_dtype, for_trainer, read_source
 
 _log = logging.getLogger("zstore")
