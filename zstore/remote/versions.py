@@ -42,6 +42,10 @@ _PIECES = "pieces-"
 _PACK = re.compile(r"\A[0-9a-f]{64}-[0-9a-f]{32}\Z")
 
 
+class NewestVersionError(UsageError):
+    """The newest version is not removed before there is another."""
+
+
 def protocol_of(folder: RemoteFolder) -> str | None:
     """Return the file system of a folder that can have versions; None for all others."""
     own = folder.fs.protocol
@@ -167,7 +171,7 @@ class VersionsFolder(RemoteFolder):
         """Remove a version, and the packs that no other one refers to. See [Note: packs]."""
         doomed = self.find(info.folder.name)
         if doomed is None or doomed is self.newest():
-            raise UsageError(
+            raise NewestVersionError(
                 f"{info.location} is the newest version, which the next save is based on: save another first"
             )
         packs = set(doomed.packs)
