@@ -25,8 +25,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError, listed
 from zstore.io import return_free_memory
+from zstore.io.tensors import as_numpy
 from zstore.ranks.world import World
-from zstore.tensors import as_numpy
 from zstore.weights.reader import StoredWeight, WeightsReader
 
 from ..config.config import load_config

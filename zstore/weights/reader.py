@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..closing import Closing
 from ..errors import CheckpointNotFoundError, CorruptionError, UsageError, storage_error
 from ..format.arrays import MAX_NAME, Shaped
+from ..io.closing import Closing
 from ..io.files import Files, OpenFile
 from .layout import SAFETENSORS_DTYPES
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..closing import Closing
 from ..errors import CheckpointError
 from ..format.arrays import numpy_dtype
 from ..io.buffers import Slabs
+from ..io.closing import Closing
 from ..io.files import Files
 from .cast import Overflow, cast_into
 from .file import BLOCK_BYTES, BlockFile, make_file

@@ -23,7 +23,7 @@ from zstore.engine.engine import Engine
 from zstore.engine.initialize import initialize
 from zstore.engine.params.record import PRECISIONS
 from zstore.errors import ConfigError, UsageError
-from zstore.tensors import cast_floating
+from zstore.io.tensors import cast_floating
 
 from .arguments import batch_size, communication_type, compiling, is_schedule, owns, refuse, refuse_placed
 from .config import ask_for_precision, mismatch_text, read_source, refuse_launchers, written

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed.tensor import DTensor
 
-from zstore.closing import closing_with
 from zstore.engine.device import Streams, Transfers, streams_for
 from zstore.engine.optim.state import OptimizerState
 from zstore.errors import UsageError
 from zstore.io import Files, map_large_blocks
+from zstore.io.closing import closing_with
 from zstore.store import StoreOptions, StoreStatistics, TensorStore
 
 from .arguments import check_budget, check_ema, check_kind, check_settings, groups_of, steps_folder_of
