@@ -44,7 +44,7 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        98_648,
+        98_640,
     ),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
@@ -58,8 +58,8 @@ LIMITS = {
     "arrows inside engine": (lambda: _rooms("engine")[1], 119),
     "floors inside engine": (lambda: _rooms("engine")[2], 12),
     "rooms inside zstore": (lambda: _rooms("zstore")[0], 31),
-    "arrows inside zstore": (lambda: _rooms("zstore")[1], 77),
-    "floors inside zstore": (lambda: _rooms("zstore")[2], 9),
+    "arrows inside zstore": (lambda: _rooms("zstore")[1], 76),
+    "floors inside zstore": (lambda: _rooms("zstore")[2], 8),
     "circles of files": (lambda: len(circles(_layout().graph(lambda name: name))), 0),
     "class names with several meanings": (_classes_with_several_meanings, 8),
     "classes over 300 lines": (lambda: sum(lines > 300 for _, lines in _layout().classes), 18),

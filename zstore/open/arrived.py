@@ -15,10 +15,10 @@ from crc32c import crc32c
 from ..checkpoint.folder import Folder
 from ..errors import CheckpointNotFoundError, CorruptionError
 from ..format.arrays import Bytes
+from ..interop.huggingface import StoredWeight, WeightsReader
 from ..io.pool import Workers
 from ..weights.companions import companions
 from ..weights.delta import Patch, fold, read_delta, spans_of
-from ..weights.reader import StoredWeight, WeightsReader
 from ..weights.versions import INDEX_FILE, Chain, chain_from, folder_name
 
 _BLOCK_BYTES = 8 * 1024 * 1024

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..checkpoint.folder import LocalFolder
 from ..checkpoint.machines import missing_machines, missing_text
+from ..checkpoint.names import natural_key
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import ArraySource, StoredArray
 from ..checkpoint.verify import VerifyFault, verify_checkpoint
@@ -25,7 +26,7 @@ from ..io.closing import Closing
 from ..weights.cast import Overflow
 from ..weights.choose import choose
 from ..weights.from_checkpoint import DTYPES, list_weights, read_weight, read_weights
-from ..weights.layout import Weight, natural_key
+from ..weights.layout import Weight
 from ..weights.writer import Lost, lost_text
 from .lazy import LazyArray, Read
 from .sources import open_source
