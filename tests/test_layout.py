@@ -17,7 +17,7 @@ import pytest
 from .layout import Layout, circles, floors, inside, per_ten_thousand_words
 
 # Files that a run in the default config passes through (journeys.py).
-JOURNEYS = {"step": 34, "iteration": 41, "save": 58, "load": 68, "reshard": 44, "consolidate": 45, "initialize": 112}
+JOURNEYS = {"step": 34, "iteration": 41, "save": 58, "load": 68, "reshard": 44, "consolidate": 44, "initialize": 112}
 
 
 @cache
@@ -44,7 +44,7 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        98_620,
+        98_595,
     ),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),

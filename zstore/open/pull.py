@@ -21,8 +21,7 @@ from typing import Any
 from ..checkpoint.folder import Folder, LocalFolder
 from ..errors import CorruptionError, UsageError
 from ..interop.huggingface import StoredWeight, WeightsReader
-from ..io.files import Files
-from ..io.sink import NewFile
+from ..io.files import Files, NewFile
 from ..weights.companions import companions
 from ..weights.versions import INDEX_FILE, KEY, WeightsVersion
 from .arrived import Arrived, arrived
