@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from zstore.checkpoint import SaveHandle
-from zstore.closing import ClosingInCycle, closing_with
 from zstore.errors import CheckpointExistsError, UsageError
+from zstore.io.closing import ClosingInCycle, closing_with
+from zstore.io.tensors import cast_floating
 from zstore.ranks.world import World
-from zstore.tensors import cast_floating
 from zstore.weights.layout import MAX_FILE_BYTES
 
 from .access.access import Access

@@ -44,7 +44,7 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        99_234,
+        99_150,
     ),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
@@ -57,9 +57,9 @@ LIMITS = {
     "rooms inside engine": (lambda: _rooms("engine")[0], 21),
     "arrows inside engine": (lambda: _rooms("engine")[1], 119),
     "floors inside engine": (lambda: _rooms("engine")[2], 12),
-    "rooms inside zstore": (lambda: _rooms("zstore")[0], 33),
-    "arrows inside zstore": (lambda: _rooms("zstore")[1], 91),
-    "floors inside zstore": (lambda: _rooms("zstore")[2], 9),
+    "rooms inside zstore": (lambda: _rooms("zstore")[0], 31),
+    "arrows inside zstore": (lambda: _rooms("zstore")[1], 76),
+    "floors inside zstore": (lambda: _rooms("zstore")[2], 8),
     "circles of files": (lambda: len(circles(_layout().graph(lambda name: name))), 0),
     "class names with several meanings": (_classes_with_several_meanings, 8),
     "classes over 300 lines": (lambda: sum(lines > 300 for _, lines in _layout().classes), 17),

@@ -20,13 +20,13 @@ from zstore.checkpoint import (
     StoredArray,
     TagInfo,
     list_tags,
+    natural_key,
     stored_files,
 )
 from zstore.errors import CheckpointNotFoundError
 from zstore.open.sources import folder_of, split_location
 from zstore.remote.url import shown
 from zstore.sizes import format_bytes, format_count
-from zstore.weights.layout import natural_key
 
 from .listing import describe_refusals, print_refusals
 from .opening import DEFAULTS, Common, array_bytes, open_location, read_of, reporting

@@ -17,7 +17,7 @@ from torch import nn
 
 from zstore.errors import UsageError, listed
 from zstore.format import BITS, model_array
-from zstore.tensors import as_torch
+from zstore.io.tensors import as_torch
 
 from ..optim.kernel import AVERAGED
 from ..params.record import ParameterRecord, Residency

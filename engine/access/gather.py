@@ -20,8 +20,8 @@ from torch import nn
 
 from zstore.errors import UsageError
 from zstore.format import model_array
+from zstore.io.tensors import as_torch
 from zstore.ranks.world import World
-from zstore.tensors import as_torch
 
 from ..build.builder import Builder, Built, find_built, is_built
 from ..params.record import ParameterRecord, Residency

@@ -21,8 +21,8 @@ from zstore.checkpoint import LOW, TIE
 from zstore.errors import UsageError
 from zstore.format import ArraySpec, make_grid, model_array
 from zstore.io import return_free_memory
+from zstore.io.tensors import as_torch, dtype_name
 from zstore.store import TierName
-from zstore.tensors import as_torch, dtype_name
 
 from ..params.record import ParameterRecord, Residency
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from zstore.format import ArraySpec, make_grid
+from zstore.io.tensors import as_torch
 from zstore.store import TensorStore
-from zstore.tensors import as_torch
 
 from ..config.config import Config
 from ..device import Event, Transfers

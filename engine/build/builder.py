@@ -29,13 +29,13 @@ from crc32c import crc32c
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zstore.closing import closing_with
 from zstore.errors import RankError, UsageError
 from zstore.format import ArraySpec, make_grid
 from zstore.io import return_free_memory
+from zstore.io.closing import closing_with
+from zstore.io.tensors import as_bytes, as_torch, dtype_name
 from zstore.ranks.world import World
 from zstore.store import LocalShard, TensorStore
-from zstore.tensors import as_bytes, as_torch, dtype_name
 
 from ..optim.state import TierName
 from ..params.record import view_of_one_nan

@@ -29,8 +29,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zstore.errors import UsageError
 from zstore.format import ArraySpec
+from zstore.io.tensors import dtype_name
 from zstore.ranks.world import World
-from zstore.tensors import dtype_name
 
 from ..config.config import Config, load_config
 from ..runtime.distributed import init_distributed

@@ -24,10 +24,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
 
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError, listed
+from zstore.interop.huggingface import StoredWeight, WeightsReader
 from zstore.io import return_free_memory
+from zstore.io.tensors import as_numpy
 from zstore.ranks.world import World
-from zstore.tensors import as_numpy
-from zstore.weights.reader import StoredWeight, WeightsReader
 
 from ..config.config import load_config
 from ..params.record import named_parameters

@@ -21,7 +21,7 @@ import torch
 from zstore.checkpoint import ArraySource
 from zstore.errors import CheckpointMismatchError, CorruptionError, UsageError
 from zstore.format import ArraySpec, Grid, make_grid, numpy_dtype
-from zstore.tensors import as_torch, dtype_name
+from zstore.io.tensors import as_torch, dtype_name
 
 from ..params.record import ParameterRecord
 

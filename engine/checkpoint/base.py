@@ -21,7 +21,7 @@ from torch import nn
 from zstore.checkpoint import BASE_KEY
 from zstore.errors import CheckpointMismatchError
 from zstore.format import model_array
-from zstore.tensors import as_bytes, as_torch, dtype_name
+from zstore.io.tensors import as_bytes, as_torch, dtype_name
 
 from ..build.pretrained import folder_of
 from ..params.record import ParameterRecord

@@ -20,7 +20,7 @@ import torch
 from zstore.checkpoint import encode_state
 from zstore.errors import CorruptionError, UsageError, ZstoreError
 from zstore.format import ArraySpec, client_array
-from zstore.tensors import as_numpy, as_torch, dtype_name
+from zstore.io.tensors import as_numpy, as_torch, dtype_name
 
 from ..optim.stepper import STATE_KEY
 

@@ -17,7 +17,7 @@ import torch
 from zstore.checkpoint import RECORD_FILE, Machine, Parts, tags
 from zstore.errors import CheckpointError, CheckpointNotFoundError, UsageError
 from zstore.open.sources import folder_of
-from zstore.ranks.board import StoreBoard
+from zstore.ranks.rendezvous import StoreBoard
 from zstore.ranks.world import World
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from zstore.checkpoint import SaveHandle
-from zstore.closing import start_threads
+from zstore.io.closing import start_threads
 from zstore.ranks.world import World
 
 from ..runtime.signals import interrupts_wait

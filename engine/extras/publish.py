@@ -25,10 +25,10 @@ from crc32c import crc32c
 from torch import nn
 
 from zstore.errors import ZstoreError
+from zstore.interop.huggingface import WeightsReader
+from zstore.io.tensors import bytes_of
 from zstore.open.weights_target import target_of
-from zstore.tensors import bytes_of
 from zstore.weights.delta import Bits, DeltaWriter
-from zstore.weights.reader import WeightsReader
 from zstore.weights.versions import INDEX_FILE, PREFIX, WeightsVersion
 
 from ..config.extra import Extra

@@ -16,8 +16,8 @@ import torch
 
 from zstore.checkpoint import LOW, TIE, ties_spec
 from zstore.format import BITS, ArraySpec, Grid, grid_in_checkpoint, make_grid, model_array, optimizer_array
+from zstore.io.tensors import as_torch
 from zstore.store import ModeName, Stream, TensorStore, Tile
-from zstore.tensors import as_torch
 
 from ..device import Scratch, Transfers, one_thread
 from ..params.record import ParameterRecord

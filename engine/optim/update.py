@@ -32,8 +32,8 @@ import numpy as np
 import torch
 
 from zstore.errors import ZstoreError
+from zstore.io.tensors import as_torch
 from zstore.store import ModeName, Tile
-from zstore.tensors import as_torch
 
 from ..device import (
     Copy,

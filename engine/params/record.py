@@ -26,7 +26,7 @@ from torch import nn
 from zstore.errors import UsageError
 from zstore.format import ArraySpec, Grid, make_grid, model_array
 from zstore.io import advise_huge_pages
-from zstore.tensors import dtype_name, torch_dtype
+from zstore.io.tensors import dtype_name, torch_dtype
 
 from ..config.config import DTYPES
 from .sharding import Sharding

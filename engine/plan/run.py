@@ -15,10 +15,10 @@ from torch import nn
 from zstore.errors import DiskFullError, UsageError
 from zstore.format import numpy_dtype
 from zstore.io import HostMemory, read_host_memory
+from zstore.io.tensors import dtype_name
 from zstore.ranks.world import World
 from zstore.sizes import format_bytes
 from zstore.store import Drives
-from zstore.tensors import dtype_name
 
 from ..config.config import DTYPES, Config
 from ..params.record import named_parameters

@@ -29,10 +29,10 @@ import torch
 
 from zstore.errors import RankError, UsageError
 from zstore.io import Pool, Ticket, Workers
+from zstore.io.tensors import as_torch
 from zstore.ranks.work import Work
 from zstore.ranks.world import World
 from zstore.store import TensorStore
-from zstore.tensors import as_torch
 
 from ..device import Copy, Event, Transfers
 from ..params.record import ParameterRecord

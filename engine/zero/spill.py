@@ -15,8 +15,8 @@ from functools import partial
 import torch
 
 from zstore.io import Ticket, Workers
+from zstore.io.tensors import as_torch, dtype_name
 from zstore.store import TensorStore
-from zstore.tensors import as_torch, dtype_name
 
 from ..device import StreamContext, Transfers
 from ..params.record import ParameterRecord

@@ -24,7 +24,7 @@ from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.split import complete_master
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.format.arrays import numpy_dtype
-from zstore.tensors import bytes_of
+from zstore.io.tensors import bytes_of
 from zstore.testing.ranks import run_ranks
 
 Array = npt.NDArray[Any]

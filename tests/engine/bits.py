@@ -16,7 +16,7 @@ from tests.engine.models import batch, draw_shape, make_net
 from tests.reference import Reference
 from zstore.engine import Engine
 from zstore.engine.params.record import ParameterRecord
-from zstore.tensors import as_torch
+from zstore.io.tensors import as_torch
 
 STEPS = 3
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -19,7 +19,7 @@ from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.errors import CheckpointMismatchError, UsageError
-from zstore.tensors import as_torch
+from zstore.io.tensors import as_torch
 from zstore.testing.ranks import run_ranks
 
 torch.set_num_threads(1)

@@ -31,8 +31,8 @@ from zstore.engine.device import CudaStreams
 from zstore.engine.extras.zeropp.block_code import BlockCode
 from zstore.engine.zero.norm import device_norms
 from zstore.io.pinning import PinnedSlabs, clear_cuda_error
+from zstore.io.tensors import as_torch
 from zstore.optim import Offloaded
-from zstore.tensors import as_torch
 
 DEVICE = os.environ.get("ZSTORE_TEST_DEVICE", "cuda")
 

@@ -35,8 +35,8 @@ from zstore.engine.zero.norm import SumOfSquares, device_norms, norm_of_sums, sc
 from zstore.errors import UsageError
 from zstore.io import LinkCounters
 from zstore.io.files import Files
+from zstore.io.tensors import as_numpy, as_torch, dtype_name
 from zstore.ranks.world import World
-from zstore.tensors import as_numpy, as_torch, dtype_name
 
 # -- loader -----------------------------------------------------------------------------------------------------------
 

@@ -21,8 +21,8 @@ from tests.engine.models import make_net
 from tests.engine.runs import start, state_of, step
 from tests.engine.transformers_models import batch_for, build, loss_of
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, ConfigError, CorruptionError, UsageError
+from zstore.interop.huggingface import WeightsReader
 from zstore.testing.ranks import run_ranks
-from zstore.weights.reader import WeightsReader
 
 torch.set_num_threads(1)
 

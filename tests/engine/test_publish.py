@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from tests.engine.published import consolidated, in_folder, publishing, same, served, versions
 from tests.engine.runs import start, step
 from zstore.errors import CheckpointMismatchError, ConfigError, CorruptionError, UsageError
+from zstore.interop.huggingface import WeightsReader
 from zstore.publish import Receiver, pull
 from zstore.testing.ranks import kill_ranks, run_ranks
-from zstore.weights.reader import WeightsReader
 
 STEPS = 4
 

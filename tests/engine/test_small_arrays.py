@@ -15,8 +15,7 @@ from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.format.arrays import Bytes
-from zstore.io.files import Files, OpenFile
-from zstore.io.parts import ScatteredMemory
+from zstore.io.files import Files, OpenFile, ScatteredMemory
 
 WIDTH = 160
 """A matrix of fp32 is 100 KiB."""

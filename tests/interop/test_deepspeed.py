@@ -19,8 +19,8 @@ from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError, ZstoreError
 from zstore.interop.deepspeed import open_deepspeed
+from zstore.io.tensors import as_torch
 from zstore.open.sources import open_source
-from zstore.tensors import as_torch
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.inspect import inspect_command
 from zstore.tools.opening import Common

@@ -21,7 +21,7 @@ from torch import nn
 from zstore.errors import CheckpointMismatchError, CorruptionError
 from zstore.interop.torchfile import TorchTensor, load_torch_file
 from zstore.io.files import Files
-from zstore.tensors import as_torch
+from zstore.io.tensors import as_torch
 
 FILES = Files(direct=False)
 

@@ -26,10 +26,10 @@ from zstore.checkpoint.reader import tags
 from zstore.errors import CorruptionError, UsageError, ZstoreError
 from zstore.format import zarr_dtypes  # noqa: F401 - lets zarr read bfloat16
 from zstore.format.arrays import ArraySpec
+from zstore.io.tensors import as_numpy
 from zstore.open.ranks import Ranks
 from zstore.open.store import Store
 from zstore.store import StoreOptions, TensorStore
-from zstore.tensors import as_numpy
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import kill_ranks, run_ranks
 

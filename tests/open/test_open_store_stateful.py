@@ -25,10 +25,10 @@ from zstore.checkpoint.reader import tags
 from zstore.checkpoint.request import SaveSummary
 from zstore.errors import BudgetError, CheckpointExistsError, StorageError, UsageError, ZstoreError
 from zstore.io.queue import Ticket
+from zstore.io.tensors import as_numpy, as_torch
 from zstore.open.store import Store
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.snapshot import Snapshot
-from zstore.tensors import as_numpy, as_torch
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import random_values, same_bits
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import zstore
 from tests import warm
 from tests.open.api import PAGE, shown, table
-from zstore.tensors import as_numpy
+from zstore.io.tensors import as_numpy
 from zstore.testing.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

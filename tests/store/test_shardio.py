@@ -16,8 +16,7 @@ from zstore.format.arrays import ArraySpec, Bytes
 from zstore.format.partition import Grid, make_grid, plan_reads
 from zstore.format.shardfile import layout_of
 from zstore.io.buffers import make_slab
-from zstore.io.files import Files, Kind, OpenFile
-from zstore.io.parts import ScatteredMemory
+from zstore.io.files import Files, Kind, OpenFile, ScatteredMemory
 from zstore.io.queue import Priority
 from zstore.io.shards import (
     Fill,

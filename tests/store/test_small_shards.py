@@ -11,8 +11,7 @@ import pytest
 from tests.store.stores import LARGE, Array, create, other_than
 from zstore.errors import CorruptionError
 from zstore.format.arrays import Bytes
-from zstore.io.files import OpenFile
-from zstore.io.parts import ScatteredMemory
+from zstore.io.files import OpenFile, ScatteredMemory
 from zstore.io.queue import Priority
 from zstore.io.shards import ShardReader
 from zstore.store import StoreOptions, TensorStore

@@ -10,8 +10,7 @@ from tests.store.stores import LARGE, create, other_than
 from zstore.errors import BudgetError, StorageError, UsageError
 from zstore.io.files import Kind
 from zstore.store import StoreOptions, TensorStore
-from zstore.store.tiers.device import DEVICE_TILE_NUMEL
-from zstore.store.tiers.memory import MEMORY_TILE_NUMEL
+from zstore.store.tiers.memory import DEVICE_TILE_NUMEL, MEMORY_TILE_NUMEL
 from zstore.testing.contract import as_array
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 from zstore.testing.oracle import same_bits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Protocol
 
-from ..closing import Completions
+from ..io.closing import Completions
 from ..io.pool import run_in_thread
 from ..io.queue import Ticket
 from .request import SaveSummary

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..closing import Closing
 from ..errors import UsageError
 from ..format.arrays import Bytes
 from ..format.partition import round_up
 from ..format.shardfile import BLOCK_BYTES, CRC_BYTES
 from ..io.buffers import Slabs
+from ..io.closing import Closing
 from ..io.pool import Workers, num_cores
 from .source import ArraySource, StoredArray
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError
-from ..ranks.agreement import Board
+from ..ranks.rendezvous import Board
 from .folder import Folder
 from .format import MACHINES_KEY, Record
 from .names import MANIFEST_FOLDER

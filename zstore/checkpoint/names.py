@@ -126,3 +126,8 @@ def parse_own_name(name: str) -> tuple[str, str, str] | None:
 
 def _encodable(text: str) -> bool:
     return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Return a sort key by which `h.2` comes before `h.10`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -50,13 +50,11 @@ class Publisher:
         if request.rank == 0:
             yield from (partial(self._write_small, name) for name in request.small if request.file_bytes(name, 0))
 
-    def copy_tasks(self) -> list[Callable[[], None]]:
-        """Return a task for each file of rank 0's that this rank copies for its machine: see [Note: parts]."""
-        request, tasks = self._request, list[Callable[[], None]]()
-        if request.parts is None or not request.leads or request.rank == 0:
-            return tasks
-        tasks += [partial(self._copy_small, name) for name in request.small if request.file_bytes(name, 0)]
-        return tasks
+    def copy_tasks(self) -> Iterator[Callable[[], None]]:
+        """Yield a task for each file of rank 0's that this rank copies for its machine: see [Note: parts]."""
+        request = self._request
+        if request.parts is not None and request.leads and request.rank != 0:
+            yield from (partial(self._copy_small, name) for name in request.small if request.file_bytes(name, 0))
 
     def _copy_small(self, name: str) -> None:
         self._write_small(name)
@@ -75,11 +73,7 @@ class Publisher:
             summary = pin.publish(self._resources, path, request.grid(name), request.rank, Priority.CHECKPOINT)
         # Released at once: an updater of this shard may be waiting.
         pin.release()
-        self._written_at(path)
-        later = self._target / request.shard_path(name, request.rank)
-        if known := KnownFile.of(later, version=version, crcs=summary.crcs, written_as=path):
-            self.known[name] = known
-        return summary
+        return self._noted(summary, path, version)
 
     def _link_known(self, name: str, pin: PinnedShard, path: Path) -> ShardSummary | None:
         """Link an earlier checkpoint's file that holds the same; None if there is none. See [Note: links of unchanged
@@ -113,11 +107,7 @@ class Publisher:
         rank = self._request.rank
         path = self._place(name, rank)
         summary = self._link_equal(name, data, path) or self._write_whole(name, data, path, rank)
-        self._written_at(path)
-        later = self._target / self._request.shard_path(name, rank)
-        if known := KnownFile.of(later, version=_ANY_VERSION, crcs=summary.crcs, written_as=path):
-            self.known[name] = known
-        return summary
+        return self._noted(summary, path, _ANY_VERSION)
 
     def _link_equal(self, name: str, data: Bytes, path: Path) -> ShardSummary | None:
         """Link an earlier checkpoint's file of the same bytes; None if there is none.
@@ -146,6 +136,14 @@ class Publisher:
     def _place(self, name: str, shard: int) -> Path:
         self._check_alive()
         return self._builder.place(name, shard)
+
+    def _noted(self, summary: ShardSummary, path: Path, version: int | None) -> ShardSummary:
+        """Note a shard file of this rank, for the syncs and for the next save; return its summary."""
+        self._written_at(path)
+        later = self._target / self._request.shard_path(summary.array, summary.shard)
+        if known := KnownFile.of(later, version=version, crcs=summary.crcs, written_as=path):
+            self.known[summary.array] = known
+        return summary
 
     def _written_at(self, path: Path) -> None:
         self._written.append(str(path))

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..closing import Closing
 from ..errors import CheckpointMismatchError, UsageError
 from ..format.arrays import ArraySpec, empty_array, numpy_dtype
 from ..format.codecs import Codec
 from ..format.partition import Grid
 from ..format.shardfile import layout_of
+from ..io.closing import Closing
 from ..io.queue import Priority
 from ..io.shards import IoResources, open_resources
 from ..sizes import format_bytes, format_count

@@ -14,7 +14,7 @@ from functools import partial
 
 from torch.distributed.checkpoint import state_dict_saver
 
-from zstore.closing import Completions
+from zstore.io.closing import Completions
 
 _PAUSE_S = 0.01
 _completions = Completions()

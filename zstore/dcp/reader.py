@@ -33,14 +33,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from zstore.checkpoint import MEMORY_BYTES, ArraySource, Range, ReadAhead, Span, open_checkpoint
-from zstore.closing import closing_with
 from zstore.errors import UsageError
 from zstore.format import Box, flat_ranges, numpy_dtype
 from zstore.interop.dcp_names import key_of
 from zstore.interop.dcp_values import PICKLE, DcpState, decode_value
 from zstore.io import Workers
+from zstore.io.closing import closing_with
+from zstore.io.tensors import torch_dtype
 from zstore.open.sources import open_source
-from zstore.tensors import torch_dtype
 from zstore.weights.from_checkpoint import whole_dtype, whole_values
 
 _MOST_TAKEN = 4

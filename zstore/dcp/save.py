@@ -17,7 +17,7 @@ from zstore.interop.dcp_names import STATE, Names, name_arrays
 from zstore.interop.dcp_names import Path as KeyPath
 from zstore.interop.dcp_values import make_document
 from zstore.io import Files, ShardSummary
-from zstore.tensors import dtype_name
+from zstore.io.tensors import dtype_name
 
 from .destination import CheckpointPlace
 from .resting import box_of, resting_grid

@@ -31,14 +31,14 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from zstore.checkpoint import temporary_folder
-from zstore.closing import closing_with
 from zstore.errors import UsageError
 from zstore.format import ArrayLayout, ArraySpec, Box, make_grid
 from zstore.interop.dcp_names import step_of
 from zstore.interop.dcp_values import BYTES, PICKLE, NotPlainError, encode_value
 from zstore.io import Files, IoResources, Workers, helpful_threads, open_resources
+from zstore.io.closing import closing_with
+from zstore.io.tensors import bytes_of, dtype_name
 from zstore.remote.url import is_url
-from zstore.tensors import bytes_of, dtype_name
 
 from .destination import SCRATCH_NAME, CheckpointPlace
 from .ending import complete_at_the_end, told_at_the_end

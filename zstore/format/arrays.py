@@ -32,6 +32,23 @@ _NUMPY: dict[str, npt.DTypeLike] = {
     "float64": np.float64,
 }
 
+SAFETENSORS_DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "uint16": "U16",
+    "int32": "I32",
+    "uint32": "U32",
+    "int64": "I64",
+    "uint64": "U64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+}
+"""Zarr's name of a data type -> safetensors'."""
+
 MAX_NAME = 4096
 """Characters of an array's name, at most."""
 FLOATING = ("float16", "bfloat16", "float32", "float64")

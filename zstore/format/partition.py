@@ -65,27 +65,27 @@ class Grid:
     chunk_rows: int
     chunk_cols: int
 
-    @property
+    @functools.cached_property
     def shard_numel(self) -> int:
         """Elements of a shard, padding included."""
         return self.shard_rows * self.row_numel
 
-    @property
+    @functools.cached_property
     def chunk_numel(self) -> int:
         """Elements of an inner chunk, padding included."""
         return self.chunk_rows * self.chunk_cols
 
-    @property
+    @functools.cached_property
     def chunks_per_row(self) -> int:
         """Inner chunks side by side in a row; more than 1 only if rows are long."""
         return self.row_numel // self.chunk_cols if self.chunk_cols else 1
 
-    @property
+    @functools.cached_property
     def chunks_per_shard(self) -> int:
         """Inner chunks of a shard, in row-major order."""
         return self.shard_rows // self.chunk_rows * self.chunks_per_row
 
-    @property
+    @functools.cached_property
     def num_shards(self) -> int:
         """Shards that hold at least one row; at most the world size."""
         return 0 if self.row_numel == 0 else -(-self.rows // self.shard_rows)

@@ -2,7 +2,7 @@
 
 from .allocator import HUGE_PAGE_BYTES, advise_huge_pages, map_large_blocks, return_free_memory
 from .buffers import PAGE_BYTES, Pool, make_slab
-from .files import Files, OpenFile, UnsyncedFiles
+from .files import Files, NewFile, OpenFile, UnsyncedFiles
 from .flush import Flush
 from .hostmemory import HostMemory, count_memory_kills, most_resident_bytes, read_host_memory, resident_bytes
 from .links import LinkCounters, LinkStatistics, total_of_links
@@ -21,7 +21,6 @@ from .shards import (
     open_resources,
     write_shard,
 )
-from .sink import NewFile
 
 __all__ = [
     "HUGE_PAGE_BYTES", "PAGE_BYTES", "Files", "Fill", "FillRuns", "Flush", "HostMemory", "IoResources", "LinkCounters",

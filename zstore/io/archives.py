@@ -19,9 +19,9 @@ from ..format.codecs import Codec, CodecError
 from ..format.partition import Grid, round_up
 from ..format.shardfile import BLOCK_BYTES, CRC_BYTES, checksum_error, layout_of
 from .buffers import Buffer
+from .files import NewFile
 from .queue import Priority, Ticket, in_order, wait_all
 from .shards import Fill, IoResources, ShardRange, ShardReader, ShardSummary, fill_chunk
-from .sink import NewFile
 
 _MOST_IN_FLIGHT = 8
 

@@ -23,7 +23,6 @@ import numpy as np
 from ..errors import DiskFullError, StorageError, storage_error
 from ..format.arrays import Bytes
 from .buffers import make_slab
-from .parts import ScatteredMemory
 
 with contextlib.suppress(ImportError):  # Windows, where no transfer goes past the page cache
     import fcntl
@@ -60,6 +59,40 @@ class OpenFile:
     fd: int
     path: str
     direct: bool
+
+
+class ScatteredMemory:
+    """Memory in several places for one transfer, as if it were one array of `size` bytes."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self.views = views
+        """Of bytes, each contiguous, in the order of the file."""
+        self.size = sum(view.nbytes for view in views)
+
+    def __getitem__(self, part: slice) -> ScatteredMemory:
+        """Return a part of it, which is the same memory."""
+        start, stop, _ = part.indices(self.size)
+        found: list[memoryview] = []
+        at = 0
+        for view in self.views:
+            if piece := view[max(0, start - at) : max(0, stop - at)]:
+                found.append(piece)
+            at += view.nbytes
+        return ScatteredMemory(found)
+
+    def fill(self, data: bytes | Bytes) -> None:
+        """Copy `data`, of as many bytes, into the places."""
+        source, at = np.frombuffer(data, np.uint8).data, 0
+        for view in self.views:
+            view[:] = source[at : at + view.nbytes]
+            at += view.nbytes
+
+    def copy_into(self, out: Bytes) -> None:
+        """Copy the places' bytes into `out`, of as many bytes."""
+        target, at = out.data, 0
+        for view in self.views:
+            target[at : at + view.nbytes] = view
+            at += view.nbytes
 
 
 class Files:
@@ -406,6 +439,30 @@ class UnsyncedFiles(Files):
 
     def _do(self, kind: Kind, path: str, operation: Callable[[], object]) -> None:
         self._inner._do(kind, path, operation)
+
+
+class NewFile:
+    """The new file `path`, written from its beginning to its end in pieces of any size, and closed with `opened`. Goes through
+    the page cache, so that pieces need no alignment."""
+
+    def __init__(self, files: Files, path: str | Path, opened: contextlib.ExitStack) -> None:
+        self._files = files
+        self._file: OpenFile = opened.enter_context(files.opened(path, write=True, create=True, direct=False))
+        self.offset = 0
+
+    def write(self, data: bytes | bytearray | Bytes) -> None:
+        """Write at the end."""
+        part = np.frombuffer(data, np.uint8) if isinstance(data, bytes | bytearray) else data
+        self._files.write_from(self._file, part, self.offset)
+        self.offset += part.size
+
+    def patch(self, offset: int, data: bytes) -> None:
+        """Replace bytes that were written."""
+        self._files.write_from(self._file, np.frombuffer(data, np.uint8), offset)
+
+    def finish(self) -> None:
+        """Make the file durable."""
+        self._files.sync_data(self._file)
 
 
 def _resume_at(done: int, count: int, size: int, direct: bool) -> int:

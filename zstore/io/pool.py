@@ -12,7 +12,7 @@ from itertools import zip_longest
 from operator import length_hint
 from typing import Any, TypeVar
 
-from ..closing import Closing, join_threads, run_to_the_end, start_threads
+from .closing import Closing, join_threads, run_to_the_end, start_threads
 from .queue import Ticket, promise
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from enum import IntEnum
 from functools import partial
 from typing import Generic, TypeVar
 
-from ..closing import join_threads, start_threads
 from ..errors import UsageError
+from .closing import join_threads, start_threads
 from .links import LinkCounters, LinkStatistics, total_of_links
 
 T = TypeVar("T")

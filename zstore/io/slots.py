@@ -17,7 +17,7 @@ import numpy as np
 
 from ..format.arrays import Bytes
 from ..format.shardfile import CRC_BYTES, ShardLayout, checksum, checksum_error
-from .parts import ScatteredMemory
+from .files import ScatteredMemory
 
 _ALIGN_BYTES = 512
 _LEAST_PAYLOAD_BYTES = 16 * 1024

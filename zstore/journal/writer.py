@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..closing import Closing, join_threads, start_threads
+from ..io.closing import Closing, join_threads, start_threads
 from .lines import encode
 
 _PAUSE_S = 0.5

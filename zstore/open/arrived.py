@@ -15,11 +15,11 @@ from crc32c import crc32c
 from ..checkpoint.folder import Folder
 from ..errors import CorruptionError
 from ..format.arrays import Bytes
+from ..interop.huggingface import StoredWeight, WeightsReader
 from ..io.pool import Workers
 from ..remote.service_folder import ServiceFolder
 from ..weights.companions import companions
 from ..weights.delta import Patch, fold, read_delta, spans_of
-from ..weights.reader import StoredWeight, WeightsReader
 from ..weights.versions import INDEX_FILE, WEIGHTS_FOLDER, Chain, folder_name, follow, parse_index
 from .room import temporary_room
 

@@ -16,16 +16,17 @@ import numpy as np
 
 from ..checkpoint.folder import LocalFolder
 from ..checkpoint.machines import missing_machines, missing_text
+from ..checkpoint.names import natural_key
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import ArraySource, StoredArray
 from ..checkpoint.verify import VerifyFault, verify_checkpoint
-from ..closing import Closing
 from ..errors import CheckpointError, CheckpointMismatchError, UsageError
 from ..format.arrays import Array
+from ..io.closing import Closing
 from ..weights.cast import Overflow
 from ..weights.choose import choose
 from ..weights.from_checkpoint import DTYPES, list_weights, read_weight, read_weights
-from ..weights.layout import Weight, natural_key
+from ..weights.layout import Weight
 from ..weights.writer import Lost, lost_text
 from .lazy import LazyArray, Read
 from .sources import open_source
@@ -255,7 +256,7 @@ class Weights(Mapping[str, "Tensor"]):
             raise KeyError(f"{self._checkpoint.location} has no weight {name!r}; it has {len(self)} names") from None
 
     def _load(self, weights: list[Weight]) -> dict[str, Tensor]:
-        from ..tensors import as_torch
+        from ..io.tensors import as_torch
 
         self._checkpoint.check_open()
         found, lost = read_weights(self._checkpoint.source, weights, self._overflow)

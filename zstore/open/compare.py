@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.lookahead import Range, ReadAhead, Span, cut_spans, use_spans
+from ..checkpoint.names import natural_key
 from ..checkpoint.source import ArraySource, StoredArray
 from ..format.arrays import numpy_dtype
 from ..ranks.division import items_of
 from ..ranks.team import ALONE, Team
-from ..weights.layout import natural_key
 
 Array = npt.NDArray[Any]
 Status = Literal["same", "values", "added", "removed", "shape", "dtype", "unknown"]

@@ -131,6 +131,6 @@ class LazyArray:
 
     def torch(self, key: Key = ...) -> Tensor:
         """Return the elements that `key` selects (all by default) as a tensor in host memory, of the stored data type."""
-        from ..tensors import as_torch
+        from ..io.tensors import as_torch
 
         return as_torch(self.numpy() if key is Ellipsis else np.asarray(self[key]))

@@ -20,10 +20,9 @@ from typing import Any
 
 from ..checkpoint.folder import Folder, LocalFolder
 from ..errors import CorruptionError, UsageError
-from ..io.files import Files
-from ..io.sink import NewFile
+from ..interop.huggingface import StoredWeight, WeightsReader
+from ..io.files import Files, NewFile
 from ..weights.companions import companions
-from ..weights.reader import StoredWeight, WeightsReader
 from ..weights.versions import INDEX_FILE, KEY, WeightsVersion
 from .arrived import Arrived, arrived
 from .sources import folder_of

@@ -20,7 +20,9 @@ from ..errors import UsageError
 from ..format.arrays import ArraySpec
 from ..format.partition import MAX_CHUNK_NUMEL, MOST_CHUNK_NUMEL, WHOLE_BYTES, Grid, grid_of_rows, make_grid
 from ..format.shardfile import layout_of
-from ..ranks.agreement import Agreement, Board, FolderBoard
+from ..io.files import Files
+from ..ranks.agreement import Agreement
+from ..ranks.rendezvous import Board, FolderBoard, StoreBoard
 from ..store.runfolder import RUN_FOLDER
 from ..store.tiers import LocalShard
 
@@ -209,7 +211,9 @@ def _board(rank: int, world_size: int, mesh: DeviceMesh | None, path: Path | Non
         _opened[members] += 1
         name = f"ranks-{members}-{_opened[members]}"
     if has_group:
-        from ..ranks.board import StoreBoard
-
         return StoreBoard(f"/{name}")
-    return FolderBoard(path / RUN_FOLDER / name) if path is not None else None
+    if path is None:
+        return None
+    files = Files()
+    files.make_folder(path / RUN_FOLDER / name)
+    return FolderBoard(path / RUN_FOLDER / name, files)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointMismatchError, UsageError
-from ..tensors import dtype_name, torch_dtype
+from ..interop.huggingface import WeightsReader
+from ..io.tensors import dtype_name, torch_dtype
 from ..weights.delta import fold, spans_of
-from ..weights.reader import WeightsReader
 from ..weights.versions import WeightsVersion
 from .arrived import Arrived, arrived
 from .sources import folder_of

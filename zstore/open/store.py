@@ -22,9 +22,9 @@ from typing import Any, NoReturn, Self
 import numpy as np
 
 from ..checkpoint.request import SaveSummary
-from ..closing import Closing, closing_with
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec, numpy_dtype
+from ..io.closing import Closing, closing_with
 from ..io.pool import Workers, run_in_thread
 from ..io.queue import Ticket, wait_all
 from ..store import TensorStore

@@ -124,7 +124,7 @@ def flatten(name: str, value: Value) -> tuple[Array, bool]:
     """Return a value's elements, 1-D, without a copy if possible, and whether it is a tensor of torch."""
     value = local_of(value)
     if is_tensor(value):
-        from ..tensors import as_numpy, dtype_name
+        from ..io.tensors import as_numpy, dtype_name
 
         dtype_name(value.dtype, name)
         return as_numpy(value.detach().cpu().contiguous()).reshape(-1), True
@@ -163,7 +163,7 @@ def shaped(data: Array, shape: tuple[int, ...], is_torch: bool, device: Any = No
     values = data.reshape(shape)
     if not is_torch:
         return values
-    from ..tensors import as_torch
+    from ..io.tensors import as_torch
 
     tensor = as_torch(values)
     return tensor if device is None else tensor.to(device)
@@ -192,6 +192,6 @@ def copy_view(target: View, source: View) -> None:
     if isinstance(target, np.ndarray) and isinstance(source, np.ndarray):
         target[...] = source
         return
-    from ..tensors import as_torch
+    from ..io.tensors import as_torch
 
     as_torch(target).copy_(as_torch(source))

@@ -9,54 +9,21 @@ others in a step.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ..errors import RankError
-from ..io.files import Files
+from .rendezvous import Board
 
 T = TypeVar("T")
 
 TIMEOUT_S = 1800.0
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.05
-
-
-class Board(Protocol):
-    """A place for texts that ranks leave for each other."""
-
-    def post(self, key: str, text: str) -> None:
-        """Set a key."""
-
-    def read(self, key: str) -> str | None:
-        """Return its value; None if it has none."""
-
-
-class FolderBoard:
-    """A folder that all ranks see, for ranks without torch.distributed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files = Files()
-        self._files.make_folder(folder)
-
-    def post(self, key: str, text: str) -> None:
-        """Set a key, whole or not at all."""
-        part = self._folder / f"{key}.part"
-        self._files.write_small(part, text.encode(), sync=False)
-        self._files.rename(part, self._folder / key)
-
-    def read(self, key: str) -> str | None:
-        """Return its value; None if it has none."""
-        with contextlib.suppress(FileNotFoundError):
-            return (self._folder / key).read_text()
-        return None
 
 
 class Agreement:

@@ -1,4 +1,4 @@
-"""Ranks that meet in a shared folder, or on a board: messages that they leave there for each other, and waiting for them."""
+"""Boards, on which ranks leave texts for each other, from any thread and without collectives; and waiting for them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,65 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import CheckpointError
 from ..io.files import Files
-from .agreement import Board
 
 MOST_PAUSE_S = 0.1
 """Pause between two looks at the folder, once the wait has lasted for a while."""
 _LEAST_PAUSE_S = 0.001
+
+
+class Board(Protocol):
+    """A place for texts that ranks leave for each other."""
+
+    def post(self, key: str, text: str) -> None:
+        """Set a key."""
+
+    def read(self, key: str) -> str | None:
+        """Return its value; None if it has none."""
+
+
+class FolderBoard:
+    """A folder that all ranks see, and that somebody makes, for ranks without torch.distributed."""
+
+    def __init__(self, folder: Path, files: Files) -> None:
+        self._folder = folder
+        self._files = files
+
+    def post(self, key: str, text: str) -> None:
+        """Set a key, whole or not at all; it need not outlive the run."""
+        part = self._folder / f"{key}.part"
+        self._files.write_small(part, text.encode(), sync=False)
+        self._files.rename(part, self._folder / key)
+
+    def read(self, key: str) -> str | None:
+        """Return its value; None if it has none."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self._folder / key).read_text(encoding="utf-8")
+        return None
+
+
+class StoreBoard:
+    """A connection of its own to the store by which the ranks of torch.distributed found each other; for one thread at a time.
+    Its keys are those of the board `name`."""
+
+    def __init__(self, name: str = "") -> None:
+        import torch.distributed as torch_dist
+
+        store = torch_dist.distributed_c10d._get_default_store()
+        clone = getattr(store, "clone", None)  # not in every version of torch that is served
+        own = store if clone is None else clone()
+        self._store = torch_dist.PrefixStore(f"zstore/board{name}", own)  # type: ignore[attr-defined]
+
+    def post(self, key: str, text: str) -> None:
+        """See `Board`."""
+        self._store.set(key, text)
+
+    def read(self, key: str) -> str | None:
+        """See `Board`."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
 
 class Rendezvous:
@@ -36,28 +86,19 @@ class Rendezvous:
         board: Board | None = None,
     ) -> None:
         self.folder = folder
-        self._files = files
+        self._board = FolderBoard(folder.parent, files) if board is None else board
         self._check = check
         self._pause = pause
         self._most_pause_s = most_pause_s
-        self._board = board
 
     def post(self, name: str, message: Mapping[str, Any]) -> None:
         """Leave the file `name` with a message, whole or not there; it need not outlive the save."""
-        if self._board is not None:
-            self._board.post(f"{self.folder.name}/{name}", json.dumps(message))
-            return
-        part = self.folder / f"{name}.part"
-        self._files.write_small(part, json.dumps(message).encode(), sync=False)
-        self._files.rename(part, self.folder / name)
+        self._board.post(f"{self.folder.name}/{name}", json.dumps(message))
 
     def posted(self, name: str) -> dict[str, Any] | None:
         """Return the message in the file `name`; None if there is none."""
         with contextlib.suppress(OSError, ValueError):
-            if self._board is None:
-                message = json.loads((self.folder / name).read_bytes())
-            else:
-                message = json.loads(self._board.read(f"{self.folder.name}/{name}") or "null")
+            message = json.loads(self._board.read(f"{self.folder.name}/{name}") or "null")
             return message if isinstance(message, dict) else None
         return None
 

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as torch_dist
 
-from ..closing import start_threads
 from ..errors import RankError, UsageError
+from ..io.closing import start_threads
 from .incident import ABSENT_S, SAME_S, Activity, Outcome, RankReport, explain, judge
 
 if TYPE_CHECKING:

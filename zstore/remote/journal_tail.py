@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ..closing import Closing, join_threads, start_threads
 from ..errors import CheckpointError, UsageError, ZstoreError
+from ..io.closing import Closing, join_threads, start_threads
 from .retries import Retries
 from .service_folder import ServiceFolder
 from .service_upload import ServicePlace

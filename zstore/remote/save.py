@@ -35,8 +35,7 @@ from ..checkpoint.request import SaveRequest, SaveSummary
 from ..checkpoint.save import save_checkpoint
 from ..errors import CheckpointError
 from ..io.pool import Workers
-from ..ranks.agreement import Board
-from ..ranks.rendezvous import MOST_PAUSE_S, Rendezvous
+from ..ranks.rendezvous import MOST_PAUSE_S, Board, Rendezvous, StoreBoard
 from .retries import PATIENT, Retries
 from .target import NUM_THREADS
 from .upload import UploadPlace, target_for
@@ -87,8 +86,6 @@ class _Upload:
         folder = request.folder / own_name(name, TEMPORARY, upload_id)
         self._board: Board | None = None
         if request.parts is not None:
-            from ..ranks.board import StoreBoard  # imports torch
-
             self._board = StoreBoard("/uploads")
         self._rendezvous = Rendezvous(
             folder, self._files, self._check_alive, pause=self._cancelled.wait, board=self._board

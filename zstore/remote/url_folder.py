@@ -16,8 +16,7 @@ from ..checkpoint.folder import Folder, NetworkTraffic
 from ..checkpoint.format import MAX_JSON_BYTES
 from ..errors import CorruptionError, StorageError, UsageError, storage_error
 from ..format.arrays import Bytes
-from ..io.files import Files, OpenFile
-from ..io.parts import ScatteredMemory
+from ..io.files import Files, OpenFile, ScatteredMemory
 from ..io.pool import Workers
 from ..io.shards import IoResources
 

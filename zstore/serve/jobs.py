@@ -22,8 +22,8 @@ from typing import Literal
 from pydantic import ValidationError
 
 from ..checkpoint.lock import hold
-from ..closing import Closing
 from ..errors import CheckpointNotFoundError, ZstoreError
+from ..io.closing import Closing
 from ..io.files import Files
 from .models import Job, JobList, json_of
 from .replies import ConflictError

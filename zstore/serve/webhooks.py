@@ -26,7 +26,7 @@ from pathlib import Path
 import urllib3
 
 from .._version import __version__
-from ..closing import start_threads
+from ..io.closing import start_threads
 from ..sizes import format_bytes
 from .models import RunSummary
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from ..closing import Closing
+from ..io.closing import Closing
 from .tiers import PinnedShard
 from .tiers.memory import MemoryPin
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..closing import Closing
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec, numpy_dtype
 from ..format.partition import Grid
 from ..io.buffers import Budget, Pool, make_slab
+from ..io.closing import Closing
 from ..io.files import Files
 from ..io.links import LinkCounters
 from ..io.pinning import PinnedSlabs

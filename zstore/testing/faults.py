@@ -16,8 +16,7 @@ from pathlib import Path
 
 from ..errors import storage_error
 from ..format.arrays import Bytes
-from ..io.files import Files, Kind, OpenFile
-from ..io.parts import ScatteredMemory
+from ..io.files import Files, Kind, OpenFile, ScatteredMemory
 
 
 class WatchedFiles(Files):

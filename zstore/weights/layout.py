@@ -7,12 +7,12 @@ holes); of the numbering and the index: Hugging Face's sharded checkpoints.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..format.arrays import Shaped
+from ..checkpoint.names import natural_key
+from ..format.arrays import SAFETENSORS_DTYPES, Shaped
 from ..ranks.division import shares_of
 
 SUFFIX = ".safetensors"
@@ -23,22 +23,6 @@ MAX_FILE_BYTES = 5 * 1000**3
 """Bytes of weights in one file unless asked otherwise, as in transformers."""
 
 _ALIGN_BYTES = 4096
-SAFETENSORS_DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "uint16": "U16",
-    "int32": "I32",
-    "uint32": "U32",
-    "int64": "I64",
-    "uint64": "U64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-}
-"""Zarr's name of a data type -> safetensors'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +88,6 @@ def parts_of(layouts: Sequence[FileLayout], block_bytes: int, rank: int, world_s
         )
         for share in shares
     ]
-
-
-def natural_key(name: str) -> list[tuple[int, str]]:
-    """Return a sort key by which `h.2` comes before `h.10`."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def plan_files(weights: Iterable[Weight], max_file_bytes: int, stem: str = STEM) -> list[FileLayout]:

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from ..closing import Closing
 from ..errors import CheckpointError
 from ..format.arrays import numpy_dtype
 from ..io.buffers import Slabs
+from ..io.closing import Closing
 from ..io.files import Files
 from .cast import Overflow, cast_into
 from .file import BLOCK_BYTES, BlockFile, make_file

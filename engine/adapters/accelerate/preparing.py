@@ -23,7 +23,7 @@ from zstore.engine.engine import Engine
 from zstore.engine.initialize import initialize
 from zstore.engine.params.record import PRECISIONS
 from zstore.errors import ConfigError, UsageError
-from zstore.tensors import cast_floating
+from zstore.io.tensors import cast_floating
 
 from .arguments import (
     ask_for_precision,

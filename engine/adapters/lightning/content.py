@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from zstore.errors import CheckpointError, UsageError
-from zstore.tensors import as_numpy, as_torch, dtype_name
+from zstore.io.tensors import as_numpy, as_torch, dtype_name
 
 _MOST_INLINE_BYTES = 4096
 """Limit of a tensor that is in the record itself."""

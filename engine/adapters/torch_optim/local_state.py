@@ -16,7 +16,7 @@ from zstore.engine.optim.state import OptimizerState
 from zstore.engine.plan.plan import EMA, Placement
 from zstore.errors import BudgetError, UsageError
 from zstore.format import Box, model_array, optimizer_array
-from zstore.tensors import as_torch
+from zstore.io.tensors import as_torch
 
 from .block_kernel import BlockKernel, parts_of
 from .records import LocalRecord, local_part, make_local_record, memory_of

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed.tensor import DTensor
 
-from zstore.closing import Closing, closing_with
 from zstore.engine.device import Streams, Transfers, streams_for
 from zstore.engine.optim.state import OptimizerState
 from zstore.errors import UsageError
 from zstore.io import Files, map_large_blocks
+from zstore.io.closing import Closing, closing_with
 from zstore.store import StoreOptions, StoreStatistics, TensorStore
 
 from .arguments import check_kind, check_numbers, check_settings, groups_of, steps_folder_of

@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from zstore.engine.params.record import ParameterRecord
 from zstore.errors import UsageError
 from zstore.format import ArraySpec, Grid, grid_of_blocks, grid_of_rows, make_grid, model_array
-from zstore.tensors import dtype_name
+from zstore.io.tensors import dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

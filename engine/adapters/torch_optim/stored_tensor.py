@@ -26,8 +26,8 @@ from zstore.dcp.resting import RestingWrite
 from zstore.engine.optim.state import OptimizerState
 from zstore.errors import UsageError
 from zstore.format import Box
+from zstore.io.tensors import as_torch
 from zstore.store import PinnedShard
-from zstore.tensors import as_torch
 
 from .block_kernel import made_of, parts_of
 from .records import LocalRecord

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import torch
 
 from zstore.format import ALIGN_NUMEL, Grid, round_up
+from zstore.io.tensors import as_torch
 from zstore.ranks.world import World
 from zstore.store import ModeName
-from zstore.tensors import as_torch
 
 from ...device import GradientTiles
 from ...optim.kernel import SlotArray

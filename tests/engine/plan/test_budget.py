@@ -20,8 +20,8 @@ from zstore.engine.plan import run as placing
 from zstore.engine.report import memory as reporting
 from zstore.errors import BudgetError
 from zstore.io.hostmemory import GroupMemory, HostMemory
+from zstore.io.tensors import as_torch
 from zstore.sizes import format_bytes
-from zstore.tensors import as_torch
 from zstore.testing.ranks import run_ranks
 from zstore.tools.sample.models import build_model, loss_of
 

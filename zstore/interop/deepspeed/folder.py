@@ -15,9 +15,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...checkpoint.names import tag_text
+from ...checkpoint.names import natural_key, tag_text
 from ...errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError
-from ...weights.layout import natural_key
 
 _MODEL = re.compile(r"\A(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt\Z")
 _OPTIMIZER = re.compile(r"\A(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt\Z")

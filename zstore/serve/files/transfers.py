@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from aiofiles.threadpool import wrap
 
-from ...closing import Closing
+from ...io.closing import Closing
 from .opened import Opened
 from .ranges import Part
 

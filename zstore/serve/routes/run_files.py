@@ -35,8 +35,7 @@ from ...checkpoint.catalog import scan
 from ...checkpoint.folder import plain_sizes
 from ...checkpoint.names import RECORD_FILE
 from ...errors import CheckpointExistsError, CheckpointNotFoundError, UsageError
-from ...io.files import Files
-from ...io.sink import NewFile
+from ...io.files import Files, NewFile
 from ...journal.lines import decode
 from ...journal.names import journal_file, request_file
 from ...journal.requests import read_request

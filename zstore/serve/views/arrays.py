@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from urllib.parse import quote
 
+from ...checkpoint.names import natural_key
 from ...errors import CheckpointNotFoundError, CorruptionError
 from ...open.stats import collect_stats
-from ...weights.layout import natural_key
 from ..models import ArrayEntry, ArrayList, ArrayStatistics
 from ..runs import Run
 from .library import Library

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from ...checkpoint.catalog import TagInfo
 from ...checkpoint.reader import CheckpointReader
-from ...closing import Closing
+from ...io.closing import Closing
 from ...io.shards import IoResources, open_resources
 from ..cache import Cache
 

@@ -1,4 +1,4 @@
-"""The common part of the host and the device tier: shards in memory, changed in place, pinned in place."""
+"""The host and the device tier: shards in memory, changed in place, pinned in place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import threading
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,9 @@ import numpy as np
 
 from ...errors import UsageError
 from ...format.arrays import Bytes, numpy_dtype
-from ...format.partition import Grid
+from ...format.partition import Grid, round_up
+from ...io.allocator import HUGE_PAGE_BYTES
+from ...io.buffers import Budget, make_slab
 from ...io.queue import Priority
 from ...io.shards import FillRuns, IoResources, ShardSummary, checksum_shard, write_shard
 from .base import ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
@@ -26,7 +28,12 @@ if TYPE_CHECKING:
 
 MEMORY_TILE_NUMEL = 512 * 1024
 """Elements of a tile if all arrays are in memory, about: few enough that an update's data stays in cache."""
-
+DEVICE_TILE_NUMEL = 16 * 1024 * 1024
+"""Elements of a tile of device memory: so many that its work takes longer than asking for it."""
+_SLAB_BYTES = 32 * HUGE_PAGE_BYTES
+_ALIGN_BYTES = 64
+_DIRECT_BYTES = 512
+"""Shards begin at a multiple: files are then written from their memory, and read into it, without a copy."""
 _NO_LOCK = contextlib.nullcontext()
 """Of all pins that nobody moves out: an object less each, see [Note: objects of a save]."""
 
@@ -190,6 +197,89 @@ class MemoryTier(Tier):
     def close(self) -> None:
         """See `Tier.close`."""
         self._memory.clear()
+
+
+class HostTier(MemoryTier):
+    """Shards in host memory, made by `make` and counted against `budget`."""
+
+    name = "host"
+    owns_memory = True
+
+    def __init__(self, budget: Budget | None = None, make: Callable[[int], Bytes] = make_slab) -> None:
+        super().__init__()
+        self._budget = budget or Budget()
+        self._make = make
+        self._slab = make_slab(0)
+        self._slab_used = 0
+        self._lock = threading.Lock()
+
+    def _allocate(self, local: LocalShard) -> View:
+        with self._lock:
+            data = self._take(local)
+        return data[: local.nbytes].view(numpy_dtype(local.spec.dtype))
+
+    def _take(self, local: LocalShard) -> Bytes:
+        nbytes = round_up(local.nbytes, _ALIGN_BYTES)
+        self._budget.require(
+            nbytes, f"array {local.spec.name!r}", ", or keep the state on disk (`offload_optimizer.device: nvme`)"
+        )
+        self._budget.take(nbytes)
+        start = round_up(self._slab_used, _DIRECT_BYTES)
+        if nbytes > self._slab.size - start:
+            # Small shards share slabs; a large one has its own, and leaves the shared slab in use.
+            if nbytes >= _SLAB_BYTES // 4:
+                return self._make(nbytes)
+            self._slab, start = self._make(_SLAB_BYTES), 0
+        self._slab_used = start + nbytes
+        return self._slab[start : self._slab_used]
+
+    def remove(self, name: str) -> None:
+        """See `Tier.remove`; the memory of a small shard is free once its neighbours' is."""
+        nbytes = self._shards[name].nbytes
+        super().remove(name)
+        self._budget.release(round_up(nbytes, _ALIGN_BYTES))
+        with self._lock:
+            if not self._shards:
+                self._slab, self._slab_used = make_slab(0), 0
+
+    def close(self) -> None:
+        """See `Tier.close`."""
+        super().close()
+        self._slab = make_slab(0)
+
+
+class DeviceTier(MemoryTier):
+    """Shards as 1-D torch tensors on `device`."""
+
+    name = "device"
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self._device = device
+        if not device.startswith("cpu"):
+            self.tile_numel = DEVICE_TILE_NUMEL
+
+    def _allocate(self, local: LocalShard) -> View:
+        import torch
+
+        return torch.zeros(local.valid_numel, dtype=getattr(torch, local.spec.dtype), device=self._device)
+
+    def change_memory(self, name: str, memory: torch.Tensor | None) -> None:
+        """Keep a shard in other memory, which has its values, or in none."""
+        with self._unpinned:
+            self._require_rest(name)
+            self._memory[name] = None if memory is None else self._adopt(self._shards[name], memory)
+
+    def _adopt(self, local: LocalShard, memory: torch.Tensor) -> View:
+        import torch
+
+        wanted = getattr(torch, local.spec.dtype)
+        if memory.shape != (local.valid_numel,) or memory.dtype != wanted or not memory.is_contiguous():
+            raise UsageError(
+                f"array {local.spec.name!r}: expected contiguous memory of {local.valid_numel} elements of {wanted}, "
+                f"got shape {tuple(memory.shape)} of {memory.dtype}"
+            )
+        return memory.detach()
 
 
 class MemoryPin:

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from .errors import UsageError
-from .format.arrays import Array, Bytes, numpy_dtype
+from ..errors import UsageError
+from ..format.arrays import Array, Bytes, numpy_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
