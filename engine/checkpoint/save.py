@@ -31,7 +31,7 @@ from zstore.checkpoint import (
     tag_folder,
     tag_text,
 )
-from zstore.errors import UsageError
+from zstore.errors import CheckpointError, UsageError
 from zstore.format import ArraySpec, Grid, numpy_dtype
 from zstore.remote.url import is_url
 from zstore.store import PinnedShard, Snapshot
@@ -357,9 +357,15 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Complete the save under way, if any, without asking the other ranks (at the end of a run)."""
-        handle, self._pending.handle = self._pending.handle, None
-        if handle is not None:
-            self._note(handle.wait())
+        if (handle := self._pending.handle) is None:
+            return
+        try:
+            self._note(handle.wait())  # meanwhile it is pending: a rank that is lost gives it up
+        except CheckpointError:
+            self._training.world.require_others()  # else a save that was given up hides the rank that was lost
+            raise
+        finally:
+            self._pending.handle = None
 
     def _note(self, summary: SaveSummary) -> None:
         # The earlier file of an array that a save left out stays known.
