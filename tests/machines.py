@@ -58,6 +58,7 @@ class Machines:
             "HOME": str(home),
             "TMPDIR": str(home),
             "MASTER_ADDR": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
         }
         if self.namespaces:
             own |= {"HOME": "/tmp/home", "TMPDIR": "/tmp", "TEST_NAMESPACE": self.namespaces[machine]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,3 +153,20 @@ def test_slurm_queues_a_stopped_run_again_until_it_is_done(tmp_path: Path, text:
     fails = ["-c", "raise SystemExit(3)"]
     assert end(submit(*fails, restarts=19)) == (3, 2)
     assert end(submit(*fails, restarts=20)) == (3, 2)
+
+
+def test_a_full_drive_ends_a_run_with_1(tmp_path: Path, text: Path) -> None:
+    private = ["unshare", "--map-root-user", "--mount"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*private, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=False).returncode
+    ):
+        pytest.skip("may not mount")
+    (tmp_path / "run").mkdir()
+    mount = f"mount -t tmpfs -o size=400k tmpfs {tmp_path / 'run'}"
+    words = ["train", "--config", config_file(tmp_path), "--model", "gpt-tiny", "--steps", 3, "--seq-len", 16]
+    words += ["--data", text, "--save", tmp_path / "run", "--save-every", 1]
+    command = [*private, "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-m", "zstore", *words]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "No space left on device" in done.stderr or "room" in done.stderr
