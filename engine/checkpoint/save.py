@@ -31,7 +31,7 @@ from zstore.checkpoint import (
     tag_folder,
     tag_text,
 )
-from zstore.errors import CheckpointError, UsageError
+from zstore.errors import UsageError
 from zstore.format import ArraySpec, Grid, numpy_dtype
 from zstore.remote.url import is_url
 from zstore.store import PinnedShard, Snapshot
@@ -361,8 +361,8 @@ class Checkpoints:
             return
         try:
             self._note(handle.wait())  # meanwhile it is pending: a rank that is lost gives it up
-        except CheckpointError:
-            self._training.world.require_others()  # else a save that was given up hides the rank that was lost
+        except Exception:
+            self._training.world.require_others()  # else the error of a save that was given up hides the rank that was lost
             raise
         finally:
             self._pending.handle = None
