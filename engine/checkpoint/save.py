@@ -359,9 +359,15 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Complete the save under way, if any, without asking the other ranks (at the end of a run)."""
-        handle, self._pending.handle = self._pending.handle, None
-        if handle is not None:
-            self._note(handle.wait())
+        if (handle := self._pending.handle) is None:
+            return
+        try:
+            self._note(handle.wait())  # meanwhile it is pending: a rank that is lost gives it up
+        except Exception:
+            self._training.world.require_others()  # else the error of a save that was given up hides the rank that was lost
+            raise
+        finally:
+            self._pending.handle = None
 
     def _note(self, summary: SaveSummary) -> None:
         # The earlier file of an array that a save left out stays known.

@@ -13,6 +13,7 @@ import contextlib
 import os
 import socket
 import stat
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -53,6 +54,31 @@ class Connections:
 def listed(without_port: int | None) -> list[Ends]:
     """Return this process's TCP connections, without those of a port (the store's)."""
     return [ends for _, ends in _open_connections() if without_port not in ends]
+
+
+def give_up_after(port: int | None, silent_s: float) -> None:
+    """End the connections to this port (the store's) once the machine at the other end has not answered for so long.
+
+    Otherwise who asks a machine that was lost, or cut off, waits a quarter of an hour, and for ever if all was sent before.
+    """
+    if sys.platform == "linux":
+        pause_s = max(1, round(silent_s / 9))
+        for connection in _connections_to(port):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * silent_s))
+
+
+def cut_to(port: int | None) -> None:
+    """Shut the connections to this port down, whoever waits on them."""
+    for connection in _connections_to(port):
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _connections_to(port: int | None) -> Iterator[socket.socket]:
+    return (connection for connection, (*_, there) in _open_connections() if there == port)
 
 
 def _open_connections() -> Iterator[tuple[socket.socket, Ends]]:

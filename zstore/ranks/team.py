@@ -48,8 +48,8 @@ class Team:
 
     def check(self) -> None:
         """Raise RankError if another rank is known to be lost, so that nobody works on for nothing."""
-        if self._world is not None and self._world.watch is not None:
-            self._world.watch.require_others()
+        if self._world is not None:
+            self._world.require_others()
 
 
 ALONE = Team()

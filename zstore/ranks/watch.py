@@ -30,6 +30,7 @@ import torch.distributed as torch_dist
 
 from ..errors import RankError, UsageError
 from ..io.closing import start_threads
+from .connections import cut_to, give_up_after
 from .incident import ABSENT_S, SAME_S, Activity, Outcome, RankReport, explain, judge
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Watch:
         self._shared = store
         self._store = self._prefixed(own)
         self._sign_s = None if silent_s is None else silent_s / _MOST_SIGNS_MISSED
+        if silent_s is not None:
+            give_up_after(store_port(store), silent_s)
         self._signs, self._next_sign = 0, 0.0
         self._seen: tuple[int, bytes] = (-1, b"")
         self._missed = 0
@@ -318,6 +321,7 @@ class Watch:
         self._reports = dict.fromkeys(range(self._world_size), unknown) | self._reports
         if _in_rank_0(self._store):
             del self._reports[0]
+        cut_to(store_port(self._shared))  # the main thread, or one that saves, may wait for its answer
         self._break()
 
 

@@ -183,6 +183,11 @@ class World:
         if self.watch is not None:
             self.watch.agree()
 
+    def require_others(self) -> None:
+        """Raise RankError if a rank was lost, any number of times."""
+        if self.watch is not None:
+            self.watch.require_others()
+
     def escaped(self, error: BaseException) -> None:
         """Tell the other ranks of an error of this rank that was raised outside of a call."""
         if self.watch is not None:

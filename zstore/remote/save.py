@@ -212,7 +212,8 @@ class _Upload:
         with contextlib.suppress(OSError, RuntimeError):
             self._rendezvous.post(ABORT_FILE, {"reason": f"{type(error).__name__}: {error}"})
         self._local.cancel()
-        deadline = time.monotonic() + _END_S
+        patient = self._target.waits_for_ranks or not self._cancelled.is_set()
+        deadline = time.monotonic() + (_END_S if patient else 0)
         with contextlib.suppress(RuntimeError):  # of a board: nobody is there
             while self._missing() and time.monotonic() < deadline:
                 self._outcomes()

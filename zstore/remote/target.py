@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ..checkpoint.catalog import find_tag
 from ..checkpoint.folder import Folder
@@ -90,6 +90,9 @@ class UploadTarget(ABC):
         A target that does so as it commits has none left.
         """
         return []
+
+    waits_for_ranks: ClassVar[bool] = True
+    """Whether `abort` is to be called only once no rank sends any more, if that comes soon."""
 
     @abstractmethod
     def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:

@@ -70,6 +70,8 @@ class Receipt:
 class VersionTarget(UploadTarget):
     """A version on its way into `folder`. See [Note: packs] and [Note: versions]."""
 
+    waits_for_ranks = False
+
     def __init__(self, folder: VersionsFolder, tag: str, save_id: str, run_id: str) -> None:
         super().__init__(folder.location_of(tag_folder(tag)), tag, save_id)
         self._versions = folder
