@@ -125,4 +125,4 @@ def test_a_save_that_is_killed_leaves_what_was_there(server: dict[str, Any], tmp
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_saves_are_killed_at_two_hundred_places(server: dict[str, Any], tmp_path: Path) -> None:
-    kill_saves(VersionedBucket(server, tmp_path), tmp_path, 215)
+    kill_saves(VersionedBucket(server, tmp_path), tmp_path, 225)
