@@ -138,9 +138,14 @@ class WeightsPublisher(Extra):
         publisher = world.broadcast_object(publisher)
         with world.agreeing():
             self._target = target_of(str(section.to), world.rank, publisher, config.storage_options)
-            self._target.discard()
-            if world.rank == 0:
-                self._target.begin()
+        try:
+            with world.agreeing():
+                self._target.discard()
+                if world.rank == 0:
+                    self._target.begin()
+        except BaseException:
+            self._target.close()
+            raise
         self._since_full = self._since = 0
         self._fulls: list[int] = []
         self._last: WeightsVersion | None = None

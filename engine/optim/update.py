@@ -339,7 +339,8 @@ class Update:
                 on_end=None if done is None else ended,
             )
         with labelled("update"), passing as tiles:
-            threads = 1 if done is not None else self._num_threads(mine)
+            # Other threads would have tiles of a disk after the next one was asked for, when they are written already.
+            threads = 1 if done is not None or self._state.has_disk else self._num_threads(mine)
             side_by_side(lambda each: each[0].apply(each[1]), self._changes(tiles, mine, h2d), threads)
         h2d.drain()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typer.testing import CliRunner
 
 from tests.checkpoint.checkpoints import save_arrays
 from tests.serve.test_upload_refusals import MOMENTS, NAMES, A, Client
+from zstore.serve.inbox import inbox
+from zstore.serve.inbox.inbox import SILENT_S
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
 from zstore.serve.tokens import Role, Token, TokenFile, digest_of
@@ -121,6 +124,23 @@ def test_what_uploads_under_way_need_counts(
         first, second = (Client(base, tmp_path / "runs", path, http) for path in saved)
         assert send(first, "one", tag_only=True)[0] == 200
         assert send(second, "other")[0] == 507
+
+
+def test_an_upload_that_was_silent_does_not_go_past_a_quota(
+    services: Callable[..., Any], saved: list[Path], tmp_path: Path, http: urllib3.PoolManager, monkeypatch: Any
+) -> None:
+    size = sum(len((saved[0] / file).read_bytes()) for file in (A, MOMENTS))
+    with services(quota=2 * size - 1) as base:
+        first, second = (Client(base, tmp_path / "runs", path, http) for path in saved)
+        upload = first.begin(run="one")
+        files = [one["path"] for one in first.plan(upload)[1]["files"]]
+        for file in files:
+            assert first.put(upload, file)[0] == 201
+        later = time.time() + SILENT_S + 1
+        monkeypatch.setattr(inbox.time, "time", lambda: later)
+        assert send(second, "other")[0] == 200
+        status, answer = first.ask("POST", f"{upload}/commit")
+        assert (status, "may hold" in answer["error"]) == (507, True)
 
 
 def test_the_command_makes_and_lists_quotas(tmp_path: Path) -> None:

@@ -34,10 +34,9 @@ from zstore.remote.fsspec_folder import RemoteFolder, open_fsspec_folder
 from zstore.remote.packs import Places
 from zstore.remote.retries import PATIENT
 from zstore.remote.target import NUM_THREADS, send_all
-from zstore.remote.upload import folder_for
 from zstore.remote.url import is_url, shown
 from zstore.remote.version_target import VersionTarget
-from zstore.remote.versions import VersionsFolder
+from zstore.remote.versions import VersionsFolder, folder_for
 
 from .upload import UploadingRankWriter, VersionRankWriter
 from .work import PIECES_FOLDER, RankWork, Wrote

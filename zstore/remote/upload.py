@@ -10,14 +10,13 @@ from ..checkpoint.catalog import TagInfo
 from ..checkpoint.folder import FolderLike
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..io.pool import Workers
-from .fsspec_folder import RemoteFolder, open_fsspec_folder
-from .repository import require_icechunk
+from .fsspec_folder import RemoteFolder
 from .retries import PATIENT, Retries
 from .service_upload import ServicePlace, ServiceTarget
 from .target import Advance, FileSystemTarget, UploadTarget
 from .uploaded import common_files, shard_files
 from .version_target import VersionTarget
-from .versions import VersionsFolder, has_versions, is_empty, protocol_of
+from .versions import VersionsFolder, folder_for
 
 UploadPlace = RemoteFolder | ServicePlace
 """A folder of checkpoints on a file system, with versions or not, or a run in a service."""
@@ -33,15 +32,6 @@ def place_of(url: str, storage_options: Mapping[str, Any] | None = None, *, vers
     if url.startswith(("http://", "https://")):
         return ServicePlace.of(url, storage_options)
     return folder_for(url, storage_options, versions=versions)
-
-
-def folder_for(url: str, storage_options: Mapping[str, Any] | None = None, *, versions: bool = False) -> RemoteFolder:
-    """Return the folder at a URL that is not a service's; see `place_of`."""
-    folder = open_fsspec_folder(url, storage_options)
-    if protocol_of(folder) is None or not (has_versions(folder) or (versions and is_empty(folder))):
-        return folder
-    require_icechunk(folder.location)
-    return VersionsFolder(folder, storage_options or {})
 
 
 def target_for(place: UploadPlace, retries: Retries, *, tag: str, save_id: str, run_id: str) -> UploadTarget:

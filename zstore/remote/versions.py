@@ -19,9 +19,9 @@ from ..checkpoint.source import StoredArray
 from ..errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError
 from ..io.pool import Workers
 from ..io.shards import ShardSummary
-from .fsspec_folder import RemoteFolder
+from .fsspec_folder import RemoteFolder, open_fsspec_folder
 from .packs import PACKS_FOLDER, Extent, Index, Places, ShardTable, checked, shards_of, worth_keeping
-from .repository import BRANCH_FILE, VERSIONS_FOLDER, Repository, StoredVersion
+from .repository import BRANCH_FILE, VERSIONS_FOLDER, Repository, StoredVersion, require_icechunk
 from .retries import Retries
 from .url_folder import NUM_THREADS, UrlFolder
 
@@ -415,3 +415,13 @@ class VersionFolder(UrlFolder):
     def write_small(self, file: str, data: bytes) -> None:
         """See `Folder.write_small`; a version never changes."""
         raise UsageError(f"{self.location_of(file)}: a version is never written to; save another one")
+
+
+def folder_for(url: str, storage_options: Mapping[str, Any] | None = None, *, versions: bool = False) -> RemoteFolder:
+    """Return the folder at a URL that is not a service's: one of versions if it has some, or if with `versions` it has no
+    checkpoint yet and can have them. Raises UsageError for a URL that nothing opens."""
+    folder = open_fsspec_folder(url, storage_options)
+    if protocol_of(folder) is None or not (has_versions(folder) or (versions and is_empty(folder))):
+        return folder
+    require_icechunk(folder.location)
+    return VersionsFolder(folder, storage_options or {})

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..checkpoint.catalog import LOOPS_FOLDER, scan
 from ..checkpoint.folder import Folder, LocalFolder, links_elsewhere
@@ -23,13 +24,14 @@ from ..checkpoint.names import RECORD_FILE, tag_folder
 from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
 from ..journal.names import run_of
 from ..open.sources import folder_of
-from ..remote.upload import folder_for
 from ..remote.url import is_url
-from ..remote.versions import VersionsFolder
+from ..remote.versions import VersionsFolder, folder_for
 from ..weights.versions import WEIGHTS_FOLDER, numbers_in
 from .cache import Renewed
 from .settings import Root, Settings
-from .upstream import PulledFolder, Upstream
+
+if TYPE_CHECKING:
+    from .upstream import Upstream
 
 _log = logging.getLogger("zstore.serve")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -46,6 +48,8 @@ class Run:
     name: str
     folder: Folder
     root: Root
+    is_pulled: bool = False
+    """Whether it is another service's; see [Note: pull-through]."""
 
 
 class Runs:
@@ -53,10 +57,7 @@ class Runs:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._upstreams = [
-            Upstream(url, settings.storage_options, settings.cache, settings.cache_bytes, settings.files)
-            for url in settings.upstreams
-        ]
+        self._upstreams = list(_upstreams(settings))
         self._found = Renewed(self._look, _FRESH_S)
         self._versions: dict[str, Folder] = {}
         """Folders of versions, by their URL."""
@@ -129,7 +130,7 @@ class Runs:
         if run is None:
             self.forget()
             run = self.all().get(name)
-        if run is not None and isinstance(run.folder, PulledFolder):
+        if run is not None and run.is_pulled:
             raise UsageError(f"the run {name!r} is another service's, at {run.folder}: send it there")
         if run is not None:
             return run.folder.path if run.folder.is_local else run.folder.location
@@ -182,7 +183,7 @@ class Runs:
         for upstream in self._upstreams:
             there = Root.parse(f"upstream={upstream.url.base}")
             for name, folder in _runs_of(upstream):
-                found.setdefault(name, Run(name=name, folder=folder, root=there))
+                found.setdefault(name, Run(name=name, folder=folder, root=there, is_pulled=True))
         return found
 
     def _runs_in(self, root: Root) -> Iterator[tuple[str, Folder]]:
@@ -202,6 +203,14 @@ class Runs:
                 child = self._folder(child.location)
             if _is_run(child):
                 yield name, child
+
+
+def _upstreams(settings: Settings) -> Iterator[Upstream]:
+    if settings.upstreams:
+        from .upstream import Upstream  # brings the client of a service
+
+        for url in settings.upstreams:
+            yield Upstream(url, settings.storage_options, settings.cache, settings.cache_bytes, settings.files)
 
 
 def _runs_of(upstream: Upstream) -> Iterator[tuple[str, Folder]]:

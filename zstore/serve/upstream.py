@@ -185,8 +185,9 @@ class Upstream:
         digests |= {manifest_file(rank): digest for rank, digest in enumerate(record.manifest_sha256)}
         if file in digests and hashlib.sha256(part.read_bytes()).hexdigest() != digests[file]:
             raise CorruptionError(f"{folder.location_of(file)} is not the one that the record names")
-        if file.rpartition("/")[2].startswith("c.") or file.endswith("/c"):
-            array, shard, crcs = self._shards_of(folder, record)[file]
+        name = file.rpartition("/")[2]
+        if (name == "c" or name.startswith("c.")) and (found := self._shards_of(folder, record).get(file)) is not None:
+            array, shard, crcs = found
             verify_shard(part, array, shard, crcs)
 
     def _shards_of(self, folder: PulledFolder, record: Record) -> dict[str, Shard]:

@@ -265,22 +265,23 @@ class Inbox:
 
     # -- committing -------------------------------------------------------------------------------------------------
 
-    def commit(self, upload: Upload) -> Committed:
-        """Commit an upload whose files are all there, and apply retention.
+    def commit(self, upload: Upload, token: Token) -> Committed:
+        """Commit an upload whose files are all there, for whoever has `token`, and apply retention.
 
         Raises CheckpointMismatchError that names files which are missing, CheckpointExistsError if the tag was taken
         meanwhile.
         """
         if not upload.place.is_local:
             with upload.sending:
-                return self._commit(upload, self._send_on)
+                return self._commit(upload, self._send_on, token)
         with self._deciding, upload.lock:
-            return self._commit(upload, self._publish)
+            return self._commit(upload, self._publish, token)
 
-    def _commit(self, upload: Upload, publish: Callable[[Upload], list[str]]) -> Committed:
+    def _commit(self, upload: Upload, publish: Callable[[Upload], list[str]], token: Token) -> Committed:
         messages, linked_bytes = [], 0
         if (committed := _committed(upload.place, upload.record)) is None:
             upload.require_whole()
+            self._require_quotas(upload, token)  # others may have taken the room of one that was silent
             replaced = _check_free(upload)
             linked_bytes = upload.linked_bytes()
             if upload.owner:  # before anybody sees the checkpoint

@@ -237,7 +237,7 @@ OPERATIONS = (
         method="POST",
         summary="Make the checkpoint visible, whole",
         answer=Committed,
-        handle=_of_upload(lambda request, upload: service_of(request).inbox.commit(upload)),
+        handle=_of_upload(lambda request, upload: service_of(request).inbox.commit(upload, require_token(request))),
         audit="upload",
         problems=(422, 507),
     ),
