@@ -20,6 +20,7 @@ pytest.importorskip("ray", reason="extra test")
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.soak  # two to four minutes, and a cluster's processes
 @pytest.mark.timeout(900)
 def test_workers_that_are_lost_and_replaced_lose_no_step(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/run"
