@@ -40,7 +40,9 @@ by the thread that read them, in whose cache they may still be."""
 MEMORY_BYTES = 48 * 1024 * 1024
 _LEAST_DEPTH = 6
 _NUM_REQUESTS = 12
-"""Requests of `read_into` under way at a time, at least, and of `use_spans` at most."""
+"""Requests of `use_spans` under way at a time, at most."""
+_NUM_STRAIGHT = 20
+"""Requests of `read_into` for local files: threads wait for the drive by turns with what each does to its bytes."""
 _LEAST_USERS = 4
 _USERS_PER_CORE = 2
 """Threads of `use_spans` that read local files: more take each other's cores and caches (docs/design/0006-checkpoints.md)."""
@@ -312,7 +314,8 @@ def read_into(
         spans = cut_spans(reader.array(name), first, stop, reader.resources.request_bytes)
         tasks += [partial(_read_span, reader, span, number, first, target, landed) for span in spans]
     if tasks:
-        with Workers(min(max(_NUM_REQUESTS, reader.num_readers), len(tasks)), "zstore-read") as workers:
+        most = max(_NUM_REQUESTS, reader.num_readers) if reader.is_remote else _NUM_STRAIGHT
+        with Workers(min(most, len(tasks)), "zstore-read") as workers:
             workers.run(tasks)
 
 
