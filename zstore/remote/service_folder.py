@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -28,17 +27,11 @@ class ServiceFolder(UrlFolder):
     @property
     def parent(self) -> ServiceFolder:
         """See `Folder.parent`; above a run's folder is one in which nothing is seen."""
-        above = self.url.folder.rpartition("/")[0] if self.url.folder else ""
-        return ServiceFolder(
-            self.connection, replace(self.url, run=self.url.run if self.url.folder else "", folder=above)
-        )
+        return ServiceFolder(self.connection, self.url.above)
 
     def child(self, name: str) -> ServiceFolder:
         """See `Folder.child`."""
-        if not self.url.run:
-            return ServiceFolder(self.connection, replace(self.url, run=name))
-        folder = f"{self.url.folder}/{name}" if self.url.folder else name
-        return ServiceFolder(self.connection, replace(self.url, folder=folder))
+        return ServiceFolder(self.connection, self.url.child(name))
 
     def location_of(self, file: str) -> str:
         """See `Folder.location_of`."""

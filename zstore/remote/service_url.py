@@ -8,7 +8,7 @@ written `/zarr/run/<checkpoint>`. Each part is percent-encoded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from urllib.parse import quote, unquote, urlsplit
 
 from ..errors import UsageError
@@ -57,6 +57,19 @@ class ServiceUrl:
             folder="/".join(segments[1:]),
             user=None if parts.username is None else (unquote(parts.username), unquote(parts.password or "")),
         )
+
+    @property
+    def above(self) -> ServiceUrl:
+        """The folder above; above a run's is one of no run."""
+        return replace(
+            self, run=self.run if self.folder else "", folder=self.folder.rpartition("/")[0] if self.folder else ""
+        )
+
+    def child(self, name: str) -> ServiceUrl:
+        """Return the place of a folder in this one; of a URL that names no run that is a run."""
+        if not self.run:
+            return replace(self, run=name)
+        return replace(self, folder=f"{self.folder}/{name}" if self.folder else name)
 
     def file(self, path: str) -> str:
         """Return the URL's path, encoded, of a file or folder in the folder: `/zarr/<run>/...`."""

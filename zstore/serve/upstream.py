@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,16 +236,11 @@ class PulledFolder(UrlFolder):
     @property
     def parent(self) -> PulledFolder:
         """See `Folder.parent`."""
-        above = self.url.folder.rpartition("/")[0] if self.url.folder else ""
-        return PulledFolder(self.upstream, replace(self.url, run=self.url.run if self.url.folder else "", folder=above))
+        return PulledFolder(self.upstream, self.url.above)
 
     def child(self, name: str) -> PulledFolder:
         """See `Folder.child`."""
-        if not self.url.run:
-            return PulledFolder(self.upstream, replace(self.url, run=name))
-        return PulledFolder(
-            self.upstream, replace(self.url, folder=f"{self.url.folder}/{name}" if self.url.folder else name)
-        )
+        return PulledFolder(self.upstream, self.url.child(name))
 
     def read_range(self, file: str, start: int, stop: int) -> bytes:
         """See `UrlFolder.read_range`."""
