@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -156,6 +157,28 @@ def test_a_file_that_came_damaged_is_not_kept(
         assert bytes(damaged) not in [path.read_bytes() for path in kept(tmp_path)]
         file.write_bytes(plain)
         assert http.request("GET", base + FILE).data == plain
+
+
+def test_what_a_killed_process_was_fetching_is_removed_at_the_next_start(
+    other: str, replica: Replica, tmp_path: Path, http: urllib3.PoolManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / "left"
+
+    def files() -> set[str]:
+        return {path.relative_to(left).as_posix() for path in left.rglob("*") if path.is_file()}
+
+    def verify(part: Path, *_: Any) -> None:
+        shutil.copytree(tmp_path / "kept", left)
+
+    monkeypatch.setattr("zstore.serve.upstream.verify_shard", verify)
+    with replica(other) as base:
+        assert http.request("GET", base + FILE).status == 200
+    whole = {
+        path.relative_to(tmp_path / "kept").as_posix() for path in (tmp_path / "kept").rglob("*") if path.is_file()
+    }
+    assert len(files() - whole) == 1
+    with replica(other, cache=left):
+        assert files() <= whole
 
 
 def test_what_was_used_least_recently_goes(

@@ -9,6 +9,7 @@ recently.
 
     <folder>/answers/<digest>               an answer of the other service, by what was asked
     <folder>/files/<digest>/<digest>        a file, by its checkpoint's record and by its path
+    <folder>/parts/                         files that are being fetched
 """
 
 from __future__ import annotations
@@ -76,15 +77,13 @@ class Upstream:
         """By URL, the record of a checkpoint, and when it is asked for again."""
         self._shards: Cache[str, dict[str, Shard]] = Cache(_MOST_OPEN)
         """By the id of a checkpoint, its shard files."""
-        for part in self._parts():
-            part.unlink(missing_ok=True)  # of a process that was killed
+        if folder is not None:
+            for part in (folder / "parts").glob("*"):
+                part.unlink(missing_ok=True)  # of a process that was killed
 
     def root(self) -> PulledFolder:
         """Return the folder that the URL names: of one run, or one with all of its runs as folders."""
         return PulledFolder(self, self.url)
-
-    def _parts(self) -> Iterator[Path]:
-        return iter(()) if self._folder is None else self._folder.glob("*/*.part")
 
     def connection(self) -> ServiceConnection:
         """Return the connection. Raises StorageError if the service does not answer, UsageError for another server."""
@@ -100,7 +99,8 @@ class Upstream:
 
     def answer(self, key: str, ask: Callable[[], bytes]) -> bytes:
         """Return the answer of the other service, or its last one if it does not answer now."""
-        place = None if self._folder is None else self._folder / "answers" / _digest(self.url.base, key)
+        folder = self._folder
+        place = None if folder is None else folder / "answers" / _digest(self.url.base, key)
         missing: Exception | None = None
         try:
             data = ask()
@@ -114,8 +114,8 @@ class Upstream:
             if (data := place.read_bytes()) == _MISSING:
                 raise FileNotFoundError(f"{self.url.base} had nothing there when it last answered") from None
             return data
-        if place is not None and len(data) <= _MOST_ANSWER_BYTES:
-            self._write(place, [data])
+        if folder is not None and place is not None and len(data) <= _MOST_ANSWER_BYTES:
+            self._write(folder, place, [data])
         if missing is not None:
             raise missing
         return data
@@ -131,9 +131,10 @@ class Upstream:
             self._records.put(folder.location, (time.monotonic() + _FRESH_S, record))
         return record
 
-    def _write(self, place: Path, blocks: Any, check: Callable[[Path], None] | None = None) -> None:
+    def _write(self, folder: Path, place: Path, blocks: Any, check: Callable[[Path], None] | None = None) -> None:
+        part = folder / "parts" / f"{place.name}.{threading.get_ident()}"
+        self._files.make_folder(part.parent)
         self._files.make_folder(place.parent)
-        part = place.with_name(f"{place.name}.{threading.get_ident()}.part")
         try:
             with part.open("wb") as file:
                 for block in blocks:
@@ -159,7 +160,7 @@ class Upstream:
                 starts = range(0, max(size, 1), _BLOCK_BYTES)
                 blocks = (there.read_range(file, start, min(start + _BLOCK_BYTES, size)) for start in starts)
                 try:
-                    self._write(place, blocks, lambda part: self._check(folder, record, file, part, size))
+                    self._write(self._folder, place, blocks, lambda part: self._check(folder, record, file, part, size))
                 except CorruptionError as error:
                     raise CorruptionError(
                         f"{folder.location_of(file)} did not come whole, and is not kept: {error}"
@@ -215,7 +216,7 @@ class Upstream:
             for _, size, path in sorted(found):
                 if over <= 0:
                     break
-                if path != kept and path.suffix != ".part":
+                if path != kept:
                     path.unlink(missing_ok=True)
                     over -= size
 
