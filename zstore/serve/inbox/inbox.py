@@ -284,7 +284,7 @@ class Inbox:
             self._require_quotas(upload, token)  # others may have taken the room of one that was silent
             replaced = _check_free(upload)
             linked_bytes = upload.linked_bytes()
-            if upload.owner:  # before anybody sees the checkpoint
+            if upload.owner and upload.place.is_local:  # before anybody sees the checkpoint
                 sent = SentCheckpoint(token=upload.owner, bytes=upload.num_bytes - linked_bytes)
                 note_sent(self._files, upload.folder, upload.record.id, sent)
             _complete(upload, upload.plan(), self._files)
