@@ -21,7 +21,7 @@ from typing import Any
 
 from ..errors import CheckpointMismatchError, CorruptionError, UsageError, storage_error
 from ..io.shards import ShardSummary
-from .names import check_save_id, tag_folder
+from .names import METADATA_FILE, check_save_id, manifest_file, tag_folder
 
 FORMAT_VERSION = 1
 RECORD_FORMAT = "zstore checkpoint"
@@ -189,6 +189,12 @@ class Record:
     """SHA-256 of each rank's manifest, hex, by rank."""
     state: Mapping[str, Any] = field(default_factory=dict)
     """JSON of the whole run: counters, scheduler, loss scale, position in the data, client state."""
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of the root's metadata and of each rank's manifest, hex, by file."""
+        ranks = enumerate(self.manifest_sha256)
+        return {METADATA_FILE: self.metadata_sha256} | {manifest_file(rank): digest for rank, digest in ranks}
 
     @property
     def absent_parameters(self) -> list[str]:

@@ -29,7 +29,7 @@ from typing import Any
 from ..checkpoint.catalog import TagInfo
 from ..checkpoint.folder import Entries
 from ..checkpoint.format import MAX_RECORD_BYTES, Record
-from ..checkpoint.names import METADATA_FILE, RECORD_FILE, manifest_file
+from ..checkpoint.names import RECORD_FILE
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import StoredArray
 from ..errors import CorruptionError, StorageError, UsageError
@@ -181,9 +181,8 @@ class Upstream:
         """Raise CorruptionError for a file that did not come as the checkpoint has it."""
         if part.stat().st_size != size:
             raise CorruptionError(f"{folder.location_of(file)} has {size} bytes, {part.stat().st_size} came")
-        digests = {METADATA_FILE: record.metadata_sha256}
-        digests |= {manifest_file(rank): digest for rank, digest in enumerate(record.manifest_sha256)}
-        if file in digests and hashlib.sha256(part.read_bytes()).hexdigest() != digests[file]:
+        expected = record.digests.get(file)
+        if expected is not None and hashlib.sha256(part.read_bytes()).hexdigest() != expected:
             raise CorruptionError(f"{folder.location_of(file)} is not the one that the record names")
         name = file.rpartition("/")[2]
         if (name == "c" or name.startswith("c.")) and (found := self._shards_of(folder, record).get(file)) is not None:

@@ -89,8 +89,7 @@ def documents_of(record: Record, sizes: Mapping[str, int]) -> dict[str, KnownCon
 
     Raises UsageError if it names other files, or larger ones than are taken.
     """
-    digests = {METADATA_FILE: record.metadata_sha256}
-    digests |= {manifest_file(rank): digest for rank, digest in enumerate(record.manifest_sha256)}
+    digests = record.digests
     if sizes.keys() != digests.keys():
         odd = sorted(sizes.keys() ^ digests.keys())[:3]
         raise UsageError(f"expected the sizes of {METADATA_FILE} and of each rank's manifest, got others: {odd!r:.200}")
