@@ -26,12 +26,17 @@ MS_REC, MS_PRIVATE = 0x4000, 1 << 18
 
 
 def go_to_machine() -> None:
-    """Move this process to the machine that its variables name: to its network, and to empty folders for what it writes."""
+    """Move this process to the machine that its variables name: to its network, and to empty folders for what it writes.
+
+    Not to an empty /tmp: Python's own packages may be in a folder there.
+    """
     if namespace := os.environ.get("TEST_NAMESPACE"):
         enter(f"/run/netns/{namespace}")
         libc = ctypes.CDLL(None, use_errno=True)
         own = libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
-        if own or any(libc.mount(b"tmpfs", path, b"tmpfs", 0, None) for path in (b"/tmp", b"/dev/shm")):
+        if own or any(
+            libc.mount(b"tmpfs", path.encode(), b"tmpfs", 0, None) for path in (os.environ["TMPDIR"], "/dev/shm")
+        ):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     os.makedirs(os.environ["HOME"], exist_ok=True)
     os.chdir(os.environ["HOME"])
@@ -61,7 +66,7 @@ class Machines:
             "GLOO_SOCKET_IFNAME": "lo",
         }
         if self.namespaces:
-            own |= {"HOME": "/tmp/home", "TMPDIR": "/tmp", "TEST_NAMESPACE": self.namespaces[machine]}
+            own |= {"TMPDIR": str(self.folder), "TEST_NAMESPACE": self.namespaces[machine]}
             own |= {"GLOO_SOCKET_IFNAME": "wire", "MASTER_ADDR": "10.78.0.1"}
         own.pop("XDG_CACHE_HOME", None)
         command = [
@@ -131,10 +136,10 @@ def machines(count: int, folder: Path, *, network: bool) -> Iterator[Machines]:
         serve = f"import sys\nfrom moto.server import main\nmain(['-H', '{address}', '-p', '5000'])"
         server = found.start(-1, serve)
         stack.callback(_end, server)
-        said = ""
-        while not re.search("Running on", said):
-            said = server.stderr.readline()
-            assert said, "the server ended before it listened"
+        said = [""]
+        while not re.search("Running on", said[-1]):
+            said.append(server.stderr.readline())
+            assert said[-1], f"the server ended before it listened: {''.join(said)}"
         threading.Thread(target=deque, args=(server.stderr, 0), daemon=True).start()
         yield found
 

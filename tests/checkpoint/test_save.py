@@ -538,6 +538,40 @@ def test_ctrl_c_in_a_save_harms_nothing(folder: Path) -> None:
     assert leavings(folder) == []
 
 
+@pytest.mark.endings
+@pytest.mark.parametrize("started", [False, True])
+def test_ctrl_c_as_a_save_begins_leaves_all_of_it_or_nothing(folder: Path, started: bool) -> None:
+    """In `Thread.start`, which waits: the thread runs by then, though its caller never gets a handle of the save."""
+    code = (
+        "import pathlib, threading, numpy as np\n"
+        "from tests.checkpoint.checkpoints import open_world\n"
+        "from zstore.testing.faults import CallingFiles\n"
+        "start, committing, raised = threading.Thread.start, threading.Event(), threading.Event()\n"
+        "def interrupted(thread):\n"
+        f"    if thread.name != 'zstore-save' or {started}:\n"
+        "        start(thread)\n"
+        "    if thread.name == 'zstore-save':\n"
+        f"        assert not {started} or committing.wait(100)\n"
+        "        raise KeyboardInterrupt\n"
+        "def hold(kind, path):\n"
+        "    if path.name == 'zstore.json':\n"
+        "        committing.set()\n"
+        "        raised.wait(100)\n"
+        "opened = open_world({'model/w': np.ones(300000, np.float32)}, files=[CallingFiles(hold)])\n"
+        "world = opened.__enter__()\n"
+        "threading.Thread.start = interrupted\n"
+        "try:\n"
+        f"    world.begin_save(pathlib.Path({str(folder)!r}))\n"
+        "finally:\n"
+        "    raised.set()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=200, capture_output=True, text=True)
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt"), done.stderr  # and no error of the save after it
+    if started:
+        assert values(folder) == {"model/w": np.ones(300000, np.float32).tobytes()}
+    assert leavings(folder) == []
+
+
 def test_saving_as_another_user_in_a_read_only_folder_is_an_error_that_says_so(folder: Path) -> None:
     if os.geteuid() == 0:
         pytest.skip("root may write everywhere")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import Protocol, Self
 
-from ..io.closing import Completions
-from ..io.pool import run_in_thread
-from ..io.queue import Ticket
+from ..io.closing import Completions, run_to_the_end
+from ..io.queue import Ticket, promise
 from .request import SaveSummary
 
 _completions = Completions()
@@ -35,9 +34,24 @@ class SaveHandle:
         self._cancelled = False
         self.stall_s = 0.0
         """Seconds that training was paused for the save, if an engine took it."""
-        self._completion = _completions.begin(job.title, self.wait_for_end)
         # Waited for, not the thread: when Ctrl-C interrupts a join, Python 3.11 forgets that the thread runs.
-        self._ticket = run_in_thread(self._run, "zstore-save")
+        self._ticket, self._carry_out = promise(self._run)
+        self._completion = _completions.begin(job.title, self.wait_for_end)
+
+    def start(self) -> Self:
+        """Begin, and return this handle. If this raises, as on Ctrl-C, the save may be under way all the same: see `begun`."""
+        try:
+            run_to_the_end(self._carry_out, "zstore-save")
+        except BaseException:
+            if self._ticket.future.cancel():
+                _completions.end(self._completion, None)
+            raise
+        return self
+
+    @property
+    def begun(self) -> bool:
+        """Whether its thread has it, or will; false when `start` raised before that."""
+        return not self._ticket.future.cancelled()
 
     def _run(self) -> SaveSummary:
         failed: BaseException | None = None

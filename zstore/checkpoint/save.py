@@ -61,11 +61,15 @@ def save_checkpoint(request: SaveRequest) -> SaveHandle:
     cannot be written, DiskFullError if there is no room. The caller tells the other ranks, which `cancel()` theirs.
     """
     job: _Save | None = None
+    handle: SaveHandle | None = None
     try:
         job = _Save(request)
         job.check()
-        return SaveHandle(job)
+        handle = SaveHandle(job)
+        return handle.start()
     except BaseException as error:
+        if handle is not None and handle.begun:
+            raise  # interrupted as it began: the end of the program completes it
         if job is not None:
             job.give_up(error)
             job.workers.close()

@@ -125,10 +125,15 @@ class Ticket(Generic[T]):
 
 
 def promise(operation: Callable[[], T]) -> tuple[Ticket[T], Callable[[], None]]:
-    """Return a ticket for `operation`, and a function that carries it out, once, in the thread that calls it."""
+    """Return a ticket for `operation`, and a function that carries it out, once, in the thread that calls it.
+
+    It does nothing if the ticket's future was cancelled before.
+    """
     future: Future[T] = Future()
 
     def carry_out() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             result = operation()
         except BaseException as error:  # the ticket carries it to whoever waits

@@ -68,7 +68,7 @@ def save_to_url(request: SaveRequest, options: UploadOptions) -> SaveHandle:
     """
     # The local folder is only a stop on the way: a checkpoint that a failed upload left there may be replaced.
     local = save_checkpoint(replace(request, overwrite=request.overwrite or not options.keep_local))
-    return SaveHandle(_Upload(request, options, local))
+    return SaveHandle(_Upload(request, options, local)).start()
 
 
 class _Upload:
