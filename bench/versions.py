@@ -236,16 +236,18 @@ def _receipt(arrays: dict[str, StoredArray], rank: int, save_id: str) -> Receipt
             for name, size in zip(chosen[numbers.start : numbers.stop], inside, strict=True):
                 places[name] = Extent(pack, offset, size), ""
                 offset += size
-    tail = name_of(len(packs))
+    tail = next(iter(packs), name_of(0))
+    end = packs.get(tail, 0)
+    packs[tail] = end + 800_000
     return Receipt(
         table=ShardTable.of([places[name] for name in names]),
-        place=Extent(tail, 500_000, 300_000),
+        place=Extent(tail, end + 500_000, 300_000),
         sha256="0" * 64,
         files={
-            manifest_file(rank): Extent(tail, 0, 500_000),
-            **({METADATA_FILE: Extent(tail, 0, 1)} if not rank else {}),
+            manifest_file(rank): Extent(tail, end, 500_000),
+            **({METADATA_FILE: Extent(tail, end, 1)} if not rank else {}),
         },
-        packs={**packs, tail: 800_000},
+        packs=packs,
     )
 
 

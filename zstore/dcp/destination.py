@@ -136,16 +136,15 @@ class _UrlDestination:
         return None
 
     def check(self, *, overwrite: bool) -> None:
-        """See `LocalDestination`; asked as it begins."""
+        """Keep `overwrite` for `begin`, which asks."""
         self._overwrite = overwrite
 
     def newest(self) -> TagInfo | None:
-        """See `LocalDestination`; behind a URL nothing can be linked."""
+        """Behind a URL nothing can be linked."""
         return None
 
     @contextlib.contextmanager
     def documents(self) -> Iterator[Path]:
-        """See `LocalDestination`."""
         with temporary_folder(self._files, Path(tempfile.gettempdir()), SCRATCH_NAME) as self.folder:
             self._files.make_folder(self.folder / MANIFEST_FOLDER)
             yield self.folder
@@ -169,11 +168,10 @@ class RemoteDestination(_UrlDestination):
         self._committer.begin(overwrite=self._overwrite)
 
     def take(self, name: str, file: str, file_bytes: int, parts: Sequence[Wrote]) -> None:
-        """See `LocalDestination`; its size is looked at in one listing with the others."""
+        """Note its size, which one listing checks with the others."""
         self._sizes[file] = file_bytes
 
     def remove_pieces(self) -> None:
-        """See `LocalDestination`."""
         self._committer.target.remove_tree(PIECES_FOLDER)
 
     def commit(self, record: Record) -> None:
@@ -207,7 +205,6 @@ class VersionDestination(_UrlDestination):
 
     @property
     def version(self) -> Mapping[str, Any]:
-        """See `_UrlDestination`."""
         return self._target.ticket()
 
     def begin(self) -> None:
@@ -215,12 +212,11 @@ class VersionDestination(_UrlDestination):
         self._target.begin(overwrite=self._overwrite)
 
     def take(self, name: str, file: str, file_bytes: int, parts: Sequence[Wrote]) -> None:
-        """See `LocalDestination`; a rank sent it as a whole."""
+        """Note its place: a rank sent it as a whole."""
         [place] = [part.place for part in parts if part.place is not None]
         self._places[file] = place
 
     def remove_pieces(self) -> None:
-        """See `LocalDestination`."""
         self._pieces.remove_tree(PIECES_FOLDER)
 
     def commit(self, record: Record) -> None:

@@ -35,11 +35,10 @@ class UploadingRankWriter(RankWriter):
 
     @cached_property
     def folder(self) -> Path:
-        """See `RankWriter`."""
         return self.scratch
 
     def check_folder(self) -> None:
-        """See `RankWriter`; nothing is shared but the URL."""
+        """Do nothing: nothing is shared but the URL."""
 
     def deliver(self, path: Path) -> None:
         """Upload a file, and remove it here."""
@@ -50,23 +49,20 @@ class UploadingRankWriter(RankWriter):
         self.resources.files.unlink(path)
 
     def publish(self, spec: ArraySpec, grid: Grid, box: Box, pin: PinnedShard) -> Wrote | None:
-        """See `RankWriter`."""
         if (wrote := super().publish(spec, grid, box, pin)) is None:
             return None
         self.deliver(self.shard_path(spec, wrote.shard))
         return replace(wrote, linked=False)
 
     def require_room(self, layouts: Iterable[tuple[ArrayLayout, Box]]) -> None:
-        """See `RankWriter`; a file at a time has to fit."""
+        """Require room for the largest file: one is there at a time."""
 
     def write_piece(self, layout: ArrayLayout, box: Box, data: Bytes) -> None:
-        """See `RankWriter`."""
         super().write_piece(layout, box, data)
         self._upload(self.piece_path(layout, box))
 
     @contextlib.contextmanager
     def piece(self, path: Path) -> Iterator[Path]:
-        """See `RankWriter`."""
         name = path.relative_to(self.scratch).as_posix()
         self.wait_for(lambda: self.remote.has(name), self.remote.location_of(name))
         copy = path.with_suffix(f".for-{self.share.rank}")
@@ -80,7 +76,6 @@ class UploadingRankWriter(RankWriter):
         copy.unlink()
 
     def check_others(self) -> None:
-        """See `RankWriter`."""
         folder = self.remote.child(PIECES_FOLDER)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for name in folder.entries().files:
@@ -88,7 +83,6 @@ class UploadingRankWriter(RankWriter):
                     raise CheckpointError(f"another rank gave up the save: {folder.read_small(name).decode()}")
 
     def give_up(self, error: BaseException) -> None:
-        """See `RankWriter`."""
         with contextlib.suppress(OSError):
             reason = f"rank {self.share.rank}: {type(error).__name__}: {error}"
             self.remote.child(PIECES_FOLDER).write_small(f"failed-{self.share.rank}.txt", reason.encode())
@@ -101,14 +95,13 @@ class VersionRankWriter(UploadingRankWriter):
     target: VersionTarget = field(kw_only=True)
 
     def deliver(self, path: Path) -> None:
-        """See `RankWriter`; it goes with the others."""
+        """Do nothing: it goes with the others."""
 
     def require_room(self, layouts: Iterable[tuple[ArrayLayout, Box]]) -> None:
-        """See `RankWriter`."""
         RankWriter.require_room(self, layouts)
 
     def complete(self, wrote: Sequence[Wrote], opaque: Iterable[ArraySpec], workers: Workers) -> list[Wrote]:
-        """See `RankWriter`; each part is a whole shard."""
+        """Send the shard files: each part is one."""
         cuts = {layout.spec.name: (layout.spec, layout.grid) for layout in self.share.arrays.values()}
         cuts |= {spec.name: (spec, make_grid(spec.stored_shape, 1)) for spec in opaque}
         arrays = {name: StoredArray(spec=cut[0], grid=cut[1], folder=array_path(name)) for name, cut in cuts.items()}
@@ -117,5 +110,5 @@ class VersionRankWriter(UploadingRankWriter):
             for each in wrote
             for array in [arrays[each.array]]
         ]
-        places = self.target.send_files(workers, self.scratch, shards, (), lambda _: None)
+        places = self.target.send_files(workers, self.scratch, shards, lambda _: None)
         return [replace(each, place=places[arrays[each.array].shard_file(each.shard)]) for each in wrote]

@@ -11,14 +11,13 @@ import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.folder import Entries, NetworkTraffic
 from ..errors import UsageError
 from ..io.pool import LastingExecutor
 from .retries import Retries
-from .send import send_files
+from .send import Source, send_files
 from .url import shown
 from .url_folder import UrlFolder
 
@@ -40,11 +39,9 @@ class RemoteFolder(UrlFolder):
 
     @property
     def parent(self) -> RemoteFolder:
-        """See `Folder.parent`."""
         return self._at(self.root.rpartition("/")[0], self.location.rpartition("/")[0])
 
     def child(self, name: str) -> RemoteFolder:
-        """See `Folder.child`."""
         return self._at(f"{self.root}/{name}", f"{self.location}/{name}")
 
     def _at(self, root: str, url: str) -> RemoteFolder:
@@ -71,14 +68,12 @@ class RemoteFolder(UrlFolder):
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def read_range(self, file: str, start: int, stop: int) -> bytes:
-        """See `UrlFolder.read_range`."""
         inner = self._inner(file)
         data: bytes = self._run(lambda: self.fs.cat_file(inner, start=start, end=stop), "read", file)
         self.traffic.count(read_bytes=len(data))
         return data
 
     def size(self, file: str) -> int:
-        """See `UrlFolder.size`."""
         inner = self._inner(file)
         listing = inner.rpartition("/")[0]
         found = self._run(lambda: self.fs.info(inner), "get the size", file, listing=listing)
@@ -87,7 +82,6 @@ class RemoteFolder(UrlFolder):
         return int(found["size"] or 0)
 
     def entries(self) -> Entries:
-        """See `Folder.entries`."""
         found = self._run(lambda: self.fs.ls(self.root, detail=True), "list the folder", listing=self.root)
         folders: list[str] = []
         files: list[str] = []
@@ -101,7 +95,7 @@ class RemoteFolder(UrlFolder):
         return Entries(tuple(folders), tuple(files))
 
     def sizes(self, top: str) -> dict[str, int | None]:
-        """See `Folder.sizes`; of the folder itself if `top` is empty."""
+        """Return those of the folder itself if `top` is empty."""
         inner = self._inner(top) if top else self.root
         try:
             found = self._run(lambda: self.fs.find(inner, detail=True), "list the folder", top, listing=inner)
@@ -123,19 +117,19 @@ class RemoteFolder(UrlFolder):
         self._run(write, "write", file)
         self.traffic.count(written_bytes=len(data))
 
-    def send(self, sources: Path | Sequence[Path], file: str, advance: Callable[[int], None]) -> int:
-        """Copy a local file, or several one behind the other, to `file` in bounded memory and return the bytes.
+    def send(self, sources: Source | Sequence[Source], file: str, advance: Callable[[int], None]) -> int:
+        """Copy a local file or bytes, or several one behind the other, to `file` in bounded memory and return the bytes.
 
         `advance` is told bytes as they are sent, less than none if a try begins anew; an error that it raises ends the copy.
         """
         inner = self._inner(file)
-        files = [sources] if isinstance(sources, Path) else sources
+        files = [sources] if isinstance(sources, Source) else sources
 
         def send() -> int:
             self._make_parent(inner)
             return send_files(self.fs, files, inner, advance)
 
-        nbytes: int = self._run(send, f"upload {files[0]}" + " and others" * (len(files) > 1), file)
+        nbytes: int = self._run(send, f"upload {files[0]!s}" + " and others" * (len(files) > 1), file)
         self.traffic.count(written_bytes=nbytes)
         return nbytes
 

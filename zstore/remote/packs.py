@@ -10,8 +10,10 @@ referred to later, except by the save that wrote it, and may be removed once tha
 
 A rank sends its shard files in few packs, those of arrays that train apart from others, so that packs become useless as a
 whole. One of which less than a quarter would still be referred to is not referred to at all: its unchanged files are sent
-again. In one more pack the rank sends its manifest and its table: the place and digest of each shard file, in the order of the
-arrays' names. Rank 0 writes the index: the place of every rank's table, of every other file, and all packs of the version.
+again. At the end of the first, or in one of their own if none is new, are the rank's manifest and its table: the place and
+digest of each shard file, in the order of the arrays' names. That pack's name has the rank in its digest in their place, for
+the table has the name. Rank 0 writes the index: the place of every rank's table, of every other file, and all packs of the
+version.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ def worth_keeping(places: Iterable[Extent], packs: Mapping[str, int]) -> set[str
 
 
 def pack_name(digests: Iterable[str], save_id: str) -> str:
-    """Return the name of the pack of files with these SHA-256, hex, that save `save_id` writes."""
+    """Return the name of the pack of files with these SHA-256, hex, that save `save_id` writes. See [Note: packs]."""
     return f"{hashlib.sha256(''.join(digests).encode()).hexdigest()}-{check_save_id(save_id)}"
 
 

@@ -27,14 +27,18 @@ def held_bytes(size: int) -> int:
     return _MOST_PARTS_HELD * part_bytes(size)
 
 
-def send_files(fs: Any, sources: Sequence[Path], target: str, advance: Callable[[int], None]) -> int:
+Source = Path | bytes
+"""A file, or some bytes themselves."""
+
+
+def send_files(fs: Any, sources: Sequence[Source], target: str, advance: Callable[[int], None]) -> int:
     """Copy `sources`, one behind the other, to the path `target` of `fs`, and return their bytes; holds about three parts
-    in memory.
+    of files in memory.
 
     `advance` is called with the bytes of each part, and all of them again, negative, if the copy fails.
     """
     done = 0
-    size = sum(os.stat(source).st_size for source in sources)
+    size = sum(len(source) if isinstance(source, bytes) else os.stat(source).st_size for source in sources)
     nbytes = part_bytes(size)
     try:
         if size <= PART_BYTES:
@@ -53,9 +57,12 @@ def send_files(fs: Any, sources: Sequence[Path], target: str, advance: Callable[
     return size
 
 
-def _parts(sources: Sequence[Path], nbytes: int) -> Iterator[bytes]:
-    """Yield the bytes of the files, `nbytes` at most at a time."""
+def _parts(sources: Sequence[Source], nbytes: int) -> Iterator[bytes]:
+    """Yield the bytes of the sources, of files `nbytes` at most at a time."""
     for source in sources:
+        if isinstance(source, bytes):
+            yield source
+            continue
         done = 0
         with source.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size

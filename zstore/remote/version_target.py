@@ -35,6 +35,7 @@ from .packs import (
     training,
 )
 from .repository import References
+from .send import Source
 from .target import Advance, UploadTarget, files_at_a_time
 from .uploaded import extra_files
 from .versions import Version, VersionsFolder, icechunk_name
@@ -88,7 +89,7 @@ class VersionTarget(UploadTarget):
     # -- rank 0, before -----------------------------------------------------------------------------------------------
 
     def begin(self, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None) -> list[str]:
-        """See `UploadTarget.begin`; makes the repository if there is none."""
+        """Makes the repository if there is none."""
         folder, self._keep = self._versions, keep
         folder.repository.create()
         self._session = folder.repository.begin()
@@ -107,42 +108,60 @@ class VersionTarget(UploadTarget):
         """Do nothing: the bytes to send depend on the version before, which every rank reads."""
 
     def ticket(self) -> Mapping[str, Any]:
-        """See `UploadTarget.ticket`."""
         return {"base": None if self._base is None else self._base.snapshot.id}
 
     # -- the other ranks ------------------------------------------------------------------------------------------------
 
     def join(self, ticket: Mapping[str, Any]) -> None:
-        """See `UploadTarget.join`."""
         base = ticket["base"]
         self._base = None if base is None else self._versions.version(base)
 
     def receipt(self) -> Mapping[str, Any]:
-        """See `UploadTarget.receipt`."""
         return {str(rank): sent.document() for rank, sent in self._sent.items()}
 
     # -- each rank ------------------------------------------------------------------------------------------------------
 
     def send(self, workers: Workers, reader: CheckpointReader, ranks: Sequence[int], advance: Advance) -> int:
-        """See `UploadTarget.send`; shard files of the version before are not sent again."""
+        """Shard files of the version before are not sent again."""
         return sum(self._send_rank(workers, reader, rank, advance) for rank in ranks)
 
     def _send_rank(self, workers: Workers, reader: CheckpointReader, rank: int, advance: Advance) -> int:
         shards = [(reader.array(entry.array), entry) for entry in reader.manifest(rank).shards if entry.shard == rank]
         beside = [] if rank else list(extra_files(reader))
-        places = self.send_files(workers, reader.path, shards, beside, advance)
-        return sum(self._written(places).values()) + self.describe(reader, [rank], places)
+        places, packs = self._pack(workers, reader.path, shards, beside, advance, tail_of=f"rank {rank}")
+        documents = self._documents(reader, [rank], places)
+        first = next(iter(packs), None)
+        if first is None:
+            found = self._send_documents(documents)
+        else:
+            found = _places(first, _facts_of(documents), self._written(places)[first])
+        self._send_packs(workers, reader.path, packs, advance, b"".join(documents.values()))
+        self._note(reader, [rank], places, found)
+        return sum(self._written(places | found).values())
 
     def send_files(
+        self, workers: Workers, top: Path, shards: Sequence[tuple[StoredArray, ShardSummary]], advance: Advance
+    ) -> Places:
+        """Send shard files in the folder `top`; return the places of all. Those that the version before has are not sent."""
+        places, packs = self._pack(workers, top, shards, (), advance)
+        self._send_packs(workers, top, packs, advance)
+        return places
+
+    def describe(self, reader: CheckpointReader, ranks: Sequence[int], places: Places) -> None:
+        """Send the manifests and tables of `ranks`, whose files are at `places`, as one pack."""
+        self._note(reader, ranks, places, self._send_documents(self._documents(reader, ranks, places)))
+
+    def _pack(
         self,
         workers: Workers,
         top: Path,
         shards: Sequence[tuple[StoredArray, ShardSummary]],
         beside: Sequence[str],
         advance: Advance,
-    ) -> Places:
-        """Send shard files in the folder `top`, and others `beside` them; return the places of all. Those that the version
-        before has are not sent."""
+        tail_of: str = "",
+    ) -> tuple[Places, dict[str, list[str]]]:
+        """Return the places of shard files and of others `beside` them, and the files of each pack that is to be sent, first
+        those of arrays that train. The first one is named for the tail that it gets, too."""
         places = self._unchanged(workers, top, shards)
         for place, _ in places.values():
             advance(place.nbytes)
@@ -153,41 +172,52 @@ class VersionTarget(UploadTarget):
             raise CheckpointMismatchError(
                 f"the newest version has {len(lost)} files no more, as {min(lost)}: send them, then commit again"
             )
-        tasks = [
-            partial(self._send_pack, top, [alike[n] for n in pack], advance)
-            for alike in ([p for p in new if paths.get(p)], [p for p in new if not paths.get(p)])
-            for pack in plan_packs([(top / path).stat().st_size for path in alike])
-        ]
-        for found in workers.run(tasks):
-            places |= found
-        return places
+        digests = workers.run([partial(_sha256, top / path) for path in new])
+        facts = {path: ((top / path).stat().st_size, digest) for path, digest in zip(new, digests, strict=True)}
+        packs: dict[str, list[str]] = {}
+        for alike in ([path for path in new if paths.get(path)], [path for path in new if not paths.get(path)]):
+            for numbers in plan_packs([facts[path][0] for path in alike]):
+                inside = {alike[number]: facts[alike[number]] for number in numbers}
+                own = [] if packs else [tail_of]
+                name = pack_name([*(digest for _, digest in inside.values()), *own], self._save_id)
+                packs[name] = list(inside)
+                places |= _places(name, inside)
+        return places, packs
 
-    def describe(self, reader: CheckpointReader, ranks: Sequence[int], places: Places) -> int:
-        """Send the manifests and tables of `ranks`, whose files are at `places`, as one pack; return its bytes."""
-        tables = {
-            rank: ShardTable.of(
-                [places[reader.array(name).shard_file(rank)] for name in shards_of(reader.arrays, rank)]
-            )
-            for rank in ranks
-        }
+    def _send_packs(
+        self, workers: Workers, top: Path, packs: Mapping[str, Sequence[str]], advance: Advance, tail: bytes = b""
+    ) -> None:
+        """Send packs of files, and `tail` at the end of the first one."""
+        tasks = []
+        for name, paths in packs.items():
+            sources: list[Source] = [*(top / path for path in paths), *[tail] * bool(tail)]
+            tasks.append(partial(self._versions.send, sources, f"{PACKS_FOLDER}/{name}", advance))
+            tail = b""
+        workers.run(tasks)
+
+    def _documents(self, reader: CheckpointReader, ranks: Sequence[int], places: Places) -> dict[str, bytes]:
+        """Return the manifests and tables of `ranks`, and with those of rank 0 the metadata."""
         files = [*map(manifest_file, ranks), *[METADATA_FILE] * (0 in ranks)]
         documents = {path: reader.folder.read_small(path) for path in files}
-        documents |= {f"{_TABLE}-{rank}": json.dumps(table.document()).encode() for rank, table in tables.items()}
-        found = self._send_documents(documents)
+        for rank in ranks:
+            documents[f"{_TABLE}-{rank}"] = json.dumps(_table(reader, rank, places).document()).encode()
+        return documents
+
+    def _note(self, reader: CheckpointReader, ranks: Sequence[int], places: Places, found: Places) -> None:
+        """Note for rank 0 that the documents of `ranks` are where they were `found`."""
         packs = self._written(places | found)
-        for rank, table in tables.items():
+        for rank in ranks:
             own = [manifest_file(rank)]
             if rank == 0:
                 own += [METADATA_FILE, *extra_files(reader)]
             place, digest = found[f"{_TABLE}-{rank}"]
             self._sent[rank] = Receipt(
-                table=table,
+                table=_table(reader, rank, places),
                 place=place,
                 sha256=digest,
                 files={path: (places | found)[path][0] for path in own},
                 packs=packs,
             )
-        return sum(map(len, documents.values()))
 
     def _written(self, places: Places) -> dict[str, int]:
         """Return the packs of this save among the places, and their bytes."""
@@ -208,30 +238,19 @@ class VersionTarget(UploadTarget):
     def _digest(self, top: Path, path: str) -> str:
         return self.known.get(path) or _sha256(top / path)
 
-    def _send_pack(self, top: Path, paths: Sequence[str], advance: Advance) -> Places:
-        """Send some files as one pack."""
-        files = [top / path for path in paths]
-        digests = [_sha256(file) for file in files]
-        sizes = [file.stat().st_size for file in files]
-        name = pack_name(digests, self._save_id)
-        self._versions.send(files, f"{PACKS_FOLDER}/{name}", advance)
-        return _places(name, paths, sizes, digests)
-
     def _send_documents(self, documents: Mapping[str, bytes]) -> Places:
         """Send some small files as one pack."""
-        digests = [hashlib.sha256(data).hexdigest() for data in documents.values()]
-        name = pack_name(digests, self._save_id)
+        facts = _facts_of(documents)
+        name = pack_name([digest for _, digest in facts.values()], self._save_id)
         self._versions.write_small(f"{PACKS_FOLDER}/{name}", b"".join(documents.values()))
-        return _places(name, list(documents), [len(data) for data in documents.values()], digests)
+        return _places(name, facts)
 
     # -- rank 0, after ------------------------------------------------------------------------------------------------
 
     def accept(self, receipt: Mapping[str, Any]) -> None:
-        """See `UploadTarget.accept`."""
         self._sent |= {int(rank): Receipt.parse(document) for rank, document in receipt.items()}
 
     def commit(self, reader: CheckpointReader) -> list[str]:
-        """See `UploadTarget.commit`."""
         base, repository, record = self._base, self._versions.repository, self._record(reader.record)
         found = self._send_documents({_INDEX: self._index(record).encode()})
         place, digest = found[_INDEX]
@@ -296,7 +315,7 @@ class VersionTarget(UploadTarget):
         repository.tag(f"{tag}:{save_id}" if was_given else tag, snapshot_id)
 
     def retire(self) -> list[str]:
-        """See `UploadTarget.retire`; packs of a removed version go with it, unless another one refers to them."""
+        """Packs of a removed version go with it, unless another one refers to them."""
         if self._keep is None:
             return []
         removed: list[TagInfo] = []
@@ -312,16 +331,28 @@ class VersionTarget(UploadTarget):
         return messages
 
     def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:
-        """See `UploadTarget.abort`; `zstore prune` removes the packs that were sent once they are a day old."""
+        """`zstore prune` removes the packs that were sent once they are a day old."""
 
     def files_at_a_time(self, largest_bytes: int, memory_bytes: int | None) -> int:
-        """See `UploadTarget.files_at_a_time`."""
         return files_at_a_time(max(largest_bytes, LARGE_BYTES), memory_bytes)
 
 
-def _places(name: str, paths: Sequence[str], sizes: Sequence[int], digests: Sequence[str]) -> Places:
-    places = (Extent(name, offset, size) for offset, size in zip(accumulate(sizes, initial=0), sizes, strict=False))
-    return dict(zip(paths, zip(places, digests, strict=True), strict=True))
+def _table(reader: CheckpointReader, rank: int, places: Places) -> ShardTable:
+    return ShardTable.of([places[reader.array(name).shard_file(rank)] for name in shards_of(reader.arrays, rank)])
+
+
+def _facts_of(documents: Mapping[str, bytes]) -> dict[str, tuple[int, str]]:
+    """Return the length and the SHA-256, hex, of documents."""
+    return {path: (len(data), hashlib.sha256(data).hexdigest()) for path, data in documents.items()}
+
+
+def _places(pack: str, files: Mapping[str, tuple[int, str]], start: int = 0) -> Places:
+    """Return the places of files of these lengths and digests, one behind the other from byte `start` of a pack on."""
+    offsets = accumulate((nbytes for nbytes, _ in files.values()), initial=start)
+    return {
+        path: (Extent(pack, offset, nbytes), digest)
+        for offset, (path, (nbytes, digest)) in zip(offsets, files.items(), strict=False)
+    }
 
 
 def _sha256(path: Path) -> str:
