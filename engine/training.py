@@ -452,7 +452,6 @@ class Training:
         return norm
 
     def gradient_norm(self, record: ParameterRecord) -> float:
-        """See GradientActs."""
         self._require_sharded_gradients("the norm of a gradient")
         with self.world.calling("gradients"):
             self.measure()
@@ -462,7 +461,6 @@ class Training:
         return norm_of_sums([(record.name, shards)]) * abs(factor)
 
     def scale_gradient(self, record: ParameterRecord, factor: float) -> None:
-        """See GradientActs."""
         self._require_sharded_gradients("a factor of a gradient")
         if self.pending.in_backward is not None:
             raise UsageError(

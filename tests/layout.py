@@ -99,6 +99,24 @@ class Layout:
         nodes = [node for tree in self.trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         return [(node.name, (node.end_lineno or 0) - node.lineno + 1) for node in nodes]
 
+    def undocumented(self) -> list[str]:
+        """Return the public methods that no docstring describes: neither their own, nor one of a method here with that name, as
+        a base or a protocol has it, nor perhaps a library's, which one of their bases is from."""
+        nodes = [(name, node) for name, tree in self.trees.items() for node in ast.walk(tree)]
+        classes = [(name, node) for name, node in nodes if isinstance(node, ast.ClassDef)]
+        bases = {"object", "Generic", "Protocol", *(node.name for _, node in classes)}
+        found: list[tuple[str, str]] = []
+        documented: set[str] = set()
+        for name, node in classes:
+            foreign = not {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases} <= bases
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+            for method in (each for each in methods if not each.name.startswith(("_", "test_"))):
+                if ast.get_docstring(method):
+                    documented.add(method.name)
+                elif not foreign and not node.name.startswith("_"):
+                    found.append((method.name, f"{name}: {node.name}.{method.name}"))
+        return [place for method, place in found if method not in documented]
+
     @cached_property
     def prose(self) -> str:
         """Return comments, docstrings and the pages of docs/, without code."""

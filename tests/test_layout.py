@@ -44,14 +44,14 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        99_221,
+        99_026,
     ),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        27_120,
+        27_041,
     ),
     "files of the core": (lambda: len(_layout().core), 35),
-    "lines of the core": (lambda: _layout().lines(*_layout().core), 8218),
+    "lines of the core": (lambda: _layout().lines(*_layout().core), 8158),
     "imports of engine and tools from zstore": (lambda: len(_layout().upward()), 0),
     "widest hub": (lambda: max(map(len, _layout().imports.values())), 38),
     "rooms inside engine": (lambda: _rooms("engine")[0], 21),
@@ -67,7 +67,7 @@ LIMITS = {
     '"where" in 10,000 words of prose': (lambda: per_ten_thousand_words(_layout().prose, r"\bwhere\b"), 6),
     '"what is" in 10,000 words of prose': (
         lambda: per_ten_thousand_words(_layout().prose, r"\bwhat (is|are|was|were|has|it|they|the)\b"),
-        9,
+        7,
     ),
     '"lies", "rests" and "stands" in 10,000 words of prose': (
         lambda: per_ten_thousand_words(_layout().prose, r"\b(lie|lies|rest|rests|stand|stands)\b"),
@@ -85,6 +85,10 @@ def test_the_source_tree_stays_within_its_limits() -> None:
 def test_no_folder_of_a_package_is_in_a_circle() -> None:
     for top in ("engine", "zstore", "tools"):
         assert circles(_layout().graph(inside(top))) == []
+
+
+def test_public_methods_are_described() -> None:
+    assert _layout().undocumented() == []
 
 
 def test_a_default_run_passes_through_few_files(tmp_path: Path) -> None:

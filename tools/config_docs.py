@@ -57,7 +57,7 @@ def _tables(section: type[Section], path: str = "", kind: str = "") -> Iterator[
         inspect.cleandoc(section.__doc__ or ""),
         "",
     ]
-    yield from ["| key | value | default | status | what it does |", "|---|---|---|---|---|"]
+    yield from ["| key | value | default | status | effect |", "|---|---|---|---|---|"]
     prefix = f"{path}." if path else ""
     for name, field in section.model_fields.items():
         yield _row(name, field, section, prefix)

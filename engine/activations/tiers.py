@@ -64,7 +64,6 @@ class HostPieces(ActivationTier):
         self._transfers = transfers
 
     def make(self, nbytes: int) -> torch.Tensor:
-        """See ActivationTier."""
         self._budget.require(
             nbytes, 'an activation ("activations": "host")', ', or set zstore.activations to "disk" or "device"'
         )
@@ -73,15 +72,12 @@ class HostPieces(ActivationTier):
         return memory
 
     def write(self, place: torch.Tensor, source: torch.Tensor, after: Event) -> None:
-        """See ActivationTier."""
         self._transfers.begin(place, source, after=after).wait()
 
     def read(self, place: torch.Tensor, target: torch.Tensor, after: Event) -> None:
-        """See ActivationTier."""
         self._transfers.begin(target, place, after=after).wait()
 
     def free(self, place: torch.Tensor) -> None:
-        """See ActivationTier."""
         self._budget.release(place.nbytes)
 
 
@@ -101,7 +97,6 @@ class DiskPieces(ActivationTier):
         self._made = 0
 
     def make(self, nbytes: int) -> str:
-        """See ActivationTier."""
         words = -(-nbytes // _WORD_BYTES)
         if self._free[words]:
             return self._free[words].pop()
@@ -111,14 +106,12 @@ class DiskPieces(ActivationTier):
         return spec.name
 
     def write(self, place: str, source: torch.Tensor, after: Event) -> None:
-        """See ActivationTier."""
         with closing(self._store.stream([[place]], "fill", pool=self._writing)) as tiles:
             for tile in tiles:
                 part = source[tile.first * _WORD_BYTES : tile.stop * _WORD_BYTES]
                 self._copy(as_torch(tile.views[0]).view(torch.uint8)[: part.numel()], part, after)
 
     def read(self, place: str, target: torch.Tensor, after: Event) -> None:
-        """See ActivationTier."""
         with closing(self._store.stream([[place]], "read", pool=self._reading, ahead=True)) as tiles:
             for tile in tiles:
                 part = target[tile.first * _WORD_BYTES : tile.stop * _WORD_BYTES]
@@ -133,7 +126,6 @@ class DiskPieces(ActivationTier):
             self._transfers.begin(target, source, after=after).wait()
 
     def free(self, place: str) -> None:
-        """See ActivationTier."""
         self._free[self._store.valid_numel(place)].append(place)
 
 

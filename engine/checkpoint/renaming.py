@@ -71,27 +71,21 @@ class Renamed(ArraySource):
 
     @property
     def read_bytes(self) -> int:
-        """See `ArraySource`."""
         return self._source.read_bytes
 
     def reading(self) -> ReadStatistics | None:
-        """See `ArraySource.reading`."""
         return self._source.reading()
 
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
-        """See `ArraySource.read`."""
         self._source.read(self._old.get(name, name), first, stop, out, priority)
 
     def rank_state(self, rank: int) -> Mapping[str, Any]:
-        """See `ArraySource.rank_state`."""
         return self._source.rank_state(rank)
 
     def shard_crcs(self, name: str, shard: int) -> Sequence[int] | None:
-        """See `ArraySource.shard_crcs`."""
         return self._source.shard_crcs(self._old.get(name, name), shard)
 
     def file_of(self, name: str, shard: int) -> Path | None:
-        """See `ArraySource.file_of`."""
         return self._source.file_of(self._old.get(name, name), shard)
 
 

@@ -445,5 +445,5 @@ class OptimizerSection(Section):
 
     @classmethod
     def section_at(cls, name: str, raw: object = None) -> SectionType | None:
-        """See Section; other names of an optimizer count too."""
+        """Find it by other names of an optimizer, too."""
         return super().section_at(name, _usual_name(raw) if isinstance(raw, Mapping) else raw)

@@ -83,7 +83,6 @@ class Changes:
         self.is_whole = False
 
     def before(self, masters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """See TileObserver."""
         return self._cast("before", masters)
 
     def _cast(self, name: str, masters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -98,7 +97,6 @@ class Changes:
         masters: Sequence[torch.Tensor],
         before: Sequence[torch.Tensor],
     ) -> None:
-        """See TileObserver."""
         for (record, first), old, new in zip(places, before, self._cast("after", masters), strict=True):
             if new.numel():
                 self._add(record.name, record.owned_range[0] + first, _bits(old), _bits(new))
@@ -231,7 +229,6 @@ class WeightsPublisher(Extra):
             self._last, self._newest = version, number
 
     def close(self) -> None:
-        """See Extra."""
         if self._changes is not None:
             self._changes.end()
             self._changes.path.unlink(missing_ok=True)

@@ -34,15 +34,12 @@ class WholeKernel:
     slots: tuple[str, ...] = ()
 
     def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
-        """See Kernel."""
         return ()
 
     def initial(self) -> Scalars:
-        """See Kernel."""
         return {"updates": 0.0}
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
-        """See Kernel."""
         return WholeStep({"updates": scalars["updates"] + 1})
 
 

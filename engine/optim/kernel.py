@@ -145,7 +145,6 @@ class WholeStep:
         raise UsageError("this optimizer steps whole tensors, not tiles")
 
     def scalars(self) -> Scalars:
-        """See ParameterStep."""
         return self._after
 
 
@@ -171,11 +170,9 @@ class FusedAdam:
         self._last: FusedAdamStep | None = None
 
     def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
-        """See Kernel."""
         return fp32_arrays(self.slots)
 
     def initial(self) -> Scalars:
-        """See Kernel."""
         return {"step": 0.0}
 
     def present(self, scalars: Scalars) -> dict[str, Any]:
@@ -207,7 +204,6 @@ class FusedAdamStep:
         self._counts: dict[torch.device, torch.Tensor] = {}
 
     def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
-        """See ParameterStep."""
         self.tiles([master], [gradient], [slots])
 
     def tiles(
@@ -225,7 +221,6 @@ class FusedAdamStep:
         self._kernel(masters, gradients, averages, squares, largest[0] if largest else (), (count,) * len(masters))
 
     def scalars(self) -> Scalars:
-        """See ParameterStep."""
         return {"step": self.step}
 
 
@@ -245,11 +240,9 @@ class Averaging:
         self._weight = 1 - decay
 
     def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
-        """See Kernel."""
         return [*self.kernel.arrays(numel, shape), SlotArray(EMA, entry=EMA)]
 
     def initial(self) -> Scalars:
-        """See Kernel."""
         return {**self.kernel.initial(), AVERAGED: 0.0}
 
     def present(self, scalars: Scalars) -> dict[str, Any]:
@@ -257,7 +250,6 @@ class Averaging:
         return {**self.kernel.present(scalars), AVERAGED: torch.tensor(scalars.get(AVERAGED, 0.0))}
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
-        """See Kernel."""
         others = {name: value for name, value in scalars.items() if name != AVERAGED}
         return _AveragingStep(self.kernel.start(group, others), self._weight, scalars.get(AVERAGED, 0.0))
 
@@ -271,7 +263,6 @@ class _AveragingStep:
         self._averaged = averaged
 
     def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
-        """See ParameterStep."""
         *others, ema = slots
         self._step.tile(master, gradient, others)
         if self._averaged:
@@ -280,7 +271,6 @@ class _AveragingStep:
             ema.copy_(master)
 
     def scalars(self) -> Scalars:
-        """See ParameterStep."""
         return {**self._step.scalars(), AVERAGED: self._averaged + 1}
 
 
@@ -325,7 +315,6 @@ class TorchKernel:
         return values
 
     def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
-        """See Kernel."""
         return fp32_arrays(self.slots)
 
     def initial(self) -> Scalars:
@@ -333,7 +322,6 @@ class TorchKernel:
         return {"updates": 0.0}
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
-        """See Kernel."""
         self._optimizer.param_groups[0].update({name: group[name] for name in self._settings if name in group})
         return _TorchStep(self, scalars)
 
@@ -385,11 +373,9 @@ class _TorchStep:
         self._after = scalars
 
     def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
-        """See ParameterStep."""
         self._after = self._kernel.tile(self._before, master, gradient, slots)
 
     def scalars(self) -> Scalars:
-        """See ParameterStep."""
         if self._after is self._before:  # no tile came yet, or this rank has no rows: every element counts alike
             self._after = self._kernel.probe(self._before)
         return self._after

@@ -145,7 +145,6 @@ class WarmupLR(NamedSchedule):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
-        """See LRScheduler."""
         return _between(self._least, self._most, self._share())
 
     def _share(self) -> float:
@@ -184,7 +183,6 @@ class WarmupCosineLR(NamedSchedule):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
-        """See LRScheduler."""
         ratio = self._ratio()
         return [rate * ratio for rate in self._rates]
 
@@ -264,7 +262,6 @@ class OneCycle(NamedSchedule):
         return None
 
     def get_lr(self) -> list[Any]:
-        """See LRScheduler."""
         step = self.last_batch_iteration
         if step < 0:
             return list(self._least)
@@ -290,7 +287,6 @@ class OneCycle(NamedSchedule):
         return 1 + rate * ((self.last_batch_iteration - self._cycle.total + 1) / self._decay_steps)
 
     def apply(self) -> None:
-        """See LRScheduler."""
         super().apply()
         for group, momentum in zip(self.optimizer.param_groups, self.get_last_momentum(), strict=True):
             if self._momentum == "betas":
@@ -310,7 +306,6 @@ class LRRangeTest(NamedSchedule):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
-        """See LRScheduler."""
         intervals = float(self.last_batch_iteration + 1) / self._size
         growth = 1 + self._rate * (math.floor(intervals) if self._staircase else intervals)
         return [low * growth for low in self._least]

@@ -225,7 +225,6 @@ class LatePin:
         return self._found.result()
 
     def release(self) -> None:
-        """See `PinnedShard.release`."""
         with self._lock:
             if not self._found.done():
                 self._found.set_exception(UsageError(f"array {self._name!r}: the pin was released"))

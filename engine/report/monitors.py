@@ -47,7 +47,6 @@ class CsvMonitor:
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, values: Mapping[str, float], samples: int) -> None:
-        """See Monitor."""
         errors: list[OSError] = []
         for name, value in values.items():
             try:
@@ -66,7 +65,7 @@ class CsvMonitor:
             rows.writerow([samples, value])
 
     def close(self) -> None:
-        """See Monitor; no file is open."""
+        """Do nothing: no file is open."""
 
 
 class TensorboardMonitor:
@@ -80,13 +79,11 @@ class TensorboardMonitor:
         self._writer = SummaryWriter(log_dir=str(folder))
 
     def write(self, values: Mapping[str, float], samples: int) -> None:
-        """See Monitor."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, samples)
         self._writer.flush()
 
     def close(self) -> None:
-        """See Monitor."""
         self._writer.close()
 
 
@@ -110,11 +107,9 @@ class WandbMonitor:
         self._run.define_metric("Train/Samples/*", step_metric=_SAMPLES)
 
     def write(self, values: Mapping[str, float], samples: int) -> None:
-        """See Monitor."""
         self._run.log({**values, _SAMPLES: samples})
 
     def close(self) -> None:
-        """See Monitor."""
         atexit.unregister(self.close)
         if self._is_ours:
             self._is_ours = False

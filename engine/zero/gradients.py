@@ -287,7 +287,6 @@ class WholeGradients(Gradients):
         """Whether the held gradients are the mean over ranks."""
 
     def start_backward(self, *, last: bool) -> None:
-        """See Gradients."""
         super().start_backward(last=last)
         self._last, self._is_reduced = last, False
         self._fired.clear()
@@ -324,7 +323,6 @@ class WholeGradients(Gradients):
         add_in(held, gradient, self._total(record))
 
     def end_backward(self) -> None:
-        """See Gradients."""
         for record in self._records:
             if record in self._folded:
                 self._fold(record)
@@ -335,7 +333,6 @@ class WholeGradients(Gradients):
         forget_gradients(self._others)
 
     def show(self, *, whole: bool) -> None:
-        """See Gradients."""
         # An optimizer that averages some of them itself has each rank's own.
         whole = whole and self.averaged is None and (self._alone or self._everywhere)
         if whole and self._last:
@@ -355,7 +352,6 @@ class WholeGradients(Gradients):
         return True
 
     def reduce(self) -> None:
-        """See Gradients."""
         self.adopt()
         if self._is_reduced:
             return
@@ -400,18 +396,15 @@ class WholeGradients(Gradients):
         return found
 
     def has(self, record: ParameterRecord) -> bool:
-        """See Gradients."""
         return record in self._held
 
     def owned(self, record: ParameterRecord) -> torch.Tensor | None:
-        """See Gradients."""
         if record not in self._held:
             return None
         flat, (first, stop) = self._flat(record), record.owned_range
         return flat if stop - first == flat.numel() else flat[first:stop]
 
     def replace(self, record: ParameterRecord, full: torch.Tensor) -> None:
-        """See Gradients."""
         if not self._last:
             raise UsageError(INCOMPLETE.format(record.name))
         self.reduce()
@@ -419,11 +412,9 @@ class WholeGradients(Gradients):
 
     @property
     def is_own(self) -> bool:
-        """See Gradients."""
         return not self._alone
 
     def begun(self) -> dict[ParameterRecord, torch.Tensor | None]:
-        """See Gradients."""
         self.adopt()
         had = agree_any(self._world, [record in self._held for record in self._records])
         for record in [record for record, any_ in zip(self._records, had, strict=True) if any_]:
@@ -432,18 +423,15 @@ class WholeGradients(Gradients):
         return {record: self._flat(record) for record in self._records if record in self._held}
 
     def _take_up(self, record: ParameterRecord, rows: torch.Tensor) -> None:
-        """See Gradients."""
         self._held[record] = rows.view(record.shape).to(record.full.device)
 
     def drop(self) -> None:
-        """See Gradients."""
         super().drop()
         self._held.clear()
         self._folded.clear()
         self._is_reduced = False
 
     def held_bytes(self) -> int:
-        """See Gradients."""
         return sum(gradient.nbytes for gradient in self._held.values())
 
 

@@ -164,7 +164,6 @@ class UnitGradients(Gradients):
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def start_backward(self, *, last: bool) -> None:
-        """See Gradients."""
         super().start_backward(last=last)
         forget_gradients([record.parameter for record in self._agreed])
         self._in_backward = True
@@ -189,7 +188,6 @@ class UnitGradients(Gradients):
             self._tell(record)
 
     def end_backward(self) -> None:
-        """See Gradients."""
         self._d2h.drain()
         self._closing = True
         if self._world.world_size > 1:
@@ -212,7 +210,6 @@ class UnitGradients(Gradients):
                 self._finish(record)
 
     def show(self, *, whole: bool) -> None:
-        """See Gradients."""
         for record in self._agreed:
             self._show(record)
 
@@ -396,18 +393,15 @@ class UnitGradients(Gradients):
     # -- for the update ---------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """See Gradients."""
         if self._spill is not None:
             self._on_disk(self._spill.drain)
         if self._rules.spills:
             self._world.raise_together(self._lost)
 
     def has(self, record: ParameterRecord) -> bool:
-        """See Gradients."""
         return record in self._agreed
 
     def owned(self, record: ParameterRecord) -> torch.Tensor | None:
-        """See Gradients."""
         if record not in self._agreed:
             return None
         if (spill := self._spill_of(record)) is not None:
@@ -415,7 +409,6 @@ class UnitGradients(Gradients):
         return self._rows.get(record)
 
     def begun(self) -> dict[ParameterRecord, torch.Tensor | None]:
-        """See Gradients."""
         if self._spill is not None:
             self._on_disk(self._spill.drain)
         if self._lost is not None:
@@ -424,7 +417,6 @@ class UnitGradients(Gradients):
         return {record: None if self._spill_of(record) else self._rows[record] for record in agreed}
 
     def _take_up(self, record: ParameterRecord, rows: torch.Tensor) -> None:
-        """See Gradients."""
         self._agreed.add(record)
         self._filled.add(record)
         if (spill := self._spill_of(record)) is not None:
@@ -434,7 +426,6 @@ class UnitGradients(Gradients):
             self._rows[record] = self._empty(record, rows).copy_(rows)
 
     def replace(self, record: ParameterRecord, full: torch.Tensor) -> None:
-        """See Gradients."""
         if not self._last:
             raise UsageError(INCOMPLETE.format(record.name))
         if self._spill_of(record) is not None:
@@ -447,7 +438,6 @@ class UnitGradients(Gradients):
             self._take_squares(record, self._rows[record])
 
     def take(self, record: ParameterRecord) -> torch.Tensor | None:
-        """See Gradients."""
         if self._spill_of(record) is not None:
             return None  # the update reads it from disk itself
         kept = self._rules.keeps_rows and self._world.world_size > 1
@@ -456,14 +446,12 @@ class UnitGradients(Gradients):
         return rows if record in self._filled else None
 
     def squares(self, record: ParameterRecord) -> float | None:
-        """See Gradients."""
         if (spill := self._spill_of(record)) is not None:
             return spill.squares(record)
         begun = self._squares.get(record)
         return None if begun is None else begun.value(self._squares.values())
 
     def drop(self) -> None:
-        """See Gradients."""
         super().drop()
         self._in_backward = False
         self._d2h.drop()
@@ -480,18 +468,15 @@ class UnitGradients(Gradients):
             self._spill.drop()
 
     def free(self) -> None:
-        """See Gradients."""
         super().free()
         self._rows.clear()
 
     def held_bytes(self) -> int:
-        """See Gradients."""
         lost = 0 if self._reducer is None else self._reducer.held_bytes
         # A copy: an update in the backward takes rows meanwhile.
         return sum(rows.nbytes for rows in list(self._rows.values())) + lost
 
     def close(self) -> None:
-        """See Gradients."""
         super().close()
         self._reduce_world.release()
         if self._reducer is not None:

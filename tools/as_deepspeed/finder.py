@@ -16,7 +16,6 @@ class _AnswerDistribution(Distribution):
     """The distribution deepspeed as `importlib.metadata` sees it."""
 
     def read_text(self, filename: str) -> str | None:
-        """See Distribution."""
         from zstore.engine.adapters.deepspeed.names import VERSION
 
         metadata = f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\n"
@@ -31,13 +30,11 @@ class _AnswerLoader(Loader):
     """Makes the modules."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """See Loader."""
         from zstore.engine.adapters.deepspeed.modules import AnsweredModule
 
         return AnsweredModule(spec.name, f"zstore's answer to `import {spec.name}`; see docs/deepspeed.md.")
 
     def exec_module(self, module: ModuleType) -> None:
-        """See Loader."""
         from zstore.engine.adapters.deepspeed.modules import fill
 
         fill(module)

@@ -201,7 +201,6 @@ class TokenCorpus(Text):
 
     @property
     def num_bytes(self) -> int:
-        """See Text."""
         return self.corpus.num_bytes
 
     def require(self, seq_len: int) -> None:

@@ -106,7 +106,6 @@ class Fixed(Pattern):
     """Places of the global blocks in a window, over which the heads are spread: from its end towards its start."""
 
     def __post_init__(self) -> None:
-        """See Pattern."""
         super().__post_init__()
         local, each = self.num_local_blocks, self.num_global_blocks
         _require(each >= 1 and local >= 1, "num_local_blocks and num_global_blocks must be at least 1")
@@ -146,7 +145,6 @@ class _WithGlobalBlocks(Pattern):
     """Ends of those ranges, exclusive."""
 
     def __post_init__(self) -> None:
-        """See Pattern."""
         super().__post_init__()
         starts, ends = self.global_block_indices, self.global_block_end_indices
         _require(min(starts, default=0) >= 0, "global_block_indices: each must be at least 0")
@@ -184,7 +182,6 @@ class Variable(_WithGlobalBlocks):
     """Whether global blocks also attend to all others; with "bidirectional" alone."""
 
     def __post_init__(self) -> None:
-        """See Pattern."""
         super().__post_init__()
         _require(min(self.local_window_blocks, default=0) >= 1, "local_window_blocks: each must be at least 1")
         _require_horizontal(self.attention, self.horizontal_global_attention)
@@ -211,7 +208,6 @@ class BigBird(Pattern):
     """Blocks at the start of the sequence that are global."""
 
     def __post_init__(self) -> None:
-        """See Pattern."""
         super().__post_init__()
         _require(self.num_global_blocks >= 0, "num_global_blocks must be at least 0")
 

@@ -179,41 +179,33 @@ class LocalFolder(Folder):
 
     @property
     def path(self) -> Path:
-        """See `Folder.path`."""
         return self._path
 
     @property
     def parent(self) -> Folder:
-        """See `Folder.parent`."""
         return LocalFolder(self._path.parent)
 
     def child(self, name: str) -> Folder:
-        """See `Folder.child`."""
         return LocalFolder(self._path / name)
 
     def location_of(self, file: str) -> str:
-        """See `Folder.location_of`."""
         return str(self._path / file)
 
     def read_small(self, file: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
-        """See `Folder.read_small`."""
         self.check_file(file)
         return read_json(self._path / file, most_bytes)
 
     def read_range(self, file: str, start: int, stop: int) -> bytes:
-        """See `Folder.read_range`."""
         self.check_file(file)
         with open(self._path / file, "rb") as opened:
             opened.seek(start)
             return opened.read(max(0, stop - start))
 
     def size(self, file: str) -> int:
-        """See `Folder.size`."""
         self.check_file(file)
         return (self._path / file).stat().st_size
 
     def check_file(self, file: str) -> None:
-        """See `Folder.check_file`."""
         parent, _, _ = file.rpartition("/")
         if parent and parent not in self._checked:
             parts = parent.split("/")
@@ -236,7 +228,6 @@ class LocalFolder(Folder):
             raise CorruptionError(f"{path} is not {expected}: the checkpoint was changed; restore it from another copy")
 
     def read_records(self, names: Sequence[str]) -> list[bytes | Exception]:
-        """See `Folder.read_records`."""
         found: list[bytes | Exception] = []
         for name in names:
             path = self._path / name
@@ -252,17 +243,14 @@ class LocalFolder(Folder):
         return found
 
     def write_small(self, file: str, data: bytes) -> None:
-        """See `Folder.write_small`."""
         path = self._path / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
 
     def has(self, file: str) -> bool:
-        """See `Folder.has`."""
         return (self._path / file).exists()
 
     def entries(self) -> Entries:
-        """See `Folder.entries`."""
         folders: list[str] = []
         files: list[str] = []
         with os.scandir(self._path) as entries:
@@ -271,7 +259,6 @@ class LocalFolder(Folder):
         return Entries(tuple(folders), tuple(files))
 
     def sizes(self, top: str) -> dict[str, int | None]:
-        """See `Folder.sizes`."""
         found: dict[str, int | None] = {}
         if (self._path / top).is_symlink():
             return found
@@ -282,11 +269,9 @@ class LocalFolder(Folder):
         return found
 
     def sizes_of(self, files: Iterable[str]) -> dict[str, int | None]:
-        """See `Folder.sizes_of`."""
         return plain_sizes(self._path, files)
 
     def resources(self, res: IoResources) -> IoResources:
-        """See `Folder.resources`."""
         return res
 
 

@@ -102,7 +102,7 @@ class CheckpointReader(ArraySource):
             return self._retired_bytes + sum(shard.read_bytes for shard in self._shards.values())
 
     def reading(self) -> ReadStatistics:
-        """See `ArraySource.reading`; here it is always counted."""
+        """Return what was read: it is always counted."""
         traffic = self.folder.traffic
         return ReadStatistics(
             read_bytes=self.read_bytes if traffic is None else traffic.read_bytes,
@@ -139,7 +139,6 @@ class CheckpointReader(ArraySource):
         return missing_machines(self.folder, self.record)
 
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
-        """See `ArraySource.read`."""
         array = self.array(name)
         itemsize = array.spec.itemsize
         target = self.room_for(name, first, stop, out)
@@ -164,7 +163,6 @@ class CheckpointReader(ArraySource):
             return None
 
     def read_array(self, name: str) -> npt.NDArray[Any]:
-        """See `ArraySource.read_array`."""
         if self.folder.is_local:
             for shard in range(self.array(name).grid.num_shards):
                 self.open_shard(name, shard)  # files of that size are there, before memory is taken
@@ -175,7 +173,6 @@ class CheckpointReader(ArraySource):
         return self.manifest(rank).rank_state
 
     def file_of(self, name: str, shard: int) -> Path | None:
-        """See `ArraySource.file_of`."""
         if not self.folder.is_local or self.array(name).codec is not None:
             return None
         opened = self.open_shard(name, shard)

@@ -124,11 +124,9 @@ class _Save:
 
     @property
     def title(self) -> str:
-        """See SaveJob."""
         return f"the save of {self.target}"
 
     def cancel(self) -> None:
-        """See SaveJob."""
         self.cancelled.set()
 
     def check(self) -> None:

@@ -20,61 +20,48 @@ class UnionFolder(LocalFolder):
 
     @property
     def parent(self) -> Folder:
-        """See `Folder.parent`."""
         return UnionFolder([folder.path.parent for folder in self._all])
 
     def child(self, name: str) -> Folder:
-        """See `Folder.child`."""
         return UnionFolder([folder.path / name for folder in self._all])
 
     def _holder(self, file: str) -> LocalFolder:
         return next((folder for folder in self._all if folder.has(file)), self._all[0])
 
     def location_of(self, file: str) -> str:
-        """See `Folder.location_of`."""
         return self._holder(file).location_of(file)
 
     def read_small(self, file: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
-        """See `Folder.read_small`."""
         return self._holder(file).read_small(file, most_bytes)
 
     def read_range(self, file: str, start: int, stop: int) -> bytes:
-        """See `Folder.read_range`."""
         return self._holder(file).read_range(file, start, stop)
 
     def size(self, file: str) -> int:
-        """See `Folder.size`."""
         return self._holder(file).size(file)
 
     def check_file(self, file: str) -> None:
-        """See `Folder.check_file`."""
         self._holder(file).check_file(file)
 
     def read_records(self, names: Sequence[str]) -> list[bytes | Exception]:
-        """See `Folder.read_records`."""
         return [self._holder(f"{name}/{RECORD_FILE}").read_records([name])[0] for name in names]
 
     def write_small(self, file: str, data: bytes) -> None:
-        """See `Folder.write_small`."""
         raise UsageError(f"{self.location} and others are read as one folder, and not written: name one of them")
 
     def has(self, file: str) -> bool:
-        """See `Folder.has`."""
         return any(folder.has(file) for folder in self._all)
 
     def entries(self) -> Entries:
-        """See `Folder.entries`."""
         return self._all[0].entries()  # the others have parts of the same checkpoints
 
     def sizes(self, top: str) -> dict[str, int | None]:
-        """See `Folder.sizes`."""
         found: dict[str, int | None] = {}
         for folder in reversed(self._all):
             found |= folder.sizes(top)
         return found
 
     def sizes_of(self, files: Iterable[str]) -> dict[str, int | None]:
-        """See `Folder.sizes_of`."""
         wanted, found = list(files), dict[str, int | None]()
         for folder in reversed(self._all):
             found |= folder.sizes_of(wanted)

@@ -82,7 +82,6 @@ class TextBytes:
         return self._starts[-1]
 
     def read(self, files: Files, first: int, out: Bytes) -> None:
-        """See `FileRange.read`."""
         done = 0
         while done < out.size:
             block = bisect_right(self._starts, first + done) - 1
@@ -117,7 +116,6 @@ class LoadedBytes:
     nbytes: int
 
     def read(self, files: Files, first: int, out: Bytes) -> None:
-        """See `FileRange.read`."""
         value = load_torch_file(self.place.path, part=(self.place.offset, self.place.nbytes))
         if type(value) is not bytes or len(value) != self.nbytes:
             raise CorruptionError(f"{self.place.path} changed while it was read")

@@ -51,7 +51,6 @@ class ForeignSource(ArraySource):
         return {}
 
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
-        """See `ArraySource.read`."""
         target = self.room_for(name, first, stop, out)
         if first == stop:
             return

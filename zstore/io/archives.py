@@ -79,7 +79,6 @@ class PackedReader(ShardReader):
         super().__init__(res, path, spec, grid, shard, check=check)
 
     def check_file(self) -> None:
-        """See `ShardReader.check_file`."""
         self.check_size()
 
     def check_size(self) -> None:
@@ -93,7 +92,6 @@ class PackedReader(ShardReader):
             raise self._wrong_size(found, expected)
 
     def check_index(self) -> None:
-        """See `ShardReader.check_index`."""
         self._offsets = decode_packed_index(self.layout, self._read_index(), path=self.path, array=self.spec.name)
 
     def _places(self) -> npt.NDArray[np.int64]:
@@ -103,7 +101,6 @@ class PackedReader(ShardReader):
         return np.zeros(1, np.int64) if self._offsets is None else self._offsets
 
     def place(self, chunk: int) -> tuple[int, int]:
-        """See `ShardReader.place`."""
         first, stop = self._places()[chunk : chunk + 2].tolist()
         return first, stop - first
 

@@ -379,7 +379,7 @@ class UnsyncedFiles(Files):
         return not flags & os.O_CREAT and os.fstat(fd).st_size >= LARGE_BYTES
 
     def write_small(self, path: str | Path, data: bytes, *, sync: bool = True) -> None:
-        """See `Files.write_small`; nothing is written if it is there already."""
+        """Nothing is written if it is there already."""
         with contextlib.suppress(FileNotFoundError):
             with open(path, "rb") as file:
                 if file.read(len(data) + 1) == data:
@@ -388,14 +388,14 @@ class UnsyncedFiles(Files):
         super().write_small(path, data, sync=sync)
 
     def allocate(self, file: OpenFile, nbytes: int) -> None:
-        """See `Files.allocate`; a file of that size has its space."""
+        """A file of that size has its space."""
         if (size := os.fstat(file.fd).st_size) != nbytes:
             if size:
                 os.ftruncate(file.fd, 0)
             super().allocate(file, nbytes)
 
     def link(self, source: str | Path, target: str | Path) -> None:
-        """See `Files.link`; replaces a file that is there."""
+        """Replaces a file that is there."""
         try:
             super().link(source, target)
         except FileExistsError:

@@ -56,7 +56,6 @@ class FileSink:
             raise
 
     def append(self, lines: bytes) -> None:
-        """See Sink."""
         written = 0
         try:
             while written < len(lines):
@@ -68,7 +67,6 @@ class FileSink:
             raise
 
     def close(self) -> None:
-        """See Sink."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -179,5 +177,4 @@ class JournalWriter(Closing):
                 sink.close()
 
     def close(self) -> None:
-        """See Closing."""
         self.close_sink()

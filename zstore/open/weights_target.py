@@ -105,7 +105,6 @@ class ServiceVersions(WeightsTarget):
         return "/".join(("/api/uploads/weights", *(quote(name, safe="") for name in names))) + f"?{self._query}"
 
     def send(self, number: int, names: Iterable[str]) -> None:
-        """See `WeightsTarget.send`."""
         connection, place = self._service.connection, self.place(number)
         for name in names:
             path = self._path(number, name)
@@ -120,13 +119,11 @@ class ServiceVersions(WeightsTarget):
         sweep(self.room)
 
     def commit(self, number: int, index: bytes, oldest: int) -> None:
-        """See `WeightsTarget.commit`."""
         body, path = json.dumps({"index": index.decode(), "oldest": oldest}).encode(), self._path(number)
         connection = self._service.connection
         connection.call(lambda: connection.request("POST", path, body=body), "publish", f"{connection.base}{path}")
 
     def discard(self) -> None:
-        """See `WeightsTarget.discard`."""
         sweep(self.room)
 
 

@@ -60,11 +60,9 @@ class StoreBoard:
         self._store = torch_dist.PrefixStore(f"zstore/board{name}", own)  # type: ignore[attr-defined]
 
     def post(self, key: str, text: str) -> None:
-        """See `Board`."""
         self._store.set(key, text)
 
     def read(self, key: str) -> str | None:
-        """See `Board`."""
         return self._store.get(key).decode() if self._store.check([key]) else None
 
 

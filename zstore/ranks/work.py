@@ -43,7 +43,6 @@ class CountedWork:
         self._started: float | None = time.perf_counter()
 
     def wait(self) -> None:
-        """See Work."""
         with self._links.waiting(self._kind, "begun earlier"), self._within():
             self._work.wait()
         started, self._started = self._started, None
@@ -51,7 +50,6 @@ class CountedWork:
             self._links.busy(self._kind, time.perf_counter() - started)
 
     def is_completed(self) -> bool:
-        """See Work."""
         return self._work.is_completed()
 
 
@@ -74,12 +72,10 @@ class TimedWork:
         self._end: Callable[[], None] | None = end
 
     def wait(self) -> None:
-        """See Work."""
         self._work.wait()
         end, self._end = self._end, None
         if end is not None:
             end()
 
     def is_completed(self) -> bool:
-        """See Work."""
         return self._work.is_completed()

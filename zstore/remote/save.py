@@ -106,11 +106,9 @@ class _Upload:
 
     @property
     def title(self) -> str:
-        """See SaveJob."""
         return f"the upload to {self.location}"
 
     def cancel(self) -> None:
-        """See SaveJob."""
         self._cancelled.set()
         self._local.cancel()
 

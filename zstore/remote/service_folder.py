@@ -26,23 +26,19 @@ class ServiceFolder(UrlFolder):
 
     @property
     def parent(self) -> ServiceFolder:
-        """See `Folder.parent`; above a run's folder is one in which nothing is seen."""
+        """Above a run's folder is one in which nothing is seen."""
         return ServiceFolder(self.connection, self.url.above)
 
     def child(self, name: str) -> ServiceFolder:
-        """See `Folder.child`."""
         return ServiceFolder(self.connection, self.url.child(name))
 
     def location_of(self, file: str) -> str:
-        """See `Folder.location_of`."""
         return f"{self.location}/{quote_path(file)}"
 
     def file_at(self, location: str) -> str:
-        """See `UrlFolder.file_at`."""
         return unquote(super().file_at(location))
 
     def read_range(self, file: str, start: int, stop: int) -> bytes:
-        """See `UrlFolder.read_range`."""
         if stop <= start:
             return b""
         if not self.url.folder and file == RECORD_FILE:  # `RUN@TAG` has one, which is another's whenever the tag moves
@@ -70,8 +66,6 @@ class ServiceFolder(UrlFolder):
             raise IsADirectoryError(f"{self.location_of(file)} is a folder")
 
     def size(self, file: str) -> int:
-        """See `UrlFolder.size`."""
-
         def ask() -> str | None:
             answer = self.connection.request("HEAD", self.url.file(file), accept=(307,))
             self._check_file(answer, file)
@@ -90,7 +84,7 @@ class ServiceFolder(UrlFolder):
         return Entries(tuple(listing["folders"]), tuple(file["name"] for file in listing["files"]))
 
     def sizes(self, top: str) -> dict[str, int | None]:
-        """See `Folder.sizes`; of the folder itself if `top` is empty."""
+        """Return those of the folder itself if `top` is empty."""
         try:
             files = self._list(top, "?recursive=1")["files"]
         except FileNotFoundError:

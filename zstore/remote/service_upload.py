@@ -107,7 +107,7 @@ class ServiceTarget(UploadTarget):
         return self._folder.connection
 
     def begin(self, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None) -> list[str]:
-        """See `UploadTarget.begin`; asks who is there, and no more: the service wants to see the record."""
+        """Asks who is there, and no more: the service wants to see the record."""
         self._options = {"overwrite": overwrite, "replaces_own": replaces_own}
         if keep is not None:
             rules = {"last": keep.last, "every": keep.every, "best": keep.best, "tags": list(keep.tags)}
@@ -116,7 +116,7 @@ class ServiceTarget(UploadTarget):
         return []
 
     def offer(self, reader: CheckpointReader) -> None:
-        """See `UploadTarget.offer`; sends metadata and manifests, by which the service plans the upload.
+        """Sends metadata and manifests, by which the service plans the upload.
 
         Raises DiskFullError if it has no room for the other files.
         """
@@ -145,15 +145,13 @@ class ServiceTarget(UploadTarget):
         return self._connection.ask(method, path, document, timeout_s=timeout_s)
 
     def ticket(self) -> Mapping[str, Any]:
-        """See `UploadTarget.ticket`."""
         return {"upload": self._upload, "committed": self._committed}
 
     def join(self, ticket: Mapping[str, Any]) -> None:
-        """See `UploadTarget.join`."""
         self._upload, self._committed = str(ticket["upload"]), bool(ticket["committed"])
 
     def send(self, workers: Workers, reader: CheckpointReader, ranks: Sequence[int], advance: Advance) -> int:
-        """See `UploadTarget.send`; files that the service has, or links, are not sent."""
+        """Files that the service has, or links, are not sent."""
         wanted: dict[str, Any] = {}
         if not self._committed:
             # One answer for one rank, and one for all.
@@ -226,7 +224,7 @@ class ServiceTarget(UploadTarget):
         return found
 
     def commit(self, reader: CheckpointReader) -> list[str]:
-        """See `UploadTarget.commit`; the service applies retention too."""
+        """The service applies retention too."""
         if self._committed:
             return []
         try:
@@ -239,13 +237,13 @@ class ServiceTarget(UploadTarget):
         return [str(message) for message in answer["messages"]]
 
     def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:
-        """See `UploadTarget.abort`; unless it was cancelled, received files stay, for the next try to resume."""
+        """Unless it was cancelled, received files stay, for the next try to resume."""
         if cancelled and self._upload and not self._committed:
             with contextlib.suppress(OSError, ZstoreError):
                 self._connection.request("DELETE", self._path)
 
     def files_at_a_time(self, largest_bytes: int, memory_bytes: int | None) -> int:
-        """See `UploadTarget.files_at_a_time`; a file takes a quarter of a megabyte."""
+        """A file takes a quarter of a megabyte."""
         return NUM_THREADS
 
 

@@ -128,7 +128,6 @@ class FileSystemTarget(UploadTarget):
         return self._committer.folder
 
     def begin(self, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None) -> list[str]:
-        """See `UploadTarget.begin`."""
         self._keep = keep
         return self._committer.begin(overwrite=overwrite, replaces_own=replaces_own)
 
@@ -136,35 +135,30 @@ class FileSystemTarget(UploadTarget):
         """Do nothing: files go to their final places."""
 
     def ticket(self) -> Mapping[str, Any]:
-        """See `UploadTarget.ticket`."""
         return {"slot": self._committer.slot}
 
     def join(self, ticket: Mapping[str, Any]) -> None:
-        """See `UploadTarget.join`."""
         self._committer.slot = str(ticket["slot"])
 
     def send(self, workers: Workers, reader: CheckpointReader, ranks: Sequence[int], advance: Advance) -> int:
-        """See `UploadTarget.send`."""
         files = (common_files(reader) if 0 in ranks else {}) | shard_files(reader, ranks)
         return send_all(workers, reader.path, self._committer.target, files, advance)
 
     def commit(self, reader: CheckpointReader) -> list[str]:
-        """See `UploadTarget.commit`; that all files arrived is checked by a listing."""
+        """That all files arrived is checked by a listing."""
         sizes = common_files(reader) | shard_files(reader, range(reader.record.world_size))
         return self._committer.commit(reader.record, reader.folder.read_small(METADATA_FILE), sizes)
 
     def retire(self) -> list[str]:
-        """See `UploadTarget.retire`."""
         if self._keep is None:
             return []
         return retire(self._folder, keep=self._keep, run=self._run_id, remove=partial(remove_checkpoint, self._folder))
 
     def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:
-        """See `UploadTarget.abort`; the sent files are removed."""
+        """The sent files are removed."""
         self._committer.abort(ended=ended)
 
     def files_at_a_time(self, largest_bytes: int, memory_bytes: int | None) -> int:
-        """See `UploadTarget.files_at_a_time`."""
         return files_at_a_time(largest_bytes, memory_bytes)
 
 

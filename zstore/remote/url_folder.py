@@ -36,7 +36,6 @@ class UrlFolder(Folder):
 
     @property
     def path(self) -> Path:
-        """See `Folder.path`."""
         raise UsageError(f"{self.location} is behind a URL and has no path on this machine: read it through its reader")
 
     @abstractmethod
@@ -51,7 +50,6 @@ class UrlFolder(Folder):
         """Return the file's bytes; FileNotFoundError if it is missing, IsADirectoryError if it is a folder."""
 
     def location_of(self, file: str) -> str:
-        """See `Folder.location_of`."""
         return f"{self.location}/{file}"
 
     def file_at(self, location: str) -> str:
@@ -59,7 +57,6 @@ class UrlFolder(Folder):
         return location[len(self.location) + 1 :]
 
     def read_small(self, file: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
-        """See `Folder.read_small`."""
         data = self.read_range(file, 0, most_bytes + 1)
         if len(data) > most_bytes:
             raise CorruptionError(
@@ -71,14 +68,13 @@ class UrlFolder(Folder):
         """See `Folder.check_file`."""
 
     def read_all(self, files: Sequence[str]) -> list[bytes | Exception]:
-        """See `Folder.read_all`; many are read at a time."""
+        """Read them, many at a time."""
         if len(files) < 2:
             return super().read_all(files)
         with Workers(min(NUM_THREADS, len(files)), "zstore-remote") as workers:
             return workers.run([partial(self.try_read, file) for file in files])
 
     def has(self, file: str) -> bool:
-        """See `Folder.has`."""
         try:
             self.size(file)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
@@ -86,7 +82,6 @@ class UrlFolder(Folder):
         return True
 
     def resources(self, res: IoResources) -> IoResources:
-        """See `Folder.resources`."""
         return replace(res, files=_UrlFiles(self))
 
 
@@ -107,7 +102,7 @@ class _UrlFiles(Files):
         yield OpenFile(-1, os.fspath(path), False)
 
     def read_into(self, file: OpenFile, out: Bytes | ScatteredMemory, offset: int) -> None:
-        """See `Files.read_into`; one request."""
+        """Read by one request."""
         try:
             data = self._folder.read_range(self._folder.file_at(file.path), offset, offset + out.size)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
@@ -125,5 +120,4 @@ class _UrlFiles(Files):
             out[:] = np.frombuffer(data, dtype=np.uint8)
 
     def size(self, path: str | Path) -> int:
-        """See `Files.size`."""
         return self._folder.size(self._folder.file_at(os.fspath(path)))

@@ -104,7 +104,6 @@ class VersionsFolder(RemoteFolder):
         self._lock = threading.Lock()
 
     def with_retries(self, retries: Retries) -> VersionsFolder:
-        """See `RemoteFolder.with_retries`."""
         return VersionsFolder(super().with_retries(retries), self._options)
 
     def version(self, snapshot_id: str) -> Version | None:
@@ -152,16 +151,13 @@ class VersionsFolder(RemoteFolder):
         return self._counted[1]
 
     def child(self, name: str) -> UrlFolder:  # type: ignore[override]
-        """See `Folder.child`."""
         return VersionFolder(self, name)
 
     def entries(self) -> Entries:
-        """See `Folder.entries`."""
         beside = super().entries().files
         return Entries(tuple(self.all()), beside)
 
     def read_records(self, names: Sequence[str]) -> list[bytes | Exception]:
-        """See `Folder.read_records`."""
         with Workers(min(NUM_THREADS, len(names)), "zstore-remote") as workers:
             return workers.run([partial(self.child(name).try_read, RECORD_FILE) for name in names])
 
@@ -366,21 +362,17 @@ class VersionFolder(UrlFolder):
 
     @property
     def parent(self) -> Folder:
-        """See `Folder.parent`."""
         inside = self._inside.rstrip("/")
         return VersionFolder(self._above, self._tag_folder, inside.rpartition("/")[0]) if inside else self._above
 
     def child(self, name: str) -> VersionFolder:
-        """See `Folder.child`."""
         return VersionFolder(self._above, self._tag_folder, f"{self._inside}{name}")
 
     def read_range(self, file: str, start: int, stop: int) -> bytes:
-        """See `UrlFolder.read_range`."""
         found = self._version.find(f"{self._inside}{file}")
         return found[start:stop] if isinstance(found, bytes) else self._version.read(found, start, stop)
 
     def size(self, file: str) -> int:
-        """See `UrlFolder.size`."""
         path = f"{self._inside}{file}"
         try:
             found = self._version.find(path)
@@ -391,7 +383,6 @@ class VersionFolder(UrlFolder):
         return len(found) if isinstance(found, bytes) else found.nbytes
 
     def entries(self) -> Entries:
-        """See `Folder.entries`."""
         names = [path[len(self._inside) :] for path in self._version.sizes() if path.startswith(self._inside)]
         if not names:
             raise FileNotFoundError(f"{self.location} is not there")
@@ -399,7 +390,6 @@ class VersionFolder(UrlFolder):
         return Entries(tuple(folders), tuple(name for name in names if "/" not in name))
 
     def sizes(self, top: str) -> dict[str, int | None]:
-        """See `Folder.sizes`."""
         start = f"{self._inside}{top}/" if top else self._inside
         try:
             found = self._version.sizes()
@@ -408,12 +398,11 @@ class VersionFolder(UrlFolder):
         return {path[len(self._inside) :]: size for path, size in found.items() if path.startswith(start)}
 
     def packs(self) -> Mapping[str, tuple[int, int]]:
-        """See `Folder.packs`."""
         holders = self._above.holders()
         return {pack: (nbytes, holders[pack]) for pack, nbytes in self._version.packs.items()}
 
     def write_small(self, file: str, data: bytes) -> None:
-        """See `Folder.write_small`; a version never changes."""
+        """Refuse: a version never changes."""
         raise UsageError(f"{self.location_of(file)}: a version is never written to; save another one")
 
 

@@ -235,15 +235,12 @@ class PulledFolder(UrlFolder):
 
     @property
     def parent(self) -> PulledFolder:
-        """See `Folder.parent`."""
         return PulledFolder(self.upstream, self.url.above)
 
     def child(self, name: str) -> PulledFolder:
-        """See `Folder.child`."""
         return PulledFolder(self.upstream, self.url.child(name))
 
     def read_range(self, file: str, start: int, stop: int) -> bytes:
-        """See `UrlFolder.read_range`."""
         kept = None if file == RECORD_FILE else self._kept(file)
         if kept is not None:
             with kept.open("rb") as opened:
@@ -258,13 +255,12 @@ class PulledFolder(UrlFolder):
         return None if record is None else self.upstream.file(self, record, file)
 
     def size(self, file: str) -> int:
-        """See `UrlFolder.size`."""
         if file != RECORD_FILE and (kept := self._kept(file)) is not None:
             return kept.stat().st_size
         return int(self.upstream.answer(f"size {self.url.text}\0{file}", lambda: b"%d" % self.there().size(file)))
 
     def entries(self) -> Entries:
-        """See `Folder.entries`; of the service itself its runs."""
+        """Of the service itself, return its runs."""
         if self.lists_runs:
             data = self.upstream.answer("runs", lambda: json.dumps(self._runs()).encode())
             return Entries(tuple(json.loads(data)), ())
@@ -279,7 +275,6 @@ class PulledFolder(UrlFolder):
         return json.dumps([found.folders, found.files]).encode()
 
     def sizes(self, top: str) -> dict[str, int | None]:
-        """See `Folder.sizes`."""
         ask = f"sizes {self.url.text}\0{top}"
         found: dict[str, int | None] = json.loads(
             self.upstream.answer(ask, lambda: json.dumps(self.there().sizes(top)).encode())

@@ -7,7 +7,7 @@ class TestHost(TierContract):
         return HostTier()
 """
 
-# ruff: noqa: D102, S101 - tests, whose names say it
+# ruff: noqa: S101 - tests, whose names say it
 
 from __future__ import annotations
 

@@ -47,7 +47,6 @@ class WatchedFiles(Files):
         super()._do(kind, path, operation)
 
     def write_small(self, path: str | Path, data: bytes, *, sync: bool = True) -> None:
-        """See `Files.write_small`."""
         try:
             self.step("write_small", os.fspath(path))
         except OSError as error:
@@ -133,7 +132,6 @@ class FaultyFiles(WatchedFiles):
             self.fail_at = None
 
     def step(self, kind: Kind, path: str) -> None:
-        """See `WatchedFiles.step`."""
         self._fault_of(kind, path)
 
     def _fault_of(self, kind: Kind, path: str) -> Fault | None:
@@ -176,7 +174,6 @@ class DeadlyFiles(FaultyFiles):
     """Files whose operation number `fail_at` kills the process (SIGKILL) before it is carried out."""
 
     def happen(self, kind: Kind, path: str) -> None:
-        """See `FaultyFiles.happen`."""
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -199,12 +196,10 @@ class CallingFiles(Files):
         self._before = before
 
     def rename(self, source: str | Path, target: str | Path) -> None:
-        """See `Files.rename`."""
         self._before("rename", Path(target))
         super().rename(source, target)
 
     def write_small(self, path: str | Path, data: bytes, *, sync: bool = True) -> None:
-        """See `Files.write_small`."""
         self._before("write_small", Path(path))
         super().write_small(path, data, sync=sync)
 
@@ -226,7 +221,6 @@ class GatedFiles(WatchedFiles):
         self._open_for_all = False
 
     def step(self, kind: Kind, path: str) -> None:
-        """See `WatchedFiles.step`."""
         if kind not in self._held or not fnmatch.fnmatch(path, self._pattern):
             return
         with self._changed:

@@ -185,7 +185,6 @@ class BlockKernel:
         return kept
 
     def initial(self) -> Scalars:
-        """See Kernel."""
         names = [name for form in (self._plain, self._in_blocks) if form is not None for name in form.scalars()]
         return dict.fromkeys(names, 0.0)
 
@@ -195,7 +194,6 @@ class BlockKernel:
         return {} if form is None else form.numbers(scalars)
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
-        """See Kernel."""
         self._group.update(self._kept(group))
         return _BlockStep(self, scalars)
 
@@ -255,9 +253,7 @@ class _BlockStep:
         self._before = scalars
 
     def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
-        """See ParameterStep."""
         self._kernel.tile(self._before, master, gradient, slots)
 
     def scalars(self) -> Scalars:
-        """See ParameterStep."""
         return {name: value + 1 for name, value in self._before.items()}

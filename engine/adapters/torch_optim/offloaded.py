@@ -155,7 +155,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See torch.optim.Optimizer; the state of trained parameters is made at once."""
+        """The state of trained parameters is made at once."""
         self._require_open()
         number = len(self.param_groups)
         super().add_param_group(param_group)
@@ -269,7 +269,6 @@ class Offloaded(torch.optim.Optimizer, Closing):
         self._shows_averages = not self._shows_averages
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See torch.optim.Optimizer."""
         if not set_to_none and self._end.alive:
             self.wait()  # an update may still read the gradients
         super().zero_grad(set_to_none)

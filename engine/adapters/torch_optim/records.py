@@ -55,15 +55,12 @@ class LocalRecord(ParameterRecord):
 
     @property
     def owned_numel(self) -> int:
-        """See ParameterRecord."""
         return self.full.numel()
 
     def owned(self) -> torch.Tensor:
-        """See ParameterRecord."""
         return self.full
 
     def spec(self, group: str, dtype: torch.dtype) -> ArraySpec:
-        """See ParameterRecord."""
         return ArraySpec(name=f"{group}/{self.name}", shape=self.array_shape, dtype=dtype_name(dtype))
 
     def in_shape(self, flat: torch.Tensor) -> torch.Tensor:

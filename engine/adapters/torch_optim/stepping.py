@@ -123,19 +123,15 @@ class InBackward(Stepping):
 
     @property
     def expected(self) -> list[ParameterRecord]:
-        """See UnitGradients."""
         return [*self._expected] or [*reversed(self._state.records.values())]
 
     def waiting_bytes(self, record: ParameterRecord) -> int:
-        """See UnitGradients."""
         return self._rows[record].nbytes
 
     def take(self, record: ParameterRecord) -> torch.Tensor | None:
-        """See UnitGradients."""
         return self._rows.pop(record)
 
     def squares(self, record: ParameterRecord) -> float | None:
-        """See UnitGradients."""
         return None
 
     def put(self, record: LocalRecord, rows: torch.Tensor) -> None:
@@ -172,17 +168,15 @@ class InBackward(Stepping):
         self._expected, self._seen = list(self._seen), {}
 
     def wait(self, records: Iterable[LocalRecord] | None = None) -> None:
-        """See Stepping; updates that wait for the backward are not waited for."""
+        """Updates that wait for the backward are not waited for."""
         super().wait(self._state.records.values() if records is None else records)
 
     def forget(self) -> None:
-        """See Stepping."""
         if self._update.under_way:
             self._update.abandon()
         self._seen, self._rows = {}, {}
         super().forget()
 
     def close(self) -> None:
-        """See Stepping."""
         self.forget()
         super().close()

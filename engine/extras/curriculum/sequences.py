@@ -35,11 +35,9 @@ class SequenceCurriculum(Extra):
 
     @property
     def difficulties(self) -> Mapping[str, Difficulty]:
-        """See Extra."""
         return {SEQLEN: self._difficulty}
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """See Extra."""
         training = self._training
         return cut(training.model, args, kwargs, self._difficulty.at(training.counters.global_steps + 1))
 

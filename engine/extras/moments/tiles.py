@@ -36,7 +36,6 @@ class MomentCodec(SlotCodec):
         self._moments = moments
 
     def stored(self, slots: Sequence[SlotArray], stored_shape: tuple[int, ...]) -> list[SlotArray]:
-        """See SlotCodec."""
         plain = [slot.name for slot in slots if slot.dtype == torch.float32 and slot.block == 1 and slot.shape is None]
         kept = stored_slots(plain, self._moments, stored_shape)
         found: list[SlotArray] = []
@@ -50,7 +49,6 @@ class MomentCodec(SlotCodec):
     def tiles(
         self, stored: Sequence[SlotArray], name: str, step: int, first: int, former: SlotTiles | None = None
     ) -> SlotTiles:
-        """See SlotCodec."""
         return MomentTiles(stored, name, step, first, former)
 
 
@@ -92,7 +90,6 @@ class MomentTiles(SlotTiles):
         views: Sequence[torch.Tensor],
         first: int,
     ) -> None:
-        """See SlotTiles."""
         piece = _PIECE_NUMEL if master.device.type == "cpu" else max(master.numel(), 1)
         for begin in range(0, master.numel(), piece):
             stop = min(begin + piece, master.numel())
@@ -102,7 +99,6 @@ class MomentTiles(SlotTiles):
             self.reduce(values, parts, first + begin)
 
     def expand(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """See SlotTiles."""
         return self._expand(views, Scratch())
 
     def _expand(self, views: Sequence[torch.Tensor], scratch: Scratch) -> list[torch.Tensor]:
@@ -120,7 +116,6 @@ class MomentTiles(SlotTiles):
         return values
 
     def reduce(self, values: Sequence[torch.Tensor], views: Sequence[torch.Tensor], first: int) -> None:
-        """See SlotTiles."""
         for number, (value, (slot, view, scales)) in enumerate(zip(values, self._slots(views), strict=True)):
             if view.dtype == torch.float32:
                 if value is not view:

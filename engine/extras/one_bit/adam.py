@@ -37,13 +37,11 @@ class AdamRule:
         return {"step": 0.0, "frozen_at": 0.0}
 
     def phase(self, group: Mapping[str, Any], step: int) -> Phase:
-        """See Rule."""
         return "exact" if step <= group["freeze_step"] else "compressed"
 
     def update(
         self, group: Mapping[str, Any], state: TensorState, gradient: torch.Tensor, compressed: Compressed
     ) -> None:
-        """See Rule."""
         scalars, moment, variance = state.scalars, state.slots["exp_avg"], state.slots["exp_avg_sq"]
         step = int(scalars["step"]) + 1
         scalars["step"] = float(step)

@@ -20,15 +20,13 @@ class OneBitKernel:
         self.slots = tuple(name for name in rule.slots if name not in rule.own_slots)
 
     def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
-        """See Kernel."""
         return fp32_arrays(self.slots)
 
     def initial(self) -> Scalars:
-        """See Kernel."""
         return self.rule.initial()
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
-        """See Kernel; the step was taken, and counted, before."""
+        """The step was taken, and counted, before."""
         return WholeStep(scalars)
 
 

@@ -39,13 +39,11 @@ class LambRule:
         return {"step": 0.0, "frozen_at": 0.0, "lamb_coeff_freeze": 0.0, "last_factor": 1.0}
 
     def phase(self, group: Mapping[str, Any], step: int) -> Phase:
-        """See Rule."""
         return "exact" if step <= group["freeze_step"] else "compressed"
 
     def update(
         self, group: Mapping[str, Any], state: TensorState, gradient: torch.Tensor, compressed: Compressed
     ) -> None:
-        """See Rule."""
         scalars, slots = state.scalars, state.slots
         scalars["step"] += 1
         if self.phase(group, int(scalars["step"])) == "exact":

@@ -45,7 +45,6 @@ class ZeroOneRule:
         return {"step": 0.0, "variance_updates": 0.0, "rates": 0.0}
 
     def phase(self, group: Mapping[str, Any], step: int) -> Phase:
-        """See Rule."""
         frozen = group["var_freeze_step"]
         if step <= frozen:
             return "compressed" if step % variance_interval(step, group["var_update_scaler"]) else "exact"

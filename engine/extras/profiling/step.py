@@ -31,7 +31,6 @@ class StepProfile(Extra):
         """Parts of the profiled micro-batch that ended."""
 
     def around(self, phase: str, timed: AbstractContextManager[None]) -> AbstractContextManager[None]:
-        """See Extra."""
         return self._around(_PARTS[phase], timed) if self._is_ahead else timed
 
     @contextmanager

@@ -43,11 +43,9 @@ class TensorKernel:
         """Names of all arrays that a parameter may have."""
 
     def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
-        """See Kernel."""
         return _slots(self._kind, shape)
 
     def initial(self) -> Scalars:
-        """See Kernel."""
         return {self._count: 0.0}
 
     def present(self, scalars: Scalars) -> dict[str, Any]:
@@ -55,7 +53,7 @@ class TensorKernel:
         return {} if self._count == "updates" else dict(scalars)
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
-        """See Kernel; the step counts, and `update` does the work."""
+        """Count the step; `update` does the work."""
         return WholeStep({self._count: scalars[self._count] + 1})
 
     def update(

@@ -58,13 +58,11 @@ class QuantizedGathers:
     """Gathers matrices of floating types as integers; see `Gathers`."""
 
     def takes(self, record: ParameterRecord) -> bool:
-        """See Gathers."""
         return record.dtype.is_floating_point and is_matrix(record.grid)
 
     def start(
         self, world: World, records: Sequence[ParameterRecord], limit_numel: int, rows: Rows
     ) -> Iterator[QuantizedGather]:
-        """See Gathers."""
         for bucket in plan_buckets(records, world.world_size, limit_numel, grid_of=over_copy, align_numel=BLOCK_NUMEL):
             code = BlockCode(tuple(segment.stop - segment.first for segment in bucket.segments), WEIGHT_BITS)
             parts = [rows(segment.record)[segment.first : segment.stop] for segment in bucket.segments]

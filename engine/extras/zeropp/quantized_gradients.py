@@ -115,7 +115,6 @@ class QuantizedReducer:
         return code.encode(values) if self.feedback is None else self.feedback.encode(hop, bucket, code, values)
 
     def begin_backward(self) -> None:
-        """See Reducer."""
         if self.feedback is not None:
             self.feedback.begin_backward()
 

@@ -157,7 +157,7 @@ class PinnedShard(Protocol):
 
     @property
     def version(self) -> int | None:
-        """See `Tier.version`; None if it is not known yet, because an update is to make it."""
+        """None if it is not known yet, because an update is to make it."""
 
     def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
         """Copy the elements of shard number `shard` on `grid`, without padding, into `out`. Raises UsageError if the pinned

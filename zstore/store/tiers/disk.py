@@ -78,7 +78,7 @@ class DiskTier(Tier):
         self._lock = threading.RLock()
 
     def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
-        """See `Tier.create`; if the tier `reserves`, a full disk is reported now."""
+        """If the tier `reserves`, a full disk is reported now."""
         if memory is not None:
             raise UsageError(f"array {local.spec.name!r}: the disk tier cannot adopt memory")
         layout = layout_of(local.grid, local.shard, local.spec.dtype)
@@ -110,7 +110,6 @@ class DiskTier(Tier):
         return {name: shard.folder for name, shard in self._shards.copy().items()}
 
     def remove(self, name: str) -> None:
-        """See `Tier.remove`."""
         with self._lock:
             shard = self._at_rest(name)
             del self._shards[name]
@@ -125,7 +124,6 @@ class DiskTier(Tier):
                 self._res.files.unlink(file.path)
 
     def rename(self, name: str, local: LocalShard) -> None:
-        """See `Tier.rename`."""
         with self._lock:
             shard = self._at_rest(name)
             for file in (shard.current, shard.spare):
@@ -165,11 +163,9 @@ class DiskTier(Tier):
         return True
 
     def version(self, name: str) -> int:
-        """See `Tier.version`."""
         return self._shards[name].current.version
 
     def begin(self, name: str, mode: Mode) -> None:
-        """See `Tier.begin`."""
         self._begin(name, mode, make=True)
 
     def _begin(self, name: str, mode: Mode, *, make: bool) -> DiskShard:
@@ -212,7 +208,6 @@ class DiskTier(Tier):
         return folder / f"{stem}.{next(self._numbers)}.shard"
 
     def span_bytes(self, name: str, num_chunks: int) -> int:
-        """See `Tier.span_bytes`."""
         return num_chunks * self._shards[name].layout.slot_bytes
 
     def span_chunks(self, name: str) -> int:
@@ -222,7 +217,6 @@ class DiskTier(Tier):
     def load(
         self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
     ) -> Ticket[None] | None:
-        """See `Tier.load`."""
         if mode is Mode.FILL:
             return None
         shard = self._shards[name]
@@ -234,12 +228,10 @@ class DiskTier(Tier):
         return self._res.queue.submit(task, priority, buffer.size, subject=name.partition("/")[0])
 
     def views(self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode) -> Iterator[View]:
-        """See `Tier.views`."""
         shard = self._shards[name]
         return checked_views(self._res, shard, shard.current, span, buffer, mode)
 
     def save(self, name: str, span: ChunkSpan, buffer: Bytes) -> Ticket[None] | None:
-        """See `Tier.save`."""
         shard = self._shards[name]
         task = partial(write_span, self._res, shard, self._touch(shard), span, buffer)
         return self._res.queue.submit(task, Priority.WRITE_BACK, buffer.size, subject=name.partition("/")[0])
@@ -269,7 +261,6 @@ class DiskTier(Tier):
         return shard.target
 
     def place(self, name: str) -> tuple[str, int]:
-        """See `Tier.place`."""
         shard = self._shards[name]
         return ("", 0) if shard.pack is None else (str(shard.current.path), shard.current.base)
 
@@ -283,7 +274,6 @@ class DiskTier(Tier):
         return shard, self._touch(shard) if write else shard.current
 
     def end(self, name: str, ok: bool) -> None:
-        """See `Tier.end`."""
         shard = self._shards[name]
         with self._lock:
             target, shard.target = shard.target, None
@@ -311,7 +301,6 @@ class DiskTier(Tier):
             self._res.files.unlink(file.path)
 
     def pin(self, name: str) -> DiskPin:
-        """See `Tier.pin`."""
         shard = self._shards[name]
         if shard.broken:
             raise UsageError(f"array {name!r}: an earlier update failed half way: load a checkpoint before saving one")
@@ -343,7 +332,7 @@ class DiskTier(Tier):
             self._retire(shard, file)
 
     def close(self) -> None:
-        """See `Tier.close`; removes the files, for the run folder holds nothing that outlives the run."""
+        """Removes the files, for the run folder holds nothing that outlives the run."""
         for pack in self._packs.values():
             pack.close()
         for shard in [shard for shard in self._shards.values() if shard.pack is None]:
@@ -367,11 +356,10 @@ class DiskPin:
         self.has_file = shard.pack is None
 
     def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
-        """See `PinnedShard.copy_into`."""
         raise UsageError(f"array {self.local.spec.name!r}: a shard on disk can only be published as a whole file")
 
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
-        """See `PinnedShard.checksums`; none unless all of the shard was written."""
+        """None unless all of the shard was written."""
         self._require_layout(grid, shard)
         return tuple([] if None in self._file.crcs else [crc for crc in self._file.crcs if crc is not None])
 
@@ -434,7 +422,6 @@ class DiskPin:
         return ShardSummary(self.local.spec.name, self.local.shard, layout.file_bytes, tuple(crcs))
 
     def release(self) -> None:
-        """See `PinnedShard.release`."""
         owner, self._owner = self._owner, None
         if owner is not None:
             owner.unpin(self._shard, self._file)

@@ -72,13 +72,11 @@ class MemoryTier(Tier):
         raise UsageError(f"array {local.spec.name!r}: only the device tier can use the caller's memory")
 
     def remove(self, name: str) -> None:
-        """See `Tier.remove`."""
         with self._unpinned:
             self._require_rest(name)
             del self._shards[name], self._memory[name], self._pins[name], self._versions[name]
 
     def rename(self, name: str, local: LocalShard) -> None:
-        """See `Tier.rename`."""
         with self._unpinned:
             self._require_rest(name)
             del self._shards[name], self._pins[name], self._versions[name]
@@ -91,15 +89,13 @@ class MemoryTier(Tier):
             raise being_changed(name)
 
     def is_pinned_in_place(self, name: str) -> bool:
-        """See `Tier.is_pinned_in_place`."""
         return self._pins[name] > 0
 
     def version(self, name: str) -> int:
-        """See `Tier.version`; whoever has the memory may write to it all the same."""
+        """Whoever has the memory may write to it all the same."""
         return self._versions[name]
 
     def begin(self, name: str, mode: Mode) -> None:
-        """See `Tier.begin`."""
         with self._unpinned:
             if mode is not Mode.READ:
                 self._begin_change(name)
@@ -152,7 +148,6 @@ class MemoryTier(Tier):
             raise
 
     def views(self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode) -> Iterator[View]:
-        """See `Tier.views`."""
         local, memory = self._shards[name], self._memory[name]
         return (memory[slice(*local.chunk_range(chunk))] for chunk in span.chunks)
 
@@ -162,12 +157,11 @@ class MemoryTier(Tier):
         return memory if first == 0 and stop == self._shards[name].valid_numel else memory[first:stop]
 
     def end(self, name: str, ok: bool) -> None:
-        """See `Tier.end`; memory is changed in place, so a failed pass leaves its changes."""
+        """Memory is changed in place, so a failed pass leaves its changes."""
         with self._unpinned:
             self._changing.discard(name)
 
     def pin(self, name: str) -> MemoryPin:
-        """See `Tier.pin`."""
         with self._unpinned:
             if name in self._changing and self._pins[name] == 0:
                 raise being_changed(name)
@@ -195,7 +189,6 @@ class MemoryTier(Tier):
             self._unpinned.notify_all()
 
     def close(self) -> None:
-        """See `Tier.close`."""
         self._memory.clear()
 
 
@@ -234,7 +227,7 @@ class HostTier(MemoryTier):
         return self._slab[start : self._slab_used]
 
     def remove(self, name: str) -> None:
-        """See `Tier.remove`; the memory of a small shard is free once its neighbours' is."""
+        """The memory of a small shard is free once its neighbours' is."""
         nbytes = self._shards[name].nbytes
         super().remove(name)
         self._budget.release(round_up(nbytes, _ALIGN_BYTES))
@@ -243,7 +236,6 @@ class HostTier(MemoryTier):
                 self._slab, self._slab_used = make_slab(0), 0
 
     def close(self) -> None:
-        """See `Tier.close`."""
         super().close()
         self._slab = make_slab(0)
 
@@ -321,7 +313,7 @@ class MemoryPin:
         copy_out(self._memory[low : low + stop - first], out)
 
     def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
-        """See `PinnedShard.copy_into`; as `publish`, on any grid whose shard is within this one."""
+        """As `publish`, on any grid whose shard is within this one."""
         self._require_within(grid, shard)
         first = shard * grid.shard_numel
         with self._using:
@@ -334,7 +326,7 @@ class MemoryPin:
             return write_shard(res, path, self.local.spec, grid, shard, self._runs(), priority)
 
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
-        """See `PinnedShard.checksums`; reads the memory, so that it shows the changes of writers other than passes."""
+        """Reads the memory, so that it shows the changes of writers other than passes."""
         self._require_within(grid, shard)
         with self._using:
             return checksum_shard(res, self.local.spec, grid, shard, self._runs())
@@ -355,7 +347,6 @@ class MemoryPin:
             )
 
     def release(self) -> None:
-        """See `PinnedShard.release`."""
         tier, self._tier = self._tier, None
         if tier is not None:
             tier.unpin(self.local.spec.name, self)
