@@ -2,7 +2,8 @@
 
 python -m bench.weights_serve [--path FOLDER] [--gib 1] [--rounds 5] [--dtypes fp32,bf16,fp16] [--json FILE]
 
-Rates are of bytes of the file, medians over the rounds, interleaved in one run; processor time is the server's alone. What
+`zstore --cache` casts once for all clients: "first" while it does, "kept" from then on. Rates are of bytes of the file, medians
+over the rounds, interleaved in one run; processor time is the server's alone. What
 `zstore consolidate` takes is told too: the others can begin only after it.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,10 +23,12 @@ import numpy as np
 
 from bench.serve import Server, servers
 from bench.serve_clients import Connection, at_once
+from bench.serve_process import free_port, started
 from tests.checkpoint.checkpoints import save_arrays
 
 _WIDTH = 2048
 _FILE = "model.safetensors"
+_OWN, _FIRST, _KEPT = "zstore", "zstore --cache, first", "zstore --cache, kept"
 
 
 def measure(server: Server, path: str, num_clients: int) -> dict[str, float]:
@@ -50,13 +54,22 @@ def consolidate(root: Path, dtype: str) -> float:
 def compare(root: Path, scratch: Path, dtypes: list[str], rounds: int) -> dict[str, dict[str, dict[str, float]]]:
     """Return the medians by case and server; of `consolidate` its seconds."""
     figures: dict[str, dict[str, dict[str, float]]] = {}
-    with servers(root, scratch) as found:
+    port, cache = free_port(), scratch / "cache"
+    command = [sys.executable, "-m", "zstore", "serve", str(root), "--port", str(port), "--cache", str(cache)]
+    with servers(root, scratch) as others, started(command, port) as process:
+        keeping = [Server(name=name, pids=(process.pid,), port=port, prefix="") for name in (_FIRST, _KEPT)]
+        found = [others[0], *keeping, *others[1:]]
         for dtype in dtypes:
             seconds = consolidate(root, dtype)
             for clients in (1, 4):
-                paths = {server.name: f"/{dtype}/{_FILE}" for server in found}
-                paths["zstore"] = f"/weights/run/latest/{_FILE}?dtype={dtype}&max_shard_size=1TB"
-                taken = [[measure(server, paths[server.name], clients) for server in found] for _ in range(rounds + 1)]
+                made = f"/weights/run/latest/{_FILE}?dtype={dtype}&max_shard_size=1TB"
+                paths = {server.name: f"/{dtype}/{_FILE}" for server in found} | dict.fromkeys(
+                    (_OWN, _FIRST, _KEPT), made
+                )
+                taken = []
+                for _ in range(rounds + 1):
+                    shutil.rmtree(cache / "files", ignore_errors=True)
+                    taken.append([measure(server, paths[server.name], clients) for server in found])
                 rows = {
                     server.name: {
                         key: statistics.median(one[index][key] for one in taken[1:]) for key in taken[0][index]
@@ -90,7 +103,7 @@ def main() -> None:
     for case, rows in figures.items():
         for server, row in rows.items():
             told = "   ".join(f"{key} {value:.3g}" for key, value in row.items())
-            print(f"{case:32} {server:12} {told}")
+            print(f"{case:32} {server:22} {told}")
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 

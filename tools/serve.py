@@ -125,7 +125,8 @@ class Listening:
         ),
     ] = None
     cache: Annotated[
-        Path | None, typer.Option(help="Keep files that were read of them in this folder.", metavar="FOLDER")
+        Path | None,
+        typer.Option(help="Keep files of them, and weights that were cast, in this folder.", metavar="FOLDER"),
     ] = None
     cache_size: Annotated[
         int | None,

@@ -22,6 +22,7 @@ from tests.checkpoint.checkpoints import save_arrays
 from tests.serve.raw import Answer, ask, connect, read_all
 from tests.waiting import until
 from zstore.errors import UsageError
+from zstore.serve.files import transfers
 from zstore.serve.guard.connections import ConnectionLimits
 from zstore.serve.guard.guard import HEADERS
 from zstore.serve.guard.tls import make_context
@@ -51,6 +52,46 @@ def base(folder: Path) -> Iterator[str]:
     """A service that waits for nobody."""
     with serving(Settings(roots=(Root.parse(str(folder)),), port=0), LIMITS) as url:
         yield url
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_large_file_comes_whole_and_the_connection_goes_on(
+    cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel alone if the page cache has it, read by threads otherwise; the client is slow to take it."""
+    sent: list[int] = []
+    sendfile = os.sendfile
+    monkeypatch.setattr(os, "sendfile", lambda *given: sent.append(sendfile(*given)) or sent[-1])
+    if not cached:
+        monkeypatch.setattr(transfers, "_is_cached", lambda *_: False)
+    values = np.random.default_rng(0).standard_normal(6 * 2**20).astype(np.float32)
+    file = save_arrays(tmp_path / "one", {"model/a": values}) / "model/a/c.0"
+    with serving(Settings(roots=(Root.parse(str(tmp_path)),), port=0)) as url, connect(url) as connection:
+        path = f"/zarr/one/step-00000001/{file.relative_to(file.parents[2])}"
+        request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\n"
+        connection.sendall(f"{request}\r\n{request}Range: bytes=5-{2**21}\r\n\r\n".encode())
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        head, _, rest = read_all(connection).partition(b"\r\n\r\n")
+    data = file.read_bytes()
+    assert f"content-length: {len(data)}".encode() in head.lower()
+    assert rest[: len(data)] == data
+    head, _, rest = rest[len(data) :].partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 206 ")
+    assert rest[: 2**21 - 4] == data[5 : 2**21 + 1]
+    assert f'zstore_sent_bytes_total{{part="zarr"}} {len(data) + 2**21 - 4}\n'.encode() in rest[2**21 - 4 :]
+    assert sum(sent) > len(data) // 2 if cached else not sent  # blocks that find others in the buffer come after these
+
+
+def test_a_file_that_becomes_shorter_ends_the_connection(tmp_path: Path) -> None:
+    file = save_arrays(tmp_path / "one", {"model/a": np.zeros(8 * 2**20, np.float32)}) / "model/a/c.0"
+    size = file.stat().st_size
+    with serving(Settings(roots=(Root.parse(str(tmp_path)),), port=0)) as url, connect(url) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        connection.sendall(HEAD.replace(b"/api", b"/zarr/one/step-00000001/model/a/c.0") + b"\r\n")
+        assert connection.recv(1024).startswith(b"HTTP/1.1 200 ")
+        file.chmod(0o644)
+        os.truncate(file, size // 2)
+        assert len(read_all(connection)) < size
 
 
 def test_a_request_whose_head_does_not_come_is_ended(base: str) -> None:

@@ -214,10 +214,9 @@ def test_the_token_of_the_replica_is_not_shown_to_the_other_one(
         assert http.request("GET", f"{base}/api/runs").json()["runs"] == []
 
 
-def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+def test_settings_that_make_no_sense_are_refused() -> None:
     for settings, message in (
         ({}, "with --upstream"),
-        ({"roots": (Root.parse("a"),), "cache": tmp_path}, "name it with --upstream"),
         ({"upstreams": ("http://a:1",), "cache_bytes": 1}, "name that folder too"),
         ({"upstreams": ("ftp://a",)}, "http://host:8700"),
     ):

@@ -8,7 +8,9 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -23,8 +25,11 @@ from safetensors.numpy import load_file
 
 from tests.checkpoint.checkpoints import Array, open_world, save_arrays
 from tests.serve.conftest import Serve
+from tests.serve.raw import connect
+from tests.waiting import GUARD_S, until
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.serve.files.downloads import UNIT_BYTES, BusyError, Downloads
+from zstore.serve.routes import weights as routes
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
 from zstore.tools.consolidate import consolidate_command
@@ -62,9 +67,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def base(run: Path) -> Iterator[str]:
-    with serving(Settings(roots=(Root.parse(str(run.parent)),), port=0)) as url:
+@pytest.fixture(scope="module", params=[False, True], ids=["made", "kept"])
+def base(run: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    cache = tmp_path_factory.mktemp("cache") if request.param else None
+    with serving(Settings(roots=(Root.parse(str(run.parent)),), port=0, cache=cache)) as url:
         yield f"{url}/weights/one"
 
 
@@ -173,12 +179,16 @@ def test_latest_gives_ranges_of_the_file_that_was_begun_alone(base: str) -> None
     assert (part.status, part.data) == (206, whole.data[9:12])
 
 
-def test_values_that_do_not_fit_end_the_download_and_are_named_at_the_next(tmp_path: Path, serve: Serve) -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+def test_values_that_do_not_fit_end_the_download_and_are_named_at_the_next(
+    keeps: bool, tmp_path: Path, serve: Serve
+) -> None:
     large = np.zeros((600, 4096), np.float32)
     large[-1, -1], large[-1, -2] = 1e6, -np.inf
     save_arrays(tmp_path / "one", {"model/a": np.ones((1024, 1024), np.float32), "model/large": large})
     # 1 MiB in all: blocks of 1 MiB, so that the first ones are sent before the last is made.
-    url = f"{serve(tmp_path, memory_bytes=4 * UNIT_BYTES)}/weights/one/latest/{FILE}"
+    cache = tmp_path / ".cache" if keeps else None
+    url = f"{serve(tmp_path, memory_bytes=4 * UNIT_BYTES, cache=cache)}/weights/one/latest/{FILE}"
     with pytest.raises(urllib3.exceptions.ProtocolError, match="IncompleteRead"):
         get(url)
     answer = get(url)
@@ -208,6 +218,75 @@ def test_a_damaged_or_replaced_checkpoint_gives_no_wrong_byte(tmp_path: Path, se
     again = get(url, Range="bytes=4096-9999", If_Range=whole.headers["ETag"])
     assert (again.status, len(again.data)) == (200, len(whole.data))
     assert again.headers["ETag"] != whole.headers["ETag"]
+
+
+def kept(cache: Path) -> list[int]:
+    """The sizes of all files that are kept or being made."""
+    return [path.stat().st_size for path in cache.rglob("*") if path.is_file()]
+
+
+def test_a_file_is_made_once_for_all_who_download_it_and_then_kept(
+    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_arrays(tmp_path / "one", {f"model/{i}": RNG.standard_normal(2**20).astype(np.float32) for i in range(8)})
+    consolidate_command(tmp_path / "one", tmp_path / "truth", "bf16")
+    expected = (tmp_path / "truth" / FILE).read_bytes()
+    made: list[int] = []
+    go_on = threading.Event()
+
+    def read(*given: Any) -> memoryview:
+        block = read_block(*given)
+        made.append(len(block))
+        assert len(made) < 3 or go_on.wait(GUARD_S)
+        return block
+
+    monkeypatch.setattr(routes, "read_block", read)
+    cache = tmp_path / "cache"
+    url = f"{serve(tmp_path, cache=cache)}/weights/one/step-00000001/{FILE}?dtype=bf16"
+    with ThreadPoolExecutor(5) as threads:
+        answers = [threads.submit(get, url) for _ in range(4)]
+        part = threads.submit(get, url, Range="bytes=1000000-9000000")
+        until(lambda: len(made) > 2)
+        go_on.set()
+        assert {answer.result().data for answer in answers} == {expected}
+        assert part.result().data == expected[1000000:9000001]
+    assert sum(made) == len(expected)
+    until(lambda: kept(cache) == [len(expected)])
+    assert get(url).data == expected
+    assert get(url, Range="bytes=5-9").data == expected[5:10]
+    assert sum(made) == len(expected)
+
+
+def test_a_file_that_nobody_downloads_any_more_is_given_up(tmp_path: Path, serve: Serve) -> None:
+    save_arrays(tmp_path / "one", {"model/a": np.zeros((2048, 8192), np.float32)})
+    cache = tmp_path / "cache"
+    base = serve(tmp_path, cache=cache, memory_bytes=8 * UNIT_BYTES)
+    shard = tmp_path / "one/step-00000001/model/a/c.0.0"
+    data = bytearray(shard.read_bytes())
+    data[-5000] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(urllib3.exceptions.ProtocolError, match="IncompleteRead"):
+        get(f"{base}/weights/one/latest/{FILE}?dtype=fp32")
+    until(lambda: kept(cache) == [])
+    with connect(base) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.sendall(f"GET /weights/one/latest/{FILE}?dtype=bf16 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        assert client.recv(12) == b"HTTP/1.1 200"
+    until(lambda: kept(cache) == [])
+
+
+def test_what_does_not_fit_or_cannot_be_kept_is_sent_all_the_same(tmp_path: Path, serve: Serve) -> None:
+    for name in ("one", "two"):
+        save_arrays(tmp_path / name, {"model/a": np.full((1024, 1024), len(name), np.float32)})
+    for cache, cache_bytes, expected in (("small", 2**20, 0), ("enough", 3 * 2**20, 1), ("file", None, 0)):
+        if cache == "file":
+            (tmp_path / cache).write_text("where the folder would be")
+        base = serve(tmp_path, cache=tmp_path / cache, cache_bytes=cache_bytes)
+        for name in ("one", "two", "one"):
+            answer = get(f"{base}/weights/{name}/latest/{FILE}?dtype=bf16")
+            assert answer.status == 200
+            assert len(answer.data) == int(answer.headers["Content-Length"])
+        until(lambda expected=expected, cache=cache: len(kept(tmp_path / cache)) == expected)
 
 
 def test_from_pretrained_after_a_download_that_went_on(tmp_path: Path, serve: Serve) -> None:

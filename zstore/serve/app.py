@@ -44,4 +44,4 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 
 def _routes() -> list[BaseRoute]:
     # The page's come last: `/<run>` takes all paths that no other route has.
-    return [*api.routes(), *files.routes(), *datasets.routes(), *weights.routes(), *operator.routes(), *page.routes()]
+    return [*files.routes(), *weights.routes(), *datasets.routes(), *operator.routes(), *api.routes(), *page.routes()]

@@ -87,6 +87,11 @@ class Renewed(Generic[V]):
         with self._lock:
             return self._renew() if self._old_at_s < time.monotonic() or self._value is None else self._value
 
+    @property
+    def fresh(self) -> V | None:
+        """The value, None if `get` would make it."""
+        return self._value if self._old_at_s >= time.monotonic() else None
+
     def _renew_behind(self) -> None:
         try:
             with self._lock:

@@ -28,6 +28,7 @@ from ..remote.url import is_url
 from ..remote.versions import VersionsFolder, folder_for
 from ..weights.versions import WEIGHTS_FOLDER, numbers_in
 from .cache import Renewed
+from .kept import KeptFiles
 from .settings import Root, Settings
 
 if TYPE_CHECKING:
@@ -57,7 +58,11 @@ class Runs:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._upstreams = list(_upstreams(settings))
+        self.kept: KeptFiles | None = None
+        """Files of other services, and weights that were cast; None: nothing is kept."""
+        if settings.cache is not None:
+            self.kept = KeptFiles(settings.cache, settings.cache_bytes, settings.files)
+        self._upstreams = list(_upstreams(settings, self.kept))
         self._found = Renewed(self._look, _FRESH_S)
         self._versions: dict[str, Folder] = {}
         """Folders of versions, by their URL."""
@@ -66,6 +71,11 @@ class Runs:
         """Returns the runs by name, in the order of the roots."""
         self.forget = self._found.forget
         """Has the next call look again."""
+
+    @property
+    def fresh(self) -> dict[str, Run] | None:
+        """The runs by name, whoever may see them; None if they would be looked for now."""
+        return self._found.fresh
 
     def limited_to(self, sees: Callable[[str], bool]) -> Runs:
         """Return the runs whose names `sees` accepts, as if there were no others."""
@@ -76,21 +86,24 @@ class Runs:
 
     def get(self, name: str) -> Run:
         """Return the run of that name. Raises CheckpointNotFoundError that names some that are there."""
-        runs = self.all()
-        if name not in runs:
+        if name not in self._found.get():
             self.forget()
-            runs = self.all()
         try:
-            return runs[name]
+            if not self._sees(name):
+                raise KeyError(name)
+            return self._found.get()[name]
         except KeyError:
-            some = ", ".join(sorted(runs)[:5]) or "none"
+            some = ", ".join(sorted(self.all())[:5]) or "none"
             raise CheckpointNotFoundError(f"there is no run {name!r}; runs that are served: {some}") from None
 
     def split(self, name: str) -> tuple[Run, tuple[str, ...]]:
         """Return the run of that name and nothing, or of `RUN@TAG` the run and its tag. Raises CheckpointNotFoundError."""
         run, _, tag = name.rpartition("@")
-        runs = self.all()
-        return (runs[run], (tag,)) if tag and name not in runs and run in runs else (self.get(name), ())
+        if tag:
+            runs = self.all()
+            if name not in runs and run in runs:
+                return runs[run], (tag,)
+        return self.get(name), ()
 
     def local_roots(self) -> list[Path]:
         """Return the roots that are folders of this machine."""
@@ -205,12 +218,12 @@ class Runs:
                 yield name, child
 
 
-def _upstreams(settings: Settings) -> Iterator[Upstream]:
+def _upstreams(settings: Settings, kept: KeptFiles | None) -> Iterator[Upstream]:
     if settings.upstreams:
         from .upstream import Upstream  # brings the client of a service
 
         for url in settings.upstreams:
-            yield Upstream(url, settings.storage_options, settings.cache, settings.cache_bytes, settings.files)
+            yield Upstream(url, settings.storage_options, kept)
 
 
 def _runs_of(upstream: Upstream) -> Iterator[tuple[str, Folder]]:

@@ -79,7 +79,7 @@ class Settings:
     upstreams: tuple[str, ...] = ()
     """URLs of other services, whose runs are served too; see [Note: pull-through]."""
     cache: Path | None = None
-    """Keeps what was read of them; None: nothing is kept."""
+    """Keeps files of them that were read, and weights that were cast; None: nothing is kept."""
     cache_bytes: int | None = None
     """Most bytes of files that are kept; None: any number."""
 
@@ -88,8 +88,6 @@ class Settings:
             raise UsageError("name at least one folder or URL to serve, or another service with --upstream")
         if odd := [url for url in self.upstreams if not url.startswith(("http://", "https://"))]:
             raise UsageError(f"expected another service's URL, as http://host:8700, got {odd[0]!r}")
-        if self.cache is not None and not self.upstreams:
-            raise UsageError("--cache keeps files of another service: name it with --upstream")
         if self.cache is None and self.cache_bytes is not None:
             raise UsageError("--cache-size limits what --cache keeps: name that folder too")
         if self.keep_last is not None and self.keep_last < 1:

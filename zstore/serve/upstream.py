@@ -4,25 +4,19 @@
 A file of a checkpoint does not change: it is fetched whole when somebody first reads of it, once for all who wait, checked, and
 kept. Shard files are checked chunk by chunk against the manifest, manifests and metadata against the record. The record
 itself, lists, and files beside checkpoints are asked for each time; if the other service does not answer, its last answer
-serves, and for `_DOWN_S` it is not asked again. If the kept files take more than `most_bytes`, those go that were used least
-recently.
-
-    <folder>/answers/<digest>               an answer of the other service, by what was asked
-    <folder>/files/<digest>/<digest>        a file, by its checkpoint's record and by its path
-    <folder>/parts/                         files that are being fetched
+serves, and for `_DOWN_S` it is not asked again. Answers are kept in the folder `answers`, by what was asked, and files by their
+checkpoint's record and their path.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +27,13 @@ from ..checkpoint.names import RECORD_FILE
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import StoredArray
 from ..errors import CorruptionError, StorageError, UsageError
-from ..io.files import Files
 from ..remote.retries import Retries
 from ..remote.service import ServiceConnection
 from ..remote.service_folder import ServiceFolder
 from ..remote.service_url import ServiceUrl
 from ..remote.url_folder import UrlFolder
 from .cache import Cache
+from .kept import KeptFiles, digest_of
 from .verify import verify_shard
 
 _log = logging.getLogger("zstore.serve")
@@ -58,28 +52,22 @@ Shard = tuple[StoredArray, int, Sequence[int]]
 
 
 class Upstream:
-    """The service at `url`, and the files of it that are kept in `folder` (None: nothing). Usable from any thread.
+    """The service at `url`, and the files of it that are `kept` (None: nothing). Usable from any thread.
 
     `options` are the storage options of its connection; without a token there, the variable ZSTORE_UPSTREAM_TOKEN has it.
     """
 
-    def __init__(
-        self, url: str, options: Mapping[str, Any], folder: Path | None, most_bytes: int | None, files: Files
-    ) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any], kept: KeptFiles | None) -> None:
         self.url = ServiceUrl.parse(url)
         self._options = {"token": os.environ.get(TOKEN_VARIABLE, ""), **options}
-        self._folder, self._most_bytes, self._files = folder, most_bytes, files
+        self._kept = kept
         self._lock = threading.Lock()
-        self._fetching: dict[Path, threading.Lock] = {}
         self._connection: ServiceConnection | None = None
         self._down_until = 0.0
         self._records: Cache[str, tuple[float, Record | None]] = Cache(_MOST_RECORDS)
         """By URL, the record of a checkpoint, and when it is asked for again."""
         self._shards: Cache[str, dict[str, Shard]] = Cache(_MOST_OPEN)
         """By the id of a checkpoint, its shard files."""
-        if folder is not None:
-            for part in (folder / "parts").glob("*"):
-                part.unlink(missing_ok=True)  # of a process that was killed
 
     def root(self) -> PulledFolder:
         """Return the folder that the URL names: of one run, or one with all of its runs as folders."""
@@ -99,8 +87,8 @@ class Upstream:
 
     def answer(self, key: str, ask: Callable[[], bytes]) -> bytes:
         """Return the answer of the other service, or its last one if it does not answer now."""
-        folder = self._folder
-        place = None if folder is None else folder / "answers" / _digest(self.url.base, key)
+        kept = self._kept
+        place = None if kept is None else kept.folder / "answers" / digest_of(self.url.base, key)
         missing: Exception | None = None
         try:
             data = ask()
@@ -114,8 +102,8 @@ class Upstream:
             if (data := place.read_bytes()) == _MISSING:
                 raise FileNotFoundError(f"{self.url.base} had nothing there when it last answered") from None
             return data
-        if folder is not None and place is not None and len(data) <= _MOST_ANSWER_BYTES:
-            self._write(folder, place, [data])
+        if kept is not None and place is not None and len(data) <= _MOST_ANSWER_BYTES:
+            kept.write(place, [data])
         if missing is not None:
             raise missing
         return data
@@ -131,51 +119,26 @@ class Upstream:
             self._records.put(folder.location, (time.monotonic() + _FRESH_S, record))
         return record
 
-    def _write(self, folder: Path, place: Path, blocks: Any, check: Callable[[Path], None] | None = None) -> None:
-        part = folder / "parts" / f"{place.name}.{threading.get_ident()}"
-        self._files.make_folder(part.parent)
-        self._files.make_folder(place.parent)
-        try:
-            with part.open("wb") as file:
-                for block in blocks:
-                    file.write(block)
-            if check is not None:
-                check(part)
-            os.replace(part, place)
-        finally:
-            part.unlink(missing_ok=True)
-
     def file(self, folder: PulledFolder, record: Record, file: str) -> Path | None:
         """Return the kept copy of a checkpoint's file, which is fetched if it is not there; None if nothing is kept."""
-        if self._folder is None:
+        if (kept := self._kept) is None:
             return None
-        place = self._folder / "files" / _digest(self.url.base, record.id) / _digest(file)
-        with contextlib.suppress(FileNotFoundError):
-            os.utime(place)
-            return place
-        with self._only_one(place):
+        place = kept.place(f"{self.url.base}\0{record.id}", file)
+        if (found := kept.get(place)) is not None:
+            return found
+        with kept.only_one(place):
             if not place.exists():
                 there = folder.there()
                 size = there.size(file)
                 starts = range(0, max(size, 1), _BLOCK_BYTES)
                 blocks = (there.read_range(file, start, min(start + _BLOCK_BYTES, size)) for start in starts)
                 try:
-                    self._write(self._folder, place, blocks, lambda part: self._check(folder, record, file, part, size))
+                    kept.write(place, blocks, lambda part: self._check(folder, record, file, part, size))
                 except CorruptionError as error:
                     raise CorruptionError(
                         f"{folder.location_of(file)} did not come whole, and is not kept: {error}"
                     ) from error
-                self._make_room(place)
         return place
-
-    @contextmanager
-    def _only_one(self, place: Path) -> Iterator[None]:
-        with self._lock:
-            lock = self._fetching.setdefault(place, threading.Lock())
-        with lock:
-            yield
-        with self._lock:
-            self._fetching.pop(place, None)
 
     def _check(self, folder: PulledFolder, record: Record, file: str, part: Path, size: int) -> None:
         """Raise CorruptionError for a file that did not come as the checkpoint has it."""
@@ -200,24 +163,6 @@ class Upstream:
                 }
             self._shards.put(record.id, found)
         return found
-
-    def _make_room(self, kept: Path) -> None:
-        """Remove the files that were used least recently, but not `kept`, until the others fit."""
-        if self._folder is None or self._most_bytes is None:
-            return
-        with self._lock:
-            found = []
-            for path in (self._folder / "files").glob("*/*"):
-                with contextlib.suppress(FileNotFoundError):
-                    status = path.stat()
-                    found.append((status.st_mtime_ns, status.st_size, path))
-            over = sum(size for _, size, _ in found) - self._most_bytes
-            for _, size, path in sorted(found):
-                if over <= 0:
-                    break
-                if path != kept:
-                    path.unlink(missing_ok=True)
-                    over -= size
 
 
 class PulledFolder(UrlFolder):
@@ -284,7 +229,3 @@ class PulledFolder(UrlFolder):
     def write_small(self, file: str, data: bytes) -> None:
         """Raise UsageError: a service that pulls from another one changes nothing there."""
         raise UsageError(f"{self.location_of(file)} is another service's: change it there")
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

@@ -6,21 +6,33 @@ Memory is counted in units of 1 MiB. A download has room for two blocks while it
 More are made ahead as long as a quarter of all memory stays free and nobody waits. The first downloads have large blocks,
 which are made faster; later ones, once half of the memory is taken, small ones. A slow client holds its blocks and no
 more. If there is no room for two blocks, a download waits a while for others to end, and is then refused.
+
+[Note: files that are kept]
+With a folder for it, a file is cast once for all who download it, as fast as the drive gives its values: each is sent the
+bytes that are there, and waits for more. It is kept when it is whole, and given up when nobody downloads it any more. Who wants
+a part far ahead, or finds that it failed, has a download of blocks of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
 
 from anyio import CapacityLimiter, to_thread
 
 from ...checkpoint.reader import CheckpointReader
+from ...errors import ZstoreError
 from ...weights.from_checkpoint import DTYPES, list_weights
 from ...weights.layout import FileLayout, plan_files
 from ..cache import Cache
+from ..kept import KeptFiles
+
+_log = logging.getLogger(__name__)
 
 UNIT_BYTES = 1024 * 1024
 _LARGE, _SMALL = 4, 1
@@ -29,6 +41,7 @@ _OWN_BLOCKS = 2
 _MOST_BLOCKS = 6
 _NUM_THREADS = 4
 _WAIT_S = 20.0
+_FAR_BYTES = 64 * 1024 * 1024
 _MOST_PLANS = 8
 _MOST_REFUSED = 256
 
@@ -52,6 +65,7 @@ class Downloads:
         self._threads: CapacityLimiter | None = None
         self.peak_bytes = 0
         """Peak memory so far."""
+        self._castings: dict[Path, Casting] = {}
 
     @property
     def taken_bytes(self) -> int:
@@ -79,6 +93,20 @@ class Downloads:
             yield download
         finally:
             download.close()
+
+    def casting(self, kept: KeptFiles, place: Path, size: int, start: int, cut: Cut) -> Casting | None:
+        """Return the file of `size` bytes that the blocks of `cut` make to be kept, unless byte `start` is far ahead."""
+        found = self._castings.get(place)
+        if start - (0 if found is None else found.done_bytes) > _FAR_BYTES:
+            return None
+        if found is None:
+            try:
+                found = self._castings[place] = Casting(kept, place, size, self.download(cut))
+            except (OSError, ZstoreError) as error:
+                _log.warning("weights are not kept: %s", error)
+                return None
+            found.task.add_done_callback(lambda _: self._castings.pop(place))
+        return found
 
     async def _wait_for(self, units: int) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -192,6 +220,67 @@ class Download:
         for task in at_work:
             task.cancel()
             task.add_done_callback(lambda _: self._shared.give_back(self._size))
+
+
+class Casting:
+    """A file of weights that is being made, for all who download it. Of one event loop. See [Note: files that are kept]."""
+
+    def __init__(
+        self, kept: KeptFiles, place: Path, size: int, download: contextlib.AbstractAsyncContextManager[Download]
+    ) -> None:
+        self._kept, self._place, self._part = kept, place, kept.part(place)
+        self.file = self._part.open("w+b", buffering=0)
+        self.done_bytes, self._size = 0, size
+        self._num_readers = 0
+        self._changed = asyncio.Condition()
+        self.task = asyncio.create_task(self._make(download))
+        self.task.add_done_callback(lambda _: self._close())
+
+    async def _make(self, download: contextlib.AbstractAsyncContextManager[Download]) -> None:
+        try:
+            async with download as blocks:
+                while (block := await blocks.next()) is not None:
+                    await to_thread.run_sync(_write, self.file, block)
+                    self.done_bytes += len(block)
+                    async with self._changed:
+                        self._changed.notify_all()
+            await to_thread.run_sync(self._kept.keep, self._part, self._place)
+        except (BusyError, ZstoreError, OSError) as error:  # each reader finds out by blocks of its own
+            _log.info("weights are not kept: %s", error)
+
+    async def more(self, at: int) -> int:
+        """Wait for bytes behind `at`; return how many there are in all, no more than that if it ended without."""
+        while self.done_bytes <= at and not self.task.done():
+            changed = asyncio.create_task(self._wait(at))
+            await asyncio.wait([changed, self.task], return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+        return self.done_bytes
+
+    async def _wait(self, at: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.done_bytes > at)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Keep the file open; it is given up when nobody does any more."""
+        self._num_readers += 1
+        try:
+            yield
+        finally:
+            self._num_readers -= 1
+            if not self._num_readers and self.done_bytes < self._size:
+                self.task.cancel()
+            self._close()
+
+    def _close(self) -> None:
+        if self.task.done() and not self._num_readers:
+            self.file.close()
+            self._part.unlink(missing_ok=True)
+
+
+def _write(file: BinaryIO, block: memoryview) -> None:
+    while block:
+        block = block[file.write(block) :]
 
 
 def _look_at(task: asyncio.Task[memoryview]) -> None:

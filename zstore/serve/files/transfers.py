@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-
-from aiofiles.threadpool import wrap
 
 from ...io.closing import Closing
 from .opened import Opened
@@ -16,6 +16,9 @@ _BLOCK_BYTES = 1024 * 1024
 _LEAST_BLOCK_BYTES = 64 * 1024
 _REMOTE_BLOCK_BYTES = 4 * 1024 * 1024
 _NUM_THREADS = 16
+
+ZERO_COPY = "http.response.zerocopysend"
+"""ASGI's extension, and the type of its message, by which the kernel sends `count` bytes of an open `file` from `offset` on."""
 
 
 class Transfers(Closing):
@@ -31,20 +34,21 @@ class Transfers(Closing):
         share = self._memory_bytes // (2 * max(1, self._under_way))
         return max(_LEAST_BLOCK_BYTES, min(most_bytes, share))
 
-    async def blocks(self, opened: Opened, part: Part) -> AsyncIterator[bytes]:
-        """Yield the bytes of `part`. Raises EOFError if the file has become shorter."""
+    async def blocks(self, opened: Opened, part: Part, *, cached: bool = False) -> AsyncIterator[bytes | range]:
+        """Yield the bytes of `part`; with `cached` only their range if the page cache has them. Raises EOFError if the file has
+        become shorter."""
         self._under_way += 1
         try:
-            at = part.start
-            file = None if opened.file is None else wrap(opened.file, executor=self.threads)
-            if opened.file is not None:
-                opened.file.seek(at)
+            at, loop = part.start, asyncio.get_running_loop()
             while at < part.stop:
-                if file is not None:
-                    data = await file.read(min(self.block_bytes(_BLOCK_BYTES), part.stop - at))
-                else:
-                    stop = min(at + self.block_bytes(_REMOTE_BLOCK_BYTES), part.stop)
-                    data = await asyncio.get_running_loop().run_in_executor(self.threads, opened.read, at, stop)
+                stop = min(at + _BLOCK_BYTES, part.stop)
+                if cached and opened.file is not None and _is_cached(opened.file.fileno(), at, stop):
+                    yield range(at, stop)
+                    at = stop
+                    continue
+                most_bytes = _REMOTE_BLOCK_BYTES if opened.file is None else _BLOCK_BYTES
+                stop = min(at + self.block_bytes(most_bytes), part.stop)
+                data = await loop.run_in_executor(self.threads, opened.read, at, stop)
                 if not data:
                     raise EOFError(f"{opened.folder.location_of(opened.path)} ended at {at} of {part.stop} bytes")
                 at += len(data)
@@ -55,3 +59,12 @@ class Transfers(Closing):
     def close(self) -> None:
         """End the threads, once they have read all requested blocks."""
         self.threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _is_cached(fd: int, start: int, stop: int) -> bool:
+    """Return whether the page cache has the ends of a range of a file, and so most likely all of it."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return False
+    with contextlib.suppress(OSError):  # EAGAIN: it has to be read
+        return all(os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) for at in (start, stop - 1))
+    return False

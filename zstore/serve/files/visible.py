@@ -107,6 +107,10 @@ class VisibleCheckpoints:
             self._known.put(key, (state, found))
         return found
 
+    def is_near(self, folder: Folder, name: str) -> bool:
+        """Return whether the checkpoint in the tag's folder `name` was found before, on a drive of this machine."""
+        return folder.is_local and self._known.get((folder, name)) is not None and bool(_drive_of(folder))
+
     def latest(self, folder: Folder) -> TagInfo:
         """Return the newest checkpoint of a run; raises CheckpointNotFoundError if it has none."""
         _, newest = self.newest(folder)
@@ -151,6 +155,14 @@ class VisibleCheckpoints:
         if head == WEIGHTS_FOLDER and is_version and is_real_folder(folder, head):
             return Place(folder=folder, path=_inside(folder, parts), info=None, is_folder=False)
         raise _nothing(folder, head)
+
+
+def _drive_of(folder: Folder) -> int:
+    """Return the number of the kind of drive that a local folder is on; 0 for memory, networks and what is not there."""
+    try:
+        return os.major(os.stat(folder.path).st_dev)
+    except OSError:
+        return 0
 
 
 def tags_in(folder: Folder) -> dict[str, TagInfo]:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import struct
+import sys
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
+from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from ..auth import network_of
+from ..files.transfers import ZERO_COPY
 from ..models import Problem
 from .guard import HEADERS
 
@@ -67,6 +72,8 @@ class _Protocol(HttpToolsProtocol):
         """Bytes of a body that was answered before it ended."""
         address = self.client[0] if self.client else ""
         self._source = network_of(address)
+        self._writable = asyncio.Event()
+        """The socket takes more, or the connection is lost."""
         self.addresses[self._source] += 1
         if len(self.connections) > self.limits.most_connections:
             self._refuse(503, "the service has too many connections: try again")
@@ -79,6 +86,7 @@ class _Protocol(HttpToolsProtocol):
         for timer in (self._receiving, self._sending):
             if timer is not None:
                 timer.cancel()
+        self._writable.set()
         self.addresses[self._source] -= 1
         if not self.addresses[self._source]:
             del self.addresses[self._source]
@@ -117,6 +125,9 @@ class _Protocol(HttpToolsProtocol):
         self._held_bytes = self._window_bytes = 0
         self._expect(self.limits.body_s, self._body_late)
         super().on_headers_complete()
+        if self.scheme == "http" and sys.platform == "linux":
+            self.scope["extensions"] = {ZERO_COPY: {}}
+            self.cycle.send = partial(self._send, self.cycle, self.cycle.send)  # type: ignore[method-assign, arg-type]
 
     def on_body(self, body: bytes) -> None:
         self._held_bytes = 0
@@ -173,6 +184,57 @@ class _Protocol(HttpToolsProtocol):
         if self._sending is not None:
             self._sending.cancel()
             self._sending = None
+
+    async def _send(self, cycle: RequestResponseCycle, send: Send, message: Message) -> None:
+        if message["type"] == ZERO_COPY:
+            await self._send_file(cycle, message["file"], message["offset"], message["offset"] + message["count"])
+        else:
+            await send(message)
+
+    async def _send_file(self, cycle: RequestResponseCycle, file: BinaryIO, start: int, stop: int) -> None:
+        """Send bytes of a file, which the page cache has, after the start of an answer: the kernel copies them."""
+        await cycle.flow.drain()
+        await asyncio.sleep(0)  # uvloop writes after its callbacks
+        connection = self.transport.get_extra_info("socket")
+        if cycle.disconnected or self.transport.is_closing() or connection is None:
+            return
+        if self.transport.get_write_buffer_size():  # these bytes come after others
+            data = os.pread(file.fileno(), stop - start, start)
+            sent = len(data)
+            self.transport.write(data)
+        else:
+            descriptor = os.dup(connection.fileno())  # a loop does not let a transport's own be waited for
+            try:
+                async with asyncio.timeout(self.limits.send_s):
+                    sent = await self._send_by_kernel(descriptor, file.fileno(), start, stop)
+            except OSError:  # the client is gone, or does not take it: a TimeoutError
+                self._abort()
+                return
+            finally:
+                os.close(descriptor)
+        cycle.expected_content_length -= sent
+        if sent < stop - start:
+            raise EOFError(f"the file ended {stop - start - sent} bytes early")
+
+    async def _send_by_kernel(self, connection: int, file: int, start: int, stop: int) -> int:
+        at = start
+        while at < stop:
+            try:
+                sent = os.sendfile(connection, file, at, stop - at)
+            except BlockingIOError:
+                self._writable.clear()
+                self.loop.add_writer(connection, self._writable.set)
+                try:
+                    await self._writable.wait()
+                finally:
+                    self.loop.remove_writer(connection)
+                if self.transport.is_closing():
+                    raise ConnectionResetError from None
+                continue
+            if not sent:
+                break
+            at += sent
+        return at - start
 
     def send_400_response(self, msg: str) -> None:
         if self._head_bytes > self.limits.most_head_bytes:

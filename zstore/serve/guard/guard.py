@@ -132,7 +132,7 @@ class _Answer:
         self.sent_bytes = 0
 
     async def send(self, message: Message) -> None:
-        self.sent_bytes += len(message.get("body", b""))
+        self.sent_bytes += len(message.get("body", b"")) + message.get("count", 0)
         if message["type"] == "http.response.start":
             self.started, self.status = True, message["status"]
             headers = MutableHeaders(raw=list(message.get("headers", [])))

@@ -18,13 +18,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ...errors import CheckpointNotFoundError
 from ..files.listing import Listing, list_place
 from ..files.opened import IsFolderError, Opened, open_local
 from ..files.ranges import Part, choose
-from ..files.transfers import Transfers
+from ..files.transfers import ZERO_COPY, Transfers
 from ..files.visible import Place
 from ..service import Service, runs_of, service_of
 
@@ -63,13 +63,25 @@ class FileResponse(Response):
         if scope["method"] == "GET" and self._part.nbytes:
             gone = asyncio.create_task(disconnected(receive))
             try:
-                async for block in self._transfers.blocks(self._opened, self._part):
-                    if gone.done():
-                        return
-                    await send({"type": "http.response.body", "body": block, "more_body": True})
+                await send_part(self._transfers, self._opened, self._part, scope, send, gone)
+                if gone.done():
+                    return
             finally:
                 gone.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def send_part(
+    transfers: Transfers, opened: Opened, part: Part, scope: Scope, send: Send, gone: asyncio.Task[None]
+) -> None:
+    """Send bytes of a file that belong to an answer that was begun, until the client has gone."""
+    async for block in transfers.blocks(opened, part, cached=ZERO_COPY in scope.get("extensions", {})):
+        if gone.done():
+            return
+        message: Message = {"type": "http.response.body", "body": block}
+        if isinstance(block, range):
+            message = {"type": ZERO_COPY, "file": opened.file, "offset": block.start, "count": len(block)}
+        await send({**message, "more_body": True})
 
 
 async def disconnected(receive: Receive) -> None:
@@ -98,7 +110,10 @@ async def answer_file(request: Request) -> Response:
         listing = await run_in_threadpool(_list, request, parts, recursive)
         return _index(request, listing)
     try:
-        opened, part, data = await run_in_threadpool(_open, request, parts)
+        if _is_near(request, parts):
+            opened, part, data = _open(request, parts)
+        else:
+            opened, part, data = await run_in_threadpool(_open, request, parts)
     except IsFolderError:
         return with_slash(request)
     return FileResponse(opened, part, service.transfers, data)
@@ -139,6 +154,14 @@ def open_place(service: Service, place: Place) -> Opened:
 def headers_of(request: Request) -> dict[str, str]:
     """Return a request's headers by their lower-case names."""
     return {name.lower(): value for name, value in request.headers.items()}
+
+
+def _is_near(request: Request, parts: tuple[str, ...]) -> bool:
+    """Return whether a path is of a known checkpoint on a drive of this machine: to open a file there costs less than to have
+    a thread do it."""
+    service, runs = service_of(request), service_of(request).runs.fresh
+    run = None if runs is None else runs.get(unquote(parts[0]))
+    return run is not None and service.checkpoints.is_near(run.folder, unquote(parts[1]))
 
 
 def _open(request: Request, parts: tuple[str, ...]) -> tuple[Opened, Part, bytes | None]:

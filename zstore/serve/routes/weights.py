@@ -16,9 +16,9 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast, get_args
+from typing import BinaryIO, cast, get_args
 from urllib.parse import quote
 
 from starlette.concurrency import run_in_threadpool
@@ -37,7 +37,7 @@ from ...weights.companions import companions, is_companion
 from ...weights.from_checkpoint import DTYPES
 from ...weights.layout import MAX_FILE_BYTES, SUFFIX, FileLayout, index_document, index_file
 from ...weights.parts import cut_blocks, read_block
-from ..files.downloads import BusyError, Download, Make
+from ..files.downloads import BusyError, Casting, Download, Make
 from ..files.opened import Opened
 from ..files.ranges import Part, choose
 from ..files.visible import Place
@@ -45,7 +45,7 @@ from ..models import WeightsFile, WeightsFolder
 from ..replies import problem, reply, status_of
 from ..runs import Run
 from ..service import Service, runs_of, service_of
-from .files import FileResponse, disconnected, headers_of, open_place
+from .files import FileResponse, disconnected, headers_of, open_place, send_part
 
 _log = logging.getLogger(__name__)
 _VERSION = 1
@@ -189,7 +189,12 @@ def _answer(request: Request, checkpoint: str, name: str, wanted: Wanted) -> Res
         return Response(None, part.status, own, _media_type(name))
     if file.layout is None:
         return Response(file.data[part.start : part.stop], part.status, own, _media_type(name))
-    return _WeightsResponse(_Work(source, file.layout, part, wanted), own)
+    work = _Work(source, file.layout, file.etag, part, wanted)
+    if (kept := work.kept()) is None:
+        return _WeightsResponse(work, own)
+    response = FileResponse(kept, part, source.service.transfers)
+    response.headers["Content-Location"] = place
+    return response
 
 
 def _some(names: Iterable[str]) -> str:
@@ -238,6 +243,7 @@ class _Work:
 
     source: _Source
     layout: FileLayout
+    etag: str
     part: Part
     wanted: Wanted
 
@@ -246,6 +252,30 @@ class _Work:
         reader, overflow = self.source.reader, self.wanted.overflow
         for block in cut_blocks(reader, self.layout, self.part.start, self.part.stop, block_bytes):
             yield partial(read_block, reader, block, overflow)
+
+    def kept(self) -> Opened | None:
+        """Return the file if it is kept."""
+        kept = self.source.service.runs.kept
+        if kept is None or (place := kept.get(kept.place("weights", self.etag))) is None:
+            return None
+        try:
+            return self.opened(place.open("rb", buffering=0))
+        except FileNotFoundError:  # it went meanwhile
+            return None
+
+    def casting(self) -> Casting | None:
+        """Return the file that is made for all who download it, if there is one to be kept, and the part is not far ahead."""
+        kept, size = self.source.service.runs.kept, self.layout.file_bytes
+        if kept is None or (kept.most_bytes is not None and size > kept.most_bytes):
+            return None
+        whole = replace(self, part=replace(self.part, start=0, stop=size))
+        place = kept.place("weights", self.etag)
+        return self.source.service.downloads.casting(kept, place, size, self.part.start, whole.cut)
+
+    def opened(self, file: BinaryIO) -> Opened:
+        """Return the kept file, or one that is being made, for reading."""
+        size = self.layout.file_bytes
+        return Opened(folder=self.source.info.folder, path=self.layout.name, size=size, etag=self.etag, file=file)
 
     def failed(self, error: Exception) -> None:
         """Remember that the weights do not fit; say in the log why a download ends."""
@@ -259,37 +289,64 @@ class _WeightsResponse(Response):
 
     def __init__(self, work: _Work, headers: dict[str, str]) -> None:
         self._work = work
+        self._begun = False
+        """Whether the status was sent: errors up to here can be told."""
         self.status_code = work.part.status
         self.background = None
         self.init_headers({"Content-Type": _media_type(work.layout.name), **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer."""
+        work, gone = self._work, asyncio.create_task(disconnected(receive))
         try:
-            async with self._work.source.service.downloads.download(self._work.cut) as download:
-                await self._answer(download, scope, receive, send)
+            at = await self._send_cast(scope, send, gone)
+            if at < work.part.stop and not gone.done():
+                rest = replace(work, part=replace(work.part, start=at))
+                async with work.source.service.downloads.download(rest.cut) as download:
+                    await self._send_made(download, scope, receive, send, gone)
+            elif not gone.done():
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         except BusyError as error:
-            await problem(503, f"{error}: try again", {"Retry-After": "10"})(scope, receive, send)
+            if not self._begun:
+                await problem(503, f"{error}: try again", {"Retry-After": "10"})(scope, receive, send)
+        finally:
+            gone.cancel()
 
-    async def _answer(self, download: Download, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _begin(self, send: Send) -> None:
+        if not self._begun:
+            self._begun = True
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+
+    async def _send_cast(self, scope: Scope, send: Send, gone: asyncio.Task[None]) -> int:
+        """Send the bytes that are made for all who want them, if they are; return where that ended."""
+        work, part, service = self._work, self._work.part, self._work.source.service
+        at = part.start
+        if (casting := work.casting()) is None:
+            return at
+        with casting.reading():
+            opened = work.opened(casting.file)
+            while at < part.stop and not gone.done() and (there := await casting.more(at)) > at:
+                await self._begin(send)
+                some = replace(part, start=at, stop=min(there, part.stop))
+                await send_part(service.transfers, opened, some, scope, send, gone)
+                at = some.stop
+        return at
+
+    async def _send_made(
+        self, download: Download, scope: Scope, receive: Receive, send: Send, gone: asyncio.Task[None]
+    ) -> None:
+        """Send the bytes of a download to its end."""
         try:
-            # Before the status: errors up to here can be told.
             block = await download.next()
-        except (ZstoreError, OSError) as error:
-            self._work.failed(error)
-            await problem(status_of(error), str(error))(scope, receive, send)
-            return
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        gone = asyncio.create_task(disconnected(receive))
-        try:
+            await self._begin(send)
             while block is not None and not gone.done():
                 async with asyncio.timeout(_STALL_S):
                     await send({"type": "http.response.body", "body": block, "more_body": True})
                 block = await download.next()
         except (ZstoreError, OSError) as error:  # a TimeoutError is an OSError
             self._work.failed(error)
+            if not self._begun:
+                await problem(status_of(error), str(error))(scope, receive, send)
             return
-        finally:
-            gone.cancel()
         if not gone.done():
             await send({"type": "http.response.body", "body": b"", "more_body": False})
