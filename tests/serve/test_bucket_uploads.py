@@ -28,9 +28,10 @@ from tests.waiting import until
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.errors import CheckpointExistsError, CheckpointNotFoundError, UsageError
+from zstore.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError, UsageError
 from zstore.remote.folder import open_folder
 from zstore.remote.upload import upload_checkpoint
+from zstore.serve.tokens import Role, Token, TokenFile, digest_of
 from zstore.testing.faults import DeadlyFiles
 from zstore.testing.ranks import loaded_context
 
@@ -95,6 +96,39 @@ def test_uploads_become_versions_that_refer_to_what_is_there(
         )
     )
     assert [path for path in (tmp_path / "uploads").rglob("*") if path.is_file()] == []
+
+
+def test_a_run_and_a_token_hold_no_more_than_their_quotas_behind_a_url(
+    bucket: VersionedBucket, tmp_path: Path, serve: Serve
+) -> None:
+    (tmp_path / "uploads").mkdir()
+    tokens = tmp_path / "tokens.json"
+    arrays = make_arrays()
+    size = sum(array.nbytes for array in arrays.values())
+    saved = {}
+    for step in (1, 2, 3):
+        arrays = {name: array + 1 for name, array in arrays.items()}
+        saved[step] = save_arrays(tmp_path / str(step), arrays, step=step)
+
+    def begin(*, quota: int | None = None, run_quota: int | None = None) -> str:
+        one = Token(name="ci", role=Role.ACT, created=0, quota=quota, sha256=digest_of(TOKEN.encode()))
+        tokens.write_text(TokenFile(tokens=(one,)).model_dump_json())
+        root = bucket.url.rpartition("/")[0]
+        settings = {"upload_folder": tmp_path / "uploads", "storage_options": bucket.options, "run_quota": run_quota}
+        return serve(root, tokens=tokens, allow_actions=True, **settings)
+
+    limited = begin(run_quota=int(2.5 * size))
+    for step in (1, 2):
+        upload_checkpoint(saved[step], f"{limited}/one", OPTIONS)
+    with pytest.raises(StorageError, match="the run 'one' may hold"):
+        upload_checkpoint(saved[3], f"{limited}/one", OPTIONS)
+    limited = begin(quota=int(2.5 * size))
+    with pytest.raises(StorageError, match="the token 'ci' may hold"):
+        upload_checkpoint(saved[3], f"{limited}/one", OPTIONS)
+    bucket.folder.remove_version(tags(bucket.folder)[0])
+    for url in (limited, begin(run_quota=int(2.5 * size))):
+        upload_checkpoint(saved[3], f"{url}/one", OPTIONS)
+    assert [info.tag for info in tags(bucket.folder)] == ["step-00000002", "step-00000003"]
 
 
 def test_a_tag_is_refused_replaced_and_found_again(bucket: VersionedBucket, url: str, tmp_path: Path) -> None:

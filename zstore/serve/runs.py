@@ -135,6 +135,14 @@ class Runs:
             )
         return self._settings.upload_folder / name
 
+    def room_of(self, run: Run) -> Path | None:
+        """Return the folder in which uploads to a run that is there come together; None if it takes none."""
+        if run.folder.is_local:
+            return run.folder.path
+        return (
+            None if run.is_pulled or self._settings.upload_folder is None else self._settings.upload_folder / run.name
+        )
+
     def place_for_uploads(self, name: str) -> Path | str:
         """Return the run's folder, or its URL; see `folder_for_uploads`."""
         if not self._sees(name):

@@ -248,7 +248,7 @@ class Inbox:
         folder = upload.folder
         beside = [one for one in self._going_on(upload) if one.folder == folder]
         if self.run_quota is not None:
-            held = held_by_run(folder) + sum(one.room_needed() for one in beside)
+            held = held_by_run(upload.place) + sum(one.room_needed() for one in beside)
             require_quota(self.run_quota, held, upload.room_needed(), f"the run {upload.offer.run!r}")
         if token.quota is not None:
             require_quota(token.quota, self.held(token, upload), upload.total_bytes, f"the token {token.name!r}")
@@ -259,9 +259,9 @@ class Inbox:
 
     def held(self, token: Token, beside: Upload | None = None) -> int:
         """Return the bytes that a token holds, those of its uploads under way `beside` this one too. See [Note: quotas]."""
-        runs = [run.folder.path for run in self._runs.all().values() if run.folder.is_local]
-        under_way = (one.total_bytes for one in self._going_on(beside) if one.owner == token.name)
-        return sum(held_by_token(folder, token.name) for folder in runs) + sum(under_way)
+        under_way = sum(one.total_bytes for one in self._going_on(beside) if one.owner == token.name)
+        places = [(self._runs.room_of(run), run.folder) for run in self._runs.all().values()]
+        return under_way + sum(held_by_token(room, run, token.name) for room, run in places if room is not None)
 
     # -- committing -------------------------------------------------------------------------------------------------
 
@@ -284,9 +284,9 @@ class Inbox:
             self._require_quotas(upload, token)  # others may have taken the room of one that was silent
             replaced = _check_free(upload)
             linked_bytes = upload.linked_bytes()
-            if upload.owner and upload.place.is_local:  # before anybody sees the checkpoint
+            if upload.owner:  # before anybody sees the checkpoint
                 sent = SentCheckpoint(token=upload.owner, bytes=upload.num_bytes - linked_bytes)
-                note_sent(self._files, upload.folder, upload.record.id, sent)
+                note_sent(self._files, upload.folder, upload.place, upload.record.id, sent)
             _complete(upload, upload.plan(), self._files)
             messages = publish(upload)
             if replaced is not None and not upload.offer.overwrite:

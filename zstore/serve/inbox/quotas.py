@@ -1,9 +1,10 @@
 """How many bytes a run and a token hold.
 
 [Note: quotas]
-A run holds the bytes of the files in its folder, each once, however many checkpoints link it; a token those that it sent of
-checkpoints that are still there, and that the service did not have before. Whose these are is in `.uploaded.json` in the run's
-folder. Removed checkpoints count no more; bytes that uploads under way still need count already.
+A run holds the bytes of the files in its folder, each once, however many checkpoints link it, behind a URL those of the packs
+of its versions; a token those that it sent of checkpoints that are still there, and that the service did not have before.
+Whose these are is in `.uploaded.json` in the folder in which the run's uploads come together. Removed checkpoints count no
+more; bytes that uploads under way still need count already.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, RootModel, ValidationError
 
 from ...checkpoint.catalog import scan
+from ...checkpoint.folder import Folder
 from ...errors import DiskFullError, ZstoreError
 from ...io.files import Files
+from ...remote.versions import VersionsFolder, has_versions
 from ...sizes import format_bytes
 
 UPLOADED_FILE = ".uploaded.json"
@@ -31,32 +34,42 @@ class SentCheckpoint(BaseModel):
     bytes: int
 
 
-def note_sent(files: Files, folder: Path, record_id: str, sent: SentCheckpoint) -> None:
-    """Note who sent a checkpoint of the run in `folder`; checkpoints that are gone are forgotten."""
-    found = {**_sent(folder), record_id: sent}
+def note_sent(files: Files, folder: Path, place: Folder, record_id: str, sent: SentCheckpoint) -> None:
+    """Note in `folder` who sent a checkpoint of the run at `place`; checkpoints that are gone are forgotten."""
+    found = {**_sent(folder, place), record_id: sent}
     part = folder / f"{UPLOADED_FILE}.part"
     files.write_small(part, RootModel[dict[str, SentCheckpoint]](found).model_dump_json().encode())
     files.rename(part, folder / UPLOADED_FILE)
 
 
-def held_by_token(folder: Path, token: str) -> int:
-    """Return the bytes that a token holds of the run in `folder`."""
-    return sum(one.bytes for one in _sent(folder).values() if one.token == token)
+def held_by_token(folder: Path, place: Folder, token: str) -> int:
+    """Return the bytes that a token holds of the run at `place`, by the notes in `folder`."""
+    return sum(one.bytes for one in _sent(folder, place).values() if one.token == token)
 
 
-def _sent(folder: Path) -> dict[str, SentCheckpoint]:
+def _sent(folder: Path, place: Folder) -> dict[str, SentCheckpoint]:
     """Return who sent the checkpoints that are there, by the ids of their records; nothing of a file that is damaged."""
     with contextlib.suppress(OSError, ValidationError, ZstoreError):
         found = RootModel[dict[str, SentCheckpoint]].model_validate_json((folder / UPLOADED_FILE).read_bytes()).root
-        there = {info.record.id for info in scan(folder).tags}
+        there = {info.record.id for info in scan(place).tags}
         return {record_id: sent for record_id, sent in found.items() if record_id in there}
     return {}
 
 
-def held_by_run(folder: Path) -> int:
-    """Return the bytes of the files in a run's folder."""
+def held_by_run(place: Folder) -> int:
+    """Return the bytes of the files in a run's folder, which need not be there yet."""
+    if isinstance(place, VersionsFolder):
+        if not has_versions(place):
+            return 0
+        return sum(
+            {pack: nbytes for version in place.all().values() for pack, nbytes in version.packs.items()}.values()
+        )
+    if not place.is_local:
+        with contextlib.suppress(FileNotFoundError):
+            return sum(size or 0 for size in place.sizes("").values())
+        return 0
     sizes: dict[tuple[int, int], int] = {}
-    for path, _, names in os.walk(folder):
+    for path, _, names in os.walk(place.path):
         for name in names:
             with contextlib.suppress(OSError):
                 status = os.lstat(os.path.join(path, name))
