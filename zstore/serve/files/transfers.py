@@ -16,6 +16,7 @@ _BLOCK_BYTES = 1024 * 1024
 _LEAST_BLOCK_BYTES = 64 * 1024
 _REMOTE_BLOCK_BYTES = 4 * 1024 * 1024
 _NUM_THREADS = 16
+_FEW = 4
 
 ZERO_COPY = "http.response.zerocopysend"
 """ASGI's extension, and the type of its message, by which the kernel sends `count` bytes of an open `file` from `offset` on."""
@@ -41,7 +42,8 @@ class Transfers(Closing):
         try:
             at, loop = part.start, asyncio.get_running_loop()
             while at < part.stop:
-                stop = min(at + _BLOCK_BYTES, part.stop)
+                # Of many at a time little each: the event loop has to come to everybody else in between.
+                stop = min(at + max(_LEAST_BLOCK_BYTES, _BLOCK_BYTES * _FEW // max(_FEW, self._under_way)), part.stop)
                 if cached and opened.file is not None and _is_cached(opened.file.fileno(), at, stop):
                     yield range(at, stop)
                     at = stop
