@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 # Two workers on two cores: torch's threads would spin against each other. Before torch is imported, and for every child.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -103,3 +105,20 @@ def pytest_collection_finish() -> None:
     gc.enable()
     # Whichever test starts the server of this process: one without these would let each rank import them.
     ranks.loaded_context()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dict[str, Any]]:
+    """Storage options of an S3 server, in a process of its own."""
+    from tests.checkpoint.s3_server import s3_server
+
+    with s3_server() as options:
+        yield options
+
+
+@pytest.fixture
+def bucket(server: dict[str, Any], tmp_path: Path) -> Any:
+    """A new bucket of it, whose saves are versions."""
+    from tests.checkpoint.buckets import VersionedBucket
+
+    return VersionedBucket(server, tmp_path)

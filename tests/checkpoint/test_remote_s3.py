@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from safetensors.numpy import load_file
 import zstore
 from tests.checkpoint.buckets import Bucket
 from tests.checkpoint.checkpoints import open_world, save_arrays
-from tests.checkpoint.s3_server import s3_server
 from tests.engine.runs import make_config, start, state_of, step
 from zstore.checkpoint.lookahead import ReadAhead
 from zstore.checkpoint.reader import open_checkpoint, refused, tags
@@ -37,12 +35,6 @@ ARRAYS: dict[str, Array] = {
     "model/odd name/ü%": RNG.standard_normal(77).astype(np.float32),
     "optimizer/exp_avg/h.0.weight": RNG.standard_normal((700, 300)).astype(np.float32),
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[dict[str, Any]]:
-    with s3_server() as options:
-        yield options
 
 
 class PlainBucket(Bucket):

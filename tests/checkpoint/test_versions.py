@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from safetensors.numpy import load_file
 import zstore
 from tests.checkpoint.buckets import VersionedBucket
 from tests.checkpoint.checkpoints import open_world, save_arrays, wait_all
-from tests.checkpoint.s3_server import s3_server
 from tests.engine.runs import make_config, start, state_of, step
 from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.reader import open_checkpoint, tags
@@ -46,17 +45,6 @@ ARRAYS: dict[str, Array] = {
     "model/odd name/ü%~": RNG.standard_normal(77).astype(np.float32),
     "optimizer/exp_avg/h.0.weight": RNG.standard_normal((700, 300)).astype(np.float32),
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[dict[str, Any]]:
-    with s3_server() as options:
-        yield options
-
-
-@pytest.fixture
-def bucket(server: dict[str, Any], tmp_path: Path) -> VersionedBucket:
-    return VersionedBucket(server, tmp_path)
 
 
 def expect(bucket: VersionedBucket, tag: str | None, arrays: Mapping[str, Array]) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from tests.checkpoint.s3_server import s3_server
 from tests.engine.bits import engine_digests
 from tests.engine.runs import make_config, start, step
 from zstore.checkpoint.reader import open_checkpoint, tags
@@ -28,12 +26,6 @@ pytest.importorskip("s3fs", reason="extra s3")
 
 REQUESTS = 24
 """More than a rank makes in a save."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[dict[str, Any]]:
-    with s3_server() as options:
-        yield options
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 
 import zstore.dcp
 from tests.checkpoint.buckets import VersionedBucket
-from tests.checkpoint.s3_server import s3_server
 from tests.integrations.test_offloaded_ranks import app, digests, load, make_model, step
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
@@ -62,12 +60,6 @@ def train_and_save(rank: int, folder: str, url: str, options: dict[str, Any]) ->
         load(other, torchs, storage_reader=zstore.dcp.Reader(f"{url}/step-{number}", storage_options=options))
         found.append(digests(other, torchs))
     return found
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[dict[str, Any]]:
-    with s3_server() as options:
-        yield options
 
 
 def test_state_on_disk_is_saved_as_versions_and_torch_loads_it(server: dict[str, Any], tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import zstore.dcp
 from tests.checkpoint.buckets import VersionedBucket
-from tests.checkpoint.s3_server import s3_server
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.testing.ranks import kill_ranks, run_ranks
@@ -23,17 +21,6 @@ from zstore.testing.ranks import kill_ranks, run_ranks
 zarr = pytest.importorskip("zarr")
 pytest.importorskip("icechunk", reason="extra versions")
 pytest.importorskip("moto", reason="extra test")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[dict[str, Any]]:
-    with s3_server() as options:
-        yield options
-
-
-@pytest.fixture
-def bucket(server: dict[str, Any], tmp_path: Path) -> VersionedBucket:
-    return VersionedBucket(server, tmp_path)
 
 
 FROZEN = torch.arange(800 * 600, dtype=torch.float32).reshape(800, 600)

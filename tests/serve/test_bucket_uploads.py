@@ -19,7 +19,6 @@ import urllib3
 import zstore
 from tests.checkpoint.buckets import VersionedBucket
 from tests.checkpoint.checkpoints import open_world, save_arrays
-from tests.checkpoint.s3_server import s3_server
 from tests.serve.conftest import Serve
 from tests.serve.proxy import proxy_to
 from tests.serve.test_uploads import OPTIONS, TOKEN, make_arrays, save
@@ -38,17 +37,6 @@ from zstore.testing.ranks import loaded_context
 zarr = pytest.importorskip("zarr")
 pytest.importorskip("icechunk", reason="extra versions")
 pytest.importorskip("moto", reason="extra test")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[dict[str, Any]]:
-    with s3_server() as options:
-        yield options
-
-
-@pytest.fixture
-def bucket(server: dict[str, Any], tmp_path: Path) -> VersionedBucket:
-    return VersionedBucket(server, tmp_path)
 
 
 @pytest.fixture
