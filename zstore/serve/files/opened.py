@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -132,10 +133,12 @@ def _open_folder(folder: Folder, *, is_checkpoint: bool) -> int:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     if not is_checkpoint:  # the settings name it
         return os.open(folder.path, flags)
-    # Wherever a link leads by now, only files in the folder of checkpoints are opened.
-    name = os.path.basename(os.path.realpath(folder.path))
     above = os.open(folder.path.parent, flags)
     try:
+        with contextlib.suppress(OSError):  # most are no link
+            return os.open(folder.path.name, flags | os.O_NOFOLLOW, dir_fd=above)
+        # Wherever a link leads by now, only files in the folder of checkpoints are opened.
+        name = os.path.basename(os.path.realpath(folder.path))
         return os.open(name, flags | os.O_NOFOLLOW, dir_fd=above)
     finally:
         os.close(above)

@@ -14,10 +14,10 @@ import logging
 import re
 import socket
 import time
-from functools import cache
+from functools import cache, lru_cache
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,6 +41,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 """Headers of every answer."""
+_RAW_HEADERS = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
 MOST_BODY_BYTES = 1024 * 1024
 """Most bytes of a request with JSON."""
 MOST_URL_BYTES = 8192
@@ -135,11 +136,10 @@ class _Answer:
         self.sent_bytes += len(message.get("body", b"")) + message.get("count", 0)
         if message["type"] == "http.response.start":
             self.started, self.status = True, message["status"]
-            headers = MutableHeaders(raw=list(message.get("headers", [])))
-            for name, value in HEADERS.items():
-                headers.setdefault(name, value)
-            message = {**message, "headers": headers.raw}
-            if headers.get("content-type", "").startswith("text/event-stream"):
+            own = message.get("headers", ())
+            names = dict(own)
+            message = {**message, "headers": [*own, *(one for one in _RAW_HEADERS if one[0] not in names)]}
+            if names.get(b"content-type", b"").startswith(b"text/event-stream"):
                 self._streams.add(self._task)
         await self._send(message)
 
@@ -189,6 +189,7 @@ def check_host(request: Request, settings: Settings) -> None:
         raise HTTPException(421, "this service is not called so: use its address, or start it with --allow-host NAME")
 
 
+@lru_cache(256)
 def host_name(text: str) -> str | None:
     """Return name or address in `host:port`, in lower case; None if it is none."""
     try:
