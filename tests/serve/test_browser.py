@@ -144,6 +144,25 @@ def test_a_difference_shows(site: Site) -> None:
     watched.check()
 
 
+def test_an_upload_has_links_once_it_is_committed(site: Site) -> None:
+    job = {"id": "1", "kind": "upload", "run": RUN, "checkpoint": LAST, "state": "running", "started_at": time.time()}
+    job |= {"ended_at": None, "done_bytes": 1, "total_bytes": 2, "lines": [], "problem": None}
+    watched = site.page()
+    page = watched.page
+    page.route("**/api/jobs", lambda route: route.fulfill(json={"jobs": [job]}))
+    page.goto(site.base + "/jobs")
+    heading = page.locator("[data-test=job-heading]")
+    assert heading.inner_text() == f"Upload of {LAST} in {RUN}"
+    assert heading.locator("a").count() == 0
+    box = page.locator("[data-test=jobs-list]").bounding_box()
+    assert box is not None
+    assert box["height"] < 200
+    job["state"] = "done"
+    heading.locator("a").nth(1).wait_for()
+    page.unroute("**/api/jobs")
+    watched.check()
+
+
 def test_the_keyboard_reaches_everything(site: Site) -> None:
     watched = site.page()
     page = site.open(view("runs"), watched)

@@ -39,6 +39,7 @@ export function hasFaults({ kind, state, lines }) {
 export class JobView {
   /** @param {(job: object) => void} [again] Asks for the verification again; null for no button. */
   constructor(job, again = null) {
+    this.heading = h("h3", { test: "job-heading" });
     this.state = h("span", { test: "job-state" });
     this.bar = h("progress", { max: "1", "aria-label": "Progress", test: "job-progress" });
     this.text = h("p", { class: "muted", test: "job-text" });
@@ -53,7 +54,7 @@ export class JobView {
       h(
         "div",
         { class: "row" },
-        h("h3", null, heading(job)),
+        this.heading,
         this.state,
         h("time", { class: "muted", datetime: new Date(job.started_at * 1000).toISOString() }, when(job.started_at)),
       ),
@@ -68,6 +69,7 @@ export class JobView {
   }
 
   update(job) {
+    if (job.state !== this.job?.state) replace(this.heading, heading(job));
     this.job = job;
     const [text, name] = hasFaults(job) ? FAULTS : STATES[job.state];
     const { share, text: progress } = progressOf(job, Date.now() / 1000);
@@ -98,10 +100,12 @@ export class JobView {
   }
 }
 
-function heading({ kind, run, checkpoint }) {
-  const where = checkpoint === null ? null : h("a", { href: runUrl(run, `checkpoint/${checkpoint}`) }, checkpoint);
-  const of = h("a", { href: runUrl(run, "checkpoints") }, h("bdi", null, run));
-  return [KINDS[kind], " of ", where === null ? of : [h("bdi", null, where), " in ", of]];
+/** What it does, with links; the run and checkpoint of an upload may not exist before it is committed. */
+function heading({ kind, run, checkpoint, state }) {
+  const isThere = kind !== "upload" || state === "done";
+  const named = (text, view) => h("bdi", null, isThere ? h("a", { href: runUrl(run, view) }, text) : text);
+  const of = named(run, "checkpoints");
+  return [KINDS[kind], " of ", checkpoint === null ? of : [named(checkpoint, `checkpoint/${checkpoint}`), " in ", of]];
 }
 
 /** Change an element's text only where it is another, so that a selection in it stays. */

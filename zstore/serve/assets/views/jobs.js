@@ -44,8 +44,8 @@ class JobsView {
       note({ state: this.state });
       this.draw();
     });
-    this.list = h("div", { class: "view", test: "jobs-list" });
-    this.uploads = h("div");
+    this.list = h("div", { class: "lists", test: "jobs-list" });
+    this.uploads = h("div", { class: "lists" });
     this.trouble = h("p", { class: "bad", role: "alert", hidden: true });
     this.element = h("div", { class: "view" }, titled(h("h1", null, "Jobs"), this.select), this.trouble, this.list, this.uploads);
   }
