@@ -163,6 +163,17 @@ def test_an_upload_has_links_once_it_is_committed(site: Site) -> None:
     watched.check()
 
 
+def test_sizes_in_memory_are_whole_on_a_phone(site: Site) -> None:
+    watched = site.page(size=PHONE)
+    page = site.open(view("memory"), watched)
+    ends = "[...document.querySelectorAll('.rowgrid, .rowgrid-row .numeric')].map(one => one.getBoundingClientRect().right)"
+    grid, *cells = page.evaluate(ends)
+    assert 0 < max(cells) <= grid
+    coloured = "getComputedStyle(document.querySelector('[data-test=plan] .key:last-child .swatch')).backgroundColor"
+    assert page.evaluate(coloured) != "rgba(0, 0, 0, 0)"
+    watched.check()
+
+
 def test_the_keyboard_reaches_everything(site: Site) -> None:
     watched = site.page()
     page = site.open(view("runs"), watched)

@@ -56,10 +56,10 @@ export class Grid {
     const at = this.shown?.[this.list.active];
     this.entries = entries;
     this.columns = columns;
-    const widths = columns.map((column) => column.width).join(" ");
-    this.element.style.setProperty("--columns", this.most > 0 ? `2.25rem ${widths}` : widths);
-    const least = columns.map((column) => column.width.match(/[\d.]+rem/)[0]);
-    this.element.style.setProperty("--least-width", `calc(2.25rem + ${least.join(" + ")})`);
+    const widths = [...(this.most > 0 ? ["2.25rem"] : []), ...columns.map((column) => column.width)];
+    this.element.style.setProperty("--columns", widths.join(" "));
+    const least = widths.map((width) => width.match(/[\d.]+rem/)[0]);
+    this.element.style.setProperty("--least-width", `calc(${least.join(" + ")})`);
     this.layOut(at === undefined ? null : this.keyOf(at));
   }
 

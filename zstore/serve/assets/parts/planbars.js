@@ -12,7 +12,7 @@ export function planPanel(placement, colours) {
   return h(
     "section",
     { class: "panel", test: "plan" },
-    h("div", { class: "row" }, h("h2", null, "Plan and measured"), h("span", { class: "spring" }), h("div", { class: "legend" }, h("span", { class: "key" }, h("i", { class: "swatch planned" }), "planned"), h("span", { class: "key" }, h("i", { class: "swatch c7" }), "measured"))),
+    h("div", { class: "row" }, h("h2", null, "Plan and measured"), h("span", { class: "spring" }), h("div", { class: "legend" }, h("span", { class: "key" }, h("i", { class: "swatch planned" }), "planned"), h("span", { class: "key" }, h("i", { class: "swatch", style: inColour(7) }), "measured"))),
     h("div", { class: "plan" }, tiers.map((tier) => tierBlock(tier, most, colours))),
   );
 }

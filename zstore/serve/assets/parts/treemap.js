@@ -161,7 +161,9 @@ export class Treemap {
     for (const { node, box } of this.titles) {
       pen.font = `${node.kind === undefined ? "600 " : ""}12px ${font}`;
       pen.fillStyle = text;
-      pen.fillText(fitted(pen, `${node.name} ${bytes(node.nbytes)}`, box.width - 8), box.x + 4, box.y + TITLE_PX / 2 + 1);
+      const size = ` ${bytes(node.nbytes)}`;
+      const name = fitted(pen, node.name, box.width - 8 - pen.measureText(size).width);
+      pen.fillText(name ? name + size : fitted(pen, node.name, box.width - 8), box.x + 4, box.y + TITLE_PX / 2 + 1);
     }
   }
 
@@ -247,16 +249,18 @@ function shrink({ x, y, width, height }, by) {
   return { x: x + by / 2, y: y + by / 2, width: Math.max(0, width - by), height: Math.max(0, height - by) };
 }
 
-/** Write the name of an array, without what all of its kind begin with, over as many lines as there is room, and its size. */
+/** Write the name of an array, without what all of its kind begin with, over as many lines as there is room, and its size if it fits. */
 function label(pen, array, box, shared) {
   const room = box.width - 9;
   const lines = Math.floor((box.height - 4) / LINE_PX);
   const name = array.name.slice(shared.get(array.tier + array.kind) ?? 0) || array.name;
   const wrapped = wrap(pen, name, room);
-  const forName = Math.max(1, lines - 1);
+  const size = bytes(array.nbytes);
+  const hasSize = lines > 1 && pen.measureText(size).width <= room;
+  const forName = hasSize ? lines - 1 : lines;
   const shown = wrapped.slice(0, forName);
   if (wrapped.length > forName) shown[forName - 1] = fitted(pen, wrapped.slice(forName - 1).join(""), room);
-  if (lines > 1) shown.push(fitted(pen, bytes(array.nbytes), room));
+  if (hasSize) shown.push(size);
   for (const [index, line] of shown.entries()) pen.fillText(line, box.x + 5, box.y + 10 + index * LINE_PX);
 }
 
