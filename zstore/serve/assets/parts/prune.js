@@ -159,8 +159,8 @@ export class PrunePanel {
   columns() {
     const fateOf = (fate) =>
       fate.reasons.length === 0
-        ? h("span", { class: "bad" }, "removed")
-        : `kept: ${fate.reasons.map((reason) => WHY[reason] ?? reason).join(", ")}`;
+        ? h("span", { class: "bad" }, "will be removed")
+        : `stays: ${fate.reasons.map((reason) => WHY[reason] ?? reason).join(", ")}`;
     const href = (fate) => runUrl(this.run, `checkpoint/${fate.checkpoint}`);
     const link = (fate) => h("a", { href: href(fate), tabindex: "-1", title: fate.checkpoint }, h("bdi", null, fate.tag));
     const step = (fate) => count(fate.step);
@@ -170,7 +170,7 @@ export class PrunePanel {
       { key: "tag", label: "Checkpoint", width: "minmax(8rem, 1.2fr)", cell: link, value: (fate) => fate.tag },
       { key: "step", label: "Step", width: "5rem", numeric: true, cell: step, value: (fate) => fate.step },
       { key: "size", label: "Size", width: "6rem", numeric: true, cell: size, value: (fate) => fate.size_bytes },
-      { key: "fate", label: "Result", width: "minmax(9rem, 2fr)", cell: fateOf, value: reasons },
+      { key: "fate", label: "What happens", width: "minmax(9rem, 2fr)", cell: fateOf, value: reasons },
     ];
   }
 
