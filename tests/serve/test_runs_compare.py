@@ -146,6 +146,12 @@ def test_chosen_runs_are_drawn_together_and_the_url_holds_the_choice(watched: Wa
     settings = page.locator("[data-test=compare-setting]").all_inner_texts()
     assert [text.split() for text in settings] == [["extra.optimizer.params.lr", "0.1", "0.2", "0.3"]]
 
+    shown = page.locator("[data-test=chart-column-loss] .key output").all_inner_texts()
+    assert shown[0] == "40"
+    assert [text.partition(" ")[2] for text in shown[1:]] == ["", "", "(step 30)"], "c ended before the others"
+    page.click("[data-test=chart-column-loss] .as-table summary")
+    assert page.locator("[data-test=chart-column-loss] caption").inner_text() == "The newest first"
+
     page.select_option("[data-test=compare-x]", "tokens")
     page.click("details.columns summary")
     page.check("[data-column='metric/accuracy']")

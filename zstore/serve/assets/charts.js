@@ -168,7 +168,7 @@ export class LineChart {
     const { at } = this;
     const { cursor, valToIdx } = this.plot.chart;
     const near = marks.filter((mark) => cursor.idx !== null && valToIdx(mark.x) === at).map((mark) => mark.label);
-    for (const [index, one] of series.entries()) this.values[index].textContent = this.format(valueAt(one, at));
+    for (const [index, one] of series.entries()) this.values[index].textContent = this.textAt(one, at);
     this.stepText.textContent = this.by.format(x[at]);
     this.box.title = near.join(", ");
     const spoken = series.map((one, index) => `${one.label} ${this.values[index].textContent}`);
@@ -176,6 +176,13 @@ export class LineChart {
     this.box.setAttribute("aria-valuemax", x.at(-1));
     this.box.setAttribute("aria-valuenow", x[at]);
     this.box.setAttribute("aria-valuetext", `${this.by.label} ${this.by.format(x[at])}: ${[...spoken, ...near].join(", ")}`);
+  }
+
+  /** Write the value of a curve at an index; of one that ended before it the last one, with its place. */
+  textAt(one, at) {
+    const last = one.joins ? one.values.findLastIndex((value) => value !== null) : at;
+    const text = this.format(valueAt(one, at));
+    return last >= 0 && last < at ? `${text} (${this.by.label} ${this.by.format(this.data.x[last])})` : text;
   }
 
   makeLegend() {
@@ -202,7 +209,7 @@ export class LineChart {
     }
     const head = [this.by.label, ...series.map((one) => one.label)].map((text) => h("th", { class: "num", scope: "col" }, text));
     this.tableBody ??= this.table.appendChild(h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${this.title}, table` }));
-    const said = every > 1 ? `Every ${count(every)}th of ${count(last + 1 - first)} points, the newest first` : "The newest first";
+    const said = every > 1 ? `1 point in ${count(every)} of ${count(last + 1 - first)}, the newest first` : "The newest first";
     replace(this.tableBody, h("table", null, h("caption", { class: "hint" }, said), h("thead", null, h("tr", null, head)), h("tbody", null, rows)));
   }
 

@@ -87,6 +87,7 @@ function binTable({ edges, counts }) {
 }
 
 function powers(highest) {
+  if (highest < 100) return [0, 1, 2, 5, 10, 20, 50].filter((size) => size <= highest);
   const found = [0];
   const factor = highest > 1e6 ? 100 : 10;
   for (let power = factor; power <= highest; power *= factor) found.push(power);
