@@ -256,7 +256,7 @@ def test_an_action_needs_the_token(site: Site) -> None:
     page.wait_for_selector("[data-test=prune-summary]")
     assert "3 checkpoints would be removed, 2 kept" in page.locator("[data-test=prune-summary]").inner_text()
     fates = page.locator("[data-test=prune-fates] [data-test=grid-row]").all_inner_texts()
-    assert [text.split("\n")[-1] for text in fates][:3] == ["will be removed"] * 3
+    assert [text.split("\n")[1] for text in fates][:3] == ["will be removed"] * 3
     assert {path.name for path in (site.guarded_folder / RUN).iterdir()} == folders
     page.click("[data-test=prune-remove]")
     page.click("[data-test=confirm]")

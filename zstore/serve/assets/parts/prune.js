@@ -168,9 +168,9 @@ export class PrunePanel {
     const reasons = (fate) => fate.reasons.join();
     return [
       { key: "tag", label: "Checkpoint", width: "minmax(8rem, 1.2fr)", cell: link, value: (fate) => fate.tag },
+      { key: "fate", label: "What happens", width: "minmax(12rem, 2fr)", cell: fateOf, value: reasons },
       { key: "step", label: "Step", width: "5rem", numeric: true, cell: step, value: (fate) => fate.step },
       { key: "size", label: "Size", width: "6rem", numeric: true, cell: size, value: (fate) => fate.size_bytes },
-      { key: "fate", label: "What happens", width: "minmax(9rem, 2fr)", cell: fateOf, value: reasons },
     ];
   }
 
