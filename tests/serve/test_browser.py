@@ -141,6 +141,8 @@ def test_a_difference_shows(site: Site) -> None:
     page.locator("[data-test=compare-tree] [data-test=tree-array]").first.click()
     page.wait_for_selector("[data-test=difference-values]")
     assert "0.001" in page.locator("[data-test=difference-values]").inner_text()
+    page.goto(f"{site.base}{view('compare').path}&array=model/frozen.bias")
+    page.wait_for_selector("[data-test=difference-detail]:has-text('is the same in both checkpoints')")
     watched.check()
 
 

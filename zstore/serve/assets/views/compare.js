@@ -69,7 +69,7 @@ class CompareView {
     this.found = h("span", { class: "muted", role: "status" });
     this.detail = h("div", { class: "array-detail", test: "difference-detail" });
     this.filterField = filterField({ label: "Filter arrays by name", test: "compare-filter" }, () => this.filter());
-    const hint = "Arrows move and open, typing finds a name, Enter compares an array by its values.";
+    const hint = ["Click or tap an array to compare its values. ", h("span", { class: "keys" }, "Arrows move and open, typing finds a name, Enter compares an array.")];
     this.panes = this.tree.beside(this.detail, HEADS, hint);
     this.place = h("div", { class: "view" });
     this.element = h("div", { class: "view", test: "compare" }, this.pickers(), this.place);
@@ -154,6 +154,8 @@ class CompareView {
     if (entry !== undefined) {
       this.tree.select(name);
       void this.openArray(entry, false);
+    } else if (name !== null) {
+      replace(this.detail, h("p", null, "The array ", h("q", { class: "name" }, name.slice(0, 200)), " is the same in both checkpoints, or in neither of them."));
     }
   }
 
@@ -227,23 +229,15 @@ function known(entry) {
 
 function valueFacts({ numel, changed, max_abs, rms, nonfinite, chunks, chunks_changed }) {
   const share = numel > 0 && changed !== undefined ? ` (${percent(changed / numel)})` : "";
-  return [
-    h(
-      "dl",
-      { class: "facts", test: "difference-values" },
-      fact("Changed elements", `${count(changed)} of ${count(numel)}${share}`, { test: "difference-changed" }),
-      fact("Largest difference", number(max_abs, 6), { test: "difference-max", hint: "Between finite elements" }),
-      fact("Root mean square", number(rms, 6), { test: "difference-rms", hint: "Over all elements" }),
-      fact("Not finite", marked(nonfinite, count(nonfinite)), {
-        test: "difference-nonfinite",
-        hint: "Elements that differ, one of them NaN or infinite",
-      }),
-      chunks > 0
-        ? fact("Chunks changed", `${count(chunks_changed)} of ${count(chunks)}`, { test: "difference-chunks" })
-        : null,
-    ),
-    changed > 0 ? meter(changed / numel) : null,
-  ];
+  return h(
+    "dl",
+    { class: "facts", test: "difference-values" },
+    fact("Changed elements", [`${count(changed)} of ${count(numel)}${share}`, changed > 0 ? meter(changed / numel) : null], { test: "difference-changed" }),
+    fact("Largest difference", number(max_abs, 6), { test: "difference-max", hint: "Between finite elements" }),
+    fact("RMS of the difference", number(rms, 6), { test: "difference-rms", hint: "Over all elements" }),
+    fact("Not finite", marked(nonfinite, count(nonfinite)), { test: "difference-nonfinite", hint: "Elements that differ, one of them NaN or infinite" }),
+    chunks > 0 ? fact("Chunks changed", `${count(chunks_changed)} of ${count(chunks)}`, { test: "difference-chunks" }) : null,
+  );
 }
 
 function meter(share) {
