@@ -178,11 +178,11 @@ export class LineChart {
     this.box.setAttribute("aria-valuetext", `${this.by.label} ${this.by.format(x[at])}: ${[...spoken, ...near].join(", ")}`);
   }
 
-  /** Write the value of a curve at an index; of one that ended before it the last one, with its place. */
-  textAt(one, at) {
-    const last = one.joins ? one.values.findLastIndex((value) => value !== null) : at;
-    const text = this.format(valueAt(one, at));
-    return last >= 0 && last < at ? `${text} (${this.by.label} ${this.by.format(this.data.x[last])})` : text;
+  /** Write the value of a curve at an index; of one that goes over gaps the last one there, with its place if none follows. */
+  textAt({ values, joins }, at) {
+    const last = joins ? values.slice(0, at + 1).findLastIndex((value) => value !== null) : at;
+    const isOver = last >= 0 && last < at && !values.slice(at).some((value) => value !== null);
+    return this.format(values[last]) + (isOver ? ` (${this.by.label} ${this.by.format(this.data.x[last])})` : "");
   }
 
   makeLegend() {
@@ -294,11 +294,6 @@ export class LineChart {
 /** Return whether the line of a curve is broken: it limits another one, or that colour was taken. */
 function isBroken(limits, index) {
   return limits !== undefined || index >= 8;
-}
-
-/** Return the value of a curve at an index; of one that goes over gaps the last one there. */
-function valueAt({ values, joins }, index) {
-  return joins ? values.slice(0, index + 1).findLast((value) => value !== null) : values[index];
 }
 
 /** Return options of uPlot for a line; the ends of a band are not seen. */

@@ -5,6 +5,8 @@ import { h, replace, titled } from "../dom.js";
 import { here, note } from "../router.js";
 
 const KEYS = "Drag to zoom. Keyboard: arrows read, Shift+arrows and Enter zoom, Esc resets";
+/** The key of the marks by kind: a colour, and a sign with a word. */
+const MARKS = { resume: ["warn", "┆ resumed"], save: ["accent", "╷ saved"], wrong: ["bad", "│ not finite"] };
 const MOST_SMOOTH = 0.99;
 
 /** The charts; the URL keeps what is set. `changed` is called with the range that people choose, null for all of it. */
@@ -22,11 +24,12 @@ export class ChartGrid {
     this.all = h("button", { type: "button", class: "small", disabled: true, onclick: () => this.group.setDomain(null), test: "zoom-all" }, "Zoom out");
     this.slider = h("input", { type: "range", min: "0", max: MOST_SMOOTH, step: "0.01", value: this.smooth, test: "smooth" });
     this.slider.addEventListener("input", () => this.setSmooth(Number(this.slider.value)));
+    this.marks = h("span", { class: "legend", test: "marks-key" });
     this.grid = h("div", { class: "grid charts" });
     this.element = h(
       "section",
       { class: "view", "aria-label": title },
-      titled(h("h2", null, title), h("span", { class: "hint keys" }, KEYS), tools, h("label", { class: "smooth" }, "Smoothing ", this.slider), this.log, this.all),
+      titled([h("h2", null, title), this.marks], h("span", { class: "hint keys" }, KEYS), tools, h("label", { class: "smooth" }, "Smoothing ", this.slider), this.log, this.all),
       this.grid,
     );
   }
@@ -40,6 +43,8 @@ export class ChartGrid {
     });
     const same = shown.length === this.grid.children.length && shown.every((element, index) => element === this.grid.children[index]);
     if (!same) replace(this.grid, shown);
+    const kinds = new Set(specs.flatMap(({ data }) => data.marks.map(({ kind }) => kind)));
+    replace(this.marks, [...kinds].map((kind) => h("span", { style: { color: `var(--${MARKS[kind][0]})` } }, MARKS[kind][1])));
   }
 
   chart(spec) {

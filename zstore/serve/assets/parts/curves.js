@@ -11,7 +11,8 @@ export const EVALUATED = "metric/eval_loss";
 
 const one = (label, name) => (steps) => (steps.has(name) ? [{ label, values: steps.column(name) }] : []);
 const bare = (text) => text.replace(/\.0+ /, " ").replace(/(\.\d*?)0+ /, "$1 ");
-const axisBytes = (value, digits) => (value === 0 ? "0" : bare(bytes(value, digits)));
+/** Write bytes at an axis. */
+export const axisBytes = (value, digits) => (value === 0 ? "0" : bare(bytes(value, digits)));
 const axisRate = (value, digits) => (value === 0 ? "0" : bare(rate(value, digits)));
 /** Write a time at an axis. */
 export const axisTime = (value, digits) => (value === 0 ? "0" : duration(value, digits).replace(/ 0 (s|min|h)$/, ""));
@@ -27,12 +28,12 @@ const CAUSES = {
 const BYTES = { unit: "bytes", axis: axisBytes, format: bytes };
 const RATE = { unit: "bytes a second", axis: axisRate, format: rate };
 const SHARE = { unit: "share of the peak", axis: percent, format: percent };
-const TIME = { unit: "time of a step", axis: axisTime, format: duration };
-const TOKENS = { unit: "tokens/s", axis: short, format: (value) => number(value) };
+const TIME = { unit: "time per step", axis: axisTime, format: duration };
+const TOKENS = { unit: "tokens/s", zero: true, axis: short, format: (value) => number(value) };
 
 const CHARTS = [
   { name: "loss", title: "Loss", log: true, series: loss },
-  { name: "tokens", title: "Tokens per second", ...TOKENS, zero: true, series: one("tokens/s", "tokens_per_s") },
+  { name: "tokens", title: "Tokens per second", ...TOKENS, series: one("tokens/s", "tokens_per_s") },
   { name: "mfu", title: "Model FLOPs utilisation", ...SHARE, zero: true, series: one("MFU", "mfu") },
   { name: "time", title: "Step time by phase", ...TIME, zero: true, stacked: true, series: phases },
   { name: "rates", title: "Rate of each link", ...RATE, zero: true, series: prefixed("rate/") },

@@ -46,7 +46,7 @@ export class HistogramView {
       height: HEIGHT,
       scales: { x: { time: false, range: [edges[0], edges.at(-1)] }, y: sizes },
       series: [{}, { paths: bars({ size: [1], gap: 1 }), fill: colour("series-0"), width: 0, points: { show: false } }],
-      axes: [baseAxis(this.log ? "value (logarithmic counts)" : "value", number), axis("elements", short, ticks)],
+      axes: [baseAxis(this.log ? "value (logarithmic counts)" : "value", short), axis("elements", short, ticks)],
       hooks: {
         draw: [(chart) => drawUpright(chart, [{ x: 0, stroke: colour("line-strong"), dash: [3, 3] }])],
         setCursor: [({ cursor }) => this.say(cursor.idx)],

@@ -4,12 +4,13 @@ import { h, replace } from "../dom.js";
 import { bytes, count, counted, short, when } from "../format.js";
 import { BARS, Plot, WHOLE, axis, bars, baseAxis } from "../plot.js";
 import { colour, inColour } from "../themes.js";
+import { axisBytes } from "./curves.js";
 
-const HEIGHT = 200;
+const HEIGHT = 216;
 const LEAST_PX = 4;
 const MOST_PX = 28;
 /** What is beside the bars, at both ends together. */
-const MARGIN_PX = 92;
+const MARGIN_PX = 82;
 /** Of the parts of a bar: series, and how much of its colour is seen. */
 const COLOURS = { rest: [7, 0.55], shared: [0, 0.45], freed: [1, 1] };
 
@@ -76,8 +77,8 @@ export class Timeline {
       series: [{}, layer("rest"), layer("shared"), layer("freed", (chart, series, index, left, top, wide) => (places[index] = [left, wide]))],
       bands: [{ series: [1, 2] }, { series: [2, 3] }],
       axes: [
-        baseAxis(null, short, { gap: 12, size: 26, ...(byTime ? { values: (_, times, axisIndex, space, apart) => timeTexts(times, apart) } : { incrs: WHOLE }) }),
-        axis(null, bytes, { size: 68 }),
+        baseAxis(byTime ? "saved at" : "step", short, { gap: 12, size: 26, ...(byTime ? { values: (_, times, axisIndex, space, apart) => timeTexts(times, apart) } : { incrs: WHOLE }) }),
+        axis(null, axisBytes, { size: 58 }),
       ],
       hooks: { draw: [(chart) => this.drawMarks(chart, places)], setCursor: [({ cursor }) => this.say(this.slots[cursor.idx] ?? null)] },
     };

@@ -57,14 +57,14 @@ class RunsCompare {
     this.columns = query.getAll("y");
     const [from, to] = ["from", "to"].map((name) => Number.parseFloat(query.get(name)));
     this.domain = from < to ? [from, to] : null;
-    const select = h("select", { "aria-label": "Axis of x", test: "compare-x" }, Object.entries(AXES).map(([name, { text }]) => h("option", { value: name, selected: name === this.axis }, text)));
+    const select = h("select", { test: "compare-x" }, Object.entries(AXES).map(([name, { text }]) => h("option", { value: name, selected: name === this.axis }, text)));
     select.addEventListener("change", () => {
       this.axis = select.value;
       note({ x: this.axis });
       this.charts.group.setDomain(null);
       this.draw();
     });
-    this.charts = new ChartGrid("Curves", (domain) => this.zoom(domain), select);
+    this.charts = new ChartGrid("Curves", (domain) => this.zoom(domain), h("label", { class: "check" }, "x axis ", select));
     this.choiceText = h("summary");
     this.boxes = h("div", { class: "choices" });
     this.choice = h("details", { class: "panel columns" }, this.choiceText, this.boxes);
@@ -148,7 +148,7 @@ class RunsCompare {
   }
 
   drawChoice(names, chosen) {
-    replace(this.choiceText, `Columns: ${count(chosen.length)} of ${count(names.length)}`);
+    replace(this.choiceText, `Curves shown: ${count(chosen.length)} of ${count(names.length)}`);
     for (const box of this.boxes.querySelectorAll("input")) box.checked = chosen.includes(box.dataset.column);
     this.choice.hidden = names.length === 0;
     if (this.shownChoice === names.join("\n")) return;
