@@ -13,6 +13,7 @@ import { runBar } from "./runbar.js";
 import { askForToken, sessionButton } from "./session.js";
 import { empty, loading, problem } from "./states.js";
 import { themeSwitch } from "./themes.js";
+import { whyNot } from "./parts/act.js";
 import { ROUTES } from "./views.js";
 
 const main = document.getElementById("main");
@@ -145,6 +146,7 @@ function header() {
     ),
     h("span", { class: "spring" }),
     isReport ? h("span", { class: "tag", test: "report" }, "report") : sessionButton(service, again),
+    isReport || service.allows_actions || service.version === "" ? null : h("span", { class: "tag", title: whyNot(service), test: "read-only" }, "read-only"),
     themeSwitch(),
   );
 }
