@@ -20,7 +20,7 @@ import { valueList } from "../parts/values.js";
 import { startVerify } from "../parts/verify.js";
 
 const HEADS = [["Name", ""], ["Type", "wide"], ["Shape", "wide"], ["Size", "num"]];
-const DTYPES = ["bf16", "fp16", "fp32"];
+const DTYPES = { bf16: "bfloat16", fp16: "float16", fp32: "float32" };
 /** Of a name, encoded: a service takes no URL that is much longer. */
 const MOST_URL_LENGTH = 6000;
 
@@ -153,7 +153,7 @@ class CheckpointView {
       "section",
       { class: "panel", "aria-label": "Arrays" },
       h("div", { class: "row toolbar" }, h("h2", null, "Arrays"), input, this.found),
-      this.tree.beside(this.array, HEADS, "Arrows move and open, typing finds a name, Enter shows an array."),
+      this.tree.beside(this.array, HEADS, ["Click or tap an array to see its values. ", h("span", { class: "keys" }, "Arrows move and open, typing finds a name, Enter shows an array.")]),
     );
   }
 
@@ -209,7 +209,9 @@ class CheckpointView {
     if (isReport) return null;
     const { entry } = this.detail;
     const commands = h("div");
-    const chosen = DTYPES.includes(this.query.get("dtype")) ? this.query.get("dtype") : "bf16";
+    const types = new Set(this.arrays.filter(({ name }) => name.startsWith("model/")).map(({ dtype }) => dtype));
+    const stored = Object.keys(DTYPES).find((name) => types.size === 1 && types.has(DTYPES[name])) ?? "fp32";
+    const chosen = Object.hasOwn(DTYPES, this.query.get("dtype")) ? this.query.get("dtype") : stored;
     const file = "model.safetensors";
     const link = h("a", { class: "button", download: file, test: "weights-download" }, `Download ${file}`);
     const fill = (dtype) => {
@@ -220,10 +222,10 @@ class CheckpointView {
     const select = h(
       "select",
       { "aria-label": "Data type of the weights", test: "weights-dtype" },
-      DTYPES.map((dtype) => h("option", { value: dtype, selected: dtype === chosen }, dtype)),
+      Object.keys(DTYPES).map((dtype) => h("option", { value: dtype, selected: dtype === chosen }, dtype === stored || dtype === "fp32" ? dtype : `${dtype} (rounded)`)),
     );
     select.addEventListener("change", () => {
-      note({ dtype: select.value === "bf16" ? null : select.value });
+      note({ dtype: select.value === stored ? null : select.value });
       fill(select.value);
     });
     fill(chosen);
