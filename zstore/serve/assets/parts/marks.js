@@ -25,7 +25,7 @@ export function changeMarks(run, entry, context, done) {
     return true;
   };
   openForm("Tags and hold", checkpoint, save, done, [
-    h("label", null, "Tags that point here, such as best; another checkpoint loses them ", tags),
+    h("label", null, "Tags, separated by spaces. A tag moves here from the checkpoint that has it. ", tags),
     h("label", null, held, " Hold: retention and prune leave it"),
     h("label", null, "Note ", note),
   ]);

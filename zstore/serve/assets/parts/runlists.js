@@ -8,6 +8,7 @@ import { cell, heading, table } from "./tables.js";
 
 /** The saves of a run, the newest first. */
 export function savesPanel(run, saves) {
+  const hints = { Stall: "How long training waited for it", Took: "From its start to its commit", Linked: "Bytes that are the same in an earlier checkpoint: linked, not written", Written: "New bytes" };
   const head = ["Tag", "Step", "State", `When (${zone()})`, "Stall", "Took", "Linked", "Written"];
   const rows = saves.toReversed().map((save) =>
     h(
@@ -32,7 +33,7 @@ export function savesPanel(run, saves) {
       : h(
           "div",
           { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "Saves" },
-          table({ class: "cards" }, head.map((text, index) => heading(text, index === 0 || index === 2 ? null : "num")), rows),
+          table({ class: "cards" }, head.map((text, index) => heading(text, index === 0 || index === 2 ? null : "num", hints[text])), rows),
         ),
   );
 }
@@ -77,7 +78,7 @@ function process(session, runs) {
   return h(
     "li",
     { class: "process" },
-    h("div", null, h("span", { class: "muted" }, when(session.started_at)), ` ${session.loop}, from step ${count(session.first_step)}, ${counted(session.world_size, "rank")}, ${session.host}:${session.pid}; ${end}`),
+    h("div", null, h("span", { class: "muted" }, when(session.started_at)), ` ${session.loop}, from step ${count(session.first_step)}, ${counted(session.world_size, "rank")}, on ${session.host}, process ${session.pid}; ${end}`),
     h("details", null, h("summary", null, "Versions and settings"), h("p", { class: "hint name" }, versions.join(", ")), h("pre", { class: "command" }, JSON.stringify(session.config, null, 2))),
   );
 }

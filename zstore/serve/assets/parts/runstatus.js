@@ -52,17 +52,20 @@ export class RunStatus {
     this.bar.value = total ? Math.min(1, step / total) : 0;
     this.fact("Step", total ? `${count(step)} of ${count(total)}` : step > 0 ? count(step) : "–", "step");
     this.fact("Loss", number(last(steps, "loss") ?? summary.loss), "loss");
-    this.fact("Tokens per second", number(mean(steps, "tokens_per_s", "step_s") ?? summary.tokens_per_s), "speed");
+    this.fact("Tokens/s, recent mean", number(mean(steps, "tokens_per_s", "step_s") ?? summary.tokens_per_s), "speed");
     const stepTime = mean(steps, "step_s");
     this.fact("Time per step", duration(stepTime), "step-time");
     const stall = mean(steps, "stall_s");
-    if (stall !== null && stepTime > 0) this.fact("Waiting for data", percent(stall / stepTime), "stalled");
+    if (stall !== null && stepTime > 0) this.fact("Waiting", percent(stall / stepTime), "stalled");
     if (total > step && stepTime !== null && summary.state === "training") this.fact("Remaining", duration((total - step) * stepTime), "remaining");
     else this.dropFact("Remaining");
     if (summary.error) this.fact("Error", h("span", { class: "bad" }, summary.error), "error");
     else this.dropFact("Error");
     const session = sessions.at(-1);
-    if (session) this.fact("Ranks", `${count(session.world_size)}, ${session.loop}`, "ranks");
+    if (session) {
+      this.fact("Ranks", count(session.world_size), "ranks");
+      this.fact("Loop", session.loop, "loop");
+    }
     this.fact("Checkpoints", newest(this.run, summary), "newest");
     this.fact("Updated", ago(this.updatedAt), "updated", when(this.updatedAt));
     this.saving.update(detail);

@@ -7,9 +7,9 @@ export function table(attributes, heads, rows) {
   return h("table", attributes, h("thead", null, h("tr", null, heads)), h("tbody", null, rows));
 }
 
-/** Return the head of a column; `kind`: num, or null for text. */
-export function heading(text, kind = null) {
-  return h("th", { scope: "col", class: kind }, text);
+/** Return the head of a column; `kind`: num, or null for text; `hint` is said when the pointer rests on it. */
+export function heading(text, kind = null, hint = null) {
+  return h("th", { scope: "col", class: kind, title: hint }, text);
 }
 
 /** Return the cell that names a row. */

@@ -69,7 +69,7 @@ export class Treemap {
   say() {
     const whole = this.total();
     if (this.active === null) {
-      this.said.textContent = `${counted(this.leaves.length, "array")}, ${bytes(whole)}`;
+      this.said.textContent = this.focus === null ? "Point at an array, or tap it, to read about it here." : `${counted(this.leaves.length, "array")}, ${bytes(whole)}`;
       return;
     }
     const { name, kind, tier, nbytes } = this.active.array;

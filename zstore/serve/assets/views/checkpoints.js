@@ -76,7 +76,7 @@ class CheckpointsView {
       { class: "panel", "aria-label": "Table of checkpoints" },
       h("div", { class: "row toolbar" }, filter, this.found, h("span", { class: "spring" }), this.toolbar),
       this.grid.element,
-      h("p", { class: "hint" }, "Arrows move, space selects one or two, Enter opens."),
+      h("p", { class: "hint" }, "Click or tap rows to select one or two. ", h("span", { class: "keys" }, "Arrows move, space selects, Enter opens.")),
     );
     this.element = h("div", { class: "view", test: "checkpoints" });
   }
@@ -172,7 +172,7 @@ class CheckpointsView {
       fact("Checkpoints", count(checkpoints.length), { test: "checkpoints-count" }),
       fact("On disk, each file once", bytes(total), { test: "checkpoints-total" }),
       newest === undefined ? null : fact("Newest", [`step ${count(newest.step)}, `, age(newest.committed_at)]),
-      unfinished.length === 0 ? null : fact("Unfinished", count(unfinished.length)),
+      unfinished.length === 0 ? null : fact("Not committed", count(unfinished.length)),
       gone.length === 0 ? null : fact("Tags of checkpoints that are gone", h("span", { class: "bad" }, gone.join(", "))),
       refused.length === 0 ? null : fact("Refused", h("span", { class: "bad" }, count(refused.length))),
     );
@@ -187,8 +187,8 @@ class CheckpointsView {
     return h(
       "div",
       { class: "row" },
-      this.detail === null ? null : this.actions.element,
       actionButton("Prune…", "open-prune", () => this.openPrune(), reason),
+      this.detail === null ? null : this.actions.element,
     );
   }
 
@@ -252,7 +252,7 @@ class CheckpointsView {
     const freed = sizeColumn("freed", "Frees", "Bytes freed by removing only this checkpoint", (entry) => entry.freed_bytes);
     const written = sizeColumn("written", "Written", "New bytes that its save wrote, from the journal", writtenBy);
     const phone = matchMedia("(max-width: 640px)").matches;
-    const tag = { key: "tag", label: "Checkpoint", width: "minmax(8rem, 1.5fr)", cell: link, value: (entry) => entry.tag };
+    const tag = { key: "tag", label: "Checkpoint", width: "minmax(7rem, 1.5fr)", cell: link, value: (entry) => entry.tag };
     return [
       { ...tag, stays: true },
       ...(phone ? [size, freed, shared, step] : [step, size, shared, freed]),
@@ -340,7 +340,7 @@ function numberColumn(key, label, width, textOf, value) {
 }
 
 function sizeColumn(key, label, hint, value) {
-  return { ...numberColumn(key, label, "6rem", bytes, value), hint };
+  return { ...numberColumn(key, label, "5.5rem", bytes, value), hint };
 }
 
 function metricNames(entries, most = MOST_METRICS) {

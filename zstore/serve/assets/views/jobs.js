@@ -59,15 +59,15 @@ class JobsView {
     const text = JSON.stringify(answer);
     if (text === this.shownUploads) return;
     this.shownUploads = text;
-    const heads = ["Run", "Tag", "Came", "Heard of", ""].map((one) => heading(one));
+    const heads = ["Run", "Tag", "Received", "Last active", ""].map((one) => heading(one));
     const rows = uploads.map((one) =>
       h(
         "tr",
         null,
         nameCell(one.run),
         cell("Tag", one.tag, "name"),
-        cell("Came", one.state === "begun" ? "offered" : `${bytes(one.done_bytes)} of ${bytes(one.total_bytes)}`),
-        cell("Heard of", ago(one.active_at)),
+        cell("Received", one.state === "begun" ? "not started" : `${bytes(one.done_bytes)} of ${bytes(one.total_bytes)}`),
+        cell("Last active", ago(one.active_at)),
         cell("", actionButton("Remove", "upload-remove", () => this.removeUpload(one), null, "danger small")),
       ),
     );
@@ -77,7 +77,7 @@ class JobsView {
 
   async removeUpload({ id, run, tag }) {
     const title = `Remove the upload of ${tag}?`;
-    if (!(await confirmed({ title, text: `What came of it for ${run} is removed. Its client can begin again.`, button: "Remove", danger: true }))) return;
+    if (!(await confirmed({ title, text: `What was received of it for ${run} is removed. Its client can begin again.`, button: "Remove", danger: true }))) return;
     try {
       await act(() => remove(api(["uploads", id])), this.context, "Removing needs the service's token.");
       await this.lookAtUploads();
