@@ -20,12 +20,11 @@ from torch import nn
 from zstore.errors import UsageError
 from zstore.format import model_array
 
-from ..device import GradientTiles
 from ..params.record import ParameterRecord
 from .kernel import ParameterStep, Scalars, SlotArray, WholeStep
 from .state import OptimizerState
-from .stepper import Stepper
-from .update import Rows, StepSettings, Update
+from .stepper import Stepper, whole_gradient
+from .update import Update
 
 
 class WholeKernel:
@@ -72,13 +71,11 @@ class ClientStep(Stepper):
         """Carry out an update."""
         mine = [record for record in update.records if record.numel]
         groups = [[model_array(record.name)] for record in mine]
-        self._state.change_whole(groups, lambda: self._step(mine, update.settings, update.rows))
+        self._state.change_whole(groups, lambda: self._step(mine, update))
 
-    def _step(self, records: Sequence[ParameterRecord], settings: StepSettings, rows: Rows) -> None:
+    def _step(self, records: Sequence[ParameterRecord], update: Update) -> None:
         masters = [self._state.whole_master(record) for record in records]
-        gradients = [self._gradient(record, master, rows) for record, master in zip(records, masters, strict=True)]
-        for record, gradient in zip(records, gradients, strict=True):
-            gradient.mul_(settings.factor_of(record))
+        gradients = [whole_gradient(self._state, update, *each) for each in zip(records, masters, strict=True)]
         parameters = [record.parameter for record in records]
         own = [parameter.data for parameter in parameters]
         try:
@@ -97,12 +94,6 @@ class ClientStep(Stepper):
         for record, master in zip(records, masters, strict=True):
             if not self._state.is_master(record):
                 self._state.transfers.copy_into(record.owned(), master)
-
-    def _gradient(self, record: ParameterRecord, master: torch.Tensor, rows: Rows) -> torch.Tensor:
-        found = rows(record)
-        if found is None:
-            raise UsageError(f"the gradient of parameter {record.name!r} is not in memory")
-        return GradientTiles(self._state.transfers, found).tile(0, master.numel(), master)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

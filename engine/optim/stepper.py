@@ -6,7 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
+
+from zstore.errors import UsageError
+
+from ..device import GradientTiles
 from ..params.record import ParameterRecord
+from .state import OptimizerState
 from .update import Update
 
 STATE_KEY = "zstore.client_optimizer"
@@ -51,3 +57,15 @@ class Stepper(ABC):
 
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:  # noqa: B027 - most keep nothing
         """Replace its state by the `state` of a former run, on any number of ranks."""
+
+
+def whole_gradient(
+    state: OptimizerState, update: Update, record: ParameterRecord, master: torch.Tensor
+) -> torch.Tensor:
+    """Return a parameter's gradient, 1-D, fp32, multiplied by its factor, in the memory of its whole `master`."""
+    rows = update.rows(record)
+    if rows is None:
+        raise UsageError(f"the gradient of parameter {record.name!r} is not in memory")
+    gradient = GradientTiles(state.transfers, rows).tile(0, master.numel(), master)
+    factor = update.settings.factor_of(record)
+    return gradient if factor == 1.0 else gradient.mul_(factor)

@@ -16,7 +16,7 @@ the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,14 +25,13 @@ from zstore.errors import UsageError
 from zstore.format import model_array, optimizer_array
 from zstore.ranks.world import World
 
-from ...device import GradientTiles
 from ...optim.state import OptimizerState
-from ...optim.stepper import Stepper
-from ...optim.update import Rows, StepSettings, Update
+from ...optim.stepper import Stepper, whole_gradient
+from ...optim.update import Update
 from ...params.record import ParameterRecord
 from .exchange import Errors, compressed_mean
 from .kernel import OneBitKernel
-from .rule import Phase, TensorState
+from .rule import Compressed, Phase, TensorState
 
 _MASTER, _WORKER, _SERVER = "master", "worker_error", "server_error"
 
@@ -106,7 +105,7 @@ class OneBitStep(Stepper):
         def step() -> None:
             nonlocal error
             for record in mine:
-                error = self._try_step(record, update.settings, update.rows, error)
+                error = self._try_step(record, update, error)
 
         with torch.no_grad():
             self._state.change_whole(groups, step)
@@ -118,9 +117,7 @@ class OneBitStep(Stepper):
     def _shared(self, record: ParameterRecord) -> tuple[str, ...]:
         return self._kernel(record).slots
 
-    def _try_step(
-        self, record: ParameterRecord, settings: StepSettings, rows: Rows, error: Exception | None
-    ) -> Exception | None:
+    def _try_step(self, record: ParameterRecord, update: Update, error: Exception | None) -> Exception | None:
         """Update a parameter; return the first error, this one's or a former one."""
         left = 1 if self._phases[record] == "compressed" else 0
 
@@ -131,28 +128,17 @@ class OneBitStep(Stepper):
 
         if error is None:
             try:
-                self._step(record, settings, rows, compressed)
+                self._step(record, update, compressed)
             except Exception as raised:
                 error = raised
         if left > 0:
             compressed(torch.zeros(record.numel, device=record.full.device))
         return error
 
-    def _step(
-        self,
-        record: ParameterRecord,
-        settings: StepSettings,
-        rows: Rows,
-        compressed: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        group = settings.groups[self._state.kernel_of(record)[1]]
+    def _step(self, record: ParameterRecord, update: Update, compressed: Compressed) -> None:
+        group = update.settings.groups[self._state.kernel_of(record)[1]]
         master = self._state.whole_master(record)
-        found = rows(record)
-        if found is None:
-            raise UsageError(f"the gradient of parameter {record.name!r} is not in memory")
-        gradient = GradientTiles(self._state.transfers, found).tile(0, master.numel(), master)
-        if (factor := settings.factor_of(record)) != 1.0:
-            gradient.mul_(factor)
+        gradient = whole_gradient(self._state, update, record, master)
         rule = self._kernel(record).rule
         # A checkpoint of the exact optimizer has the step count alone.
         scalars = {**rule.initial(), **self._state.scalars[record]}

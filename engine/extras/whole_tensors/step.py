@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,6 @@ import torch
 from zstore.format import ALIGN_NUMEL, Grid, round_up
 from zstore.io.tensors import as_torch
 from zstore.ranks.world import World
-from zstore.store import ModeName
 
 from ...device import GradientTiles
 from ...optim.kernel import SlotArray
@@ -89,10 +89,8 @@ class TensorStep(Stepper):
         whole = [r for r in update.records if r.numel and isinstance(self._state.kernel_of(r)[0], TensorKernel)]
         apart, self._error = set(whole), None
         others = [record for record in update.records if record not in apart]
-        try:
+        with self._keeping_error():
             Update(self._state, others, update.settings, update.rows).run()
-        except Exception as error:
-            self._error = error
         whole.sort(key=lambda record: -record.numel)
         for first in range(0, len(whole), self._parties):
             self._take(update, [_Tensor(self._state, record) for record in whole[first : first + self._parties]])
@@ -102,7 +100,10 @@ class TensorStep(Stepper):
     def _take(self, update: Update, tensors: Sequence[_Tensor]) -> None:
         device, parties = self._world.device, self._parties
         sent = torch.zeros(parties, max(tensor.numel for tensor in tensors), device=device)
-        self._try_read(update, tensors, sent)
+        with self._keeping_error():
+            self._read_state(tensors, sent)
+            for row, tensor in zip(sent, tensors, strict=False):
+                self._read_gradient(update, tensor.record, self._rows(tensor.parts[-1], row))
         received = sent
         if parties > 1:
             received = torch.empty_like(sent)
@@ -111,25 +112,27 @@ class TensorStep(Stepper):
         if parties > 1:
             back = torch.zeros(parties, max(tensor.kept_numel for tensor in tensors), device=device)
         if rank < len(tensors) and self._error is None:
-            self._try_step(update, tensors[rank], received, back)
+            with self._keeping_error():
+                self._step(update, tensors[rank], received, back)
         del received
         if parties > 1:
             rows = sent.view(-1)[: back.numel()].view(back.shape)
             self._world.all_to_all(rows, back, kind="all_to_all").wait()
             back = rows
         if self._error is None:
-            self._try_write(tensors, back, update.settings.step)
+            with self._keeping_error():
+                self._write(tensors, back, update.settings.step)
 
-    # -- 1. ---------------------------------------------------------------------------------------------------------
-
-    def _try_read(self, update: Update, tensors: Sequence[_Tensor], sent: torch.Tensor) -> None:
+    @contextmanager
+    def _keeping_error(self) -> Iterator[None]:
+        """Keep the first error for the end: the other ranks wait in the exchanges to come."""
         try:
             with torch.no_grad():
-                self._read_state(tensors, sent)
-                for row, tensor in zip(sent, tensors, strict=False):
-                    self._read_gradient(update, tensor.record, self._rows(tensor.parts[-1], row))
+                yield
         except Exception as error:
             self._error = self._error or error
+
+    # -- 1. ---------------------------------------------------------------------------------------------------------
 
     def _rows(self, part: _Part, row: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of an array, in a row that it exchanges."""
@@ -139,23 +142,22 @@ class TensorStep(Stepper):
     def _read_state(self, tensors: Sequence[_Tensor], sent: torch.Tensor) -> None:
         state = self._state
         groups = list(self._groups(tensors, sent))
-        by_master = {state.master_arrays(tensor.record)[0]: tensor.record for tensor in tensors}
-        with state.passing([names for names, _, _ in groups], "read") as tiles:
+        with state.passing([names for _, names, _, _ in groups], "read") as tiles:
             for tile in tiles:
-                names, num_master, targets = groups[tile.group]
+                record, _, num_master, targets = groups[tile.group]
                 views = [as_torch(view) for view in tile.views]
                 values = [state.take_master(views[:num_master])] if num_master else []
                 slots = views[num_master:]
                 if num_master:
-                    slots = state.slot_tiles(by_master[names[0]], 0).expand(slots)
+                    slots = state.slot_tiles(record, 0).expand(slots)
                 for target, one in zip(targets, [*values, *slots], strict=True):
                     state.transfers.copy_into(target[tile.first : tile.stop], one)
 
     def _groups(
         self, tensors: Sequence[_Tensor], rows: torch.Tensor
-    ) -> Iterator[tuple[list[str], int, list[torch.Tensor]]]:
-        """Yield (arrays that pass together, how many of them are the master, their rows among `rows`), of this rank's arrays
-        of the tensors."""
+    ) -> Iterator[tuple[ParameterRecord, list[str], int, list[torch.Tensor]]]:
+        """Yield (parameter, arrays that pass together, how many of them are the master, their rows among `rows`), of this
+        rank's arrays of the tensors."""
         for row, tensor in zip(rows, tensors, strict=False):
             record, parts = tensor.record, tensor.parts[:-1]
             names = self._state.master_arrays(record)
@@ -164,10 +166,10 @@ class TensorStep(Stepper):
                 # A moment that is stored in codes has its scales beside it.
                 kept = [slot for slot in self._state.slots_of(record) if slot.shape is None]
                 slots = [f"optimizer/{slot.name}/{record.name}" for slot in kept]
-                yield [*names, *slots], len(names), [self._rows(part, row) for part in (parts[0], *alike)]
+                yield record, [*names, *slots], len(names), [self._rows(part, row) for part in (parts[0], *alike)]
             for part in parts[1:]:
                 if part.slot is not None and part.slot.shape is not None and self._rows(part, row).numel():
-                    yield [f"optimizer/{part.slot.name}/{record.name}"], 0, [self._rows(part, row)]
+                    yield record, [f"optimizer/{part.slot.name}/{record.name}"], 0, [self._rows(part, row)]
 
     def _read_gradient(self, update: Update, record: ParameterRecord, target: torch.Tensor) -> None:
         if not record.owned_numel:
@@ -183,13 +185,6 @@ class TensorStep(Stepper):
             target.mul_(factor)
 
     # -- 2. ---------------------------------------------------------------------------------------------------------
-
-    def _try_step(self, update: Update, tensor: _Tensor, received: torch.Tensor, back: torch.Tensor) -> None:
-        try:
-            with torch.no_grad():
-                self._step(update, tensor, received, back)
-        except Exception as error:
-            self._error = self._error or error
 
     def _step(self, update: Update, tensor: _Tensor, received: torch.Tensor, back: torch.Tensor) -> None:
         wholes = [
@@ -211,33 +206,22 @@ class TensorStep(Stepper):
 
     # -- 3. ---------------------------------------------------------------------------------------------------------
 
-    def _try_write(self, tensors: Sequence[_Tensor], back: torch.Tensor, number: int) -> None:
-        try:
-            with torch.no_grad():
-                self._write(tensors, back, number)
-        except Exception as error:
-            self._error = error
-
     def _write(self, tensors: Sequence[_Tensor], back: torch.Tensor, number: int) -> None:
         state = self._state
         groups = list(self._groups(tensors, back))
-        by_master = {state.master_arrays(tensor.record)[0]: tensor.record for tensor in tensors}
         arrays: list[list[str]] = []
-        for names, _, _ in groups:
-            record = by_master.get(names[0])
-            rest = None if record is None else record.rest
+        for record, names, num_master, _ in groups:
+            rest = record.rest if num_master else None
             arrays.append([*names, *([rest] if rest is not None and rest not in names else [])])
-        mode: ModeName = "fill"
-        with state.passing(arrays, mode) as tiles:
+        with state.passing(arrays, "fill") as tiles:
             for tile in tiles:
-                names, num_master, sources = groups[tile.group]
+                record, names, num_master, sources = groups[tile.group]
                 views = [as_torch(view) for view in tile.views]
                 values = [source[tile.first : tile.stop] for source in sources]
                 if not num_master:
                     state.transfers.copy_into(views[0], values[0])
                     continue
                 state.put_master(values[0], views[:num_master])
-                record = by_master[names[0]]
                 if not state.codec.is_plain:
                     there = [one.to(views[num_master].device) for one in values[1:]]
                     state.slot_tiles(record, number).reduce(there, views[num_master : len(names)], tile.first)
