@@ -117,7 +117,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         exchanges = exchanges_of(config, sharding, world, rank_groups)
         hooks = _hooks(model, units, state, config, sharding, world, exchanges)
         if hooks is not None:
-            hooks.units.on_ready(updater.wait_for)
+            hooks.units.fetcher.ready = updater.wait_for
         gradients = _gradients(state, units, hooks, config, sharding, world, exchanges)
         stepper = (
             None if rule.stepper is None or config.frozen else rule.stepper(optimizer.client, state, exchanges.world)

@@ -16,6 +16,7 @@ import torch
 
 from zstore.checkpoint import RECORD_FILE, Machine, Parts, tags
 from zstore.errors import CheckpointError, CheckpointNotFoundError, UsageError
+from zstore.io import read_host_memory
 from zstore.open.sources import folder_of
 from zstore.ranks.rendezvous import StoreBoard
 from zstore.ranks.world import World
@@ -30,7 +31,8 @@ def parts_of(world: World, folder: Path, save_id: str, *, may_share: bool = Fals
     with world.agreeing():
         folder.mkdir(parents=True, exist_ok=True)
         status = os.stat(folder)
-    mine = [socket.gethostname(), _boot_id(), status.st_dev, status.st_ino]
+    # Machines of the same name differ in the second.
+    mine = [socket.gethostname(), read_host_memory().machine, status.st_dev, status.st_ino]
     told = world.all_gather_object([mine, str(folder.absolute())])
     ranks: dict[str, list[int]] = {}
     for rank, (identity, _) in enumerate(told):
@@ -47,14 +49,6 @@ def parts_of(world: World, folder: Path, save_id: str, *, may_share: bool = Fals
             "key out for a folder that is shared, or name one on each machine's own drive"
         )
     return Parts(machines, here, StoreBoard(), save_id)
-
-
-def _boot_id() -> str:
-    """Return an id that differs between machines of the same name."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _see_each_other(world: World, folder: Path, save_id: str, here: int, machines: tuple[Machine, ...]) -> bool:

@@ -68,6 +68,11 @@ class MatmulRates:
         }
         return frozenset(fast if self.kind == "cuda" or "bf16" in fast else ())
 
+    def of_device(self, precision: str) -> float | None:
+        """Return the rate of one whole device: of a CPU, with all cores that torch uses. None: it cannot be computed."""
+        flops = self.flops.get(precision)
+        return flops and flops * (torch.get_num_threads() if self.kind == "cpu" else 1)
+
     def text(self) -> str:
         """Return the rates in words, as `GFLOP/s a core: fp32 157, bf16 80, fp16 143`."""
         unit, scale = ("GFLOP/s a core", 1e9) if self.kind == "cpu" else ("TFLOP/s", 1e12)

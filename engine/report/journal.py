@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,8 +36,8 @@ from zstore.remote.service_upload import ServicePlace
 from ..config.keys import acting
 from ..plan.rungs import advice
 from .placement import plan_record
-from .records import Loss, PhaseTimes, SaveNotes, StepJournal, error_text, number_of
-from .statistics import link_statistics
+from .records import Loss, SaveNotes, StepJournal, error_text, number_of
+from .statistics import PhaseTimes
 
 if TYPE_CHECKING:
     from zstore.remote.upload import UploadPlace
@@ -74,7 +74,7 @@ class RunJournal(StepJournal):
         chosen = training.config.own.journal
         self._first_step = training.counters.global_steps
         wanted = not training.config.frozen and chosen is not False
-        super().__init__(training.world, training.state, link_statistics, enabled=wanted, step=self._first_step)
+        super().__init__(training.world, training.state, enabled=wanted, step=self._first_step)
         self._place: JournalPlace | None = JournalPlace(chosen) if isinstance(chosen, Path) else None
         self._is_certain = self._place is not None
         self._sink: FileSink | None = None
@@ -129,10 +129,6 @@ class RunJournal(StepJournal):
         self._sink = self._opened(self._place)
         if self._sink is not None:
             self.writer.open(self._sink)
-
-    def look_beside(self, look: Callable[[], None]) -> None:
-        """Call `look` twice a second, in the journal's thread, while the journal is open; it must not raise."""
-        self.writer.beside = look
 
     @property
     def open_at(self) -> tuple[Path, str] | None:

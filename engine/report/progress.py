@@ -17,7 +17,8 @@ from .comms import log_comms_summary
 from .journal import RunJournal
 from .memory import lack_of_memory, memory_statistics
 from .monitors import Monitors
-from .records import PhaseTimes, StepLosses, value_of
+from .records import StepLosses, value_of
+from .statistics import PhaseTimes
 from .utilisation import ComputationWatch, StepUtilisation
 
 if TYPE_CHECKING:

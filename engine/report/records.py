@@ -12,7 +12,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +22,9 @@ from zstore.io import LinkStatistics
 from zstore.journal.names import pid_namespace
 from zstore.journal.writer import JournalWriter
 from zstore.ranks.world import World
-from zstore.store import StoreStatistics, TensorStore
 
 from .memory import memory_now
+from .statistics import link_statistics
 
 if TYPE_CHECKING:
     from ..optim.state import OptimizerState
@@ -39,9 +38,6 @@ _SAMPLES = 2000
 """They are sampled at most so often in the time that has passed: journals of long runs stay quick to read."""
 _PACKAGES = ("transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "trl", "deepspeed")
 """Packages whose versions are recorded if they are in use."""
-
-LinksOf = Callable[[World, TensorStore, StoreStatistics, Mapping[str, float]], Mapping[str, LinkStatistics]]
-"""See `link_statistics`."""
 
 VERSION = 1
 """Of the journal's format."""
@@ -106,27 +102,6 @@ def number_of(value: Any) -> float | None:
         return None
 
 
-@dataclass(kw_only=True)
-class PhaseTimes:
-    """Seconds spent in each phase.
-
-    On a device that computes behind the host a phase is the host's time alone, but with `wall_clock_breakdown`.
-    """
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    """Backward, with the reduction that goes along with it."""
-    optimizer_s: float = 0.0
-    """`step()` at the end of an accumulation: reduction, norm, update, gathering of parameters."""
-
-    def __sub__(self, other: PhaseTimes) -> PhaseTimes:
-        return PhaseTimes(
-            forward_s=self.forward_s - other.forward_s,
-            backward_s=self.backward_s - other.backward_s,
-            optimizer_s=self.optimizer_s - other.optimizer_s,
-        )
-
-
 def _versions() -> dict[str, str]:
     found = {"zstore": __version__, "torch": torch.__version__, "python": platform.python_version()}
     for name in _PACKAGES:
@@ -161,10 +136,10 @@ class JournalFailure:
 
 
 class StepJournal(ABC):
-    """Writes the journal of a run over `state`, on rank 0: its start, its steps, warnings, and its end. `links` gives the
-    counters of all links. It fails as monitors do: the first failure is a warning, and training goes on."""
+    """Writes the journal of a run over `state`, on rank 0: its start, its steps, warnings, and its end. It fails as monitors
+    do: the first failure is a warning, and training goes on."""
 
-    def __init__(self, world: World, state: OptimizerState, links: LinksOf, *, enabled: bool, step: int = 0) -> None:
+    def __init__(self, world: World, state: OptimizerState, *, enabled: bool, step: int = 0) -> None:
         self.enabled = enabled and world.rank == 0
         """Whether anything is written: not on other ranks, nor after `close`."""
         self._world = world
@@ -182,7 +157,6 @@ class StepJournal(ABC):
         """Returns the seconds for which saves delayed training, by their kind."""
         self._step_ended_s: float | None = None
         self._began_s = time.perf_counter()
-        self._links_of = links
         self._links: Mapping[str, LinkStatistics] = {}
         self._sampled_s: float | None = None
         self._sampled_step = step
@@ -210,7 +184,7 @@ class StepJournal(ABC):
     def _sample(self, now_s: float) -> dict[str, Any]:
         """Return the part of a step's record about links, since the last sample, and memory."""
         statistics = self._state.store.statistics()
-        links = self._links_of(self._world, self._state.store, statistics, self.saves_s())
+        links = link_statistics(self._world, self._state.store, statistics, self.saves_s())
         none = LinkStatistics()
         moved = {name: link.since(self._links.get(name, none)) for name, link in links.items()}
         found = {

@@ -67,7 +67,7 @@ class _Finder:
         self._problem_said = False
         self.found: Request | None = None
         """The last one, until the engine takes it."""
-        journal.look_beside(self.look)
+        journal.writer.beside = self.look
 
     def look(self) -> None:
         """Take up the request that is there, if any."""

@@ -90,11 +90,8 @@ def peak_of(device: torch.device, precision: str, *, measures: bool) -> Peak | N
             return Peak(flops=listed, source="data sheet")
     if not measures:
         return None
-    rates = measure_rates(device)
-    rate = rates.flops.get(precision)
-    if not rate:
-        return None
-    return Peak(flops=rate * (torch.get_num_threads() if rates.kind == "cpu" else 1), source="measured")
+    rate = measure_rates(device).of_device(precision)
+    return Peak(flops=rate, source="measured") if rate else None
 
 
 class StepUtilisation:

@@ -114,6 +114,10 @@ class Gradients(ABC):
         """Return the type of the sum of the gradients so far and the new ones."""
         return self._rules.types.held(record.dtype, several=self._backwards > 1)
 
+    def _of_step(self, record: ParameterRecord) -> torch.dtype:
+        """Return the type of the sum of the step's gradients, as far as it is known how many there are."""
+        return self._rules.types.held(record.dtype, several=self._several)
+
     @abstractmethod
     def end_backward(self) -> None:
         """Take the gradients of a backward (all ranks)."""
@@ -298,8 +302,7 @@ class WholeGradients(Gradients):
             record.parameter.grad = None if record in self._folded else self._held.get(record)
 
     def _is_folded(self, record: ParameterRecord) -> bool:
-        held = self._held.get(record)
-        wanted = self._rules.types.held(record.dtype, several=self._several)
+        held, wanted = self._held.get(record), self._of_step(record)
         return wanted != record.dtype or (held is not None and held.dtype != wanted)
 
     def _arrived(self, record: ParameterRecord) -> None:
@@ -313,8 +316,7 @@ class WholeGradients(Gradients):
         gradient = take_gradient(record)
         if gradient is None:
             return
-        held = self._held.get(record)
-        room = self._rules.types.held(record.dtype, several=self._several)
+        held, room = self._held.get(record), self._of_step(record)
         if held is None:
             self._held[record] = gradient.to(room)
             return
@@ -356,16 +358,12 @@ class WholeGradients(Gradients):
         if self._is_reduced:
             return
         self._is_reduced = True
-        had = agree_any(self._world, [record in self._held for record in self._records])
-        agreed = [record for record, any_ in zip(self._records, had, strict=True) if any_]
-        averaged = set(agreed) if self.averaged is None else self.averaged()
+        self._hold_zeros()
+        averaged = self._held if self.averaged is None else self.averaged()
         if self._world.world_size > 1:
-            for record in agreed:
-                if record not in self._held:
-                    self._held[record] = self._zeros(record).view(record.shape)
             self.overlapped += reduce_whole(
                 self._world,
-                [record for record in agreed if record in averaged],
+                [record for record in self._records if record in self._held and record in averaged],
                 self._rules.bucket_numel,
                 self._flat,
                 self._rules.reduced,
@@ -373,9 +371,15 @@ class WholeGradients(Gradients):
                 overlap=self._rules.overlap,
             )
 
+    def _hold_zeros(self) -> None:
+        """Hold zeros for the gradients that other ranks alone have (all ranks)."""
+        had = agree_any(self._world, [record in self._held for record in self._records])
+        for record, any_ in zip(self._records, had, strict=True):
+            if any_ and record not in self._held:
+                self._held[record] = self._zeros(record).view(record.shape)
+
     def _zeros(self, record: ParameterRecord) -> torch.Tensor:
-        dtype = self._rules.types.held(record.dtype, several=self._several)
-        return torch.zeros(record.numel, dtype=dtype, device=record.full.device)
+        return torch.zeros(record.numel, dtype=self._of_step(record), device=record.full.device)
 
     def _flat(self, record: ParameterRecord) -> torch.Tensor:
         return self._held[record].view(-1)
@@ -416,10 +420,7 @@ class WholeGradients(Gradients):
 
     def begun(self) -> dict[ParameterRecord, torch.Tensor | None]:
         self.adopt()
-        had = agree_any(self._world, [record in self._held for record in self._records])
-        for record in [record for record, any_ in zip(self._records, had, strict=True) if any_]:
-            if record not in self._held:
-                self._held[record] = self._zeros(record).view(record.shape)
+        self._hold_zeros()
         return {record: self._flat(record) for record in self._records if record in self._held}
 
     def _take_up(self, record: ParameterRecord, rows: torch.Tensor) -> None:

@@ -300,7 +300,7 @@ class UnitGradients(Gradients):
         """Return the type of rows for a gradient that arrives in one."""
         if self._spill_of(record) is not None:
             return arriving
-        return self._rules.types.held(record.dtype, several=self._several)
+        return self._of_step(record)
 
     def _empty(self, record: ParameterRecord, like: torch.Tensor) -> torch.Tensor:
         """Return memory for the rows, on the tier on which they wait for the update."""

@@ -8,10 +8,10 @@ are there. The parameter's own memory is what earlier graphs saved; it is filled
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from ..params.units import Unit
 from ..plan.needs import parameter_pool_bytes, prefetch_limits
 from ..plan.schedule import NO_SCHEDULE, PrefetchLimits, Recorder, Schedule, Use, make_schedule
 from .exchanges import Exchanges
-from .fetch import Fetch, Fetcher, Ready, RowReader
+from .fetch import Fetch, Fetcher, RowReader
 
 Fill = Callable[[Sequence[ParameterRecord]], None]
 """Sets `full` of the records, which has room, to the values of all ranks."""
@@ -71,6 +71,10 @@ class UnitState(Enum):
     """In use, and its next use was begun already, so that it stays."""
     KEPT = "kept"
     """Used, and gathered until it is used again."""
+
+
+_COUNTED = {UnitState.AHEAD: "gathered_ahead", UnitState.KEPT: "kept", UnitState.RELEASED: "on_demand"}
+"""Counter of a unit that is needed, by its state before."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -142,10 +146,11 @@ class ShardedUnits:
         self._recorder = Recorder()
         self._schedules: dict[str, Schedule] = {}
         self._kind: str | None = None
-        self._live_numel = 0
+        self._live_numel = self._live_peak_numel = 0
         self._fetched = False
         """Whether rows were fetched since the last `_wait_for_reads`."""
-        self._statistics = UnitStatistics()
+        self._counts: Counter[str] = Counter()
+        """By the names of `UnitStatistics`."""
 
     # -- iterations -------------------------------------------------------------------------------------------------
 
@@ -169,7 +174,7 @@ class ShardedUnits:
         self.fetcher.check_arrived()
         if kind is not None and uses:
             self._schedules[kind] = make_schedule(self._agreed(uses), [unit.numel for unit in self.all], self._limits)
-            self._count(orders=1)
+            self._counts["orders"] += 1
 
     def abandon(self) -> None:
         """End an iteration that failed."""
@@ -211,10 +216,10 @@ class ShardedUnits:
         for unit in self.all:
             if unit.fetch is not None:
                 self._drop(unit)
-                self._count(dropped=1)
+                self._counts["dropped"] += 1
             elif unit.state is UnitState.KEPT:
                 unit.state = UnitState.RELEASED
-                self._let_go(unit.records, "holds")
+                self._end_hold(unit)
 
     # -- units ------------------------------------------------------------------------------------------------------
 
@@ -238,12 +243,8 @@ class ShardedUnits:
                 values.holds -= 1
                 if record.residency is Residency.RELEASED:
                     record.point_at_full()
-            self._count(
-                taken=1,
-                gathered_ahead=int(before is UnitState.AHEAD),
-                kept=int(before is UnitState.KEPT),
-                on_demand=int(before is UnitState.RELEASED),
-            )
+            self._counts["taken"] += 1
+            self._counts[_COUNTED[before]] += 1
             if follows:
                 self._send_slot(number + 1)
             else:
@@ -260,25 +261,31 @@ class ShardedUnits:
                 self._hold(unit)
             else:
                 unit.state = UnitState.RELEASED
-            self._let_go(unit.records, "users")
+            for record in unit.records:
+                self._values[record].users -= 1
+                self._release_unused(record)
 
     def _hold(self, unit: ShardedUnit) -> None:
         for record in unit.records:
             self._values[record].holds += 1
 
-    def _let_go(self, records: Sequence[ParameterRecord], owners: Literal["users", "holds"]) -> None:
-        for record in records:
-            values = self._values[record]
-            setattr(values, owners, getattr(values, owners) - 1)
-            if values.users > 0:
-                continue
-            if values.holds > 0:
-                if values.are_there:
-                    record.point_at_placeholder()
-            else:
-                record.release()
-                values.are_there, values.coming = False, None
-                self._live_numel -= record.numel
+    def _end_hold(self, unit: ShardedUnit) -> None:
+        for record in unit.records:
+            self._values[record].holds -= 1
+            self._release_unused(record)
+
+    def _release_unused(self, record: ParameterRecord) -> None:
+        """Hide the values of a parameter that no unit in use and no caller needs; free them if no unit holds them either."""
+        values = self._values[record]
+        if values.users > 0:
+            return
+        if values.holds > 0:
+            if values.are_there:
+                record.point_at_placeholder()
+        else:
+            record.release()
+            values.are_there, values.coming = False, None
+            self._live_numel -= record.numel
 
     # -- callers ----------------------------------------------------------------------------------------------------
 
@@ -304,14 +311,16 @@ class ShardedUnits:
 
     def let_go(self, records: Sequence[ParameterRecord]) -> None:
         """End a `hold` of the same parameters."""
-        sharded = [record for record in records if record.residency is not Residency.RESIDENT]
-        for record in sharded:
+        for record in records:
+            if record.residency is Residency.RESIDENT:
+                continue
             values = self._values[record]
             values.callers -= 1
             if values.callers == 0 and values.own is not None:
                 own, values.own = values.own, None
                 record.take_back(own, keep=values.users > 1 or values.holds > 0)
-        self._let_go(sharded, "users")
+            values.users -= 1
+            self._release_unused(record)
 
     def fill_lent(self) -> None:
         """Give the own memory of parameters that callers hold their values, for graphs that saved it."""
@@ -349,7 +358,7 @@ class ShardedUnits:
             if unit.fetch is not None:
                 self._send(unit)
                 if self._overlap:
-                    self._count(overlapped=int(self._world.world_size > 1))
+                    self._counts["overlapped"] += self._world.world_size > 1
                 else:
                     self._complete(unit)
 
@@ -366,8 +375,7 @@ class ShardedUnits:
         unit.fetch = fetch
         self._hold(unit)
         self._live_numel += sum(record.numel for record in missing)
-        peak = max(self._statistics.live_peak_numel, self._live_numel)
-        self._statistics = replace(self._statistics, live_peak_numel=peak)
+        self._live_peak_numel = max(self._live_peak_numel, self._live_numel)
         for record in missing:
             self._values[record].coming = fetch
         unit.fetch = fetch = self.fetcher.read(unit.unit.name, unit.number, missing, ahead=ahead)
@@ -395,24 +403,17 @@ class ShardedUnits:
             self._stuck.append(fetch)
             for record in fetch.records:
                 self._values[record].users += 1  # for good: nobody may have their memory
-        self._let_go(unit.records, "holds")
-
-    def _count(self, **more: int) -> None:
-        values = {name: getattr(self._statistics, name) + number for name, number in more.items()}
-        self._statistics = replace(self._statistics, **values)
+        self._end_hold(unit)
 
     def statistics(self) -> UnitStatistics:
         """Return counters since the start."""
-        return replace(self._statistics, read_bytes=self.fetcher.read_bytes)
+        peak, read_bytes = self._live_peak_numel, self.fetcher.read_bytes
+        return UnitStatistics(**self._counts, live_peak_numel=peak, read_bytes=read_bytes)
 
     def close(self) -> None:
         """Drop everything and end the thread."""
         self.forget()
         self.fetcher.close()
-
-    def on_ready(self, ready: Ready) -> None:
-        """Call `ready` before any rows are read."""
-        self.fetcher.ready = ready
 
 
 def _sharded_unit(number: int, unit: Unit) -> ShardedUnit:

@@ -73,7 +73,7 @@ def test_any_forward_applies_the_update(nvme: Path) -> None:
             files.close_gate()
             step(engine)
             # The gate opens when somebody waits for an update: what does not, reads old values.
-            residence.on_ready(opening(files, engine.training_state.pending.updater.wait_for))
+            residence.fetcher.ready = opening(files, engine.training_state.pending.updater.wait_for)
             step(other)
             assert torch.equal(way(engine), way(other))
             engine.train()

@@ -30,7 +30,6 @@ from zstore.tools.plan.job import Choice, PlannedJob, make_job
 from zstore.tools.plan.machine import (
     PlannedMachine,
     Rates,
-    device_flops,
     find_precision,
     host_memory_bytes,
     measured_rates,
@@ -410,7 +409,7 @@ def test_a_slow_cpu_is_planned_in_fp32_and_a_demanded_type_gets_a_note() -> None
     assert "50 times slower than in fp32" in demanded.note
     old_gpu = MatmulRates(kind="cuda", flops={"fp32": 8e12, "bf16": 7e12, "fp16": 25e12}, emulated=("bf16",))
     assert find_precision("auto", old_gpu).name == "fp16"
-    assert device_flops(old_gpu, "fp16") == 25e12
+    assert old_gpu.of_device("fp16") == 25e12
 
 
 def test_auto_for_gpus_that_are_not_here_is_bf16() -> None:

@@ -19,7 +19,6 @@ from .machine import (
     PlannedMachine,
     PrecisionChoice,
     Rates,
-    device_flops,
     find_precision,
     host_memory_bytes,
     measured_rates,
@@ -111,7 +110,7 @@ def make_job(options: PlanOptions) -> PlannedJob:
         rates, free_bytes = measured_rates(options.measure, rates)
         disk = disk or free_bytes
     if rates.flops is None and own is not None:
-        rates = replace(rates, flops=device_flops(own, precision.name))
+        rates = replace(rates, flops=own.of_device(precision.name))
     machine = PlannedMachine(
         gpus=gpus,
         gpu_bytes=gpu_bytes if gpus and gpu_bytes else memory,

@@ -126,14 +126,6 @@ def slow_note(config: Config, rates: MatmulRates | None) -> str | None:
     return warn_of_slow(config, rates)
 
 
-def device_flops(rates: MatmulRates, precision: str) -> float | None:
-    """Return the rate of one whole device in matrix products: of a CPU, with all cores that torch uses."""
-    import torch
-
-    flops = rates.flops.get(precision)
-    return flops and flops * (torch.get_num_threads() if rates.kind == "cpu" else 1)
-
-
 def measured_rates(path: Path, given: Rates, *, rate_bytes: int = RATE_BYTES) -> tuple[Rates, int]:
     """Return `given` with the drive's missing rates measured as `zstore doctor` does, on a file of `rate_bytes`, and the
     bytes free in the folder `path`.

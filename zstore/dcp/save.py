@@ -195,7 +195,7 @@ def whole_plans(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:
 
     A planner with `enable_plan_caching` hands on only changes since its last save, on rank 0 too.
     """
-    if all(getattr(plan, "usable", True) for plan in plans):  # plans before torch 2.7 are never cached
+    if all(plan.usable for plan in plans):
         return plans
     kept = [
         cached

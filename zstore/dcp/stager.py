@@ -6,9 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.staging import AsyncStager
-
-from zstore.errors import UsageError
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 
 from .resting import pinned
 
@@ -99,10 +97,6 @@ def _put_back(state_dict: dict[str, Any], pins: dict[tuple[Any, ...], Any]) -> d
 
 
 def _make_stager(*, shared_memory: bool) -> Any:
-    try:
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-    except ImportError as error:
-        raise UsageError("zstore.dcp.Stager needs torch 2.8 or newer: leave out the stager") from error
     return DefaultStager(
         StagingOptions(
             use_pinned_memory=shared_memory and torch.accelerator.is_available(),

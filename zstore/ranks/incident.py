@@ -9,9 +9,8 @@ in a collective that a failed one will never enter, or if a rank has not failed 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from ..errors import RankError
 
@@ -66,10 +65,6 @@ class RankReport:
     """It closed its engine."""
     final: bool = False
     """Nobody will handle the error."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON data."""
-        return asdict(self)
 
 
 def judge(reports: Mapping[int, RankReport], world_size: int, waited_s: float) -> Outcome | None:

@@ -54,9 +54,7 @@ class StoreBoard:
     def __init__(self, name: str = "") -> None:
         import torch.distributed as torch_dist
 
-        store = torch_dist.distributed_c10d._get_default_store()
-        clone = getattr(store, "clone", None)  # not in every version of torch that is served
-        own = store if clone is None else clone()
+        own = torch_dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self._store = torch_dist.PrefixStore(f"zstore/board{name}", own)  # type: ignore[attr-defined]
 
     def post(self, key: str, text: str) -> None:

@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as torch_dist
@@ -63,8 +64,7 @@ class Watch:
         silent_s: float | None,
     ) -> None:
         self._rank, self._world_size, self._activity, self._cut = rank, world_size, activity, cut
-        clone = getattr(store, "clone", None)  # not in every version of torch that is served
-        own: Store = store if clone is None else clone()
+        own: Store = store.clone()  # type: ignore[attr-defined]
         self._pause_s = _PAUSE_S * max(1.0, world_size / 64)
         self._prefix = f"zstore/watch/{own.add(f'zstore/watches/{rank}', 1)}"
         self._shared = store
@@ -263,7 +263,7 @@ class Watch:
         while outcome is None:
             report = self._mine or self._present()
             if report != last:
-                self._store.set(f"report/{number}/{self._rank}", json.dumps(report.to_json()))
+                self._store.set(f"report/{number}/{self._rank}", json.dumps(asdict(report)))
                 last = report
             self._store.set(f"alarm/{number}", "1")
             self._collect(number)

@@ -350,7 +350,7 @@ class World:
         if mine.numel():
             sent_bytes = (self.world_size - 1) * mine.nbytes
             with self._moving(kind, "all_gather", sent_bytes, out.nbytes), self._within(kind):
-                _all_gather_single(out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
+                torch_dist.all_gather_single(out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
 
     def start_all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> Work:
         """Do as `all_gather`, but return at once; the caller must keep both and not touch them until the work is
@@ -360,7 +360,7 @@ class World:
         if self.world_size == 1 or not mine.numel():
             return Done()
         gather = partial(
-            _all_gather_single, out.view(torch.uint8), mine.view(torch.uint8), group=self.group, async_op=True
+            torch_dist.all_gather_single, out.view(torch.uint8), mine.view(torch.uint8), group=self.group, async_op=True
         )
         return self._start(kind, "all_gather", (self.world_size - 1) * mine.nbytes, out.nbytes, gather)
 
@@ -413,7 +413,12 @@ class World:
         if not send.numel():
             return Done()
         reduce = partial(
-            _reduce_scatter_single, out, send.view(-1), op=torch_dist.ReduceOp.AVG, group=self.group, async_op=True
+            torch_dist.reduce_scatter_single,
+            out,
+            send.view(-1),
+            op=torch_dist.ReduceOp.AVG,
+            group=self.group,
+            async_op=True,
         )
         sent_bytes = send.nbytes * (self.world_size - 1) // self.world_size
         return self._start(kind, "reduce_scatter", sent_bytes, send.nbytes, reduce)
@@ -438,8 +443,3 @@ def _store() -> Store:
     """Return the store by which the ranks found each other."""
     store: Store = torch_dist.distributed_c10d._get_default_store()
     return store
-
-
-# torch 2.13 renamed these two and warns at the old names.
-_all_gather_single = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)
-_reduce_scatter_single = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)

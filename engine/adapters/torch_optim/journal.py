@@ -13,7 +13,6 @@ import torch
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.report.placement import plan_record
 from zstore.engine.report.records import Loss, StepJournal, value_of
-from zstore.engine.report.statistics import link_statistics
 from zstore.journal import journals, read
 from zstore.journal.names import journal_file
 from zstore.journal.writer import FileSink
@@ -24,7 +23,7 @@ class OptimizerJournal(StepJournal):
     """Records the steps of an optimizer in `folder`."""
 
     def __init__(self, state: OptimizerState, kind: str, folder: Path) -> None:
-        super().__init__(World.current(), state, link_statistics, enabled=True)
+        super().__init__(World.current(), state, enabled=True)
         self._kind = kind
         self._folder = folder
         self._has_begun = False
