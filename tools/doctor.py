@@ -191,11 +191,8 @@ def _describe_rates(rates: MatmulRates) -> dict[str, Any]:
 
 def _can_pin() -> bool:
     """Whether a slab can be registered with CUDA, as the buffer pool does."""
-    slabs = PinnedSlabs()
-    try:
+    with contextlib.closing(PinnedSlabs()) as slabs:
         return slabs.make(HUGE_PAGE_BYTES).size > 0 and not slabs.messages
-    finally:
-        slabs.close()
 
 
 def _faults(folder: FolderReport, drive: DriveReport | None) -> Iterator[str]:

@@ -111,8 +111,9 @@ class WholeArrays:
     def _plans(self) -> Iterator[_Plan]:
         for source in self._sources:
             grid = source.grid(self._world.world_size if self._sharded else 1)
+            step = max(1, _PIECE_NUMEL // grid.chunk_numel) * grid.chunk_numel
             for shard in range(grid.num_shards):
-                valid, step = grid.shard_valid_numel(shard), _step_numel(grid)
+                valid = grid.shard_valid_numel(shard)
                 for first in range(0, valid, step):
                     yield _Plan(source, grid, shard, first, min(valid, first + step))
 
@@ -159,7 +160,3 @@ class WholeArrays:
             take(ArrayPiece(source=plan.source, first=first, values=values.cpu()))
         except Exception as error:
             self._error = error
-
-
-def _step_numel(grid: Grid) -> int:
-    return max(1, _PIECE_NUMEL // grid.chunk_numel) * grid.chunk_numel

@@ -11,7 +11,7 @@ from torch import nn
 from zstore.errors import UsageError, listed, shortened
 
 from ..build.init import Init
-from ..params.record import ParameterRecord, Residency
+from ..params.record import Residency
 from .gather import gather
 
 if TYPE_CHECKING:
@@ -37,13 +37,11 @@ def module_state_dict(access: Access, *, exclude_frozen: bool) -> dict[str, Any]
     """Return the model's state dict; see `Engine.module_state_dict` (all ranks)."""
     found: dict[str, Any] = access.model.state_dict() if access.units is None else _whole_state_dict(access)
     if exclude_frozen:
-        for name in [name for name in found if _is_frozen(access.find(name))]:
-            del found[name]
+        for name in list(found):
+            record = access.find(name)
+            if record is not None and record.group is None:
+                del found[name]
     return found
-
-
-def _is_frozen(record: ParameterRecord | None) -> bool:
-    return record is not None and record.group is None
 
 
 def _whole_state_dict(access: Access) -> dict[str, Any]:

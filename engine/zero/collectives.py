@@ -69,10 +69,6 @@ class Bucket:
     dtype: torch.dtype
 
 
-def _own_type(record: ParameterRecord) -> torch.dtype:
-    return record.dtype
-
-
 def over_all(record: ParameterRecord) -> Grid:
     """Return how all ranks divide a parameter."""
     return record.grid
@@ -92,7 +88,7 @@ def plan_buckets(
     records: Iterable[ParameterRecord],
     world_size: int,
     limit_numel: int,
-    dtype_of: TypeOf = _own_type,
+    dtype_of: TypeOf = lambda record: record.dtype,
     grid_of: GridOf = over_all,
     *,
     align_numel: int = ALIGN_NUMEL,

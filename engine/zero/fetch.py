@@ -297,7 +297,7 @@ class Fetcher:
         for work in works:
             work.wait()
         for bucket, matrix in fetch.buckets:
-            unpack(bucket, matrix, _full)
+            unpack(bucket, matrix, lambda record: record.full)
         for gather in fetch.others:
             gather.finish()
         fetch.others.clear()
@@ -366,10 +366,6 @@ class Fetcher:
         """End the reading thread."""
         if self._reader is not None:
             self._reader.close()
-
-
-def _full(record: ParameterRecord) -> torch.Tensor:
-    return record.full
 
 
 def _nothing(records: Sequence[ParameterRecord]) -> None:

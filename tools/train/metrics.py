@@ -82,10 +82,6 @@ class StepMeter:
         }
 
 
-def _mfu_text(mfu: float | None) -> str:
-    return "" if mfu is None else f"MFU {100 * mfu:.1f} %  "
-
-
 class MetricsFile(contextlib.AbstractContextManager["MetricsFile"]):
     """One JSON object per line and step, by the writer of journals. A resumed run drops the lines of steps that it repeats.
 
@@ -141,8 +137,9 @@ class TrainProgress(Bar):
     def show(self, row: dict[str, Any]) -> None:
         """Show a step's row."""
         moved = row["disk_read_bytes"] + row["disk_write_bytes"]
+        mfu = "" if row["mfu"] is None else f"MFU {100 * row['mfu']:.1f} %  "
         text = (
-            f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  {_mfu_text(row['mfu'])}"
+            f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  {mfu}"
             f"disk {moved / row['step_s'] / 1e9:.2f} GB/s  "
             f"memory {row['peak_memory_bytes'] / 1e9:.2f} GB"
         )

@@ -197,14 +197,13 @@ def temporary_folder(files: Files, parent: Path, name: str) -> Iterator[Path]:
     sweep(files, parent, only=name)
     save_id = new_save_id()
     temporary = parent / own_name(name, TEMPORARY, save_id)
-    lock = SaveLock(parent / own_name(name, LOCK, save_id))
-    try:
-        files.make_folder(temporary)
-        yield temporary
-    finally:
-        with contextlib.suppress(OSError):
-            files.remove_tree(temporary)
-        lock.release()
+    with SaveLock(parent / own_name(name, LOCK, save_id)):
+        try:
+            files.make_folder(temporary)
+            yield temporary
+        finally:
+            with contextlib.suppress(OSError):
+                files.remove_tree(temporary)
 
 
 @contextlib.contextmanager

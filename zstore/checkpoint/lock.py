@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ..errors import StorageError
 
@@ -29,7 +29,8 @@ class LockedError(StorageError):
 
 
 class SaveLock:
-    """Holds the new lock file `path` until `release()` or the end of the process; its text names the process, with `more`.
+    """Holds the new lock file `path` until `release()`, the end of a `with` block, or of the process; its text names the
+    process, with `more`.
 
     Raises StorageError if it cannot be made, LockedError if another process has it and this one does not wait.
     """
@@ -48,6 +49,12 @@ class SaveLock:
                     break
             os.close(self._fd)
         os.pwrite(self._fd, owner_document(**more), 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def release(self) -> None:
         """Remove the file and give the lock back; a second call does nothing."""

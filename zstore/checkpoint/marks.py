@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -175,20 +176,16 @@ def _edit(folder: Folder, change: Callable[[Marks], None], files: Files | None) 
     if folder.has(RECORD_FILE):
         raise UsageError(f"{folder} is one checkpoint: its tags and holds are in the folder above, name that")
     files, temporary = files or Files(), own_name(MARKS_FILE, TEMPORARY, _OWNER)
-    lock = SaveLock(folder.path / own_name(MARKS_FILE, LOCK, _OWNER)) if folder.is_local else None
-    try:
+    with SaveLock(folder.path / own_name(MARKS_FILE, LOCK, _OWNER)) if folder.is_local else nullcontext():
         marks = read_marks(folder)
         change(marks)
         data = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(marks)}, indent=1).encode() + b"\n"
-        if lock is None:
+        if not folder.is_local:
             folder.write_small(MARKS_FILE, data)
         else:
             files.write_small(folder.path / temporary, data)
             files.rename(folder.path / temporary, folder.path / MARKS_FILE)
             files.sync_folder(folder.path)
-    finally:
-        if lock is not None:
-            lock.release()
     return marks
 
 

@@ -105,10 +105,8 @@ class Spare:
 
     def remove(self, files: Files) -> None:
         """Remove the folder."""
-        try:
+        with self.lock:
             files.remove_tree(self.path)
-        finally:
-            self.lock.release()
 
 
 def make_spare(

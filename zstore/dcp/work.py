@@ -248,7 +248,8 @@ class RankWriter:
         spec, grid, shard = layout.spec, layout.grid, self.share.rank
         base = shard * grid.shard_numel
         end = base + grid.shard_valid_numel(shard)
-        pieces = [(self.piece_path(layout, box), box) for box in layout.boxes if _touches(box, base, end)]
+        touching = (box for box in layout.boxes if next(box.overlap(base, end), None) is not None)
+        pieces = [(self.piece_path(layout, box), box) for box in touching]
         with contextlib.ExitStack() as opened:
             paths = [(opened.enter_context(self.piece(path)), box) for path, box in pieces]
             files = [(opened.enter_context(self._buffered.opened(path)), box) for path, box in paths]
@@ -312,10 +313,6 @@ class RankWriter:
             for layout in self.share.arrays.values()
             if layout.passes_through_files and layout.grid.shard_valid_numel(rank) > 0
         ]
-
-
-def _touches(box: Box, first: int, stop: int) -> bool:
-    return next(box.overlap(first, stop), None) is not None
 
 
 def assemble(grid: Grid, shard: int, name: str, parts: Sequence[Wrote]) -> tuple[int, ...]:

@@ -17,12 +17,13 @@ import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ..errors import CheckpointError, UsageError
 from ..format.arrays import Bytes, Shaped
+from ..io.files import NewFile
 from .pickles import Global, PickledObject
 from .torchfile import STORAGES
 
@@ -131,23 +132,10 @@ def _emit_tensor(tensor: Tensor, out: bytearray) -> None:
 # -- the archive -----------------------------------------------------------------------------------------------------
 
 
-class ArchiveOutput(Protocol):
-    """A file that is written from its beginning to its end."""
-
-    offset: int
-    """Bytes that were written so far."""
-
-    def write(self, data: Bytes) -> None:
-        """Write at the end."""
-
-    def patch(self, offset: int, data: bytes) -> None:
-        """Replace bytes that were written."""
-
-
 class _ArchiveFile(io.RawIOBase):
     """A sink from its present end on, as a separate file."""
 
-    def __init__(self, sink: ArchiveOutput) -> None:
+    def __init__(self, sink: NewFile) -> None:
         self._sink = sink
         self._base = self._at = sink.offset
 
@@ -171,7 +159,7 @@ class _ArchiveFile(io.RawIOBase):
         return self._at - self._base
 
 
-def write_archive(sink: ArchiveOutput, value: Any, storages: Iterable[tuple[int, Iterable[Bytes]]] = ()) -> int:
+def write_archive(sink: NewFile, value: Any, storages: Iterable[tuple[int, Iterable[Bytes]]] = ()) -> int:
     """Write, at the end of `sink`, an archive from which torch.load returns `value`; return its bytes.
 
     `storages` are those that the tensors in `value` name, in the order of their numbers: how many bytes each has, and

@@ -449,6 +449,7 @@ class NewFile:
         self._files = files
         self._file: OpenFile = opened.enter_context(files.opened(path, write=True, create=True, direct=False))
         self.offset = 0
+        """Bytes that were written so far."""
 
     def write(self, data: bytes | bytearray | Bytes) -> None:
         """Write at the end."""

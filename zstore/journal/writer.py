@@ -17,7 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..io.closing import Closing, join_threads, start_threads
 from .lines import encode
@@ -30,18 +30,9 @@ _MOST_UNWRITTEN_BYTES = 4 * 1024 * 1024
 _BLOCK_BYTES = 64 * 1024
 
 
-class JournalSink(Protocol):
-    """The target of lines. Called by one thread at a time."""
-
-    def append(self, lines: bytes) -> None:
-        """Keep some whole lines, all or none of them; raises anything if it cannot."""
-
-    def close(self) -> None:
-        """Give its resources back."""
-
-
 class FileSink:
-    """Appends to a local file, whose folder is made if it is missing. A last line that was cut off is removed first."""
+    """Appends to a local file, whose folder is made if it is missing. A last line that was cut off is removed first. Called by
+    one thread at a time."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,6 +47,7 @@ class FileSink:
             raise
 
     def append(self, lines: bytes) -> None:
+        """Keep some whole lines, all or none of them; raises anything if it cannot."""
         written = 0
         try:
             while written < len(lines):
@@ -67,6 +59,7 @@ class FileSink:
             raise
 
     def close(self) -> None:
+        """Close the file."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -101,7 +94,7 @@ class JournalWriter(Closing):
         self._adding = threading.Lock()
         self._writing = threading.Lock()
         self._unwritten: deque[bytes] = deque()
-        self._sink: JournalSink | None = None
+        self._sink: FileSink | None = None
         self.beside: Callable[[], None] | None = None
         """Called by the thread every half second while there is a sink; must not raise."""
         self._ending = threading.Event()
@@ -124,7 +117,7 @@ class JournalWriter(Closing):
         half = len(self._records) // 2
         self._records = deque(r for i, r in enumerate(self._records) if i >= half or i % 2)
 
-    def open(self, sink: JournalSink, first: Iterable[Mapping[str, Any]] = ()) -> None:
+    def open(self, sink: FileSink, first: Iterable[Mapping[str, Any]] = ()) -> None:
         """Write to `sink`, which is this object's from now on: the records `first`, then those that wait, then new ones."""
         with self._adding:
             self._records.extendleft(reversed(list(first)))

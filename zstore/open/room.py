@@ -23,11 +23,10 @@ def temporary_room() -> Iterator[Path]:
             if is_dead:
                 shutil.rmtree(left.with_suffix(""), ignore_errors=True)
                 left.unlink(missing_ok=True)
-    lock = SaveLock(place / f"{_PREFIX}{uuid.uuid4().hex}.lock")  # before the folder: one without is a dead process's
-    room = lock.path.with_suffix("")
-    try:
-        room.mkdir(0o700)
-        yield room
-    finally:
-        shutil.rmtree(room, ignore_errors=True)
-        lock.release()
+    room = place / f"{_PREFIX}{uuid.uuid4().hex}"
+    with SaveLock(room.with_suffix(".lock")):  # before the folder: one without is a dead process's
+        try:
+            room.mkdir(0o700)
+            yield room
+        finally:
+            shutil.rmtree(room, ignore_errors=True)

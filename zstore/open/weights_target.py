@@ -157,10 +157,8 @@ def publishing(folder: Path, publisher: str) -> Iterator[Path]:
         lock = SaveLock(folder / ".publishing", wait=False, publisher=publisher)
     except LockedError as error:
         raise is_taken(folder, str(error)) from error
-    try:
+    with lock:
         yield folder
-    finally:
-        lock.release()
 
 
 def commit_in(folder: Path, place: Path, number: int, index: bytes, oldest: int) -> None:

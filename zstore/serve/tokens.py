@@ -151,8 +151,7 @@ def edit_tokens(path: Path, change: Callable[[TokenFile], TokenFile], files: Fil
     """Give a file of tokens, which `change` may make, new content, and return it. See [Note: the file of tokens]."""
     files, path = files or Files(), path.resolve()
     part = path.with_name(f".{path.name}.part")
-    lock = SaveLock(path.with_name(f".{path.name}.lock"))
-    try:
+    with SaveLock(path.with_name(f".{path.name}.lock")):
         owner = path.stat() if path.exists() else None
         content = change(TokenFile() if owner is None else read_tokens(path))
         files.unlink(part)  # of a process that was killed
@@ -162,8 +161,6 @@ def edit_tokens(path: Path, change: Callable[[TokenFile], TokenFile], files: Fil
             os.chown(part, owner.st_uid, owner.st_gid)
         files.rename(part, path)
         files.sync_folder(path.parent)
-    finally:
-        lock.release()
     return content
 
 

@@ -22,7 +22,7 @@ import io
 import logging
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -242,13 +242,9 @@ class Snapshots:
         return progress
 
     def _check_names(self, path: Path) -> None:
-        reader = Reader(path)
-        try:
-            stored = {
-                key for key in reader.read_metadata().state_dict_metadata if key.startswith(("model.", "optim.state."))
-            }
-        finally:
-            reader.close()
+        with closing(Reader(path)) as reader:
+            keys = reader.read_metadata().state_dict_metadata
+            stored = {key for key in keys if key.startswith(("model.", "optim.state."))}
         own = {f"model.{name}" for name in self._weights()}
         own |= {f"optim.state.{name}.{slot}" for name, entry in self._entries().items() for slot in entry}
         if stored != own:
@@ -306,9 +302,5 @@ def _raising_causes() -> Iterator[None]:
 
 def _load_alone(state: dict[str, Any], path: Path) -> None:
     """Do as torch.distributed.checkpoint's `load`, for this rank alone; that warns if there is one process only."""
-    reader = Reader(path)
-    try:
-        with _raising_causes():
-            _load_state_dict(state, reader, no_dist=True)
-    finally:
-        reader.close()
+    with closing(Reader(path)) as reader, _raising_causes():
+        _load_state_dict(state, reader, no_dist=True)

@@ -40,8 +40,8 @@ class BlockCode:
         for columns, blocks, size in self._tiles(values):
             tile = values[:, columns].view(values.shape[0], -1, size).float()
             largest = tile.abs().amax(dim=-1)
-            # By a number CUDA multiplies with the inverse, which rounds to other bits.
-            scale = largest.div_(largest.new_full((), _largest(self.bits)))
+            # The largest integer, as a tensor: by a number CUDA multiplies with the inverse, which rounds to other bits.
+            scale = largest.div_(largest.new_full((), (1 << (self.bits - 1)) - 1))
             # A block of zeros has the smallest normal number for a scale.
             scale.clamp_(min=torch.finfo(torch.float32).tiny)
             scales[:, blocks] = scale
@@ -87,11 +87,6 @@ class BlockCode:
                 yield slice(first + begin, first + stop), slice(block, block + num_blocks), size
                 block += num_blocks
             first += length
-
-
-def _largest(bits: int) -> int:
-    """Return the largest of the integers, of which there are as many below zero."""
-    return (1 << (bits - 1)) - 1
 
 
 def _whole_and_rest(length: int, most: int) -> Iterator[tuple[int, int]]:

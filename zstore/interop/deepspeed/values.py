@@ -168,7 +168,11 @@ class Plain:
         if depth > _MAX_DEPTH:
             return self._leave(where, "nested too deeply")
         if isinstance(value, dict):
-            return {str(key): self.of(item, f"{where}.{key}", depth + 1) for key, item in value.items() if _is_key(key)}
+            return {
+                str(key): self.of(item, f"{where}.{key}", depth + 1)
+                for key, item in value.items()
+                if isinstance(key, str | int | float | None)
+            }
         if isinstance(value, list | tuple | set):
             return [self.of(item, f"{where}.{i}", depth + 1) for i, item in enumerate(value)]
         return self._leave(where, type(value).__name__)
@@ -195,10 +199,6 @@ class Plain:
     def _leave(self, where: str, what: str) -> None:
         if len(self.left_out) <= _MOST_NAMED:
             self.left_out.append(f"{where} ({what})" if len(self.left_out) < _MOST_NAMED else "and more")
-
-
-def _is_key(key: Any) -> bool:
-    return isinstance(key, str | int | float) or key is None
 
 
 def table_of(value: Any) -> Mapping[Any, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -256,8 +256,8 @@ def open_run(location: str, storage_options: dict[str, Any], memory_bytes: int) 
     root = Root.parse(location)
     if is_url(root.location):
         root = replace(root, name=unquote(root.name))
-    library = Library(Settings(roots=(root,), storage_options=storage_options, memory_bytes=memory_bytes))
-    try:
+    settings = Settings(roots=(root,), storage_options=storage_options, memory_bytes=memory_bytes)
+    with closing(Library(settings)) as library:
         found = list(library.runs.all().values())
         if not found:
             raise CheckpointNotFoundError(
@@ -268,8 +268,6 @@ def open_run(location: str, storage_options: dict[str, Any], memory_bytes: int) 
             places = ", ".join(run.folder.location for run in found[:5])
             raise UsageError(f"{root.location} is a folder of runs: name one of them, like {places}")
         yield library, found[0]
-    finally:
-        library.close()
 
 
 def _plain(location: str) -> str:

@@ -5,6 +5,7 @@ See [Note: names of dimensions] and [Note: unfolded arrays].
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -116,12 +117,9 @@ def _document(service: Service, documents: _Documents, place: Place) -> tuple[Op
 
 def _read(service: Service, place: Place) -> tuple[Opened, bytes]:
     """Return a `zarr.json` as it is, closed, and its bytes."""
-    opened = open_place(service, place)
-    try:
+    with contextlib.closing(open_place(service, place)) as opened:
         if opened.size > _MOST_BYTES:
             raise UsageError(f"{place.path} has {opened.size} bytes: names are added to up to {_MOST_BYTES}")
         if opened.file is None:
             return opened, opened.read(0, opened.size)
         return opened, opened.file.read(opened.size)
-    finally:
-        opened.close()

@@ -275,8 +275,7 @@ def append_lines(runs: Runs, run: str, run_id: str, offset: int, lines: bytes) -
             _require_own(path.parent, run, run_id)
             if not lines:
                 return JournalSize(bytes=0)
-        sink = FileSink(path)
-        try:
+        with contextlib.closing(FileSink(path)) as sink:
             size = sink.begin_bytes
             there = _read(path, offset, min(len(lines), max(0, size - offset)))
             if offset > size or not lines.startswith(there):
@@ -288,8 +287,6 @@ def append_lines(runs: Runs, run: str, run_id: str, offset: int, lines: bytes) -
                 path.with_name(request_file(run_id)).unlink(missing_ok=True)
             sink.append(new)
             size += len(new)
-        finally:
-            sink.close()
     return JournalSize(bytes=size)
 
 
