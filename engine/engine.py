@@ -126,15 +126,7 @@ class Engine(nn.Module):
         # Not a method of this object, which would then never be collected.
         self._complete_saves = functools.partial(_complete_saves, self.checkpoints, self.steps)
         units = None if training.hooks is None else training.hooks.units
-        self.access = Access(
-            training.model,
-            training.state,
-            training.gradients,
-            training.scaler,
-            units,
-            training.pending,
-            self._complete_saves,
-        )
+        self.access = Access(training, units, self._complete_saves)
         if not (training.config.frozen or (training.stepper is not None and training.stepper.needs_saved)):
             training.optimizer.state = StateByParameter(self.access)  # type: ignore[assignment]
         if training.hooks is not None and training.world.world_size == 1:
@@ -909,19 +901,9 @@ class Engine(nn.Module):
 
     def statistics(self) -> EngineStatistics:
         """Return the counters of this rank."""
-        training = self.training_state
         saves_s = _saves_s(self.checkpoints, self.steps)
-        return engine_statistics(
-            training.world,
-            training.state,
-            training.gradients,
-            self.access.units,
-            self.times,
-            saves_s,
-            utilisation=self.report.utilisation.now(),
-            activations=training.activations,
-            config=training.config,
-        )
+        utilisation = self.report.utilisation.now()
+        return engine_statistics(self.training_state, self.access.units, self.times, saves_s, utilisation)
 
     @property
     def global_samples(self) -> int:
@@ -1012,7 +994,7 @@ class Engine(nn.Module):
         """
         hooks = self.training_state.hooks
         init = Init(config=config, enabled=config is not None)
-        hand_back(self.access, init, _nothing if hooks is None else hooks.remove)
+        hand_back(self.access, init, (lambda: None) if hooks is None else hooks.remove)
         self.close()
         return self.module
 
@@ -1042,10 +1024,6 @@ class Engine(nn.Module):
                 ) from error
         gathers = self.world_size > 1 and self.training_state.hooks is not None
         return in_step(value) if name == "generate" and gathers else value
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def _end_extras(extras: Mapping[str, Extra]) -> None:

@@ -27,10 +27,7 @@ from .statedict import StateDictGuard
 
 if TYPE_CHECKING:
     from ..optim.kernel import SlotTiles
-    from ..optim.loss_scale import LossScaler
-    from ..optim.state import OptimizerState
-    from ..training import PendingUpdate
-    from ..zero.gradients import Gradients
+    from ..training import Training
     from ..zero.unshard import ShardedUnits
 
 T = TypeVar("T")
@@ -39,24 +36,12 @@ T = TypeVar("T")
 class Access:
     """Whole tensors of one run. `before_changes` ends work that must not see the state change in place (a save)."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        state: OptimizerState,
-        gradients: Gradients,
-        scaler: LossScaler,
-        units: ShardedUnits | None,
-        pending: PendingUpdate,
-        before_changes: Callable[[], None],
-    ) -> None:
-        self.model = model
-        self.world = pending.world
-        self.state = state
+    def __init__(self, training: Training, units: ShardedUnits | None, before_changes: Callable[[], None]) -> None:
+        self.model, self.world = training.model, training.world
+        self.state, self.gradients, self.scaler = training.state, training.gradients, training.scaler
         self.units = units
         """None if parameters are not sharded."""
-        self.gradients = gradients
-        self.scaler = scaler
-        self._pending = pending
+        self._pending = training.pending
         self._before_changes = before_changes
         self._under_way: list[str] = []
         self.away: set[str] = set()
@@ -68,9 +53,10 @@ class Access:
         """Takes over values that a script changed in place."""
         self.kept: dict[ParameterRecord, torch.Tensor] = {}
         """This rank's rows, while blocks are open, of parameters that are a part of their master themselves."""
-        self._by_name = {name: record for record in state.records for name in (record.name, *record.aliases)}
-        self._by_parameter = {record.parameter: record for record in state.records}
-        self.guard = StateDictGuard(model, self.record_of, self._loses)
+        records = self.state.records
+        self._by_name = {name: record for record in records for name in (record.name, *record.aliases)}
+        self._by_parameter = {record.parameter: record for record in records}
+        self.guard = StateDictGuard(self.model, self.record_of, self._loses)
         """Watches the state dicts of the model."""
         _live.add(self)
 

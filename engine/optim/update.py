@@ -222,10 +222,6 @@ def _beside(other: torch.Tensor, rows: torch.Tensor, transfers: Transfers, comin
     return there
 
 
-def _nothing(record: ParameterRecord) -> None:
-    """Nobody waits for a parameter of a step alone."""
-
-
 def _admitted(
     records: Sequence[ParameterRecord], admit: Callable[[ParameterRecord, bool], bool] | None, most: int
 ) -> Iterator[list[ParameterRecord]]:
@@ -308,7 +304,7 @@ class Update:
         `admit(record, wait)` is asked before a record's state is touched; `done(record)` is called when its new state,
         and its new rows, are the present ones.
         """
-        mine, tell = [record for record in self.records if record.owned_numel], done or _nothing
+        mine, tell = [record for record in self.records if record.owned_numel], done or (lambda record: None)
         if not self._state.has_disk:
             placed = {record: place for record in mine if (place := self._state.in_place(record)) is not None}
             if done is None or len(placed) == len(mine):

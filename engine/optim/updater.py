@@ -35,10 +35,6 @@ Admit = Callable[[ParameterRecord, bool], bool]
 """Asked, with the record and whether to wait for it, before its state is touched."""
 
 
-def _nothing() -> None:
-    """Nobody needs to know of the end."""
-
-
 class StepMode(Enum):
     """When the update runs. See [Note: step modes]."""
 
@@ -68,7 +64,7 @@ class Updater:
         self.waits = 0
         """Number of waits for an update."""
 
-    def start(self, update: Update, admit: Admit | None = None, over: Callable[[], None] = _nothing) -> None:
+    def start(self, update: Update, admit: Admit | None = None, over: Callable[[], None] = lambda: None) -> None:
         """Run `update` behind the caller; `admit` as in `Update.run`. A record that is not admitted stays unchanged.
 
         `over` is called from the thread when the update ended, with success or an error.

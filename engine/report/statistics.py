@@ -31,9 +31,7 @@ from zstore.io import LinkStatistics, total_of_links
 from zstore.store import StoreStatistics
 
 from ..activations.checkpointing import activation_statistics
-from ..activations.offload import ActivationOffload
 from ..activations.statistics import ActivationStatistics
-from ..config.config import Config
 from ..zero.unshard import UnitStatistics
 from .memory import HeldBytes, MemoryStatistics, held_bytes, memory_statistics
 
@@ -41,8 +39,7 @@ if TYPE_CHECKING:
     from zstore.ranks.world import World
     from zstore.store import TensorStore
 
-    from ..optim.state import OptimizerState
-    from ..zero.gradients import Gradients
+    from ..training import Training
     from ..zero.unshard import ShardedUnits
     from .utilisation import Utilisation
 
@@ -106,19 +103,15 @@ class EngineStatistics:
         return {name: asdict(link) for name, link in moved.items() if link.operations or any(link.stall_s.values())}
 
 
-def engine_statistics(  # noqa: PLR0913 - the parts of a run that count
-    world: World,
-    state: OptimizerState,
-    gradients: Gradients,
+def engine_statistics(
+    training: Training,
     units: ShardedUnits | None,
     times: PhaseTimes,
     saves_s: Mapping[str, float],
-    *,
     utilisation: Utilisation | None,
-    activations: ActivationOffload | None,
-    config: Config,
 ) -> EngineStatistics:
     """Return the counters now; `saves_s` has the seconds for which saves delayed training, by their kind."""
+    world, state, gradients = training.world, training.state, training.gradients
     store = state.store.statistics()
     return EngineStatistics(
         forward_s=times.forward_s,
@@ -132,7 +125,7 @@ def engine_statistics(  # noqa: PLR0913 - the parts of a run that count
         overlapped=gradients.overlapped,
         store=store,
         utilisation=utilisation,
-        activations=activation_statistics(activations, config),
+        activations=activation_statistics(training.activations, training.config),
     )
 
 

@@ -71,7 +71,7 @@ class RowReader:
         self._transfers = transfers
         self._workers: Workers | None = None
         self._context = transfers.stream_context()
-        self.ready: Ready = _nothing
+        self.ready: Ready = lambda records: None
         self.read_bytes = 0
         """Bytes of rows read so far."""
 
@@ -170,7 +170,7 @@ class Fetcher:
         self._unseen: list[Fetch] = []
         self._apart = False
         """Whether the ranks were found to gather different units: collectives under way may never complete."""
-        self.ready: Ready = _nothing
+        self.ready: Ready = lambda records: None
         """See Ready."""
         self._last: Copy | None = None
         """The last copy to the device that the host did not wait for."""
@@ -366,7 +366,3 @@ class Fetcher:
         """End the reading thread."""
         if self._reader is not None:
             self._reader.close()
-
-
-def _nothing(records: Sequence[ParameterRecord]) -> None:
-    """Every update was applied in step()."""
