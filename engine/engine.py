@@ -138,9 +138,7 @@ class Engine(nn.Module):
             functools.partial(_time_phase, self.times, "backward_s", self._wait_for_device),
         )
         self._offloaded = OffloadedStates(training, self.access)
-        self.parameter_guard = ParameterGuard(
-            self._modules, training.model, training.state.records, training.pending, self.access.take_over
-        )
+        self.parameter_guard = ParameterGuard(self._modules, training, self.access.take_over)
         self.access.before_reading = self.parameter_guard.check_values
         # Updates in the backward are under way when a step begins.
         apart = [] if training.pending.in_backward is not None else self.access.apart(training.state.records)

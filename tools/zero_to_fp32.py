@@ -116,16 +116,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("-t", "--tag", help="the checkpoint, by default the newest")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
     parser.add_argument("-d", "--debug", action="store_true", help="no effect")
-    given = parser.parse_args(words)
+    given = vars(parser.parse_args(words))
+    del given["debug"]
     try:
-        convert_zero_checkpoint_to_fp32_state_dict(
-            given.checkpoint_dir,
-            given.output_dir,
-            given.max_shard_size,
-            safe_serialization=given.safe_serialization,
-            tag=given.tag,
-            exclude_frozen_parameters=given.exclude_frozen_parameters,
-        )
+        convert_zero_checkpoint_to_fp32_state_dict(**given)
     except (ZstoreError, OSError) as error:
         parser.exit(1, f"zero_to_fp32.py: {error}\n")
     return 0

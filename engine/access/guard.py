@@ -37,7 +37,7 @@ from torch import nn
 from zstore.errors import UsageError, listed
 
 from ..params.record import ParameterRecord, Residency
-from ..training import PendingUpdate
+from ..training import Training
 
 _log = logging.getLogger("zstore")
 
@@ -56,13 +56,12 @@ class ParameterGuard:
     def __init__(
         self,
         roots: dict[str, nn.Module | None],
-        model: nn.Module,
-        records: Sequence[ParameterRecord],
-        pending: PendingUpdate,
+        training: Training,
         take_over: Callable[[Sequence[ParameterRecord]], None],
     ) -> None:
+        model, records = training.model, training.state.records
         self._roots = roots
-        self._pending = pending
+        self._pending = training.pending
         self._take_over = take_over
         self._model = model
         self._records = {record.parameter: record for record in records}

@@ -82,8 +82,7 @@ def safe_update_full_grad_vectorized(
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """Return this rank's rows of the fp32 master of a parameter, 1-D, a copy."""
-    found = _find(param)
-    if found is None:
+    if (found := _find(param)) is None:
         return None
     access, record = found
     return _rows(record, access.finished(f"get_full_parameter({record.name!r})", lambda: access.master(record)))
@@ -91,8 +90,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return this rank's rows of an optimizer slot of a parameter, 1-D, a copy."""
-    found = _find(param)
-    if found is None:
+    if (found := _find(param)) is None:
         return None
     access, record = found
     source = access.slot(record.name, optim_state_key)
