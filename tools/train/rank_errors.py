@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,7 @@ def _messages(error: BaseException, rank: int) -> dict[int, list[Any]]:
     """Return [whether it stopped because of others, message, exit code] of each rank that failed, by rank."""
     mine = [isinstance(error, RankError), str(error), exit_code(error)]
     told = {rank: mine}
-    try:
+    with suppress(RuntimeError, OSError, ValueError):
         store = _store()
         store.set(str(rank), json.dumps(mine))
         end = time.monotonic() + _WAIT_S
@@ -85,22 +85,18 @@ def _messages(error: BaseException, rank: int) -> dict[int, list[Any]]:
                 if other not in told and store.check([str(other)]):
                     told[other] = json.loads(store.get(str(other)))
             time.sleep(_LOOK_S)
-    except (RuntimeError, OSError, ValueError):
-        pass
     return dict(sorted(told.items()))
 
 
 def _stay(told: dict[int, list[Any]]) -> None:
     """Wait until all known ranks have read and printed: the store may be in this process, and a launcher ends the others as
     soon as one ends."""
-    try:
+    with suppress(RuntimeError, OSError, ValueError):
         store = _store()
         store.add("read", 1)
         end = time.monotonic() + _WAIT_S
         while store.add("read", 0) < len(told) and time.monotonic() < end:
             time.sleep(_LOOK_S)
-    except (RuntimeError, OSError, ValueError):
-        pass
 
 
 def _store() -> Store:

@@ -209,10 +209,8 @@ def find_tag(place: FolderLike, tag: str) -> TagInfo | None:
 def find_folder(place: FolderLike, name: str) -> TagInfo | None:
     """Return the committed checkpoint in the tag's folder `name`, as `find_tag` does by tag."""
     folder = folder_at(place)
-    try:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return _open_tag(folder, name)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
     return _set_aside(folder, name)
 
 

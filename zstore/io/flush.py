@@ -37,11 +37,9 @@ class Flush:
     @classmethod
     def of(cls, files: Files, folder: str | Path) -> Flush | None:
         """Return a flush for `folder`; None if its files are better made durable one by one."""
-        try:
+        with contextlib.suppress(OSError):  # no /proc, or a folder that is gone: a write there will fail
             if _sync_call() and _is_local(os.stat(folder).st_dev) and _num_dirty_bytes() <= files.most_dirty_bytes:
                 return cls(files, folder)
-        except OSError:  # no /proc, or a folder that is gone: a write there will fail
-            pass
         return None
 
     def sync(self) -> None:
