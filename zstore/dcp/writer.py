@@ -282,10 +282,8 @@ def _write_value(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> W
         if type(value) is bytes:
             kind, content = BYTES, value
         else:
-            try:
+            with contextlib.suppress(NotPlainError):
                 return WriteResult(item.index, 0, EntryReport(key=key, value=encode_value(value), is_value=True))
-            except NotPlainError:
-                pass
     if kind == PICKLE:
         pickled: Any = planner.resolve_data(item)
         if not isinstance(pickled, io.BytesIO):

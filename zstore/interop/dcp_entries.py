@@ -9,6 +9,7 @@ Anything else is looked into if it is small, and otherwise kept as the pickle th
 
 from __future__ import annotations
 
+import contextlib
 import re
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -146,13 +147,11 @@ class PickledEntries:
         if found is not None:
             return BYTES, found
         if nbytes <= _MOST_LOADED_BYTES:
-            try:
+            with contextlib.suppress(NotPlainError, CheckpointMismatchError):
                 value = load_torch_file(place.path, part=(place.offset, place.nbytes))
                 if type(value) is bytes:
                     return BYTES, LoadedBytes(place, len(value))
                 return "", encode_value(value, self._room)
-            except (NotPlainError, CheckpointMismatchError):
-                pass
         return PICKLE, place
 
     def _claim(self, place: FileRange) -> None:

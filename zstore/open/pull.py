@@ -71,12 +71,9 @@ def pull(
 
 def _former(target: Path) -> dict[str, Any] | None:
     """Return which version a folder has; None if it is new. Raises UsageError if it has weights of somebody else."""
-    with contextlib.suppress(FileNotFoundError):
-        try:
-            found = json.loads((target / INDEX_FILE).read_bytes())["metadata"][KEY]
-            return {"id": str(found["id"]), "number": int(found["number"]), "step": int(found["step"])}
-        except (ValueError, KeyError, TypeError):
-            pass
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        found = json.loads((target / INDEX_FILE).read_bytes())["metadata"][KEY]
+        return {"id": str(found["id"]), "number": int(found["number"]), "step": int(found["step"])}
     others = [path.name for path in target.glob("*.safetensors*") if not _OURS.fullmatch(path.name)]
     if others:
         raise UsageError(f"{target} has {min(others)}, which is not of a pull: name a new or empty folder")

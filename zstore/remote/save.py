@@ -142,31 +142,29 @@ class _Upload:
     # -- rank 0 -----------------------------------------------------------------------------------------------------
 
     def _lead(self, workers: Workers) -> SaveSummary:
-        lock = SaveLock(self._lock_path)
-        try:
-            if self._board is None:
-                self._files.make_folder(self._rendezvous.folder)
-            # While the local save runs.
-            self._messages += self._target.begin(
-                overwrite=self._request.overwrite, replaces_own=True, keep=self._request.keep
-            )
-            summary = self._local.wait()
-            with open_checkpoint(summary.path) as reader:
-                self._target.offer(reader)
-                self._rendezvous.post(_BEGIN_FILE, self._target.ticket())
-                nbytes = self._send(workers, reader)
-                self._rendezvous.wait_until(self._all_sent, self._request.timeout_s, self._ranks_missing)
-                self._messages += self._target.commit(reader)
-            if self._board is not None:
-                self._rendezvous.post(_END_FILE, {})
-            self._clean_up(summary)
-            self._messages += self._target.retire()
-            return self._summarise(summary, nbytes, nbytes + self._others_bytes)
-        except BaseException as error:
-            self._give_up(error)
-            raise
-        finally:
-            lock.release()
+        with SaveLock(self._lock_path):
+            try:
+                if self._board is None:
+                    self._files.make_folder(self._rendezvous.folder)
+                # While the local save runs.
+                self._messages += self._target.begin(
+                    overwrite=self._request.overwrite, replaces_own=True, keep=self._request.keep
+                )
+                summary = self._local.wait()
+                with open_checkpoint(summary.path) as reader:
+                    self._target.offer(reader)
+                    self._rendezvous.post(_BEGIN_FILE, self._target.ticket())
+                    nbytes = self._send(workers, reader)
+                    self._rendezvous.wait_until(self._all_sent, self._request.timeout_s, self._ranks_missing)
+                    self._messages += self._target.commit(reader)
+                if self._board is not None:
+                    self._rendezvous.post(_END_FILE, {})
+                self._clean_up(summary)
+                self._messages += self._target.retire()
+                return self._summarise(summary, nbytes, nbytes + self._others_bytes)
+            except BaseException as error:
+                self._give_up(error)
+                raise
 
     def _all_sent(self) -> bool:
         """Return whether every other rank's files are there; raises CheckpointError if one says that they are not."""

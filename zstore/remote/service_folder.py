@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 from collections.abc import Mapping
 from typing import Any
@@ -100,13 +101,11 @@ class ServiceFolder(UrlFolder):
             if not folder and not self.url.folder:
                 raise
             raise FileNotFoundError(f"{self.location_of(folder) if folder else self.location} is no folder") from error
-        try:
+        with contextlib.suppress(KeyError, TypeError):
             names = [*listing["folders"], *(file["name"] for file in listing["files"])]
             if all(isinstance(name, str) for name in names) and all("size" in file for file in listing["files"]):
                 found: dict[str, Any] = listing
                 return found
-        except (KeyError, TypeError):
-            pass
         raise StorageError("expected a list of folders and files, got something else", path=f"{self.url.base}{path}")
 
     def for_fsspec(self) -> tuple[str, dict[str, Any]]:
