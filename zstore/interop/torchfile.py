@@ -19,7 +19,7 @@ import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -203,9 +203,7 @@ class _TypedStorage:
     """None: bytes, whose type the tensor gives."""
 
 
-def _rebuild(
-    storage: Any, first: Any, shape: Any, stride: Any, dtype: str, attributes: Mapping[str, Any] | None = None
-) -> TorchTensor:
+def _rebuild(storage: Any, first: Any, shape: Any, stride: Any, dtype: str) -> TorchTensor:
     if not isinstance(storage, _TypedStorage):
         raise ValueError("a tensor has no storage")
     for numbers in (shape, stride):
@@ -222,9 +220,7 @@ def _rebuild(
         raise ValueError(
             f"a tensor of shape {shape}, stride {stride} at {first} is not in its storage of {available} elements"
         )
-    return TorchTensor(
-        storage=storage.storage, dtype=dtype, first=first, shape=shape, stride=stride, attributes=attributes or {}
-    )
+    return TorchTensor(storage=storage.storage, dtype=dtype, first=first, shape=shape, stride=stride)
 
 
 def _rebuild_tensor(storage: Any, first: Any, shape: Any, stride: Any, *_: Any) -> TorchTensor:
@@ -249,8 +245,7 @@ def _rebuild_from_type(function: Any, _kind: Any, args: Any, state: Any) -> Torc
         raise ValueError("a tensor is rebuilt by an unknown function")
     made = _rebuild_parameter(function.make(*args))
     kept = state[0] if isinstance(state, tuple) and state else state
-    attributes = dict(kept) if isinstance(kept, dict) else {}
-    return TorchTensor(**{**vars(made), "attributes": attributes})
+    return replace(made, attributes=dict(kept) if isinstance(kept, dict) else {})
 
 
 def _dtype_of(value: Any) -> str:

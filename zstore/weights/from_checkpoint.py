@@ -148,7 +148,7 @@ def read_weight(reader: ArraySource, weight: Weight, first: int, out: Array, ove
 
 
 def read_weights(
-    reader: ArraySource, weights: Sequence[Weight], overflow: Overflow, advance: Advance | None = None
+    reader: ArraySource, weights: Sequence[Weight], overflow: Overflow
 ) -> tuple[dict[str, Array], list[Lost]]:
     """Return `weights` by name, each in its own shape and data type, and the values that these could not hold."""
     found: dict[str, Array] = {
@@ -165,7 +165,7 @@ def read_weights(
             with lock:
                 counts[weight.name] = counts.get(weight.name, 0) + count
 
-    put_weights(reader, weights, put, advance)
+    put_weights(reader, weights, put)
     return found, [Lost(name=name, count=count) for name, count in sorted(counts.items())]
 
 
