@@ -48,7 +48,8 @@ from .report.journal import RunJournal
 from .report.monitors import Monitors
 from .report.progress import RunReport
 from .report.requests import Requests
-from .report.statistics import EngineStatistics, PhaseTimes, engine_statistics
+from .report.statistics import EngineStatistics, engine_statistics
+from .report.utilisation import PhaseTimes
 from .runtime.garbage import CollectorPause, FrozenObjects
 from .runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 from .training import Training

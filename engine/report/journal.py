@@ -37,7 +37,7 @@ from ..config.keys import acting
 from ..plan.rungs import advice
 from .placement import plan_record
 from .records import Loss, SaveNotes, StepJournal, error_text, number_of
-from .statistics import PhaseTimes
+from .utilisation import PhaseTimes
 
 if TYPE_CHECKING:
     from zstore.remote.upload import UploadPlace

@@ -18,8 +18,7 @@ from .journal import RunJournal
 from .memory import lack_of_memory, memory_statistics
 from .monitors import Monitors
 from .records import StepLosses, value_of
-from .statistics import PhaseTimes
-from .utilisation import ComputationWatch, StepUtilisation
+from .utilisation import ComputationWatch, PhaseTimes, StepUtilisation
 
 if TYPE_CHECKING:
     from zstore.ranks.world import World
