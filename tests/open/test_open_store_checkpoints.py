@@ -126,6 +126,30 @@ def test_an_error_that_was_heard_does_not_come_again(tmp_path: Path) -> None:
         assert (store.get("a/w").wait() == values(LARGE)).all()
 
 
+@pytest.mark.parametrize("lasting", [False, True])
+def test_an_array_whose_file_cannot_be_removed_is_as_it_was(lasting: bool, tmp_path: Path) -> None:
+    files = FaultyFiles()
+    values = np.arange(2**18, dtype=np.float32)
+    with Store(TensorStore(StoreOptions(run_path=tmp_path / "run"), files=files)) as store:
+        store.put("a", values, tier="disk").wait()
+        store.update("a", values + 1).wait()  # it has a spare file now
+        for change in (
+            lambda: store.put("a", np.zeros(7, np.int64)),
+            lambda: store.move("a", tier="host"),
+            lambda: store.delete("a"),
+        ):
+            files.inject(Fault(kind="unlink", error_number=errno.EIO, times=None if lasting else 1))
+            with pytest.raises(StorageError, match="cannot remove the file"):
+                change().wait()
+            files.heal()
+            assert "a" in store
+            assert np.array_equal(store.get("a").wait(), values + 1)
+        store.update("a", values + 2).wait()
+        assert np.array_equal(store.get("a").wait(), values + 2)
+        store.delete("a").wait()
+        assert "a" not in store
+
+
 @pytest.mark.parametrize("tier", ["disk", "host"])
 def test_a_change_that_a_pin_refuses_leaves_the_array(tier: Any, tmp_path: Path) -> None:
     with zstore.open_store(tmp_path / "run") as store:
@@ -191,7 +215,10 @@ with zstore.open_store(folder + "/run") as store:
     for turn in range(10**6):
         for i in range(3):
             store.put(f"b.{i}/w", np.full((300, 100), turn, np.float32))
-        store.checkpoint(f"{folder}/ckpt/{turn:06d}", keep=2)
+        saving = store.checkpoint(f"{folder}/ckpt/{turn:06d}", keep=2)
+        if turn:
+            former.wait()
+        former = saving
         print(turn, flush=True)
 """
 

@@ -112,16 +112,23 @@ class DiskTier(Tier):
     def remove(self, name: str) -> None:
         with self._lock:
             shard = self._at_rest(name)
+        if shard.pack is None:  # a shard whose file cannot be removed is as it was
+            self._drop_spare(shard)
+            self._res.files.unlink(shard.current.path)
+        with self._lock:
             del self._shards[name]
             layout = shard.layout
             self._drives.given_bytes[shard.folder] -= run_file_bytes(layout, packed=shard.pack is not None)
-        if shard.pack is not None:
-            if len(shard.in_use) == 1:  # else somebody reads an earlier version there
-                shard.pack.give_back(shard.current.base, layout.num_present * layout.slot_bytes)
-            return
-        for file in (shard.current, shard.spare):
-            if file is not None:
-                self._res.files.unlink(file.path)
+        if shard.pack is None:
+            self._drop_spare(shard)  # a version that was read meanwhile
+        elif len(shard.in_use) == 1:  # else somebody reads an earlier version there
+            shard.pack.give_back(shard.current.base, layout.num_present * layout.slot_bytes)
+
+    def _drop_spare(self, shard: DiskShard) -> None:
+        with self._lock:
+            spare, shard.spare = shard.spare, None
+        if spare is not None:
+            self._res.files.unlink(spare.path)
 
     def rename(self, name: str, local: LocalShard) -> None:
         with self._lock:
