@@ -298,7 +298,7 @@ def test_pruning_removes_what_its_dry_run_showed(copy: Path, capsys: pytest.Capt
         assert "ask for a new plan" in client.post(path, {"keep_last": 1, "plan": shown["plan"]}, 409)["error"]
         job = wait_for_job(client, client.post(path, rules | {"plan": shown["plan"]})["job"])
         assert (job["state"], job["done_bytes"]) == ("done", job["total_bytes"])
-        assert job["lines"][0].startswith("removing 2 of 5 checkpoints")
+        assert job["lines"][0].startswith("remove 2 of 5 checkpoints")
         assert sorted(p.name for p in copy.glob("step-*0") if (p / "zarr.json").exists()) == [
             "step-00000120",
             "step-00000240",

@@ -100,7 +100,7 @@ def test_prune_and_ls_say_what_is_freed(run: Path, capsys: pytest.CaptureFixture
     prune_folder(run, Keep(last=1))
     plan = capsys.readouterr().out.splitlines()[0]
     assert plan == (
-        f"removing 1 of 2 checkpoints ({format_bytes(freed + linked)} on disk), which frees {format_bytes(freed)}: files "
+        f"plan: remove 1 of 2 checkpoints ({format_bytes(freed + linked)} on disk), which frees {format_bytes(freed)}: files "
         "that other checkpoints or a run share stay"
     )
     assert "frees" not in _first_line_of_a_plan_that_removes_nothing(run, capsys)

@@ -146,7 +146,7 @@ def plan_lines(fates: Sequence[Fate], freed_bytes: int, *, dry_run: bool) -> lis
     width = max(len(fate.info.tag) for fate in fates)
     doomed = [fate for fate in fates if not fate.reasons]
     total = format_bytes(sum(fate.size_bytes for fate in doomed))
-    what = f"{'plan: would remove' if dry_run else 'removing'} {len(doomed)} of {len(fates)} checkpoints"
+    what = f"plan: {'would remove' if dry_run else 'remove'} {len(doomed)} of {len(fates)} checkpoints"
     if doomed:
         what += f" ({total} on disk), which frees {format_bytes(freed_bytes)}: files that other checkpoints or a run share stay"
     lines = [what]

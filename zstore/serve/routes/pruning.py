@@ -123,7 +123,7 @@ def _start(service: Service, run: Run, fates: Sequence[Fate], freed_bytes: int) 
 
     def remove(job: RunningJob) -> None:
         for line in plan_lines(fates, freed_bytes, dry_run=False):
-            job.say(line)
+            job.say(line.removeprefix("plan: "))
         try:
             messages = remove_each(
                 [fate.info for fate in doomed], _remover_of_same(place), lambda info: job.advance(sizes[info.location])
