@@ -10,11 +10,9 @@ import sys
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
 from http import HTTPStatus
 from typing import Any, BinaryIO, cast
 
-from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from ..auth import network_of
@@ -127,7 +125,8 @@ class _Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.scheme == "http" and sys.platform == "linux":
             self.scope["extensions"] = {ZERO_COPY: {}}
-            self.cycle.send = partial(self._send, self.cycle, self.cycle.send)  # type: ignore[method-assign, arg-type]
+            self.cycle.__class__ = _SendingCycle
+            cast(_SendingCycle, self.cycle).protocol = self
 
     def on_body(self, body: bytes) -> None:
         self._held_bytes = 0
@@ -185,13 +184,7 @@ class _Protocol(HttpToolsProtocol):
             self._sending.cancel()
             self._sending = None
 
-    async def _send(self, cycle: RequestResponseCycle, send: Send, message: Message) -> None:
-        if message["type"] == ZERO_COPY:
-            await self._send_file(cycle, message["file"], message["offset"], message["offset"] + message["count"])
-        else:
-            await send(message)
-
-    async def _send_file(self, cycle: RequestResponseCycle, file: BinaryIO, start: int, stop: int) -> None:
+    async def send_file(self, cycle: RequestResponseCycle, file: BinaryIO, start: int, stop: int) -> None:
         """Send bytes of a file, which the page cache has, after the start of an answer: the kernel copies them."""
         await cycle.flow.drain()
         await asyncio.sleep(0)  # uvloop writes after its callbacks
@@ -281,3 +274,16 @@ class _Protocol(HttpToolsProtocol):
         ]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()
+
+
+class _SendingCycle(RequestResponseCycle):
+    """A request and its answer, to which the kernel may send files."""
+
+    protocol: _Protocol
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == ZERO_COPY:
+            start = message["offset"]
+            await self.protocol.send_file(self, message["file"], start, start + message["count"])
+        else:
+            await super().send(message)
