@@ -98,8 +98,12 @@ class RankError(ZstoreError, RuntimeError):
     """Another rank failed. `failures` maps each failed rank to its traceback."""
 
     def __init__(self, message: str, failures: Mapping[int, str]) -> None:
-        details = "".join(f"\n--- rank {rank} ---\n{text.rstrip()}" for rank, text in sorted(failures.items()))
-        super().__init__(message + details)
+        shown = {rank: text.rstrip() for rank, text in sorted(failures.items())}
+        # Of a rank that Ctrl-C interrupted the place is no news.
+        details = [
+            f"\n--- rank {rank} ---\n{text}" for rank, text in shown.items() if not text.endswith("KeyboardInterrupt")
+        ]
+        super().__init__(message + "".join(details))
         self.failures = dict(failures)
 
 

@@ -263,7 +263,7 @@ def test_ctrl_c_in_a_save_of_the_train_command_resumes(nproc: int, train: Any, t
         out, err = process.communicate(timeout=200)
     assert process.returncode == 130, err
     assert out == ""
-    assert "Traceback" not in err
+    assert "Traceback" not in err, err
     last = len(whole(save))
     assert whole(save) == [f"step-{number:08d}" for number in range(1, last + 1)]
     code, err = train("--steps", last + 1, "--save", save, "--resume", "auto")

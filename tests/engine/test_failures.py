@@ -308,3 +308,10 @@ def test_a_save_that_another_rank_could_not_begin_has_ended_when_its_error_is_ra
 def test_what_all_ranks_raise_leaves_the_run_as_it_was() -> None:
     for seen in run_ranks(_all_raise, 2):
         assert seen == ["what only this rank sees"] * 2
+
+
+def test_of_a_rank_that_was_interrupted_no_traceback_is_shown() -> None:
+    texts = {1: "Traceback ...\nKeyboardInterrupt\n", 2: "Traceback ...\nValueError: odd\n"}
+    error = RankError("ranks 1 and 2 failed", texts)
+    assert str(error) == "ranks 1 and 2 failed\n--- rank 2 ---\nTraceback ...\nValueError: odd"
+    assert error.failures == texts
