@@ -16,6 +16,8 @@ import urllib3
 import zstore
 from tests.checkpoint.checkpoints import save_arrays, values
 from zstore.errors import StorageError, UsageError
+from zstore.io.files import Files
+from zstore.serve.kept import KeptFiles
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
 from zstore.serve.upstream import TOKEN_VARIABLE
@@ -180,6 +182,13 @@ def test_what_a_killed_process_was_fetching_is_removed_at_the_next_start(
     assert len(parts) == 1
     with replica(other, cache=left):
         assert not parts & files()
+
+
+def test_who_writes_a_file_again_does_not_meet_who_wrote_it_before(tmp_path: Path) -> None:
+    """The first may still be read, and is removed when it no longer is."""
+    kept = KeptFiles(tmp_path, None, Files())
+    place = kept.place("weights", "a")
+    assert kept.part(place) != kept.part(place)
 
 
 def test_what_was_used_least_recently_goes(

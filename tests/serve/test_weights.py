@@ -241,16 +241,25 @@ def test_a_file_is_made_once_for_all_who_download_it_and_then_kept(
         return block
 
     monkeypatch.setattr(routes, "read_block", read)
+    joined: list[object] = []
+    casting = Downloads.casting
+
+    def join(*given: Any) -> Any:
+        joined.append(casting(*given))
+        return joined[-1]
+
+    monkeypatch.setattr(Downloads, "casting", join)
     cache = tmp_path / "cache"
     url = f"{serve(tmp_path, cache=cache)}/weights/one/step-00000001/{FILE}?dtype=bf16"
     with ThreadPoolExecutor(5) as threads:
         answers = [threads.submit(get, url) for _ in range(4)]
         part = threads.submit(get, url, Range="bytes=1000000-9000000")
-        until(lambda: len(made) > 2)
+        until(lambda: len(made) > 2 and len(joined) == 5)  # one that came as it ended would have it made again
         go_on.set()
         assert {answer.result().data for answer in answers} == {expected}
         assert part.result().data == expected[1000000:9000001]
     assert sum(made) == len(expected)
+    assert len(set(joined)) == 1
     until(lambda: kept(cache) == [len(expected)])
     assert get(url).data == expected
     assert get(url, Range="bytes=5-9").data == expected[5:10]

@@ -129,27 +129,29 @@ class VersionTarget(UploadTarget):
         shards = [(reader.array(entry.array), entry) for entry in reader.manifest(rank).shards if entry.shard == rank]
         beside = [] if rank else list(extra_files(reader))
         places, packs = self._pack(workers, reader.path, shards, beside, advance, tail_of=f"rank {rank}")
-        documents = self._documents(reader, [rank], places)
-        first = next(iter(packs), None)
-        if first is None:
+        tables = _tables(reader, [rank], places)
+        documents = _documents(reader, tables)
+        if (first := next(iter(packs), None)) is None:
             found = self._send_documents(documents)
         else:
             found = _places(first, _facts_of(documents), self._written(places)[first])
-        self._send_packs(workers, reader.path, packs, advance, b"".join(documents.values()))
-        self._note(reader, [rank], places, found)
-        return sum(self._written(places | found).values())
+            packs[first].append(b"".join(documents.values()))
+        self._send_packs(workers, packs, advance)
+        self._note(reader, tables, places, found)
+        return sum(self._sent[rank].packs.values())
 
     def send_files(
         self, workers: Workers, top: Path, shards: Sequence[tuple[StoredArray, ShardSummary]], advance: Advance
     ) -> Places:
         """Send shard files in the folder `top`; return the places of all. Those that the version before has are not sent."""
         places, packs = self._pack(workers, top, shards, (), advance)
-        self._send_packs(workers, top, packs, advance)
+        self._send_packs(workers, packs, advance)
         return places
 
     def describe(self, reader: CheckpointReader, ranks: Sequence[int], places: Places) -> None:
         """Send the manifests and tables of `ranks`, whose files are at `places`, as one pack."""
-        self._note(reader, ranks, places, self._send_documents(self._documents(reader, ranks, places)))
+        tables = _tables(reader, ranks, places)
+        self._note(reader, tables, places, self._send_documents(_documents(reader, tables)))
 
     def _pack(
         self,
@@ -159,7 +161,7 @@ class VersionTarget(UploadTarget):
         beside: Sequence[str],
         advance: Advance,
         tail_of: str = "",
-    ) -> tuple[Places, dict[str, list[str]]]:
+    ) -> tuple[Places, dict[str, list[Source]]]:
         """Return the places of shard files and of others `beside` them, and the files of each pack that is to be sent, first
         those of arrays that train. The first one is named for the tail that it gets, too."""
         places = self._unchanged(workers, top, shards)
@@ -174,45 +176,30 @@ class VersionTarget(UploadTarget):
             )
         digests = workers.run([partial(_sha256, top / path) for path in new])
         facts = {path: ((top / path).stat().st_size, digest) for path, digest in zip(new, digests, strict=True)}
-        packs: dict[str, list[str]] = {}
+        packs: dict[str, list[Source]] = {}
         for alike in ([path for path in new if paths.get(path)], [path for path in new if not paths.get(path)]):
             for numbers in plan_packs([facts[path][0] for path in alike]):
                 inside = {alike[number]: facts[alike[number]] for number in numbers}
                 own = [] if packs else [tail_of]
                 name = pack_name([*(digest for _, digest in inside.values()), *own], self._save_id)
-                packs[name] = list(inside)
+                packs[name] = [top / path for path in inside]
                 places |= _places(name, inside)
         return places, packs
 
-    def _send_packs(
-        self, workers: Workers, top: Path, packs: Mapping[str, Sequence[str]], advance: Advance, tail: bytes = b""
-    ) -> None:
-        """Send packs of files, and `tail` at the end of the first one."""
-        tasks = []
-        for name, paths in packs.items():
-            sources: list[Source] = [*(top / path for path in paths), *[tail] * bool(tail)]
-            tasks.append(partial(self._versions.send, sources, f"{PACKS_FOLDER}/{name}", advance))
-            tail = b""
-        workers.run(tasks)
+    def _send_packs(self, workers: Workers, packs: Mapping[str, Sequence[Source]], advance: Advance) -> None:
+        send = self._versions.send
+        workers.run([partial(send, sources, f"{PACKS_FOLDER}/{name}", advance) for name, sources in packs.items()])
 
-    def _documents(self, reader: CheckpointReader, ranks: Sequence[int], places: Places) -> dict[str, bytes]:
-        """Return the manifests and tables of `ranks`, and with those of rank 0 the metadata."""
-        files = [*map(manifest_file, ranks), *[METADATA_FILE] * (0 in ranks)]
-        documents = {path: reader.folder.read_small(path) for path in files}
-        for rank in ranks:
-            documents[f"{_TABLE}-{rank}"] = json.dumps(_table(reader, rank, places).document()).encode()
-        return documents
-
-    def _note(self, reader: CheckpointReader, ranks: Sequence[int], places: Places, found: Places) -> None:
-        """Note for rank 0 that the documents of `ranks` are where they were `found`."""
+    def _note(self, reader: CheckpointReader, tables: Mapping[int, ShardTable], places: Places, found: Places) -> None:
+        """Note for rank 0 that the documents of the ranks with these tables are where they were `found`."""
         packs = self._written(places | found)
-        for rank in ranks:
+        for rank, table in tables.items():
             own = [manifest_file(rank)]
             if rank == 0:
                 own += [METADATA_FILE, *extra_files(reader)]
             place, digest = found[f"{_TABLE}-{rank}"]
             self._sent[rank] = Receipt(
-                table=_table(reader, rank, places),
+                table=table,
                 place=place,
                 sha256=digest,
                 files={path: (places | found)[path][0] for path in own},
@@ -337,8 +324,20 @@ class VersionTarget(UploadTarget):
         return files_at_a_time(max(largest_bytes, LARGE_BYTES), memory_bytes)
 
 
-def _table(reader: CheckpointReader, rank: int, places: Places) -> ShardTable:
-    return ShardTable.of([places[reader.array(name).shard_file(rank)] for name in shards_of(reader.arrays, rank)])
+def _tables(reader: CheckpointReader, ranks: Sequence[int], places: Places) -> dict[int, ShardTable]:
+    """Return the tables of `ranks`, whose files are at `places`."""
+    names = {rank: shards_of(reader.arrays, rank) for rank in ranks}
+    return {
+        rank: ShardTable.of([places[reader.array(name).shard_file(rank)] for name in own])
+        for rank, own in names.items()
+    }
+
+
+def _documents(reader: CheckpointReader, tables: Mapping[int, ShardTable]) -> dict[str, bytes]:
+    """Return the manifests of ranks and their tables, and with those of rank 0 the metadata."""
+    files = [*map(manifest_file, tables), *[METADATA_FILE] * (0 in tables)]
+    documents = {path: reader.folder.read_small(path) for path in files}
+    return documents | {f"{_TABLE}-{rank}": json.dumps(table.document()).encode() for rank, table in tables.items()}
 
 
 def _facts_of(documents: Mapping[str, bytes]) -> dict[str, tuple[int, str]]:

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ class KeptFiles:
 
     def place(self, *key: str) -> Path:
         """Return the path that a file has, or would have: `key` are its group and its name."""
-        return self.folder.joinpath("files", *map(digest_of, key))
+        return self.folder.joinpath("files", *map(short_digest, key))
 
     def get(self, place: Path) -> Path | None:
         """Return the file at a place, which counts as used now; None if it is not there."""
@@ -41,8 +42,8 @@ class KeptFiles:
         return place
 
     def part(self, place: Path) -> Path:
-        """Return the path to write a file to that `keep` then puts in its place."""
-        part = self.folder / "parts" / f"{place.name}.{os.getpid()}.{threading.get_ident()}"
+        """Return a new path, to write a file to that `keep` then puts in its place."""
+        part = self.folder / "parts" / f"{place.name}.{uuid.uuid4().hex}"
         self._files.make_folder(part.parent)
         return part
 
@@ -94,6 +95,6 @@ class KeptFiles:
                     over -= size
 
 
-def digest_of(*parts: str) -> str:
-    """Return a name for a file of these."""
+def short_digest(*parts: str) -> str:
+    """Return 32 hex digits that stand for texts together."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

@@ -33,7 +33,7 @@ from ..remote.service_folder import ServiceFolder
 from ..remote.service_url import ServiceUrl
 from ..remote.url_folder import UrlFolder
 from .cache import Cache
-from .kept import KeptFiles, digest_of
+from .kept import KeptFiles, short_digest
 from .verify import verify_shard
 
 _log = logging.getLogger("zstore.serve")
@@ -88,7 +88,7 @@ class Upstream:
     def answer(self, key: str, ask: Callable[[], bytes]) -> bytes:
         """Return the answer of the other service, or its last one if it does not answer now."""
         kept = self._kept
-        place = None if kept is None else kept.folder / "answers" / digest_of(self.url.base, key)
+        place = None if kept is None else kept.folder / "answers" / short_digest(self.url.base, key)
         missing: Exception | None = None
         try:
             data = ask()

@@ -232,8 +232,9 @@ class Casting:
         self.file = self._part.open("w+b", buffering=0)
         self.done_bytes, self._size = 0, size
         self._num_readers = 0
-        self._changed = asyncio.Condition()
+        self._more = asyncio.Event()
         self.task = asyncio.create_task(self._make(download))
+        self.task.add_done_callback(lambda _: self._tell())
         self.task.add_done_callback(lambda _: self._close())
 
     async def _make(self, download: contextlib.AbstractAsyncContextManager[Download]) -> None:
@@ -242,8 +243,7 @@ class Casting:
                 while (block := await blocks.next()) is not None:
                     await to_thread.run_sync(_write, self.file, block)
                     self.done_bytes += len(block)
-                    async with self._changed:
-                        self._changed.notify_all()
+                    self._tell()
             await to_thread.run_sync(self._kept.keep, self._part, self._place)
         except (BusyError, ZstoreError, OSError) as error:  # each reader finds out by blocks of its own
             _log.info("weights are not kept: %s", error)
@@ -251,14 +251,13 @@ class Casting:
     async def more(self, at: int) -> int:
         """Wait for bytes behind `at`; return how many there are in all, no more than that if it ended without."""
         while self.done_bytes <= at and not self.task.done():
-            changed = asyncio.create_task(self._wait(at))
-            await asyncio.wait([changed, self.task], return_when=asyncio.FIRST_COMPLETED)
-            changed.cancel()
+            await self._more.wait()
         return self.done_bytes
 
-    async def _wait(self, at: int) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.done_bytes > at)
+    def _tell(self) -> None:
+        """Wake whoever waits, for bytes or the end."""
+        self._more.set()
+        self._more = asyncio.Event()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import stat
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from ...checkpoint.folder import Folder
 from ...errors import CheckpointNotFoundError
 from ...remote.url_folder import UrlFolder
 from ..cache import Cache
+from ..kept import short_digest
 from .visible import Place
 
 _TYPES = {
@@ -78,8 +78,7 @@ class RemoteSizes:
         size = self._sizes.get(key)
         if size is None:
             size = self._sizes.put(key, _size(folder, place.path))
-        tag = hashlib.sha256("\0".join(key).encode()).hexdigest()[:32]
-        return Opened(folder=folder, path=place.path, size=size, etag=f'"{tag}"', file=None)
+        return Opened(folder=folder, path=place.path, size=size, etag=f'"{short_digest(*key)}"', file=None)
 
 
 def _size(folder: UrlFolder, path: str) -> int:

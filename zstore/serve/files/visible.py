@@ -109,7 +109,7 @@ class VisibleCheckpoints:
 
     def is_near(self, folder: Folder, name: str) -> bool:
         """Return whether the checkpoint in the tag's folder `name` was found before, on a drive of this machine."""
-        return folder.is_local and self._known.get((folder, name)) is not None and bool(_drive_of(folder))
+        return folder.is_local and self._known.get((folder, name)) is not None and _is_on_drive(folder)
 
     def latest(self, folder: Folder) -> TagInfo:
         """Return the newest checkpoint of a run; raises CheckpointNotFoundError if it has none."""
@@ -157,12 +157,11 @@ class VisibleCheckpoints:
         raise _nothing(folder, head)
 
 
-def _drive_of(folder: Folder) -> int:
-    """Return the number of the kind of drive that a local folder is on; 0 for memory, networks and what is not there."""
-    try:
-        return os.major(os.stat(folder.path).st_dev)
-    except OSError:
-        return 0
+def _is_on_drive(folder: Folder) -> bool:
+    """Return whether a local folder is on a drive: memory and networks have the major number 0."""
+    with contextlib.suppress(OSError):
+        return os.major(os.stat(folder.path).st_dev) != 0
+    return False
 
 
 def tags_in(folder: Folder) -> dict[str, TagInfo]:

@@ -110,7 +110,7 @@ async def answer_file(request: Request) -> Response:
         listing = await run_in_threadpool(_list, request, parts, recursive)
         return _index(request, listing)
     try:
-        if _is_near(request, parts):
+        if _is_near(service, parts):
             opened, part, data = _open(request, parts)
         else:
             opened, part, data = await run_in_threadpool(_open, request, parts)
@@ -156,11 +156,10 @@ def headers_of(request: Request) -> dict[str, str]:
     return {name.lower(): value for name, value in request.headers.items()}
 
 
-def _is_near(request: Request, parts: tuple[str, ...]) -> bool:
+def _is_near(service: Service, parts: tuple[str, ...]) -> bool:
     """Return whether a path is of a known checkpoint on a drive of this machine: to open a file there costs less than to have
     a thread do it."""
-    service, runs = service_of(request), service_of(request).runs.fresh
-    run = None if runs is None else runs.get(unquote(parts[0]))
+    run = (service.runs.fresh or {}).get(unquote(parts[0]))
     return run is not None and service.checkpoints.is_near(run.folder, unquote(parts[1]))
 
 

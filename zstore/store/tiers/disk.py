@@ -16,6 +16,7 @@ Small shards share files, and have parts of them in place of files: see [Note: p
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 from collections import Counter
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from ...errors import UsageError
+from ...errors import StorageError, UsageError
 from ...format.arrays import Array, Bytes
 from ...format.partition import Grid
 from ...format.shardfile import finish_slots, layout_of
@@ -120,7 +121,8 @@ class DiskTier(Tier):
             layout = shard.layout
             self._drives.given_bytes[shard.folder] -= run_file_bytes(layout, packed=shard.pack is not None)
         if shard.pack is None:
-            self._drop_spare(shard)  # a version that was read meanwhile
+            with contextlib.suppress(StorageError):  # the shard is gone; `close` removes what is left
+                self._drop_spare(shard)  # a version that was read meanwhile
         elif len(shard.in_use) == 1:  # else somebody reads an earlier version there
             shard.pack.give_back(shard.current.base, layout.num_present * layout.slot_bytes)
 
