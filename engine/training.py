@@ -126,6 +126,15 @@ class PendingUpdate:
         """Whether an update in the backward is under way, which `step()` ends."""
         return self.in_backward is not None and self.in_backward.under_way
 
+    @property
+    def can_undo(self) -> bool:
+        """Whether an update in the backward leaves no trace if it is abandoned."""
+        return self.in_backward is not None and self.in_backward.undo is not None
+
+    def conclude(self, settings: StepSettings | None) -> set[ParameterRecord]:
+        """End a speculative update, if there is one; see `OptimizerInBackward.conclude`."""
+        return set() if self.in_backward is None else self.in_backward.conclude(settings)
+
     def start_behind(self, update: Update) -> None:
         """Start an update behind `step()`."""
         self._behind = True
@@ -246,7 +255,7 @@ class Training:
 
     def __post_init__(self) -> None:
         # Of the config once, not in every step.
-        self.clip_norm = self.config.gradient_clipping
+        self.clip_norm, self._runs_behind = self.config.gradient_clipping, self.step_mode.runs_behind
         self._raw_norm: float | None = None
         """Norm of the gradients as the loop scaled them, with the loss scale, once computed."""
         self._clip_factor: float | None = None
@@ -432,7 +441,7 @@ class Training:
             if self._needs_gradients:
                 self.gradients.require(self.trained, self.counters.global_steps + 1, self._what_changed())
             # It takes buffers: nobody may wait for any until the update.
-            if begin and not (self.stepper or self.pending.in_backward or self.before_change is not _nothing):
+            if begin and not (self.stepper or self.pending.is_in_backward or self.before_change is not _nothing):
                 read_ahead(self.state, *self._updated())
             self.gradients.sums = sums_over_ranks(self.trained, self.gradients, self.world, sharding=self.sharding)
         if self._raw_norm is None:
@@ -462,7 +471,7 @@ class Training:
 
     def scale_gradient(self, record: ParameterRecord, factor: float) -> None:
         self._require_sharded_gradients("a factor of a gradient")
-        if self.pending.in_backward is not None:
+        if self.pending.in_backward is not None and not self.pending.can_undo:
             raise UsageError(
                 f"the gradient of parameter {record.name!r} was multiplied by a number between backward() and step(), but with "
                 '"step_overlap": "backward" the parameter is updated already: choose "forward" or "none"'
@@ -499,22 +508,24 @@ class Training:
                     '"zstore": {"non_finite_gradients": "skip"} goes on without such steps'
                 )
             self.before_change()
-            if (in_backward := self.pending.in_backward) is not None and in_backward.under_way:
+            in_backward = self.pending.in_backward
+            if in_backward is not None and in_backward.under_way and in_backward.undo is None:
                 self._change(partial(in_backward.finish, self._settings(1.0)))
             elif overflow:
-                self.world.raise_together(None)  # brings a rank's requests to all, as every update does
+                with self.world.agreeing():  # which brings a rank's requests to all, as every update does
+                    self.pending.conclude(None)
             else:
                 self._update(self._factor(self.norm))
         finally:
             # Still there: the step failed. What this rank did not change, another did.
-            self.pending.torn |= self.pending.is_in_backward
+            self.pending.torn |= self.pending.is_in_backward and not self.pending.can_undo
             self.pending.abandon()
             self.state.drop_ahead()
             self._forget_gradients()
         self._count(overflow)
 
     def _what_changed(self) -> str:
-        if not self.pending.is_in_backward:
+        if not self.pending.is_in_backward or self.pending.can_undo:
             return "no parameter and no optimizer state was changed"
         return 'with "step_overlap": "backward" parameters were changed before it was known: load a checkpoint'
 
@@ -534,15 +545,19 @@ class Training:
     def _updated(self) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
         """Return the records with a gradient that are updated in `step()`, and those that are updated behind it."""
         records = in_order(self.state, [record for record in self.trained if self.gradients.has(record)])
-        here = {r for r in records if self.step_mode is not StepMode.FORWARD or r.residency is Residency.RESIDENT}
+        here = {r for r in records if not self._runs_behind or r.residency is Residency.RESIDENT}
         return [record for record in records if record in here], [record for record in records if record not in here]
 
     def _update(self, factor: float) -> None:
-        """Update everything with a gradient; in step mode `forward` here what a plain read reaches, the rest behind."""
-        records, behind = self._updated()
+        """Update everything with a gradient that a speculative update did not; in step modes `forward` and `speculative` here
+        what a plain read reaches, the rest behind."""
+        here, behind = self._updated()
         settings = self._settings(factor)
+        done: set[ParameterRecord] = set()
 
         def at_once() -> None:
+            done.update(self.pending.conclude(settings))
+            records = [record for record in here if record not in done]
             update = Update(self.state, records, settings, self.gradients.take)
             if self.stepper is None:
                 update.run()
@@ -551,9 +566,9 @@ class Training:
             update.note_scalars(records)
 
         def later() -> None:
-            held = {record: self.gradients.take(record) for record in behind}
-            update = Update(self.state, behind, settings, held.pop)
-            update.note_scalars(behind)
+            held = {record: self.gradients.take(record) for record in behind if record not in done}
+            update = Update(self.state, list(held), settings, held.pop)
+            update.note_scalars(list(held))
             self.pending.start_behind(update)
 
         self._change(at_once, later if behind else None)

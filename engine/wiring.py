@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -28,7 +29,7 @@ from .config.config import Config
 from .data.loader import TrainingLoader
 from .device import Streams, Transfers, streams_for
 from .optim.client_step import check_client
-from .optim.in_backward import OptimizerInBackward
+from .optim.in_backward import update_in_backward
 from .optim.kernel import Kernel
 from .optim.loss_scale import LossScaler
 from .optim.lr_schedules import LRSchedule
@@ -124,9 +125,8 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         )
         if stepper is not None and stepper.owns_gradients and isinstance(gradients, WholeGradients):
             gradients.averaged = stepper.averaged
-        in_backward = None
-        if mode is StepMode.BACKWARD and isinstance(gradients, UnitGradients):
-            in_backward = OptimizerInBackward(model, state, gradients, updater)
+        copies = tier is None or store.budget.limit_bytes is None  # else activations need what is free
+        within = partial(update_in_backward, mode, model, state, gradients, updater, copies=copies)
         return Training(
             world=world,
             copy_world=exchanges.world,
@@ -137,7 +137,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             model=model,
             plan=plan,
             state=state,
-            pending=PendingUpdate(world, updater, in_backward),
+            pending=PendingUpdate(world, updater, within() if mode.runs_in_backward else None),
             step_mode=mode,
             gradients=gradients,
             hooks=hooks,
@@ -193,7 +193,7 @@ def _kernels(rule: Rule, optimizer: ZeroOptimizer, config: Config) -> list[Kerne
     if rule is CLIENT:
         check_client(optimizer.client)
         for key, unfit in (
-            ("step_overlap", config.step_overlap == "backward"),
+            ("step_overlap", StepMode(config.step_overlap).runs_in_backward),
             ("split_master", config.own.split_master),
             ("moments", config.moments != "fp32"),
             ("ema", config.own.ema is not None),
@@ -263,7 +263,7 @@ def _gradients(
     trained = [record for record in state.records if record.group is not None]
     # These get gradients that are not needed.
     others = [record.parameter for record in state.records if record.group is None]
-    in_backward = config.step_overlap == "backward"
+    in_backward = StepMode(config.step_overlap).runs_in_backward
     # Without other ranks, gradients for host memory are copied off the device as they arrive.
     leaves = bool(state.spilled) or (bool(state.gradients_on_host) and not state.transfers.streams.device_is_host)
     by_unit = sharding.gradients or (world.world_size == 1 and (in_backward or sharding.parameters or leaves))

@@ -114,8 +114,8 @@ class Access:
                 )
             if self._pending.is_in_backward:
                 raise UsageError(
-                    f'{call} between backward() and step(): with "step_overlap": "backward" the state is being changed '
-                    "then; call step() first"
+                    f'{call} between backward() and step(): with "step_overlap": "backward" or "speculative" the '
+                    "state is being changed then; call step() first"
                 )
             self._pending.complete()
             self._pending.require_whole()

@@ -182,7 +182,7 @@ class Restore:
                 training.model.load_state_dict(values, strict=False)
             elif name in plan.whole:
                 tensor.copy_(as_torch(reader.read_array(name)))
-        training.state.refresh_parameters(done)
+        training.state.refresh_parameters(done=done)
         self._know_frozen(reader, plan)
         training.restart_accumulation()
         record = _engine_of(reader, plan.options)

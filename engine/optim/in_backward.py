@@ -1,4 +1,5 @@
-"""The optimizer in the backward, for step mode `backward`: the updater's thread applies gradients as they become final.
+"""The optimizer in the backward, for step modes `backward` and `speculative`: the updater's thread applies gradients as
+they become final.
 
 [Note: an update in the backward]
 The update goes over the parameters in the order in which their gradients are expected, and takes each when its gradient
@@ -8,13 +9,20 @@ backward waits for it: no more than a few units' gradients are held.
 A read of a parameter after its update had begun would get other bits than in the other modes. So it is an error:
 a node of the graph that saved the parameter finds another version counter, and a module that is called again,
 for recomputation in the backward or a forward before `step()`, is watched.
+
+[Note: a speculative update]
+An update that begins in the backward, before the norm is known, takes gradients as they are. Where the norm then asks for
+something else (clipping, a step that is skipped), the changes are undone bit for bit and made again. On disk a pass over
+a pinned shard writes a file of its own, so the former one is still there. Of an array in memory a copy is kept in host
+memory, as far as the host budget has room; a parameter that finds no room is updated once the norm is known.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,19 +30,39 @@ import torch
 from torch import nn
 
 from zstore.errors import UsageError
+from zstore.format import Array
+from zstore.store import Snapshot
 
 from ..params.record import ParameterRecord
 from ..runtime.signals import interrupts_wait
+from ..zero.gradients import Gradients
 from ..zero.hooks import ModuleHook
 from ..zero.unit_gradients import UnitGradients
 from .state import OptimizerState
 from .update import StepSettings, Update
-from .updater import Updater
+from .updater import StepMode, Updater
 
 LEAST_WAITING_BYTES = 32 * 1024 * 1024
 """Bytes of gradients that may wait for their update whatever the size of a unit."""
 _UNITS_WAITING = 2
 """Units of the largest size whose gradients may wait, if these are more bytes."""
+
+
+def update_in_backward(
+    mode: StepMode,
+    model: nn.Module,
+    state: OptimizerState,
+    gradients: Gradients,
+    updater: Updater,
+    *,
+    copies: bool,
+) -> OptimizerInBackward | None:
+    """Return the updates of a step mode that runs them in the backward, None if gradients are not final there; `copies` as
+    in `Undo`."""
+    if not isinstance(gradients, UnitGradients):
+        return None
+    undo = Undo(state, copies=copies) if mode is StepMode.SPECULATIVE else None
+    return OptimizerInBackward(model, state, gradients, updater, undo)
 
 
 class ReadGuard:
@@ -62,8 +90,8 @@ class ReadGuard:
         if self.changed and not self.changed.isdisjoint(own):
             raise UsageError(
                 f"module {name!r} is called after the backward updated parameters of it, and before step(): with "
-                '"step_overlap": "backward" neither a forward between backward() and step() nor a recomputation after the '
-                'parameter\'s last gradient has the values of before; set it to "forward" or "none"'
+                '"step_overlap": "backward" or "speculative" neither a forward between backward() and step() nor a '
+                'recomputation after the parameter\'s last gradient has the values of before; set it to "forward" or "none"'
             )
 
     def remove(self) -> None:
@@ -72,14 +100,71 @@ class ReadGuard:
             handle.remove()
 
 
+class Undo:
+    """Keeps the state of parameters, and restores it. With `copies` that of arrays in memory too, as far as the host budget
+    has room. See [Note: a speculative update]."""
+
+    def __init__(self, state: OptimizerState, *, copies: bool = True) -> None:
+        self._state = state
+        self._copies = copies
+        self._store = state.store
+        self._kept: dict[ParameterRecord, Snapshot] = {}
+        self._rooms: dict[str, Array] = {}
+        """Memory of copies, by array, for every step."""
+
+    def keep(self, record: ParameterRecord) -> bool:
+        """Keep the state of a parameter as it is now; false if the host budget has no room for a copy, or if all of it is on
+        an accelerator, which is done with the update sooner than with a copy."""
+        rest = [] if record.rest is None else [record.rest]
+        names = list(dict.fromkeys([*self._state.arrays_of(record), *rest]))
+        in_memory = {name: tier for name in names if (tier := self._store.tier_of(name)) != "disk"}
+        if not self._state.transfers.streams.device_is_host and list(in_memory.values()).count("device") == len(names):
+            return False
+        nbytes = sum(self._store.local(name).nbytes for name in in_memory if name not in self._rooms)
+        free_bytes = self._store.budget.free_bytes
+        if (in_memory and not self._copies) or (free_bytes is not None and nbytes > free_bytes):
+            return False
+        self._store.budget.take(nbytes)
+        self._kept[record] = snapshot = self._store.snapshot(names)
+        snapshot.move_out(self._rooms)
+        return True
+
+    def restore(self, *, refresh: bool) -> None:
+        """Let the kept state be the present one; with `refresh` also the parameters' own rows, which are cast from it."""
+        for snapshot in self._kept.values():
+            self._store.restore(snapshot)
+        if refresh:
+            self._state.refresh_parameters(list(self._kept))
+
+    def release(self) -> None:
+        """Forget the kept state."""
+        while self._kept:
+            self._kept.popitem()[1].release()
+
+
 class OptimizerInBackward:
     """Updates parameters in the last backward of a step, begun before their gradients exist: at most one such update is
     under way, from `start` to `finish` or `abandon`. The backward's thread tells it of each final gradient.
 
-    See [Note: an update in the backward].
+    With `undo` it is speculative: `conclude` takes the place of `finish`. See [Note: an update in the backward].
     """
 
-    def __init__(self, model: nn.Module, state: OptimizerState, gradients: UnitGradients, updater: Updater) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        state: OptimizerState,
+        gradients: UnitGradients,
+        updater: Updater,
+        undo: Undo | None = None,
+    ) -> None:
+        self.undo = undo
+        """Undoes updates that were begun with other settings than the step's; None: that is an error."""
+        self.num_kept = 0
+        """Parameters whose speculative update was kept, over all steps."""
+        self.num_undone = 0
+        """Steps whose speculative update was undone."""
+        self._waits_for_norm = False
+        """Whether the last speculative update was undone, or would have been: then the next one waits for the norm."""
         self.under_way = False
         """Whether an update has begun that `step()` has not ended yet."""
         self._state = state
@@ -101,13 +186,16 @@ class OptimizerInBackward:
         """Whether the update is."""
 
     def start(self, settings: StepSettings) -> None:
-        """Start the update, which takes each record when its gradient is final (before the backward)."""
+        """Start the update, which takes each record when its gradient is final (before the backward). A speculative one does
+        not start after a step in which it was in vain, and while somebody watches the tiles of updates."""
         if self.under_way:
             raise UsageError(
-                'a second backward before step(), but with "step_overlap": "backward" the first one has updated the '
-                'parameters: call step() after each backward, or set "step_overlap" to "forward" or "none"'
+                'a second backward before step(), but with "step_overlap": "backward" or "speculative" the first one has '
+                'updated the parameters: call step() after each backward, or set "step_overlap" to "forward" or "none"'
             )
-        self._settings = settings
+        self._settings = replace(settings, keeps_gradients=self.undo is not None)
+        if self.undo is not None and (self._waits_for_norm or self._state.observer is not None):
+            return
         self._final, self._admitted, self._waiting = {}, set(), {}
         self._awaited, self._is_over, self._ended = None, False, False
         self._most_waiting_bytes = max(LEAST_WAITING_BYTES, _UNITS_WAITING * self._gradients.largest_unit_bytes)
@@ -133,9 +221,11 @@ class OptimizerInBackward:
             self._changed.wait_for(self._has_room)
 
     def _has_room(self) -> bool:
-        # An update that waits for the backward must not be waited for.
+        # An update that waits for the backward must not be waited for, nor one that frees nothing.
         starved = self._awaited is not None and self._awaited not in self._final
-        return starved or self._ended or sum(self._waiting.values()) <= self._most_waiting_bytes
+        return (
+            self.undo is not None or starved or self._ended or sum(self._waiting.values()) <= self._most_waiting_bytes
+        )
 
     def end_backward(self) -> None:
         """Let the update end with the final gradients."""
@@ -155,7 +245,10 @@ class OptimizerInBackward:
                 self._awaited = None
             if record not in self._final:
                 return False
-        if not self._is_finite(record):
+        if self.undo is not None:
+            if not self.undo.keep(record):
+                return False
+        elif not self._is_finite(record):
             with self._changed:
                 self._waiting.pop(record, None)
                 self._changed.notify_all()
@@ -169,7 +262,7 @@ class OptimizerInBackward:
         return squares is None or math.isfinite(squares)
 
     def _take(self, record: ParameterRecord) -> torch.Tensor | None:
-        rows = self._gradients.take(record)
+        rows = self._gradients.take(record, keep=self.undo is not None)
         with self._changed:
             self._waiting.pop(record, None)
             self._changed.notify_all()
@@ -195,25 +288,74 @@ class OptimizerInBackward:
         self._check_settings(now)
         self.under_way = False
 
+    def conclude(self, now: StepSettings | None) -> set[ParameterRecord]:
+        """End a speculative update (after the backward); return the parameters that have taken the step with the settings
+        `now`. If it began with others, or `now` is None for a step that changes nothing, there are none, and all is as before
+        the backward.
+        """
+        if self.undo is None:
+            return set()
+        holds = now is not None and self._is_same(now)
+        self._waits_for_norm = not holds
+        if not self.under_way:
+            return set()
+        self._stop()
+        self._updater.complete()
+        if holds:
+            done = list(self._admitted)
+            self._update(done).note_scalars(done)
+            self.num_kept += len(done)
+        else:
+            done = []
+            self.undo.restore(refresh=now is None)
+            self.num_undone += 1
+        self._end_speculation()
+        return set(done)
+
+    def _is_same(self, now: StepSettings) -> bool:
+        """Return whether the settings of the step under way are those that its update was to begin with."""
+        if self._settings.step != now.step or self._settings.factor != now.factor or now.factors:
+            return False
+        return not any(self._changed_settings(now))
+
     def _check_settings(self, now: StepSettings) -> None:
+        for number, name, before, after in self._changed_settings(now):
+            raise UsageError(
+                f"parameter group {number}: {name} was {before!r} at the backward and is {after!r} at step(), "
+                'but with "step_overlap": "backward" the update runs in the backward: set it before '
+                'engine.backward(), or set "step_overlap" to "forward" or "none"'
+            )
+
+    def _changed_settings(self, now: StepSettings) -> Iterator[tuple[int, str, Any, Any]]:
+        """Yield group, name and both values of the settings that are others `now` than when the update began."""
         for number, (before, after) in enumerate(zip(self._settings.groups, now.groups, strict=True)):
             for name, value in before.items():
                 if name in after and _plain(after[name]) != _plain(value):
-                    raise UsageError(
-                        f"parameter group {number}: {name} was {value!r} at the backward and is {after[name]!r} at step(), "
-                        'but with "step_overlap": "backward" the update runs in the backward: set it before '
-                        'engine.backward(), or set "step_overlap" to "forward" or "none"'
-                    )
+                    yield number, name, value, after[name]
 
     def abandon(self) -> bool:
-        """Stop after the updates that have begun; return whether anything was changed, here or on another rank."""
-        with self._changed:
-            self._final.clear()
-        self.end_backward()
+        """Stop after the updates that have begun; return whether anything is changed, here or on another rank."""
+        self._stop()
         self._updater.forget()
+        if self.undo is not None:
+            self.undo.restore(refresh=True)
+            self._end_speculation()
+            return False
         self._guard.changed.clear()
         self.under_way = False
         return bool(self._admitted) or self._gradients.has_sent
+
+    def _stop(self) -> None:
+        """Let the update end with what it has begun."""
+        with self._changed:
+            self._final.clear()
+        self.end_backward()
+
+    def _end_speculation(self) -> None:
+        if self.undo is not None:
+            self.undo.release()
+        self._guard.changed.clear()
+        self.under_way = False
 
     def close(self) -> None:
         """Remove the hooks from the modules."""

@@ -453,9 +453,11 @@ class OptimizerState:
     def _cast_from_masters(self) -> list[ParameterRecord]:
         return [r for r in self.scalars if not (self.is_master(r) or self.is_split(r)) and r.owned_numel]
 
-    def refresh_parameters(self, done: Container[str] = ()) -> None:
-        """Cast masters, except the arrays `done`, into the parameters' own rows, in memory and in the store (after a load)."""
+    def refresh_parameters(self, some: Container[ParameterRecord] | None = None, *, done: Container[str] = ()) -> None:
+        """Cast the masters of all or `some` parameters, except the arrays `done`, into the parameters' own rows, in memory and
+        in the store (after a load)."""
         records = [r for r in self._cast_from_masters() if model_array(r.name) not in done]
+        records = [record for record in records if some is None or record in some]
         groups = [[model_array(r.name), *([] if r.rest is None else [r.rest])] for r in records]
         rests: dict[str, ModeName] = {r.rest: "fill" for r in records if r.rest is not None}
         with self.passing(groups, "read", modes=rests) as tiles:

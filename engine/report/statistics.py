@@ -65,6 +65,10 @@ class EngineStatistics:
     """Gathers of sharded or offloaded parameters, ahead or on demand; None if there are none."""
     overlapped: int
     """Reductions of gradients that ran beside other work of this rank."""
+    updated_in_backward: int
+    """Updates of parameters within a backward that their step kept, with "step_overlap": "speculative"."""
+    undone: int
+    """Steps whose norm undid what was updated within the backward, with "step_overlap": "speculative"."""
     store: StoreStatistics
     utilisation: Utilisation | None
     """Model FLOPs utilisation, on rank 0; None if no operations are known."""
@@ -91,7 +95,7 @@ def engine_statistics(
 ) -> EngineStatistics:
     """Return the counters now; `saves_s` has the seconds for which saves delayed training, by their kind."""
     world, state, gradients = training.world, training.state, training.gradients
-    store = state.store.statistics()
+    store, in_backward = state.store.statistics(), training.pending.in_backward
     return EngineStatistics(
         forward_s=times.forward_s,
         backward_s=times.backward_s,
@@ -102,6 +106,8 @@ def engine_statistics(
         held=held_bytes(state, gradients, units),
         units=None if units is None else units.statistics(),
         overlapped=gradients.overlapped,
+        updated_in_backward=0 if in_backward is None else in_backward.num_kept,
+        undone=0 if in_backward is None else in_backward.num_undone,
         store=store,
         utilisation=utilisation,
         activations=activation_statistics(training.activations, training.config),

@@ -437,10 +437,11 @@ class UnitGradients(Gradients):
         if record in self._squares:
             self._take_squares(record, self._rows[record])
 
-    def take(self, record: ParameterRecord) -> torch.Tensor | None:
+    def take(self, record: ParameterRecord, *, keep: bool = False) -> torch.Tensor | None:
+        """Do as `Gradients.take`; with `keep` the rows stay, not to be changed."""
         if self._spill_of(record) is not None:
             return None  # the update reads it from disk itself
-        kept = self._rules.keeps_rows and self._world.world_size > 1
+        kept = keep or (self._rules.keeps_rows and self._world.world_size > 1)
         # Not `owned`: an update in the backward takes gradients that are not agreed on before its end.
         rows = self._rows.get(record) if kept else self._rows.pop(record, None)
         return rows if record in self._filled else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,8 +149,17 @@ def differing_arrays(engine: Engine, reference: Reference, rows: dict[str, tuple
     return [array for array in expected if mine.get(array) != expected[array]]
 
 
-def compare(case: Case, rank: int, world_size: int, steps: int = STEPS, **given: Any) -> list[str]:
-    """Return what differs between engine and plain loop, after each of so many steps; `given` goes to `initialize`."""
+def compare(
+    case: Case,
+    rank: int,
+    world_size: int,
+    steps: int = STEPS,
+    *,
+    end: Callable[[Engine], object] = lambda engine: None,
+    **given: Any,
+) -> list[str]:
+    """Return what differs between engine and plain loop, after each of so many steps; `end` is called with the engine after
+    them, and `given` goes to `initialize`."""
     differences: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         engine, *_ = zstore.initialize(model=case.make(), config=case.config(world_size, folder), **given)
@@ -195,6 +205,7 @@ def compare(case: Case, rank: int, world_size: int, steps: int = STEPS, **given:
                     differences.append(f"step {step}: norm {engine.get_global_grad_norm()} != {reference.norm}")
                 if not case.by_block and losses != reference_losses(reference, rank, case, world_size, count):
                     differences.append(f"step {step}: losses {losses}")
+            end(engine)
     return differences
 
 

@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 2, disk": {"stage": 2, "tier": "nvme"},
     "stage 3, behind": {"stage": 3, "tier": "nvme", "own": {"step_overlap": "forward"}},
     "stage 2, in the backward": {"stage": 2, "own": {"step_overlap": "backward"}, "gradient_clipping": 0.0},
+    "stage 2, before the norm": {"stage": 2, "tier": "nvme", "own": {"step_overlap": "speculative"}},
     "split masters": {"stage": 2, "tier": "nvme", "own": {"split_master": True}},
     "moments in 8 bits": {"stage": 1, "tier": "nvme", "own": {"moments": "int8"}},
     "fp32": {"stage": 1, "bf16": {"enabled": False}},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -415,11 +415,14 @@ class TensorStore(Closing):
 
         Raises, once, the error of a write that failed and that no later write of its array made good.
         """
-        self._check_open()
-        self._order.wait(list(self._shards))
-        self._order.raise_failed(list(self._shards))
+        self._complete(list(self._shards))
         self._version += 1
         return self._version
+
+    def _complete(self, names: Sequence[str]) -> None:
+        self._check_open()
+        self._order.wait(names)
+        self._order.raise_failed(names)
 
     def require_room(self, names: Sequence[str], *, num_stores: int = 1) -> int:
         """Return the bytes that the next change of `names` needs on the first drive after a snapshot of them.
@@ -434,10 +437,8 @@ class TensorStore(Closing):
 
     def snapshot(self, names: Sequence[str] | None = None) -> Snapshot:
         """Pin the present version of `names` (all arrays by default) without moving a byte; raises as `commit` does."""
-        self._check_open()
         chosen = list(self._shards) if names is None else list(names)
-        self._order.wait(chosen)
-        self._order.raise_failed(chosen)
+        self._complete(chosen)
         snapshot = Snapshot(self._version, {})
         try:
             for name in chosen:
@@ -447,6 +448,15 @@ class TensorStore(Closing):
             snapshot.release()
             raise
         return snapshot
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Make the pinned versions the present ones again: on disk without moving a byte, in memory from the copy that a
+        change, or `move_out`, made. The snapshot still holds them.
+
+        Raises UsageError for a released snapshot, and for a shard that a pass changes or that was moved to another tier.
+        """
+        self._complete(list(snapshot.pins))
+        snapshot.restore(self._tiers)
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
@@ -467,10 +477,7 @@ class TensorStore(Closing):
             disk_bytes=held["disk"],
             pool_bytes=sum(pool.nbytes for pool in self._pools),
             pool_peak_bytes=sum(pool.peak_bytes for pool in self._pools),
-            read_wait_s=self._counters.read_wait_s,
-            write_wait_s=self._counters.write_wait_s,
-            pool_wait_s=self._counters.pool_wait_s,
-            pin_wait_s=self._counters.pin_wait_s,
+            **asdict(self._counters),
             queue=queue,
             pinned_bytes=0 if self._slabs is None else self._slabs.pinned_bytes,
             fallbacks=self.fallbacks,

@@ -320,6 +320,14 @@ class DiskTier(Tier):
             shard.current.pins += 1
             return DiskPin(self, shard, shard.current)
 
+    def restore(self, name: str, pin: DiskPin) -> None:
+        shard = self._shards[name]
+        with self._lock:
+            if shard.target is not None:
+                raise being_changed(name)
+            former, shard.current, shard.broken = shard.current, pin.file, False
+            self._retire(shard, former)
+
     def next_bytes(self, names: Iterable[str]) -> Counter[Path]:
         """Return by folder the bytes of the files that changes of these shards will make once their present versions are
         pinned."""
@@ -360,7 +368,7 @@ class DiskPin:
         self.local = shard.local
         self._owner: DiskTier | None = tier
         self._shard = shard
-        self._file = file
+        self.file = file
         self.version: int | None = file.version
         self.has_file = shard.pack is None
 
@@ -370,11 +378,11 @@ class DiskPin:
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
         """None unless all of the shard was written."""
         self._require_layout(grid, shard)
-        return tuple([] if None in self._file.crcs else [crc for crc in self._file.crcs if crc is not None])
+        return tuple([] if None in self.file.crcs else [crc for crc in self.file.crcs if crc is not None])
 
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
         """Link the file to `path`, or copy it if links are not supported; see `PinnedShard.publish`."""
-        local, file = self.local, self._file
+        local, file = self.local, self.file
         self._require_layout(grid, shard)
         crcs = [crc for crc in file.crcs if crc is not None]
         if not crcs or len(crcs) < len(file.crcs) or not self.has_file:
@@ -394,19 +402,19 @@ class DiskPin:
     def _link(self, res: IoResources, path: str | Path) -> bool:
         """Link the file to `path`; false if links are not supported."""
         with self._shard.lock:
-            before = self._file.published
+            before = self.file.published
             # Marked first: once the link exists, nobody may write the file any more.
-            self._file.published = True
+            self.file.published = True
             try:
-                res.files.link(self._file.path, path)
+                res.files.link(self.file.path, path)
             except OSError:
                 # Another save may have linked it already.
-                self._file.published = before
+                self.file.published = before
                 return False
         return True
 
     def _copy(self, res: IoResources, path: str | Path, priority: Priority) -> ShardSummary:
-        shard, file, layout = self._shard, self._file, self._shard.layout
+        shard, file, layout = self._shard, self.file, self._shard.layout
         make_shard_file(res, path, layout)
         step = res.span_chunks(layout)
         tickets: list[Ticket[list[int]]] = []
@@ -433,4 +441,4 @@ class DiskPin:
     def release(self) -> None:
         owner, self._owner = self._owner, None
         if owner is not None:
-            owner.unpin(self._shard, self._file)
+            owner.unpin(self._shard, self.file)
