@@ -262,7 +262,7 @@ class OptimizerInBackward:
         return squares is None or math.isfinite(squares)
 
     def _take(self, record: ParameterRecord) -> torch.Tensor | None:
-        rows = self._gradients.take(record, keep=self.undo is not None)
+        rows = self._gradients.take(record) if self.undo is None else self._gradients.take(record, keep=True)
         with self._changed:
             self._waiting.pop(record, None)
             self._changed.notify_all()

@@ -29,6 +29,9 @@ CASES = [
     (3, "nvme", "fp32", 1, 0.0, "cpu", "backward"),
     (2, "cpu", "bf16", 1, 0.0, "none", "backward"),
     (1, "cpu", "fp16", 3, 0.25, "none", "none"),
+    (3, "nvme", "bf16", 1, 0.25, "nvme", "speculative"),
+    (2, "cpu", "fp32", 1, 1e3, "none", "speculative"),
+    (3, "cpu", "bf16", 1, 1e3, "cpu", "speculative"),
 ]
 
 

@@ -60,7 +60,7 @@ def _all_runs() -> list[Run]:
             stage=stage,
             tier=tier,
             parameters=parameters,
-            overlap=rng.choice(("none", "backward", "forward", "auto")),
+            overlap=rng.choice(("none", "backward", "forward", "speculative", "auto")),
             accumulation=rng.choice((1, 2)),
             split=rng.random() < 0.3,
             save_every=rng.choice((0, 3)),
