@@ -126,7 +126,8 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         if stepper is not None and stepper.owns_gradients and isinstance(gradients, WholeGradients):
             gradients.averaged = stepper.averaged
         copies = tier is None or store.budget.limit_bytes is None  # else activations need what is free
-        within = partial(update_in_backward, mode, model, state, gradients, updater, copies=copies)
+        fetcher = None if hooks is None else hooks.units.fetcher
+        within = partial(update_in_backward, mode, model, state, gradients, updater, copies=copies, fetcher=fetcher)
         return Training(
             world=world,
             copy_world=exchanges.world,

@@ -35,6 +35,7 @@ from zstore.store import Snapshot
 
 from ..params.record import ParameterRecord
 from ..runtime.signals import interrupts_wait
+from ..zero.fetch import Fetcher
 from ..zero.gradients import Gradients
 from ..zero.hooks import ModuleHook
 from ..zero.unit_gradients import UnitGradients
@@ -56,13 +57,14 @@ def update_in_backward(
     updater: Updater,
     *,
     copies: bool,
+    fetcher: Fetcher | None,
 ) -> OptimizerInBackward | None:
     """Return the updates of a step mode that runs them in the backward, None if gradients are not final there; `copies` as
-    in `Undo`."""
+    in `Undo`, and `fetcher` brings the values that gradients are made of."""
     if not isinstance(gradients, UnitGradients):
         return None
     undo = Undo(state, copies=copies) if mode is StepMode.SPECULATIVE else None
-    return OptimizerInBackward(model, state, gradients, updater, undo)
+    return OptimizerInBackward(model, state, gradients, updater, undo, fetcher)
 
 
 class ReadGuard:
@@ -156,6 +158,7 @@ class OptimizerInBackward:
         gradients: UnitGradients,
         updater: Updater,
         undo: Undo | None = None,
+        fetcher: Fetcher | None = None,
     ) -> None:
         self.undo = undo
         """Undoes updates that were begun with other settings than the step's; None: that is an error."""
@@ -170,10 +173,12 @@ class OptimizerInBackward:
         self._state = state
         self._gradients = gradients
         self._updater = updater
+        self._fetcher = fetcher
         self._guard = ReadGuard(model, {record.parameter: record for record in state.scalars})
         self._settings = StepSettings(step=0, factor=1.0, groups=())
         self._changed = threading.Condition()
-        self._final: dict[ParameterRecord, None] = {}
+        self._final: dict[ParameterRecord, int] = {}
+        """Final gradients, and how many fetches whose headers are looked at late may have led to each."""
         self._admitted: set[ParameterRecord] = set()
         self._waiting: dict[ParameterRecord, int] = {}
         """Bytes of final gradients that the update did not take yet."""
@@ -215,7 +220,7 @@ class OptimizerInBackward:
         torch.autograd.graph.increment_version(record.parameter)
         record.version += 1
         with self._changed:
-            self._final[record] = None
+            self._final[record] = 0 if self._fetcher is None else self._fetcher.num_unseen
             self._waiting[record] = self._gradients.waiting_bytes(record)
             self._changed.notify_all()
             self._changed.wait_for(self._has_room)
@@ -243,8 +248,11 @@ class OptimizerInBackward:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: record in self._final or self._is_over)
                 self._awaited = None
-            if record not in self._final:
+            number = self._final.get(record)
+            if number is None:
                 return False
+        if self._fetcher is not None:  # raises if values that could not be read led to the gradient
+            self._fetcher.check_before(number)
         if self.undo is not None:
             if not self.undo.keep(record):
                 return False

@@ -13,7 +13,8 @@ With copies of the state, or of the parameters (see `SecondCopy`), the ranks of 
 Each fetch begins with a header: which unit it is, and whether this rank has its rows. A rank that failed takes part, so
 that nobody waits for it, and all ranks raise. If a rank gathers another unit than the others, all raise. While
 an order is recorded the header is waited for before anything else is sent, for collectives of different sizes would end
-the process. On CUDA, looking at a header would wait for the device, so headers are looked at when the iteration ends.
+the process. On CUDA, looking at a header would wait for the device, so headers are copied to the host behind the caller, and
+looked at when the iteration ends; an update in the backward looks at those before a gradient first.
 """
 
 from __future__ import annotations
@@ -147,6 +148,9 @@ class Fetch:
     """Whether the rows are those of the second copy, so that the ranks of the group alone take part."""
     sent: bool = False
     header: torch.Tensor | None = None
+    """Of all ranks, until it was found in order."""
+    arriving: Copy | None = None
+    """The header on its way to the host, if it is looked at late."""
     error: BaseException | None = None
     works: list[Work] = field(default_factory=list)
     buckets: list[tuple[Bucket, torch.Tensor]] = field(default_factory=list)
@@ -160,8 +164,9 @@ class Fetcher:
     """Carries fetches out among the ranks that hold one copy of the parameters. `reader` is None if nothing is in the
     store."""
 
-    def __init__(self, reader: RowReader | None, limit_numel: int, exchanges: Exchanges) -> None:
+    def __init__(self, reader: RowReader | None, limit_numel: int, exchanges: Exchanges, transfers: Transfers) -> None:
         self._world = exchanges.world
+        self._transfers = transfers
         self.second_copy = exchanges.second_copy
         self._gathers = exchanges.gathers
         self._reader = reader
@@ -290,7 +295,9 @@ class Fetcher:
             return
         works = iter(fetch.works)
         next(works).wait()
-        if self._late:
+        if self._late and fetch.header is not None:
+            here = self._transfers.streams.empty_host(fetch.header.numel(), fetch.header.dtype)
+            fetch.arriving = self._transfers.begin(here, fetch.header, counted=False)
             self._unseen.append(fetch)
         else:
             self._check(fetch)
@@ -311,7 +318,8 @@ class Fetcher:
         """Look at the headers of all ranks."""
         if fetch.header is None:
             return
-        headers, world = fetch.header.view(-1, 2).tolist(), self._world_of(fetch)
+        header, world = fetch.header if fetch.arriving is None else fetch.arriving.wait(), self._world_of(fetch)
+        headers = header.view(-1, 2).tolist()
         units = [unit for unit, _ in headers]
         if any(unit != fetch.number for unit in units):
             self._apart = True
@@ -329,9 +337,20 @@ class Fetcher:
                 f"{fetch.name!r}; rank {world.global_rank(world.rank)} stops with it",
                 dict.fromkeys(failed, f"reading the parameters of unit {fetch.name!r} failed"),
             )
+        fetch.header = None
+
+    @property
+    def num_unseen(self) -> int:
+        """Fetches of this iteration that are done so far, and whose headers are looked at late."""
+        return len(self._unseen)
+
+    def check_before(self, number: int) -> None:
+        """Look at the headers of the first `number` of these; any thread may."""
+        for fetch in self._unseen[:number]:
+            self._check(fetch)
 
     def check_arrived(self) -> None:
-        """Look at the headers that were not looked at yet."""
+        """Look at all headers, at the end of the iteration."""
         unseen, self._unseen = self._unseen, []
         for fetch in unseen:
             self._check(fetch)

@@ -435,5 +435,5 @@ def make_sharded_units(
     reader = None
     if any(record.rest is not None for unit in units for record in unit.owned):
         reader = RowReader(store, store.make_pool(parameter_pool_bytes(config, store.options)), transfers)
-    fetcher = Fetcher(reader, config.allgather_bucket_numel, exchanges)
+    fetcher = Fetcher(reader, config.allgather_bucket_numel, exchanges, transfers)
     return ShardedUnits(units, world, fetcher, prefetch_limits(config), overlap=config.zero.overlap_comm)

@@ -321,6 +321,41 @@ def test_an_error_of_the_drive_fails_every_rank(nvme: Path, world_size: int, ste
         assert "rank 1 of 2 failed to read the parameters of unit 'blocks.2'" in messages[0]
 
 
+def _late_read_error(rank: int, folder: str, mode: str, first: int) -> tuple[str, list[str]]:
+    """Return what was raised in a step whose headers are looked at late, as on CUDA, and what it changed on this rank."""
+    files = FaultyFiles()
+    keys = {"zstore": {"step_overlap": mode}, "gradient_accumulation_steps": 1}
+    message = "no error"
+    with start(offloaded(folder) | keys, wide_net(), _files=files) as engine:
+        train(engine, 2)
+        hooks = engine.training_state.hooks
+        assert hooks is not None
+        hooks.units.fetcher._late = True
+        before = engine_digests(engine)
+        if rank == 1:
+            files.inject(Fault(kind="read", pattern="*parameter%2Fblocks.3.up*", first=first, error_number=errno.EIO))
+        try:
+            train(engine, 1)
+        except (StorageError, RankError) as error:
+            message = type(error).__name__
+        files.heal()
+        engine.training_state.pending.torn = False  # the digests are wanted all the same
+        after = engine_digests(engine)
+    return message, [name for name in after if after[name] != before[name]]
+
+
+@pytest.mark.parametrize("mode", ["none", "backward", "speculative"])
+@pytest.mark.parametrize(("first", "fails_in"), [(0, "forward"), (1, "backward")])
+def test_nothing_is_updated_from_values_that_could_not_be_read(
+    nvme: Path, mode: str, first: int, fails_in: str
+) -> None:
+    messages, changed = zip(*run_ranks(_late_read_error, 2, str(nvme), mode, first), strict=True)
+    assert messages == ("RankError", "StorageError")
+    # Behind the last block there is the norm alone, whose gradient is final before the block is gathered again.
+    was_final = {"norm.weight", "norm.bias"} if mode == fails_in == "backward" else set()
+    assert {name.rpartition("/")[2] for names in changed for name in names} <= was_final
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
