@@ -7,7 +7,7 @@ offloaded parameters) and `gradient/` (rows that wait on disk for the update) ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
@@ -88,7 +88,6 @@ class OptimizerState:
         self.transfers = transfers
         self.is_sharded = is_sharded
         """Whether each rank holds its own rows alone; else every rank holds everything."""
-        self.has_disk = bool(store.options.all_paths)
         self._splits = splits
         self._keeps_whole = keeps_whole
         self.codec = SlotCodec()
@@ -372,17 +371,22 @@ class OptimizerState:
         on_end: Callable[[int], None] | None = None,
     ) -> AbstractContextManager[Tiles]:
         """Give a pass over groups of arrays for the length of a `with` block, at whose end it is dropped if not complete."""
-        return self.over(self.store.stream(groups, mode, modes=modes, admit=admit, on_end=on_end))
+        tiles = self.store.stream(groups, mode, modes=modes, admit=admit, on_end=on_end)
+        return self.over(tiles, from_disk=self.any_on_disk(groups))
 
     @contextmanager
-    def over(self, tiles: Tiles) -> Iterator[Tiles]:
+    def over(self, tiles: Tiles, *, from_disk: bool) -> Iterator[Tiles]:
         """Give a pass that was begun; see `passing`.
 
-        Beside a disk, tiles are worked on by one thread: it outruns the disk, while torch's threads, which spin as they
+        Tiles of a disk are worked on by one thread: it outruns the disk, while torch's threads, which spin as they
         wait for each other, would take the processors from the I/O threads.
         """
-        with one_thread(self.has_disk), closing(tiles):
+        with one_thread(from_disk), closing(tiles):
             yield tiles
+
+    def any_on_disk(self, groups: Iterable[Sequence[str]]) -> bool:
+        """Return whether a pass over the groups reads or writes the disk."""
+        return any(self.store.tier_of(name) == "disk" for names in groups for name in names)
 
     def in_place(self, record: ParameterRecord) -> InPlace | None:
         """Return the arrays of a trained parameter if torch's fused kernel takes them as they are, in one memory."""

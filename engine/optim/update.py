@@ -14,16 +14,16 @@ In fp32 without offload the master is the parameter's memory, and phase 4 has no
 another memory than the parameter, it is copied to them in phase 1 and back in phase 4. A split master (see
 [Note: the split]) is joined before phase 2 and split again after phase 3, which is phase 4 too.
 
-Without a disk, parameters whose arrays are in one memory and stored as the kernel takes them need no pass: phases 2 to
-4 run over their memory, found once (`OptimizerState.in_place`), many small parameters in one call of each of torch's
-kernels for lists of tensors, large ones in tiles.
+Parameters whose arrays are in one memory and stored as the kernel takes them need no pass, unless others do in an update
+behind the loop, which keeps the order: phases 2 to 4 run over their memory, found once (`OptimizerState.in_place`), many
+small parameters in one call of each of torch's kernels for lists of tensors, large ones in tiles.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -251,13 +251,23 @@ def read_ahead(
 ) -> None:
     """Begin to read the first records of an update of `records` from disk, or if there are none of those `behind`; do nothing
     if that fails: then the update will too, with an error on all ranks."""
-    if not state.has_disk:
-        return
     first = list(records or behind)
-    mine = [record for record in first if record.owned_numel]
-    with suppress(ZstoreError):
-        begun = state.store.read_ahead([_arrays(state, record) for record in mine], modes=_modes(state, mine))
-        state.keep_ahead(first, begun)
+    _, mine = _divided(state, first, behind=not records)
+    groups = [_arrays(state, record) for record in mine]
+    if state.any_on_disk(groups):
+        with suppress(ZstoreError):
+            state.keep_ahead(first, state.store.read_ahead(groups, modes=_modes(state, mine)))
+
+
+def _divided(
+    state: OptimizerState, records: Sequence[ParameterRecord], *, behind: bool
+) -> tuple[dict[ParameterRecord, InPlace], list[ParameterRecord]]:
+    """Return those of `records` with rows here that are changed in place, and those that pass, in order."""
+    mine = [record for record in records if record.owned_numel]
+    placed = {record: place for record in mine if (place := state.in_place(record)) is not None}
+    if behind and len(placed) < len(mine):
+        placed = {}
+    return placed, [record for record in mine if record not in placed]
 
 
 def in_order(state: OptimizerState, records: Sequence[ParameterRecord]) -> list[ParameterRecord]:
@@ -309,17 +319,14 @@ class Update:
         `admit(record, wait)` is asked before a record's state is touched; `done(record)` is called when its new state,
         and its new rows, are the present ones.
         """
-        mine, tell = [record for record in self.records if record.owned_numel], done or (lambda record: None)
-        if not self._state.has_disk:
-            placed = {record: place for record in mine if (place := self._state.in_place(record)) is not None}
-            if done is None or len(placed) == len(mine):
-                for some in _admitted(list(placed), admit, _MOST_AT_ONCE if done is None else _MOST_BEHIND):
-                    self._change_in_place({record: placed[record] for record in some}, behind=done is not None)
-                    for record in some:
-                        tell(record)
-                mine = [record for record in mine if record not in placed]
-            if not mine:
-                return
+        tell = done or (lambda record: None)
+        placed, mine = _divided(self._state, self.records, behind=done is not None)
+        for some in _admitted(list(placed), admit, _MOST_AT_ONCE if done is None else _MOST_BEHIND):
+            self._change_in_place({record: placed[record] for record in some}, behind=done is not None)
+            for record in some:
+                tell(record)
+        if not mine:
+            return
         h2d = H2DQueue(self._state.transfers)
 
         def ended(group: int) -> None:
@@ -327,21 +334,17 @@ class Update:
             tell(mine[group])
 
         admitted = None if admit is None else (lambda group, wait: admit(mine[group], wait))
-        begun = self._begun
-        passing: AbstractContextManager[Iterable[Tile]]
-        if begun is not None and begun.go_on(admitted, None if done is None else ended):
-            passing = self._state.over(begun.tiles())
+        on_end, begun = None if done is None else ended, self._begun
+        groups = [_arrays(self._state, record) for record in mine]
+        from_disk = self._state.any_on_disk(groups)
+        if begun is not None and begun.go_on(admitted, on_end):
+            tiles = begun.tiles()
         else:
-            passing = self._state.passing(
-                [_arrays(self._state, record) for record in mine],
-                "update",
-                modes=_modes(self._state, mine),
-                admit=admitted,
-                on_end=None if done is None else ended,
-            )
-        with labelled("update"), passing as tiles:
+            modes = _modes(self._state, mine)
+            tiles = self._state.store.stream(groups, "update", modes=modes, admit=admitted, on_end=on_end)
+        with labelled("update"), self._state.over(tiles, from_disk=from_disk):
             # Other threads would have tiles of a disk after the next one was asked for, when they are written already.
-            threads = 1 if done is not None or self._state.has_disk else self._num_threads(mine)
+            threads = 1 if done is not None or from_disk else self._num_threads(mine)
             side_by_side(lambda each: each[0].apply(each[1]), self._changes(tiles, mine, h2d), threads)
         h2d.drain()
 

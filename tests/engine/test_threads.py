@@ -151,25 +151,29 @@ class _Weights(nn.Module):
         return (self.weight * inputs).sum()
 
 
-@pytest.mark.parametrize("clipping", [0.0, 1e-3])
+@pytest.mark.parametrize(("clipping", "has_disk"), [(0.0, False), (1e-3, False), (0.0, True)])
 def test_an_update_in_memory_takes_tiles_on_threads_with_the_bits_of_torch(
-    clipping: float, monkeypatch: pytest.MonkeyPatch
+    clipping: float, has_disk: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     model = _Weights()
     plain = copy.deepcopy(model)
     peer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
-    kernel, alone = torch._fused_adamw_, list[bool]()
+    kernel, alone, meeting = torch._fused_adamw_, list[bool](), threading.Barrier(2, timeout=30)
 
     def counted(*args: object, **settings: object) -> None:
         alone.append(torch.get_num_threads() == 1)
+        if len(alone) <= 2:
+            meeting.wait()
         kernel(*args, **settings)
 
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
     config = {"train_batch_size": 1, "optimizer": optimizer, "zero_optimization": offload, "steps_per_print": 0}
-    engine, *_ = zstore.initialize(model=model, config=config | {"gradient_clipping": clipping})
+    keys = {"activations": "disk", "activations_path": str(tmp_path)} if has_disk else {}
+    engine, *_ = zstore.initialize(model=model, config=config | {"gradient_clipping": clipping, "zstore": keys})
     with engine:
+        assert engine.training_state.state.in_place(engine.training_state.trained[0]) is not None
         for _ in range(3):
             inputs = torch.randn(1536, 1024)
             plain(inputs).backward()
