@@ -108,8 +108,8 @@ class OptimizerState:
         self._arrangement = 0
         """That of the store which `_in_place` is of."""
         self._sharing: dict[ParameterRecord, bool] = {}
-        self._ahead: tuple[Sequence[ParameterRecord], Stream] | None = None
-        """A read ahead of an update, and the update's parameters."""
+        self._ahead: tuple[Sequence[ParameterRecord], Sequence[Stream]] = (), ()
+        """An update's parameters, and the passes that were begun ahead of it."""
         self.observer: TileObserver | None = None
         """Sees the tiles of updates."""
         self._own_master: set[ParameterRecord] = set()
@@ -418,23 +418,23 @@ class OptimizerState:
             found = self._sharing[record] = any(self.store.shares_file(name) for name in names)
         return found
 
-    def keep_ahead(self, records: Sequence[ParameterRecord], begun: Stream) -> None:
-        """Keep the pass `begun` for the update of `records`, until that takes it."""
+    def keep_ahead(self, records: Sequence[ParameterRecord], begun: Sequence[Stream]) -> None:
+        """Keep the passes `begun` for the update of `records`, until that takes them."""
         self.drop_ahead()
         self._ahead = records, begun
 
-    def take_ahead(self, records: Sequence[ParameterRecord]) -> Stream | None:
-        """Return the pass begun ahead of an update of `records`, which owns it from then on."""
-        if self._ahead is None or self._ahead[0] != records:
-            return None
-        (_, begun), self._ahead = self._ahead, None
+    def take_ahead(self, records: Sequence[ParameterRecord]) -> Sequence[Stream]:
+        """Return the passes begun ahead of an update of `records`, which owns them from then on."""
+        if self._ahead[0] != records:
+            return ()
+        (_, begun), self._ahead = self._ahead, ((), ())
         return begun
 
     def drop_ahead(self) -> None:
-        """Free the memory of a pass that was begun ahead and never used."""
-        if self._ahead is not None:
-            self._ahead[1].drop()
-            self._ahead = None
+        """Free the memory of passes that were begun ahead and never used."""
+        for one in self._ahead[1]:
+            one.drop()
+        self._ahead = (), ()
 
     def change_whole(self, groups: Sequence[Sequence[str]], change: Callable[[], None]) -> None:
         """Call `change` once, when a pass has begun with all of `groups`: nobody else reads the changed arrays."""

@@ -22,6 +22,7 @@ small parameters in one call of each of torch's kernels for lists of tensors, la
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ import torch
 
 from zstore.errors import ZstoreError
 from zstore.io.tensors import as_torch
-from zstore.store import ModeName, Tile
+from zstore.store import ModeName, Stream, Tile
 
 from ..device import (
     Copy,
@@ -161,6 +162,7 @@ class _Change:
         return self._state.take_master(held, self._room)
 
 
+_CORES_OF_TWO_CONSUMERS = 4
 _MOST_HERE, _MOST_THERE = 64 * 1024, 16 * 1024 * 1024
 """Most elements of small parameters that are changed together: in cache on the host, and in few kernels on a device."""
 _MOST_AT_ONCE, _MOST_BEHIND = 256 * 1024 * 1024, 4 * 1024 * 1024
@@ -253,10 +255,35 @@ def read_ahead(
     if that fails: then the update will too, with an error on all ranks."""
     first = list(records or behind)
     _, mine = _divided(state, first, behind=not records)
-    groups = [_arrays(state, record) for record in mine]
-    if state.any_on_disk(groups):
-        with suppress(ZstoreError):
-            state.keep_ahead(first, state.store.read_ahead(groups, modes=_modes(state, mine)))
+    if not _any_on_disk(state, mine):
+        return
+    begun: list[Stream] = []
+    with suppress(ZstoreError):
+        for part in _parts(state, mine, behind=not records):
+            groups = [_arrays(state, record) for record in part]
+            begun.append(state.store.read_ahead(groups, modes=_modes(state, part)))
+    state.keep_ahead(first, begun)
+
+
+def _any_on_disk(state: OptimizerState, mine: Sequence[ParameterRecord]) -> bool:
+    return state.any_on_disk(_arrays(state, record) for record in mine)
+
+
+def num_consumers() -> int:
+    """Return how many threads update what comes from disks: on two cores, which the I/O needs too, a second one makes a step
+    slower (docs/design/0005-step.md)."""
+    return 2 if len(os.sched_getaffinity(0)) >= _CORES_OF_TWO_CONSUMERS else 1
+
+
+def _parts(state: OptimizerState, mine: list[ParameterRecord], *, behind: bool) -> list[list[ParameterRecord]]:
+    """Return the parameters that each thread takes of those that pass; neighbours, which may share files, are together."""
+    count = 1 if behind or not _any_on_disk(state, mine) else num_consumers()
+    total, before = sum(record.owned_numel for record in mine), 0
+    parts: list[list[ParameterRecord]] = [[] for _ in range(count)]
+    for record in mine:
+        parts[before * count // total].append(record)
+        before += record.owned_numel
+    return [part for part in parts if part]
 
 
 def _divided(
@@ -319,22 +346,35 @@ class Update:
         `admit(record, wait)` is asked before a record's state is touched; `done(record)` is called when its new state,
         and its new rows, are the present ones.
         """
-        tell = done or (lambda record: None)
         placed, mine = _divided(self._state, self.records, behind=done is not None)
         for some in _admitted(list(placed), admit, _MOST_AT_ONCE if done is None else _MOST_BEHIND):
             self._change_in_place({record: placed[record] for record in some}, behind=done is not None)
-            for record in some:
-                tell(record)
-        if not mine:
-            return
+            if done is not None:
+                for record in some:
+                    done(record)
+        parts = _parts(self._state, mine, behind=done is not None)
+        begun = [*self._begun, *[None] * (len(parts) - len(self._begun))]
+        work = partial(self._pass, admit=admit, done=done)
+        side_by_side(lambda each: work(*each), list(zip(parts, begun, strict=True)), len(parts))
+
+    def _pass(
+        self,
+        mine: list[ParameterRecord],
+        begun: Stream | None,
+        *,
+        admit: Callable[[ParameterRecord, bool], bool] | None,
+        done: Callable[[ParameterRecord], None] | None,
+    ) -> None:
+        """Change parameters in a pass over their arrays; `begun` ahead, if any is."""
         h2d = H2DQueue(self._state.transfers)
 
         def ended(group: int) -> None:
             h2d.drain()
-            tell(mine[group])
+            if done is not None:
+                done(mine[group])
 
         admitted = None if admit is None else (lambda group, wait: admit(mine[group], wait))
-        on_end, begun = None if done is None else ended, self._begun
+        on_end = None if done is None else ended
         groups = [_arrays(self._state, record) for record in mine]
         from_disk = self._state.any_on_disk(groups)
         if begun is not None and begun.go_on(admitted, on_end):

@@ -1,6 +1,7 @@
 """Operations of one thread that are not shared among torch's threads."""
 
 import copy
+import errno
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,12 @@ import torch
 from torch import nn
 
 import zstore
+from tests.engine import step_modes
+from tests.engine.runs import make_config, start, state_of, step
 from zstore.engine.device import one_thread, side_by_side
+from zstore.engine.optim import update
+from zstore.errors import UsageError
+from zstore.testing.faults import Fault, FaultyFiles
 
 
 @pytest.fixture(autouse=True)
@@ -190,3 +196,34 @@ def test_an_update_in_memory_takes_tiles_on_threads_with_the_bits_of_torch(
             assert torch.equal(model.weight, plain.weight)
     assert alone
     assert all(alone)
+
+
+def test_several_threads_update_what_comes_from_a_disk(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
+    change, both = update.Update._pass, threading.Barrier(2)
+
+    def begin(*args: Any, **keys: Any) -> None:
+        both.wait(60)  # passes when two threads are at it
+        change(*args, **keys)
+
+    monkeypatch.setattr(update.Update, "_pass", begin)
+    monkeypatch.setattr(update, "num_consumers", lambda: 2)
+    with start(step_modes.config("none", nvme), step_modes.make_model()) as engine:
+        for _ in range(3):
+            step_modes.step(engine)
+        monkeypatch.undo()
+        assert state_of(engine) == step_modes.expected(3)
+
+
+def test_an_error_of_one_of_several_threads_ends_the_step(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
+    monkeypatch.setattr(update, "num_consumers", lambda: 2)
+    files = FaultyFiles()
+    with start(make_config(2, "nvme", nvme, gradient_accumulation_steps=1), _files=files) as engine:
+        step(engine)
+        files.inject(Fault(kind="write", pattern="*optimizer*", error_number=errno.EIO))
+        with pytest.raises(OSError, match="Input/output error"):
+            step(engine)
+        with pytest.raises(UsageError, match="a mixture of two"):
+            step(engine)
+        pool = engine.training_state.state.store.resources.pool
+        with pool.acquire(pool.nbytes):  # nothing is left of the others
+            pass
