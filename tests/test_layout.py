@@ -44,7 +44,7 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        99_538,
+        99_533,
     ),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
@@ -63,7 +63,7 @@ LIMITS = {
     "circles of files": (lambda: len(circles(_layout().graph(lambda name: name))), 0),
     "class names with several meanings": (_classes_with_several_meanings, 8),
     "classes over 300 lines": (lambda: sum(lines > 300 for _, lines in _layout().classes), 17),
-    "files over 500 lines": (lambda: sum(text.count("\n") > 500 for text in _layout().source.values()), 4),
+    "files over 500 lines": (lambda: sum(text.count("\n") > 500 for text in _layout().source.values()), 3),
     '"where" in 10,000 words of prose': (lambda: per_ten_thousand_words(_layout().prose, r"\bwhere\b"), 6),
     '"what is" in 10,000 words of prose': (
         lambda: per_ten_thousand_words(_layout().prose, r"\bwhat (is|are|was|were|has|it|they|the)\b"),

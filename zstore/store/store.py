@@ -450,11 +450,8 @@ class TensorStore(Closing):
         return snapshot
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Make the pinned versions the present ones again: on disk without moving a byte, in memory from the copy that a
-        change, or `move_out`, made. The snapshot still holds them.
-
-        Raises UsageError for a released snapshot, and for a shard that a pass changes or that was moved to another tier.
-        """
+        """Make the pinned versions the present ones again, on disk without moving a byte. Raises UsageError if the snapshot was
+        released, and for a shard that a pass changes or that was moved to another tier."""
         self._complete(list(snapshot.pins))
         snapshot.restore(self._tiers)
 
@@ -484,10 +481,8 @@ class TensorStore(Closing):
         )
 
     def close(self) -> None:
-        """Finish the work under way, then give memory, files and the run folder back; a second call does nothing.
-
-        A write that waits for a snapshot to be released fails instead.
-        """
+        """Finish the work under way, then give memory, files and the run folder back; a second call does nothing. A write that
+        waits for a snapshot to be released fails instead."""
         if self._closed:
             return
         self._host.stop_waiting()
