@@ -10,8 +10,9 @@ PYTEST_ARGS ?= -n auto --maxprocesses 16 --dist worksteal
 BENCHMARKS ?= $(basename $(notdir $(shell grep -l __main__ bench/*.py)))
 # `make gpu GPU_ARGS="--only step --redo"` runs one part anew; `--path FOLDER` names the drive.
 GPU_ARGS ?=
-# A Python with torch of the machine's own, which is used as it is, and the folder of wheels with what it lacks.
-GPU_PYTHON ?=
+# A Python with torch of the machine's own, which is used as it is, and the folder of wheels with what it lacks. An environment
+# that was not made here is one.
+GPU_PYTHON ?= $(if $(filter file,$(origin TORCH)),$(if $(wildcard $(VENV)/stamp-torch),,$(wildcard $(VENV)/bin/python)))
 GPU_WHEELS ?= build/gpu-wheels
 # Pins that replace those of constraints.txt.
 PINS ?=
@@ -97,9 +98,12 @@ clean: ## remove the environment and all that was made
 # and no later installation can replace it. Made anew when TORCH changes.
 $(VENV)/stamp-torch: FORCE
 	@set -e; if [ "$$TORCH" != "$$(cat $@ 2>/dev/null)" ]; then \
+	  if [ -e $(PY) ] && [ ! -e $@ ]; then \
+	    echo 'make: $(VENV) was not made by make, which would replace what it has: name another folder as VENV ("make gpu" alone takes it as it is)' >&2; exit 2; \
+	  fi; \
 	  $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("zstore needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'; \
 	  echo "Making the environment $(VENV) with $$($(PYTHON) --version)"; \
-	  $(PYTHON) -m venv $(VENV); \
+	  mkdir -p $(VENV); touch $@; $(PYTHON) -m venv $(VENV); \
 	  echo "Installing $$TORCH into $(VENV) (up to several GB, unless pip has it)"; \
 	  $(PIP) install --quiet $(PIP_FLAGS) $$TORCH; \
 	  echo "$$TORCH" > $@; \

@@ -213,6 +213,33 @@ def test_make_gpu_installs_nothing_where_there_is_no_driver(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_environment_that_make_did_not_make_is_used_and_stays_as_it_is(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(Path(gpu.__file__).parent.parent / name, tmp_path)
+    driver, python = tmp_path / "bin" / "nvidia-smi", tmp_path / "venv" / "bin" / "python"
+    for path, text in ((driver, ""), (python, f'echo "$@" >> {tmp_path}/calls')):
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    before = sorted((tmp_path / "venv").rglob("*"))
+
+    def make(*words: str) -> subprocess.CompletedProcess[str]:
+        paths = {"PATH": f"{driver.parent}{os.pathsep}{os.environ['PATH']}"}
+        command = ["make", *words, "VENV=venv"]
+        return subprocess.run(
+            command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, check=False
+        )
+
+    assert make("gpu", "GPU_ARGS=--only waits").returncode == 0
+    assert (tmp_path / "calls").read_text() == "-m bench.gpu --only waits\n"
+    for words in (["gpu", "TORCH=torch==1.0"], ["test"]):
+        done = make(*words)
+        assert done.returncode == 2
+        assert "was not made by make" in done.stderr
+    assert (tmp_path / "calls").read_text() == "-m bench.gpu --only waits\n"
+    assert sorted((tmp_path / "venv").rglob("*")) == before
+
+
 def test_parts_take_five_minutes_each_and_say_what_is_left_out(tmp_path: Path) -> None:
     parts = make_parts(Setting(path=tmp_path))
     assert [part.name for part in parts] == NAMES
