@@ -1,10 +1,12 @@
 """Everything that needs a CUDA device, in order of worth, in five parts of at most five minutes: `make gpu`.
 
     python -m bench.gpu [--only cuda,step] [--redo] [--path FOLDER] [--out FOLDER]
+    python -m bench.gpu --merge FOLDER
 
 Each part runs in processes of its own, under a limit of its own, and its result goes to `gpu.json` and `gpu.md` in `--out` at
 once: a run that is cut off keeps what it has, and the next one goes on with what is missing. A part that passed on this device
 with these versions is not run again but with `--redo`. A part that fails is recorded with its last lines, and the run goes on.
+`--merge` runs nothing: it takes the results of a folder that came back from another machine into those of `--out`.
 
 Ends with 0 where all chosen parts passed, 1 where one failed, and 2 where torch sees no CUDA device. `--tiny` runs every part
 small on the CPU.
@@ -26,7 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_parts import FAULTS, Part, Run, Setting, lines_of, make_parts, read_tests
+from bench.gpu_parts import FAULTS, ORDER, Part, Run, Setting, lines_of, make_parts, read_tests
 
 _ROOT = Path(__file__).resolve().parent.parent
 _NO_DEVICE = """\
@@ -42,6 +44,9 @@ Entry = dict[str, Any]
 
 def main() -> None:
     options = _options()
+    if options.merge is not None:
+        print("\n".join(Record(options.out).merge(Record(options.merge))))
+        return
     if not options.tiny:
         require_device()
     if options.check:
@@ -53,7 +58,7 @@ def main() -> None:
     if unknown := set(options.only or ()) - set(names):
         print(f"--only: expected some of {', '.join(names)}, got {', '.join(sorted(unknown))}", file=sys.stderr)
         sys.exit(2)
-    record = Record(options.out, names)
+    record = Record(options.out)
     facts = _facts(options.path)
     chosen = [part for part in parts if not options.only or part.name in options.only]
     for part in chosen:
@@ -77,6 +82,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--tiny", action="store_true", help="run each part small on the CPU, to try this out; needs --out"
     )
+    parser.add_argument("--merge", type=Path, help="folder of results to take into those of --out; nothing is run")
     parser.add_argument("--check", action="store_true", help="only check for a device")
     options = parser.parse_args()
     if options.tiny and options.out is None:
@@ -121,9 +127,8 @@ def _facts(path: Path) -> Entry:
 class Record:
     """What is known of each part, in `gpu.json` and `gpu.md` of a folder; each change is on disk at once, or not at all."""
 
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._names = names
         path = folder / "gpu.json"
         found = json.loads(path.read_text(encoding="utf-8"))["parts"] if path.exists() else []
         self.parts: dict[str, Entry] = {entry["name"]: entry for entry in found}
@@ -137,10 +142,20 @@ class Record:
     def put(self, entry: Entry) -> None:
         """Replace what is recorded of a part."""
         self.parts[entry["name"]] = entry
-        ordered = [self.parts[name] for name in self._names if name in self.parts]
+        ordered = sorted(self.parts.values(), key=lambda part: [part["name"] != name for name in ORDER])
         self.folder.mkdir(parents=True, exist_ok=True)
         _replace(self.folder / "gpu.json", json.dumps({"parts": ordered}, indent=2) + "\n")
         _replace(self.folder / "gpu.md", report(ordered))
+
+    def merge(self, other: Record) -> list[str]:
+        """Take the parts of `other`, but none that did not pass for one that did; return a line for each."""
+        lines = []
+        for name, entry in other.parts.items():
+            keeps = entry["status"] != "passed" and self.parts.get(name, {}).get("status") == "passed"
+            lines.append(f"{name}: {entry['status']}" + ("; the one that passed before is kept" if keeps else ""))
+            if not keeps:
+                self.put(entry)
+        return lines
 
 
 def _replace(path: Path, text: str) -> None:

@@ -15,6 +15,7 @@ from zstore.sizes import format_bytes
 Figures = Any
 """JSON data."""
 
+ORDER = ("ceilings", "waits", "speed", "fits", "checkpoint", "deepspeed")
 _LIMIT_S = 300.0
 _BYTES_PER_PARAMETER = 16
 """What an offloaded bf16 parameter takes: itself, its gradient, an fp32 master and two moments."""

@@ -18,11 +18,11 @@ import torch
 
 from bench import checkpoint, children, contenders, gpu, gpu_wheels, limits, links, offload, waits
 from bench.children import run_group
-from bench.gpu_parts import FAULTS, Part, Run, Setting, make_parts, read_tests, room_for
+from bench.gpu_parts import FAULTS, ORDER, Part, Run, Setting, make_parts, read_tests, room_for
 from tests.tools.commands import run_here
 
 GB = 10**9
-NAMES = ["ceilings", "waits", "speed", "fits", "checkpoint"]
+*NAMES, _ = ORDER
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -179,6 +179,30 @@ def test_a_run_that_is_cut_off_keeps_what_it_has(tmp_path: Path, monkeypatch: py
     assert (run["figures"], run["error"]) == ({"rows": []}, "cut off")
     launches.fails = {}
     assert launches() == (0, ["two", "three"])
+
+
+def test_results_that_came_back_from_another_machine_are_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    parts = [canned("more", name=name) for name in ("waits", "ceilings", "speed")]
+    for folder, failing in ((here, {"waits", "speed"}), (there, {"ceilings"})):
+        for part in parts[:2] if folder == there else parts:
+            entry = {
+                "name": part.name,
+                "title": f"{part.title} {folder.name}",
+                "limit_s": 60,
+                "machine": {},
+                "notes": [],
+            }
+            status = "failed" if part.name in failing else "passed"
+            gpu.Record(folder).put(entry | {"status": status, "runs": [], "seconds": 1, "ended": "now"})
+    monkeypatch.setattr(sys, "argv", ["gpu", "--merge", str(there), "--out", str(here)])
+    gpu.main()
+    assert capsys.readouterr().out == "ceilings: failed; the one that passed before is kept\nwaits: passed\n"
+    found = {part["name"]: part["title"] for part in json.loads((here / "gpu.json").read_text())["parts"]}
+    assert list(found.items()) == [("ceilings", "More here"), ("waits", "More there"), ("speed", "More here")]
+    assert "## More there" in (here / "gpu.md").read_text()
 
 
 def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
