@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -21,13 +22,15 @@ import torch
 
 from bench.limits import disk_limit, limit_name
 from bench.machine import machine
+from zstore.engine.plan.rates import measure_rates
 from zstore.io.pinning import PinnedSlabs
 
 _MIB = 2**20
 _ROUNDS = 5
-ADAMW, WITHIN = "AdamW on the host", "within the device, read and written"
+ADAMW, HOST, WITHIN = "AdamW on the host", "host memory, read and written", "within the device, read and written"
+PRODUCTS = "matrix products in "
 Rates = dict[str, float]
-"""Bytes a second, by what moves them."""
+"""Bytes a second, by what moves them; of products, followed by their precision, operations."""
 
 
 def main() -> None:
@@ -50,22 +53,40 @@ def main() -> None:
 
 def describe(figures: dict[str, Any]) -> list[str]:
     """Return the figures for a person to read, a line each."""
-    return [f"{name}: {rate / 1e9:.2f} GB/s" for name, rate in figures["rates"].items()]
+    units = {True: "billion operations a second", False: "GB/s"}
+    return [f"{name}: {rate / 1e9:.2f} {units[PRODUCTS in name]}" for name, rate in figures["rates"].items()]
 
 
 def link_rates(nbytes: int) -> Rates:
-    """Return what the links to the device, if there is one, and the host's memory move, measured with so many bytes."""
-    return (_links(nbytes) if torch.cuda.is_available() else {}) | _memory(nbytes)
+    """Return what the links to the device, if there is one, and the host's memory move, measured with so many bytes, and
+    how fast what computes multiplies matrices."""
+    has_device = torch.cuda.is_available()
+    found = measure_rates(torch.device("cuda" if has_device else "cpu"))
+    products = {f"{PRODUCTS}{precision}": found.of_device(precision) or 0.0 for precision in found.flops}
+    return (_links(nbytes) if has_device else {}) | _memory(nbytes) | products
 
 
 def least_seconds(rates: Rates, parameters: int, compute_s: float, *, overlaps: bool) -> float:
     """Return the least time of an iteration with all state in host memory: bf16 parameters come twice, gradients leave once,
     and the update reads and writes 28 bytes a parameter there; within the computation if it `overlaps`, else behind it."""
-    down_s = 2 * parameters / rates["device to host, 64 MiB"]
-    up_s = 4 * parameters / rates["host to device, 64 MiB"]
+    down_s = 2 * parameters / rates.get("device to host, 64 MiB", math.inf)  # without a device nothing crosses
+    up_s = 4 * parameters / rates.get("host to device, 64 MiB", math.inf)
     update_s = 28 * parameters / rates[ADAMW]
     around_s = max(compute_s, up_s, down_s)
     return max(around_s, update_s) if overlaps else around_s + update_s
+
+
+def least_phases(rates: Rates, parameters: int, tokens: int, precision: str = "bf16") -> dict[str, float]:
+    """Return the least seconds of a forward, a backward and an update of AdamW, all state with what computes: two and four
+    operations a parameter and token, attention left out, or reading parameters, and writing gradients, if that takes longer."""
+    memory = rates.get(WITHIN, rates[HOST])
+    products_s = 2 * parameters * tokens / rates[f"{PRODUCTS}{precision}"]
+    parameters_s = parameters * (4 if precision == "fp32" else 2) / memory
+    return {
+        "forward": max(products_s, parameters_s),
+        "backward": max(2 * products_s, 2 * parameters_s),
+        "update": 28 * parameters / rates.get(WITHIN, rates[ADAMW]),
+    }
 
 
 def _rate(nbytes: int, work: Callable[[], object]) -> float:
@@ -122,7 +143,7 @@ def _pinning(nbytes: int) -> Rates:
 def _memory(nbytes: int) -> Rates:
     """A copy, and torch's fused AdamW of fp32 state, which reads 16 bytes an element and writes 12, by all threads."""
     source, target = torch.ones(nbytes // 4), torch.empty(nbytes // 4)
-    rates = {"host memory, read and written": _rate(2 * nbytes, lambda: target.copy_(source))}
+    rates = {HOST: _rate(2 * nbytes, lambda: target.copy_(source))}
     parameter = torch.nn.Parameter(source)
     parameter.grad = target
     update = torch.optim.AdamW([parameter], fused=True)

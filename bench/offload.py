@@ -35,7 +35,7 @@ from typing import Any
 from bench.children import Outcome, run_contender
 from bench.contenders import batch_shape
 from bench.limits import disk_limit
-from bench.links import least_seconds, link_rates
+from bench.links import least_phases, least_seconds, link_rates
 from bench.machine import choose_device, machine
 
 WARM_UP = 2
@@ -185,7 +185,7 @@ def byte_count(text: str) -> int:
 def measure(shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
     """Yield a row for every contender; `compute` and the peer come first, for the others are compared with them."""
     compute = None
-    options.rates = link_rates(2**28) if options.device == "cuda" else None
+    options.rates = link_rates(2**28)
     if options.compute:
         compute = _row(shape, options, {"contender": "compute", "tier": "none"}, {}, None)
         yield compute
@@ -268,10 +268,13 @@ def _row(shape: Shape, options: argparse.Namespace, settings: Row, peer: Row, co
         outcome = run_contender(spec, python=python, memory_limit_bytes=limited)
         limits.append(_limits(folder, options.gib) if on_disk else UNLIMITED)
     row = settings | figures_of(outcome, mean_limits(limits), settings, compute) | _compared(outcome, peer)
-    if options.rates and settings["tier"] == "cpu" and "iteration_s" in row:
+    if settings["tier"] == "cpu" and "iteration_s" in row:
         compute_s = 0.0 if compute is None or "iteration_s" not in compute else compute["iteration_s"]
         overlaps = settings.get("overlap", "none") != "none"
         row["least_s"] = least_seconds(options.rates, row["parameters"], compute_s, overlaps=overlaps)
+    elif settings["contender"] == "compute" and "iteration_s" in row:
+        least = least_phases(options.rates, row["parameters"], shape.tokens)
+        row["least_s"] = least["forward"] + least["backward"]
     return row
 
 
@@ -452,7 +455,7 @@ def describe(row: Row) -> str:
             f"{row['percent_of_limit']:.0f} % of the limit"
         )
     if "least_s" in row:
-        parts.append(f"the links and the host's memory allow {row['least_s']:.2f} s")
+        parts.append(f"the machine allows {row['least_s']:.2f} s")
     if "step_percent_of_limit" in row:
         parts.append(f"step {row['step_percent_of_limit']:.0f} %")
     if reached := row.get("overlap_reached"):

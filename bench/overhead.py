@@ -39,6 +39,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zstore
+from bench.links import least_phases, link_rates
 from bench.machine import choose_device, machine
 from bench.plain import plain_step
 from bench.process import synchronize
@@ -98,6 +99,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         f"{options.model} of {parameters / 1e6:.1f} M parameters (hidden {options.hidden}, {options.layers} layers, "
         f"vocabulary {options.vocab}), {options.batch} x {options.tokens} tokens a process; medians of {options.pairs} pairs"
     )
+    rates = link_rates(2**28)
     figures: dict[str, Any] = {
         "model": {**shape, "parameters": parameters},
         "machine": machine(Path.cwd()),
@@ -112,6 +114,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         else:
             with _group_of_one(pairing.device):
                 row = _pairs(0, pairing)
+        least = least_phases(rates, parameters, shape["batch"] * shape["tokens"], pairing.precision)
+        row["least_s"] = pairing.processes * (least["forward"] + least["backward"]) + least["update"]
         figures["rows"].append(row)
         print(describe(row), flush=True)
         if options.json:  # after each, so that a run that is cut off keeps what it has
@@ -164,10 +168,11 @@ def _group_of_one(device: str) -> Iterator[None]:
 def describe(row: dict[str, Any]) -> str:
     """Return a row for a person to read."""
     goal = f"goal {row['goal']:.2f}" if row["goal"] else "no goal"
+    allowed = f" where the machine allows {row['least_s']:.4f}" if "least_s" in row else ""
     return (
         f"{row['processes']} x {row['threads']} threads {row['precision']} stage {row['stage']}: engine "
-        f"{row['engine_s']:.4f} s, {row['other']} {row['other_s']:.4f} s; ratio {_text(row['ratio'], row['quartiles'])} "
-        f"({goal}), of processor time {_text(row['cpu_ratio'], row['cpu_quartiles'])}"
+        f"{row['engine_s']:.4f} s{allowed}, {row['other']} {row['other_s']:.4f} s; ratio "
+        f"{_text(row['ratio'], row['quartiles'])} ({goal}), of processor time {_text(row['cpu_ratio'], row['cpu_quartiles'])}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import torch
 
 from bench import checkpoint, children, contenders, gpu, gpu_wheels, limits, links, offload, waits
 from bench.children import run_group
-from bench.gpu_parts import FAULTS, ORDER, Part, Run, Setting, make_parts, read_tests, room_for
+from bench.gpu_parts import FAULTS, ORDER, Part, Run, Setting, lines_of, make_parts, read_tests, room_for
 from tests.tools.commands import run_here
 
 GB = 10**9
@@ -82,7 +83,7 @@ def test_every_part_runs_small_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
         assert ("times_plain" in found, "percent" in found) == (tier != "nvme", tier == "nvme")
     trained = {"1.2b, cpu, 1024 tokens", "1.2b, cpu, 16384 tokens", "1.2b, nvme, 1024 tokens"}
     for label in trained:
-        rows = figures["speed"][label]["models"][0]["rows"]
+        rows = (figures["speed"] | figures["fits"])[label]["models"][0]["rows"]
         beside = [] if "nvme" in label else ["compute", "FSDP2"]
         assert [row["contender"] for row in rows] == [*beside, "zstore"]
         assert rows[-1]["iteration_s"] > 0
@@ -101,6 +102,12 @@ def test_every_part_runs_small_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
 
     text = (tmp_path / "out" / "gpu.md").read_text()
     assert [line for line in text.splitlines() if line.startswith("## ")] == [f"## {part['title']}" for part in parts]
+    # Every time stands beside the least that it could be, or a rate beside the limit.
+    for part in parts[1:]:
+        for run in part["runs"]:
+            for line in lines_of(run["module"], run["figures"]):
+                if re.search(r"\d m?s\b", line):
+                    assert "machine allows" in line or "% of " in line or "rate of its memory" in line, line
     for expected in ("2 of 2 tests passed", "times a plain loop's", "ratio ", "waits a step of", "GB/s"):
         assert expected in text
     assert " 0 % of" not in text
@@ -297,6 +304,15 @@ def test_the_least_time_is_that_of_the_slowest_link_or_of_all_in_turn() -> None:
     assert links.least_seconds(rates, 10**9, 0.5, overlaps=True) == 1
     assert links.least_seconds(rates, 10**9, 0.5, overlaps=False) == 2
     assert links.least_seconds(rates, 10**9, 3, overlaps=False) == 4
+    rates |= {links.HOST: 1e9, links.WITHIN: 14e9, f"{links.PRODUCTS}bf16": 4e9, f"{links.PRODUCTS}fp32": 1e9}
+    # Few tokens: reading 2 GB of parameters, and writing as many gradients, takes longer than the operations.
+    rows = [(1, "bf16", 0.5, 1), (8, "bf16", 4, 8), (8, "fp32", 16, 32)]
+    for tokens, precision, forward, backward in rows:
+        least = links.least_phases(rates, 10**9, tokens, precision)
+        assert least == {"forward": forward, "backward": backward, "update": 2}
+    del rates[links.WITHIN], rates["host to device, 64 MiB"], rates["device to host, 64 MiB"]
+    assert links.least_phases(rates, 10**9, 1)["forward"] == 2
+    assert links.least_seconds(rates, 10**9, 0.5, overlaps=False) == 1.5
     assert contenders.batch_shape(64) == (1, 64)
     assert contenders.batch_shape(16384) == (16, 1024)
 
