@@ -84,12 +84,7 @@ def resolve(config: Config, world_size: int, hidden_size: int | None) -> tuple[d
     if BATCH_KEYS[1] in unanswered:
         unanswered |= {key for key in BATCH_KEYS if getattr(settings, key) in (None, "auto")}
     found = config.resolve(
-        ResolveContext(
-            world_size=world_size,
-            hidden_size=hidden_size,
-            native=_native(config),
-            answers=answers,
-        )
+        ResolveContext(world_size=world_size, hidden_size=hidden_size, native=_native(config), answers=answers)
     )
     values: dict[str, Any] = {}
     for key in dict.fromkeys((*BATCH_KEYS, *open_keys(settings))):

@@ -8,16 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from zstore.checkpoint import (
-    Catalog,
-    Folder,
-    TagInfo,
-    list_nested,
-    list_tags,
-    read_marks,
-    shared_files,
-    stored_files,
-)
+from zstore.checkpoint import Catalog, Folder, TagInfo, list_nested, list_tags, read_marks, shared_files, stored_files
 from zstore.errors import CheckpointNotFoundError, CorruptionError
 from zstore.open.sources import folder_of
 from zstore.sizes import format_bytes

@@ -24,13 +24,11 @@ def pull_command(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="SOURCE",
-            help="The folder that a run publishes to, or http://HOST:PORT/RUN/weights of a service.",
+            metavar="SOURCE", help="The folder that a run publishes to, or http://HOST:PORT/RUN/weights of a service."
         ),
     ],
     into: Annotated[
-        Path,
-        typer.Option(help="The folder to keep current: new, empty, or of an earlier pull.", metavar="FOLDER"),
+        Path, typer.Option(help="The folder to keep current: new, empty, or of an earlier pull.", metavar="FOLDER")
     ],
     *,
     follow: Annotated[bool, typer.Option("--follow", help="Go on with each new version, until interrupted.")] = False,

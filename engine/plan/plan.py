@@ -25,12 +25,7 @@ class Held:
     disk: int = 0
 
     def __add__(self, other: Held) -> Held:
-        return Held(
-            device=self.device + other.device,
-            host=self.host + other.host,
-            pinned=self.pinned + other.pinned,
-            disk=self.disk + other.disk,
-        )
+        return Held(**{place: nbytes + getattr(other, place) for place, nbytes in vars(self).items()})
 
     @property
     def total(self) -> int:

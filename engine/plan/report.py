@@ -27,9 +27,9 @@ def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1, notes: bo
     whose = "" if world_size == 1 else f" (rank 0 of {world_size}; the others hold as much or less)"
     what = "training state rests" if trains else "parameters rest"
     lines = [f"where the {what}{whose}:", *_table(plan), *_budget(plan), *_traffic(plan, local_ranks, trains)]
-    lines += _sent(plan, world_size)
+    lines += [*_sent(plan, world_size), *_split(plan)]
     if notes:
-        lines += [*_order(plan), *_split(plan), *_beside(plan), *_drive(plan, local_ranks)]
+        lines += [*_order(plan), *_beside(plan), *_drive(plan, local_ranks)]
     return "\n".join(lines)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -227,8 +227,8 @@ def test_seconds_follow_from_the_rates() -> None:
     assert seconds.disk == pytest.approx(2 * (moved.read / 2e9 + moved.written / 1e9))
     assert moved.total > 0
     assert seconds.compute == pytest.approx(6 * job.model.num_parameters * 4 * SEQ / 1e12)
-    assert seconds.overlapped == max(seconds.compute, seconds.disk)
-    assert seconds.in_turn == seconds.compute + seconds.disk
+    assert seconds.overlapped == max(seconds.compute, seconds.disk, seconds.copies, seconds.host_update)
+    assert seconds.in_turn == sum(asdict(seconds).values())
     unknown = replace(job, machine=replace(job.machine, rates=Rates()))
     assumed = step_seconds(unknown, replace(rung.choice, checkpointing=False), rung.plan)
     assert assumed.disk == pytest.approx(2 * (moved.read / 3e9 + moved.written / 2e9))
@@ -243,7 +243,8 @@ def test_seconds_of_rates_that_are_not_known_are_there_and_called_assumptions(
     found = json.loads(capsys.readouterr().out)
     assert all(0 < one["seconds"]["overlapped"] <= one["seconds"]["in_turn"] for one in found["choices"])
     (note,) = [one for one in found["notes"] if "assume" in one]
-    assert "seconds per step assume --disk-write 2e+09, --flops 1e+14:" in note
+    others = "--link 2.5e+10, --host-update 6e+10, --device-update 1.5e+12"
+    assert f"seconds per step assume --disk-write 2e+09, --flops 1e+14, {others}:" in note
 
 
 def test_rates_that_are_not_given_are_measured(tmp_path: Path) -> None:

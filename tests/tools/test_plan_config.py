@@ -89,6 +89,37 @@ def test_a_ratio_that_fills_the_device_fits_and_is_as_the_engine_takes_it(tmp_pa
     assert 1 > shares[95_000_000] > shares[105_000_000] > shares[GB] == 0
 
 
+def test_of_7_b_on_a_device_of_80_gb_the_cpu_updates_a_third_and_the_plan_says_how_long_that_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def weighed(ratio: float | str, rest: dict[str, Any], **more: Any) -> tuple[PlanOptions, Costs]:
+        zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": ratio}, **rest}
+        config = BASE | {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+        shape = {"model": None, "params": 7 * GB, "hidden": 4096, "layers": 32, "seq_length": 1024}
+        rates = {"link": 50 * GB, "host_update": 57 * GB, "device_update": 2800 * GB, "flops": 300_000 * GB}
+        machine = {"gpu_memory": 80 * GB, "memory": 200 * GB, **rates}
+        chosen = options(tmp_path, config, **shape, **machine, **more)
+        return chosen, weigh_given(make_job(chosen))
+
+    away = {"offload_param": {"device": "cpu", "pin_memory": True}}
+    chosen, filled = weighed("auto", away)
+    assert filled.plan.settings.ratio == pytest.approx(1 / 3, abs=0.02)
+    # 28 bytes a parameter: 3.4 s on the CPU alone, 1.1 of it is left. Parameters come twice, and gradients leave, for a third.
+    assert filled.seconds.host_update == pytest.approx(28 * 7 / 57 * filled.plan.settings.ratio, rel=0.02)
+    assert filled.seconds.device_update == pytest.approx(28 * 7 / 2800 * (1 - filled.plan.settings.ratio), rel=0.02)
+    assert filled.seconds.copies == pytest.approx(4 * 7 / 50, rel=0.02)
+    assert plan_command(chosen) == 0
+    expected = f"expected of a step: computation 0.143 s, copies to and from the device {filled.seconds.copies:.3g} s"
+    assert f"{expected}, the update on the CPU {filled.seconds.host_update:.3g} s" in capsys.readouterr().out
+    _, whole = weighed(1.0, away)
+    assert whole.seconds.host_update == pytest.approx(3.44, rel=0.02)
+    assert whole.seconds.device_update == 0
+    # Of parameters that stay, those that the CPU updated come once.
+    _, stays = weighed("auto", {})
+    assert stays.seconds.copies == pytest.approx(2 * 7 / 50 * stays.plan.settings.ratio, rel=0.02)
+    assert stays.plan.settings.ratio > filled.plan.settings.ratio
+
+
 def test_of_one_that_does_not_fit_it_says_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = BASE | {"zero_optimization": {"stage": 0}, "steps_per_print": 3}
     chosen = options(tmp_path, config, gpu_memory=20_000_000, seq_length=16)

@@ -16,7 +16,7 @@ from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.plan.activations import Activations
 from zstore.engine.plan.needs import find_needs, placement_settings
 from zstore.engine.plan.placement import fill_device, make_plan, without_headroom
-from zstore.engine.plan.plan import OffloadTier, Plan
+from zstore.engine.plan.plan import Held, OffloadTier, Plan
 from zstore.engine.plan.sent import with_sent
 from zstore.errors import BudgetError
 from zstore.sizes import format_bytes
@@ -29,10 +29,15 @@ _BUDGET_PERCENT = 60
 BUCKET_NUMEL = 50_000_000
 """Elements of one collective in the configs that are proposed: 100 MB in 16 bits."""
 
-ASSUMED: Mapping[str, float] = {"flops": 100e12, "disk_read": 3e9, "disk_write": 2e9}
-"""Rates a second to assume if they are not known: of a GPU for 16-bit training, of one NVMe drive."""
+ASSUMED = {
+    "flops": 100e12, "disk_read": 3e9, "disk_write": 2e9, "link": 25e9, "host_update": 60e9, "device_update": 1.5e12,
+}  # fmt: skip
+"""Rates a second to assume if not known: of a GPU in 16 bits, one NVMe drive, a link, updates in host and GPU memory."""
 
+_NO_STATE = ("parameters", "secondary parameters", "gradients", "gradient errors", "buffers")
 _FP32_BYTES = 4
+_UPDATED_BYTES = 28 / 12
+"""Bytes that an update of AdamW moves in memory for each byte of its state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +47,21 @@ class Seconds:
     compute: float
     disk: float
     """0 if a step moves nothing."""
+    copies: float
+    """Of parameters to the device and gradients from it, both at once; 0 if the device is the host."""
+    host_update: float
+    """Of the state that is not on a device, by the CPU."""
+    device_update: float
 
     @property
     def overlapped(self) -> float:
-        """With computation and transfers fully overlapped."""
-        return max(self.compute, self.disk)
+        """With computation, transfers and the CPU's update fully overlapped."""
+        return max(self.compute + self.device_update, self.disk, self.copies, self.host_update)
 
     @property
     def in_turn(self) -> float:
         """With nothing overlapped."""
-        return self.compute + self.disk
+        return self.compute + self.disk + self.copies + self.host_update + self.device_update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,13 +297,7 @@ def _plan(job: PlannedJob, text: str) -> Plan:
     slots, units = slots_of(job.model, resolved.optimizer, resolved.own.ema), job.model.units
     ranks, native = machine.world_size, not machine.device_is_host
     needs = find_needs(
-        job.model.shapes,
-        slots,
-        resolved,
-        world_size=ranks,
-        rank=0,
-        units=units,
-        local_world_size=machine.num_ranks,
+        job.model.shapes, slots, resolved, world_size=ranks, rank=0, units=units, local_world_size=machine.num_ranks
     )
     plan = make_plan(needs, settings, units)
     if resolved.fills_device and not machine.device_is_host:
@@ -362,13 +366,25 @@ def transit_bytes(job: PlannedJob, choice: Choice, plan: Plan) -> int:
 def step_seconds(job: PlannedJob, choice: Choice, plan: Plan) -> Seconds:
     """Return the time of a step from the machine's rates, or those assumed.
 
-    Six operations per parameter and token, eight if the forward runs twice; reads and writes share the drive's time.
-    Collectives, copies to and from the device and the update itself are left out.
+    Six operations per parameter and token, eight if the forward runs twice; reads and writes share the drive's time, and ranks
+    that of the machine's drive and memory. Collectives are left out.
     """
-    rates, moved = known_or_assumed(job), plan.traffic_total
+    rates, moved, parameters = known_or_assumed(job), plan.traffic_total, plan.held["parameters"]
     operations = (8 if choice.checkpointing else 6) * job.model.num_parameters * job.micro_batch * job.seq_length
     disk = job.machine.num_ranks * (moved.read / rates["disk_read"] + moved.written / rates["disk_write"])
-    return Seconds(compute=operations / rates["flops"], disk=disk)
+    state = sum((held for kind, held in plan.held.items() if kind not in _NO_STATE), Held())
+    away = state.total if job.machine.device_is_host else state.total - state.device
+    share = away / max(1, state.total)
+    # Parameters that are not on the device come twice in each micro-batch, others after their update on the CPU.
+    up = 2 * plan.settings.accumulation_steps * (parameters.total - parameters.device) + share * parameters.device
+    down = share * plan.settings.accumulation_steps * parameters.total
+    return Seconds(
+        compute=operations / rates["flops"],
+        disk=disk,
+        copies=0.0 if job.machine.device_is_host else max(up, down) / rates["link"],
+        host_update=job.machine.num_ranks * _UPDATED_BYTES * away / rates["host_update"],
+        device_update=_UPDATED_BYTES * (state.total - away) / rates["device_update"],
+    )
 
 
 def known_or_assumed(job: PlannedJob) -> dict[str, float]:

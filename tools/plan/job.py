@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -104,7 +104,7 @@ def make_job(options: PlanOptions) -> PlannedJob:
         raise UsageError(
             "--gpus: this machine has no GPU to read the memory size from; give --gpu-memory too, like 24GB"
         )
-    rates = Rates(disk_read=options.disk_read, disk_write=options.disk_write, flops=options.flops)
+    rates = Rates(**{field.name: getattr(options, field.name) for field in fields(Rates)})
     disk = options.disk if options.disk is not None or given is None else given.free_bytes()
     if options.measure is not None:
         rates, free_bytes = measured_rates(options.measure, rates)

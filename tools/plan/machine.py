@@ -27,6 +27,11 @@ class Rates:
     disk_write: float | None = None
     flops: float | None = None
     """Floating-point operations a second that one device reaches in training."""
+    link: float | None = None
+    """Bytes a second between a device and the host's memory, each way at once."""
+    host_update: float | None = None
+    """Bytes a second that an optimizer's update on the CPU reads and writes."""
+    device_update: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

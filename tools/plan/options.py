@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,6 +29,10 @@ class MomentsKind(StrEnum):
     FP32 = "fp32"
     BF16 = "bf16"
     INT8 = "int8"
+
+
+def _size(text: str) -> Any:
+    return typer.Option(help=text, metavar="SIZE", parser=parse_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +64,9 @@ class PlanOptions:
     machines: Annotated[
         int, typer.Option(help="Machines like this that train together; sizes are of one.", min=1, metavar="N")
     ] = 1
-    gpu_memory: Annotated[
-        int | None, typer.Option(help="Memory of one GPU, like 24GB.", metavar="SIZE", parser=parse_size)
-    ] = None
-    memory: Annotated[
-        int | None, typer.Option(help="Host memory (default: this machine's).", metavar="SIZE", parser=parse_size)
-    ] = None
-    disk: Annotated[int | None, typer.Option(help="Free space on the drive.", metavar="SIZE", parser=parse_size)] = None
+    gpu_memory: Annotated[int | None, _size("Memory of one GPU, like 24GB.")] = None
+    memory: Annotated[int | None, _size("Host memory (default: this machine's).")] = None
+    disk: Annotated[int | None, _size("Free space on the drive.")] = None
     micro_batch: Annotated[
         int | None,
         typer.Option(help="Samples per rank and step (default: the configuration's, or 1).", min=1, metavar="N"),
@@ -78,19 +78,17 @@ class PlanOptions:
     moments: Annotated[
         MomentsKind, typer.Option(help="What the optimizer's moments are kept in (`zstore.moments`).")
     ] = MomentsKind.FP32
-    disk_read: Annotated[
-        int | None,
-        typer.Option(help="Bytes read from the drive per second, like 3GB.", metavar="SIZE", parser=parse_size),
-    ] = None
-    disk_write: Annotated[
-        int | None, typer.Option(help="Bytes written to the drive per second.", metavar="SIZE", parser=parse_size)
-    ] = None
+    disk_read: Annotated[int | None, _size("Bytes read from the drive per second, like 3GB.")] = None
+    disk_write: Annotated[int | None, _size("Bytes written to the drive per second.")] = None
     flops: Annotated[
         int | None,
         typer.Option(
             help="Floating-point operations per second of one device, like 150T.", metavar="N", parser=parse_number
         ),
     ] = None
+    link: Annotated[int | None, _size("Bytes per second between a GPU and host memory, each way, like 50GB.")] = None
+    host_update: Annotated[int | None, _size("Bytes per second that AdamW moves in host memory.")] = None
+    device_update: Annotated[int | None, _size("Bytes per second that AdamW moves in a GPU's memory.")] = None
     measure: Annotated[
         Path | None,
         typer.Option(help="Measure the rates that are not given, the drive's in this folder.", metavar="FOLDER"),

@@ -28,12 +28,13 @@ def notes_of(job: PlannedJob, first: Costs | None) -> list[str]:
         notes.append(job.precision_note)
     if job.machine.disk_bytes is None:
         notes.append("no --disk was given: the disk is assumed to be large enough")
-    assumed = [name for name, rate in asdict(job.machine.rates).items() if not rate]
+    of_gpus = ("link", "device_update") if job.machine.device_is_host else ()
+    assumed = [name for name, rate in asdict(job.machine.rates).items() if not rate and name not in of_gpus]
     if assumed:
         given = [f"--{name.replace('_', '-')}" for name in assumed]
         rates = ", ".join(f"{option} {ASSUMED[name]:.3g}" for name, option in zip(assumed, given, strict=True))
         notes.append(f"seconds per step assume {rates}: give this machine's, or --measure FOLDER")
-    notes.append("step times leave out collectives, copies to and from the device, and the update's own computation")
+    notes.append("step times leave out collectives")
     notes.append(
         "without zstore.Init() the model is built whole before it is sharded, which temporarily takes "
         f"{format_bytes(4 * job.model.num_parameters)} of host memory in each rank"
@@ -79,7 +80,7 @@ def print_plan(job: PlannedJob, choices: Sequence[Costs], rungs: Sequence[Costs]
         return
     machine = job.machine
     text = describe(first.plan, world_size=machine.world_size, local_ranks=machine.num_ranks)
-    console.print(text, soft_wrap=True)
+    console.print(text, seconds_text(first), sep="\n", soft_wrap=True)
     console.print("config of the first rung that fits:")
     console.print(json_module.dumps(first.config, indent=2), soft_wrap=True)
 
@@ -128,6 +129,14 @@ def _seconds(one: Costs) -> str:
     seconds = one.seconds
     best, worst = f"{seconds.overlapped:.3g}", f"{seconds.in_turn:.3g}"
     return best if best == worst else f"{best} to {worst}"
+
+
+def seconds_text(one: Costs) -> str:
+    """Return the line that says what a step's time is expected to be made of."""
+    names = {"host_update": "the update on the CPU", "device_update": "the update on the device"}
+    names |= {"copies": "copies to and from the device", "disk": "the drive", "compute": "computation"}
+    parts = [f"{names[name]} {value:.3g} s" for name, value in asdict(one.seconds).items() if value]
+    return f"  expected of a step: {', '.join(parts)}"
 
 
 def document(
@@ -220,11 +229,7 @@ def differences(
 
 
 def _print(
-    job: PlannedJob,
-    mine: Costs,
-    rungs: Sequence[Costs],
-    first: Costs | None,
-    changes: Sequence[tuple[str, Any, Any]],
+    job: PlannedJob, mine: Costs, rungs: Sequence[Costs], first: Costs | None, changes: Sequence[tuple[str, Any, Any]]
 ) -> None:
     console = make_console()
     console.print(headline(job), soft_wrap=True)
@@ -242,6 +247,7 @@ def _print(
     for one in () if mine.fits else rungs:
         table.add_row(one.title + (" <- the first that fits" if one is first else ""), *cells(job, one))
     console.print(table)
+    console.print(seconds_text(mine), soft_wrap=True)
     console.print("it fits" if mine.fits else f"it does not fit: {'; '.join(mine.lacking)}", soft_wrap=True)
     if first is None:
         return

@@ -28,11 +28,7 @@ def require_room(model: str, seq_len: int, config: Config, answers: Mapping[str,
     world = World.current()
     rates = find_rates(config, world)
     resolved = config.answered(answers).resolve(
-        ResolveContext(
-            world_size=world.world_size,
-            native=() if rates is None else rates.native,
-            answers=answers,
-        )
+        ResolveContext(world_size=world.world_size, native=() if rates is None else rates.native, answers=answers)
     )
     with torch.device("meta"):
         module = build_model(model, seq_len)
