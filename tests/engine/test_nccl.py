@@ -51,16 +51,21 @@ def config(stage: int, nvme: str, **keys: Any) -> dict[str, Any]:
 
 def trained(made: dict[str, Any], rank: int, model: nn.Module | None = None) -> tuple[list[float], dict[str, str]]:
     """Return the losses and the hash of everything of this rank."""
-    losses = []
     with start(made, model) as engine:
-        for _ in range(2):
-            for micro in range(engine.gradient_accumulation_steps()):
-                (ids,) = batch(engine.global_steps, micro, rank)
-                loss = engine(ids.to(engine.device))
-                losses.append(loss.item())
-                engine.backward(loss)
-                engine.step()
-        return losses, engine_digests(engine)
+        return steps_of(engine, rank), engine_digests(engine)
+
+
+def steps_of(engine: zstore.Engine, rank: int) -> list[float]:
+    """Take two steps and return the losses."""
+    losses = []
+    for _ in range(2):
+        for micro in range(engine.gradient_accumulation_steps()):
+            (ids,) = batch(engine.global_steps, micro, rank)
+            loss = engine(ids.to(engine.device))
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+    return losses
 
 
 @pytest.mark.parametrize("backend", ["gloo", over_nccl(1)])
@@ -69,6 +74,9 @@ def test_one_rank_trains_as_a_process_alone(backend: str, nvme: Path, tmp_path: 
         assert world.backend == backend
         assert world.device.type == ("cuda" if backend == "nccl" else "cpu")
         found = [trained(config(stage, str(nvme)), 0) for stage in (1, 3)]
+        coded = config(3, str(nvme))
+        coded["zero_optimization"] |= QUANTIZED  # nothing is sent, so that it has the bits of the one before
+        assert trained(coded, 0) == found[1]
     if backend == "gloo" and NUM_DEVICES:
         return  # alone it computes on the device
     assert found == [trained(config(stage, str(nvme)), 0) for stage in (1, 3)]
@@ -156,6 +164,37 @@ def test_two_ranks_train_save_and_load(backend: str, nvme: Path, tmp_path: Path)
         for other in others:
             assert other == pytest.approx(plain, rel=2e-2)
         assert loaded == saved
+
+
+QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+
+
+def _train_quantized(rank: int, backend: str, folder: str, nvme: str) -> list[Any]:
+    torch_dist.destroy_process_group()
+    os.environ["LOCAL_RANK"] = str(rank)
+    found: list[Any] = []
+    with group(backend, rank, 2, folder):
+        for keys in ({}, QUANTIZED):
+            made = config(3, nvme)
+            made["zero_optimization"] |= keys
+            with start(made) as engine:
+                losses = steps_of(engine, rank)
+                sent = {kind: engine.statistics().sent_bytes[kind] for kind in ("all_gather", "reduce_scatter")}
+                values = engine.get_full_parameter("blocks.0.up.weight")
+                assert values is not None
+                found.append((losses, sent, digest(values)))
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", over_nccl(2)])
+def test_two_ranks_exchange_integers(backend: str, nvme: Path, tmp_path: Path) -> None:
+    one, other = run_ranks(_train_quantized, 2, backend, str(tmp_path), str(nvme), timeout_s=240)
+    assert [weight for *_, weight in one] == [weight for *_, weight in other]
+    for (exact, whole, _), (losses, sent, _) in (one, other):
+        assert losses == pytest.approx(exact, rel=2e-2)
+        # Bytes and halves of bytes, with a scale for each 256 elements, for two bytes; biases stay whole.
+        assert 0.5 < sent["all_gather"] / whole["all_gather"] < 0.75
+        assert 0.25 < sent["reduce_scatter"] / whole["reduce_scatter"] < 0.6
 
 
 @pytest.mark.parametrize(("visible", "expected"), [(4, 2), (1, 0)], ids=["all devices", "one device a rank"])

@@ -212,6 +212,21 @@ def test_results_that_came_back_from_another_machine_are_merged(
     assert "## More there" in (here / "gpu.md").read_text()
 
 
+def test_the_docs_count_the_tests_that_passed_on_a_device() -> None:
+    root = Path(gpu.__file__).parent.parent
+    (runs,) = [
+        part["runs"] for part in gpu.Record(root / "bench" / "results").parts.values() if part["name"] == "ceilings"
+    ]
+    found = {run["label"]: run["figures"] for run in runs}
+    rows = [line for line in (root / "docs" / "devices.md").read_text().splitlines() if "on an H200" in line]
+    for label, name in (("cuda", "CUDA, one device"), ("late copies", "CUDA, one device"), ("nccl", "NCCL, one rank")):
+        (row,) = [row for row in rows if name in row]
+        passed, tests = map(int, re.search(r"(\d+) of (\d+)", row).groups())  # type: ignore[union-attr]
+        figures = found[label]
+        # Those that need a second device are a row of their own.
+        assert (passed, tests) == (figures["passed"], figures["tests"] - sum(figures["skipped"].values()))
+
+
 def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     script = "sleep 1000 & echo begun; wait"  # what it started has its output, too, so that nobody else ends that
     assert run_group(["sh", "-c", script], 0.5, os.environ, folder=tmp_path) == "not done within 0.5 s: begun"
