@@ -76,7 +76,7 @@ ifneq ($(GPU_PYTHON),)
 gpu:
 	@rm -rf build/gpu-site && mkdir -p build/gpu-site
 	@for wheel in $(wildcard $(GPU_WHEELS)/*.whl); do $(GPU_PYTHON) -m zipfile -e $$wheel build/gpu-site || exit 1; done
-	@PYTHONPATH="$(CURDIR):$(CURDIR)/build/gpu-site" $(GPU_PYTHON) -m bench.gpu $(GPU_ARGS)
+	@PATH="$(abspath $(GPU_WHEELS))/fio:$$PATH" PYTHONPATH="$(CURDIR):$(CURDIR)/build/gpu-site" $(GPU_PYTHON) -m bench.gpu $(GPU_ARGS)
 else
 # Nothing is installed before it is known that there is a device. Without TORCH the torch of an environment that is there stays.
 gpu: GPU_TORCH = $(if $(filter file,$(origin TORCH)),$(if $(wildcard $(VENV)/stamp-torch),TORCH="$$(cat $(VENV)/stamp-torch)"))

@@ -2,7 +2,7 @@
 
 They go to a folder that git ignores; copy it there along with the project, and run `make gpu GPU_PYTHON=python3`.
 
-    python -m bench.gpu_wheels [--python 3.12] [--have FILE] [--deepspeed] [--into build/gpu-wheels]
+    python -m bench.gpu_wheels [--python 3.12] [--have FILE] [--deepspeed] [--fio] [--into build/gpu-wheels]
 
 `--have` is a file with the names of the packages that are there, a line each, as `pip freeze` or `pip list` print them. Without
 it that is torch, with what it requires, and numpy. Versions are those that this project is tested with (constraints.txt).
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument(
         "--deepspeed", action="store_true", help="also a wheel of DeepSpeed, built here without operators"
     )
+    parser.add_argument("--fio", action="store_true", help="also the fio that is installed here, with its libraries")
     parser.add_argument("--into", type=Path, default=_ROOT / "build" / "gpu-wheels", help="folder, made anew")
     options = parser.parse_args()
     roots = [*_required(), *_TOOLS, *(["deepspeed"] if options.deepspeed else [])]
@@ -47,8 +48,15 @@ def main() -> None:
     options.into.mkdir(parents=True)
     for name in missing:
         _fetch(name, options)
-    nbytes = sum(path.stat().st_size for path in options.into.iterdir())
-    print(f"{options.into}: {len(missing)} wheels, {nbytes / 1e6:.1f} MB: {', '.join(missing)}")
+    if options.fio:
+        if (fio := shutil.which("fio")) is None:
+            raise SystemExit(
+                "--fio: fio is not installed here; build one with its ./configure --build-static, if need be"
+            )
+        bring_program(Path(fio), options.into / "fio")
+    nbytes = sum(path.stat().st_size for path in options.into.rglob("*") if path.is_file())
+    others = ", and fio" if options.fio else ""
+    print(f"{options.into}: {len(missing)} wheels, {nbytes / 1e6:.1f} MB: {', '.join(missing)}{others}")
 
 
 def _required() -> list[str]:
@@ -103,6 +111,22 @@ def _fetch(name: str, options: argparse.Namespace) -> None:
         raise SystemExit(
             f"{wanted} for Python {options.python} on {options.machine} was not found:\n{done.stderr[-1000:]}"
         )
+
+
+def bring_program(program: Path, folder: Path) -> None:
+    """Copy a program to `folder` with the libraries that it is linked with, but the C library's, and a script of its name
+    that runs it with these."""
+    (folder / "lib").mkdir(parents=True)
+    shutil.copy(program, folder / "lib")
+    linked = subprocess.run(["ldd", program], capture_output=True, text=True, check=False)  # a static one has none
+    for name, path in re.findall(r"(\S+) => (.+?)(?: \(|$)", linked.stdout, re.MULTILINE):
+        if path == "not found":
+            raise SystemExit(f"{program} does not run here: its library {name} is missing")
+        if not re.match(r"lib(anl|c|dl|m|nsl|pthread|resolv|rt|util)\.so", name):
+            shutil.copy(path, folder / "lib" / name)
+    script = folder / program.name
+    script.write_text(f'#!/bin/sh\nlib=$(dirname "$0")/lib\nLD_LIBRARY_PATH="$lib" exec "$lib/{program.name}" "$@"\n')
+    script.chmod(0o755)
 
 
 if __name__ == "__main__":

@@ -262,8 +262,9 @@ def test_make_gpu_installs_nothing_where_there_is_no_driver(tmp_path: Path) -> N
 def test_an_environment_that_make_did_not_make_is_used_and_stays_as_it_is(tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(Path(gpu.__file__).parent.parent / name, tmp_path)
-    driver, python = tmp_path / "bin" / "nvidia-smi", tmp_path / "venv" / "bin" / "python"
-    for path, text in ((driver, ""), (python, f'echo "$@" >> {tmp_path}/calls')):
+    driver, fio = tmp_path / "bin" / "nvidia-smi", tmp_path / "wheels" / "fio" / "fio"
+    python = tmp_path / "venv" / "bin" / "python"
+    for path, text in ((driver, ""), (fio, ""), (python, f'echo "$@" $(command -v fio) >> {tmp_path}/calls')):
         path.parent.mkdir(parents=True)
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
@@ -271,18 +272,18 @@ def test_an_environment_that_make_did_not_make_is_used_and_stays_as_it_is(tmp_pa
 
     def make(*words: str) -> subprocess.CompletedProcess[str]:
         paths = {"PATH": f"{driver.parent}{os.pathsep}{os.environ['PATH']}"}
-        command = ["make", *words, "VENV=venv"]
+        command = ["make", *words, "VENV=venv", "GPU_WHEELS=wheels"]
         return subprocess.run(
             command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, check=False
         )
 
     assert make("gpu", "GPU_ARGS=--only waits").returncode == 0
-    assert (tmp_path / "calls").read_text() == "-m bench.gpu --only waits\n"
+    assert (tmp_path / "calls").read_text() == f"-m bench.gpu --only waits {fio}\n"
     for words in (["gpu", "TORCH=torch==1.0"], ["test"]):
         done = make(*words)
         assert done.returncode == 2
         assert "was not made by make" in done.stderr
-    assert (tmp_path / "calls").read_text() == "-m bench.gpu --only waits\n"
+    assert (tmp_path / "calls").read_text() == f"-m bench.gpu --only waits {fio}\n"
     assert sorted((tmp_path / "venv").rglob("*")) == before
 
 
@@ -311,6 +312,25 @@ def test_wheels_for_another_python_are_those_that_it_lacks(tmp_path: Path) -> No
     assert {"zarr", "numcodecs", "donfig"} <= missing
     assert not missing & {"numpy", "pyyaml", "torch", "sympy", "networkx"}
     assert "sympy" in gpu_wheels.closure(["torch"], "3.12")
+
+
+@pytest.mark.skipif(not shutil.which("ldd"), reason="needs ldd")
+def test_fio_is_brought_with_the_libraries_that_it_needs(tmp_path: Path) -> None:
+    program = next(path for path in map(Path, filter(None, map(shutil.which, ("curl", "git", "ls")))))
+    gpu_wheels.bring_program(program, tmp_path / "it")
+    brought = {path.name for path in (tmp_path / "it" / "lib").iterdir()}
+    assert program.name in brought
+    assert "libc.so.6" not in brought
+    linked = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+    assert all(line.split()[0] in brought for line in linked.splitlines() if "libz.so" in line or "libselinux" in line)
+    shutil.copytree(tmp_path / "it", tmp_path / "elsewhere")
+    done = subprocess.run([tmp_path / "elsewhere" / program.name, "--version"], check=True, capture_output=True, env={})
+    assert done.stdout
+    static = tmp_path / "fio"
+    static.write_text("#!/bin/sh\necho fio-3.42\n")
+    static.chmod(0o755)
+    gpu_wheels.bring_program(static, tmp_path / "static")
+    assert subprocess.run([tmp_path / "static" / "fio"], check=True, capture_output=True).stdout == b"fio-3.42\n"
 
 
 def test_the_least_time_is_that_of_the_slowest_link_or_of_all_in_turn() -> None:
