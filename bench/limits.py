@@ -85,10 +85,10 @@ def _fio(folder: Path, pattern: str, nbytes: int) -> float:
 
 
 def _one_file_job(folder: Path, rw: str, nbytes: int) -> _Job:
-    """Return parts of one file, which is there or becomes so."""
+    """Return parts of one file, which is there or becomes so; in whole blocks, as direct I/O needs."""
     jobs = 4
-    part = nbytes // jobs
-    sizes = [f"--filesize={nbytes}", f"--size={part}", f"--offset_increment={part}", f"--numjobs={jobs}"]
+    part = max(1, nbytes // jobs // _BLOCK_BYTES) * _BLOCK_BYTES
+    sizes = [f"--filesize={jobs * part}", f"--size={part}", f"--offset_increment={part}", f"--numjobs={jobs}"]
     how = ["--overwrite=1", "--fallocate=none"]
     return ["--name=limit", f"--filename={folder / 'limit.bin'}", f"--rw={rw}", *how, *sizes], jobs
 

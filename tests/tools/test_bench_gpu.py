@@ -113,6 +113,28 @@ def test_every_part_runs_small_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     assert " 0 % of" not in text
 
 
+@pytest.mark.soak
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--map-root-user", "--net", "true"], capture_output=True, check=False).returncode != 0
+    if shutil.which("unshare")
+    else True,
+    reason="needs unshare, and a network namespace of one's own",
+)
+def test_every_part_passes_without_a_network_on_a_python_that_has_only_torch_and_numpy(tmp_path: Path) -> None:
+    for module, arguments in (
+        ("gpu_wheels", ["--python", f"3.{sys.version_info[1]}", "--into"]),
+        ("gpu_rehearsal", ["--path", str(tmp_path), "--out", str(tmp_path / "out"), "--wheels"]),
+    ):
+        command = [sys.executable, "-m", f"bench.{module}", *arguments, str(tmp_path / "wheels")]
+        done = subprocess.run(
+            command, cwd=Path(gpu.__file__).parent.parent, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    parts = json.loads((tmp_path / "out" / "gpu.json").read_text())["parts"]
+    assert [(part["name"], part["status"]) for part in parts] == [(name, "passed") for name in NAMES]
+    assert "rehearsal: no way out" in done.stdout
+
+
 def canned(label: str, name: str | None = None, **keys: Any) -> Part:
     run = Run(label=label, module="bench.overhead", arguments=(), out="out.json", **keys)
     return Part(name=name or label, title=label.title(), limit_s=60, runs=(run,))
@@ -312,6 +334,16 @@ def test_wheels_for_another_python_are_those_that_it_lacks(tmp_path: Path) -> No
     assert {"zarr", "numcodecs", "donfig"} <= missing
     assert not missing & {"numpy", "pyyaml", "torch", "sympy", "networkx"}
     assert "sympy" in gpu_wheels.closure(["torch"], "3.12")
+
+
+def test_fio_is_asked_for_whole_blocks(tmp_path: Path) -> None:
+    """Direct I/O on a part of one fails."""
+    for nbytes in (1, int(0.03 * 2**30), 2**30):
+        job, num_jobs = limits._one_file_job(tmp_path, "read", nbytes)
+        given = dict(option.split("=", 1) for option in job)
+        part = int(given["--size"])
+        assert part == int(given["--offset_increment"]) == max(1, nbytes // num_jobs // 2**20) * 2**20
+        assert int(given["--filesize"]) == num_jobs * part
 
 
 @pytest.mark.skipif(not shutil.which("ldd"), reason="needs ldd")
