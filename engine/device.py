@@ -227,6 +227,15 @@ class Transfers:
         event = self.streams.copy(target, source, self.streams.record() if after is None else after)
         return Copy(self.streams, event, target, source)
 
+    def bring(self, values: torch.Tensor, other: torch.Tensor) -> Copy | None:
+        """Begin to copy `values`, 1-D, into new memory beside `other`; None if they are there."""
+        link = self.link(values, other)
+        if link is None:
+            return None
+        if link == "device_to_host":
+            return self.begin(self.streams.empty_host(values.numel(), values.dtype), values)
+        return self.begin(other.new_empty(values.numel(), dtype=values.dtype), values)
+
     def finish(self, copy: Copy) -> torch.Tensor:
         """Wait for a copy, and count that; return its values."""
         if not copy.done():
@@ -279,6 +288,10 @@ class GradientTiles:
             there = torch.empty_like(beside, dtype=torch.float32)
             self._transfers.copy_into(there, part)
             return there
+        return self.on_host(first, stop).float()
+
+    def on_host(self, first: int, stop: int) -> torch.Tensor:
+        """Return rows `[first, stop)` of a device in their own type in host memory, for the caller to change."""
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[:2] != (first, stop):
             ahead = self._begin(first, stop)
@@ -286,7 +299,7 @@ class GradientTiles:
         following = min(2 * stop - first, self._rows.numel())
         if following > stop:
             self._ahead = self._begin(stop, following)
-        return self._transfers.finish(ahead[2]).float()
+        return self._transfers.finish(ahead[2])
 
     def _begin(self, first: int, stop: int) -> tuple[int, int, Copy]:
         staging = self._transfers.streams.empty_host(stop - first, self._rows.dtype)
@@ -295,7 +308,7 @@ class GradientTiles:
 
 class H2DQueue:
     """New rows on their way to the parameters' memory: a tile is copied while the next is computed. Several threads may put
-    rows."""
+    rows. Rows in host memory may be new ones of a device's."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
@@ -304,13 +317,20 @@ class H2DQueue:
         """Tiles that may be under way."""
 
     def put(self, rows: torch.Tensor, master: torch.Tensor) -> None:
-        """Cast `master`, which is the caller's again on return, into `rows`; they hold the values after `drain`."""
-        if self._transfers.link(master, rows) != "host_to_device":
-            self._transfers.copy_into(rows, master)
+        """Cast `master` into `rows`; they hold the values after `drain`, and until then a master on the device is not to be
+        changed, one of the host's is the caller's again on return."""
+        link = self._transfers.link(master, rows)
+        if link is None:
+            rows.copy_(master)
             return
-        staging = self._transfers.streams.empty_host(rows.numel(), rows.dtype)
-        staging.copy_(master)
-        self._under_way.append(self._transfers.begin(rows, staging))
+        staging = master.to(rows.dtype)
+        if link == "host_to_device":
+            staging = self._transfers.streams.empty_host(rows.numel(), rows.dtype).copy_(master)
+        self.add(self._transfers.begin(rows, staging))
+
+    def add(self, copy: Copy) -> None:
+        """Wait in `drain` for a copy too."""
+        self._under_way.append(copy)
         while len(self._under_way) > self.most:
             self._finish_one()
 

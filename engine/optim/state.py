@@ -284,8 +284,15 @@ class OptimizerState:
             here, low, ties, room.take("master", low, torch.float32), room.take("bits", low, torch.int32)
         )
 
-    def put_master(self, master: torch.Tensor, views: Sequence[torch.Tensor], room: Scratch | None = None) -> None:
-        """Set `views`, 1-D tiles of `master_arrays`, to those of `master`, of any floating type if it is not split."""
+    def put_master(
+        self,
+        master: torch.Tensor,
+        views: Sequence[torch.Tensor],
+        room: Scratch | None = None,
+        put: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+    ) -> None:
+        """Set `views`, 1-D tiles of `master_arrays`, to those of `master`, of any floating type if it is not split. With `put`
+        a weight in another memory than its low bits is put there by it."""
         if len(views) == 1:
             if views[0] is not master:
                 self.transfers.copy_into(views[0], master)
@@ -295,15 +302,12 @@ class OptimizerState:
         here = weight if self.transfers.link(low, weight) is None else torch.empty_like(low, dtype=weight.dtype)
         split_master(master, here, low, ties, (room or Scratch()).take("bits", master, torch.int32))
         if here is not weight:
-            self.transfers.copy_into(weight, here)
+            (put or self.transfers.copy_into)(weight, here)
 
     def _beside(self, other: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return `values` in `dtype` in the memory of `other`; themselves if they are that."""
-        if self.transfers.link(values, other) is None:
-            return values.to(dtype)
-        there = torch.empty_like(other, dtype=dtype)
-        self.transfers.copy_into(there, values)
-        return there
+        copy = self.transfers.bring(values, other)
+        return (values if copy is None else self.transfers.finish(copy)).to(dtype)
 
     def grid_of_ranks(self, record: ParameterRecord, name: str) -> Grid:
         """Return how an array of the parameter is divided among the ranks."""

@@ -122,7 +122,9 @@ class _Change:
         self._own = record.owned() if casts else None
         """The parameter's own rows, if the master is to be cast into them."""
         self._staged: GradientTiles | None = None
-        """The parameter's own rows, which are the master, on their way to slots in another memory."""
+        """The parameter's own rows, which are (in) the master, on their way to the rest of its state in host memory."""
+        self._has_buffers = record.rest is not None and state.any_on_disk([[record.rest]])
+        """Whether the new rows are in buffers, which are another tile's after this one."""
         self._step = step
         self._factor = settings.factor_of(record)
         self._h2d = h2d
@@ -132,7 +134,8 @@ class _Change:
         views = [as_torch(view) for view in tile.views]
         held, others = views[: self._num_master], views[self._num_state :]
         slots = views[self._num_master : self._num_state]
-        master = self._take_master(held, slots, tile)
+        here = self._bring(held, slots, tile)
+        master = self._state.take_master(here, self._room)
         if self._gradient is None:
             rows = GradientTiles(self._state.transfers, others.pop(0), self._room)
             gradient = rows.tile(0, master.numel(), master)
@@ -145,21 +148,31 @@ class _Change:
         self._slots.update(self._step, master, gradient, slots, tile.first)
         if observer is not None:
             observer.after([(self.record, tile.first)], [master], seen)
-        if self._staged is None:
-            self._state.put_master(master, held, self._room)
-        else:
+        if len(held) > 1:
+            self._state.put_master(master, held, self._room, self._h2d.put)
+        elif here is not held:
             self._h2d.put(held[0], master)
         if others:
-            self._state.transfers.copy_into(others[0], master)
+            self._h2d.put(others[0], master)
         elif self._own is not None:
             self._h2d.put(self._own[tile.first : tile.stop], master)
+        if self._has_buffers:
+            self._h2d.drain()
 
-    def _take_master(self, held: list[torch.Tensor], slots: list[torch.Tensor], tile: Tile) -> torch.Tensor:
-        if self._num_master == 1 and slots and self._state.transfers.link(held[0], slots[0]) is not None:
+    def _bring(self, held: list[torch.Tensor], slots: list[torch.Tensor], tile: Tile) -> list[torch.Tensor]:
+        """Return the master, or its parts, in the memory of its low bits and slots; `held` itself if it is there."""
+        transfers, rest = self._state.transfers, held[1:] or slots
+        link = transfers.link(held[0], rest[0]) if rest else None
+        if link is None:
+            return held
+        if link == "device_to_host":
             if self._staged is None:
-                self._staged = GradientTiles(self._state.transfers, self.record.owned())
-            return self._staged.tile(tile.first, tile.stop, slots[0])
-        return self._state.take_master(held, self._room)
+                self._staged = GradientTiles(transfers, self.record.owned())
+            return [self._staged.on_host(tile.first, tile.stop), *held[1:]]
+        copy = cast(Copy, transfers.bring(held[0], rest[0]))
+        copy.follow()
+        self._h2d.add(copy)
+        return [copy.values, *held[1:]]
 
 
 _CORES_OF_TWO_CONSUMERS = 4
@@ -218,15 +231,11 @@ class _Portion:
 
 def _beside(other: torch.Tensor, rows: torch.Tensor, transfers: Transfers, coming: list[Copy]) -> torch.Tensor:
     """Return memory beside `other` that has the values of `rows` once all of `coming` came."""
-    link = transfers.link(rows, other)
-    if link is None:
+    copy = transfers.bring(rows, other)
+    if copy is None:
         return rows
-    if link == "device_to_host":
-        coming.append(transfers.begin(transfers.streams.empty_host(rows.numel(), rows.dtype), rows))
-        return coming[-1].values
-    there = torch.empty_like(other, dtype=rows.dtype)
-    transfers.copy_into(there, rows)
-    return there
+    coming.append(copy)
+    return copy.values
 
 
 def _admitted(

@@ -214,6 +214,31 @@ def test_the_parts_of_a_split_master_meet_beside_the_low_bits(chosen: tuple[Any,
         assert device.num_under_way == 0
 
 
+@pytest.mark.parametrize("optimizer", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("parameters", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "split"])
+def test_no_copy_of_a_step_blocks(optimizer: str, parameters: str, precision: str, nvme: Path) -> None:
+    keys = {"bf16": {"enabled": precision != "fp32"}, "zstore": {"split_master": precision == "split"}}
+    config = make_config(3, optimizer, nvme, **keys)
+    zero = config["zero_optimization"]
+    zero["offload_param"] = {"device": parameters} | ({"nvme_path": str(nvme)} if parameters == "nvme" else {})
+    for section in ("offload_optimizer", "offload_param"):
+        zero.setdefault(section, {"device": "none"})["pin_memory"] = True
+    with FakeDevice() as device, start(config, _streams=device) as engine:
+        step(engine)
+        engine.training_state.pending.complete()
+        before = device.copies_now
+        step(engine)
+        engine.training_state.pending.complete()
+        assert device.copies_now == before
+        found = state_of(engine)
+    with start(make_config(3, **keys)) as plain:
+        step(plain)
+        step(plain)
+        expected = state_of(plain)
+    assert {name: found[name] for name in expected} == expected
+
+
 def test_a_checkpoint_names_the_share_that_the_device_updates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """CPU and GPU round differently, so that a run with another share has other bits than the one that it goes on with."""
 
