@@ -316,17 +316,19 @@ class H2DQueue:
         self.most = _MOST_UP
         """Tiles that may be under way."""
 
-    def put(self, rows: torch.Tensor, master: torch.Tensor) -> None:
+    def put(self, rows: torch.Tensor, master: torch.Tensor, after: Event = None) -> None:
         """Cast `master` into `rows`; they hold the values after `drain`, and until then a master on the device is not to be
-        changed, one of the host's is the caller's again on return."""
+        changed, one of the host's is the caller's again on return. Rows on the device are written after what was asked of it
+        so far, or `after` an event if nothing of that reads them since."""
         link = self._transfers.link(master, rows)
         if link is None:
             rows.copy_(master)
             return
-        staging = master.to(rows.dtype)
-        if link == "host_to_device":
-            staging = self._transfers.streams.empty_host(rows.numel(), rows.dtype).copy_(master)
-        self.add(self._transfers.begin(rows, staging))
+        if link == "device_to_host":
+            self.add(self._transfers.begin(rows, master.to(rows.dtype)))
+            return
+        staging = self._transfers.streams.empty_host(rows.numel(), rows.dtype).copy_(master)
+        self.add(self._transfers.begin(rows, staging, after=after))
 
     def add(self, copy: Copy) -> None:
         """Wait in `drain` for a copy too."""
@@ -334,14 +336,16 @@ class H2DQueue:
         while len(self._under_way) > self.most:
             self._finish_one()
 
-    def put_all(self, rows: Sequence[torch.Tensor | None], masters: Sequence[torch.Tensor]) -> None:
+    def put_all(
+        self, rows: Sequence[torch.Tensor | None], masters: Sequence[torch.Tensor], after: Iterable[Event]
+    ) -> None:
         """Put all `masters` that have rows."""
         near: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for own, master in zip(rows, masters, strict=True):
+        for own, master, event in zip(rows, masters, after, strict=True):
             if own is not None and self._transfers.link(master, own) is None:
                 near.append((own, master))
             elif own is not None:
-                self.put(own, master)
+                self.put(own, master, event)
         if near:
             torch._foreach_copy_([own for own, _ in near], [master for _, master in near])
 

@@ -211,7 +211,7 @@ class OptimizerInBackward:
             self.under_way = True
 
     def _update(self, records: list[ParameterRecord]) -> Update:
-        return Update(self._state, records, self._settings, self._take)
+        return Update(self._state, records, self._settings, self._take, self._gradients.taken)
 
     # -- the backward's thread --------------------------------------------------------------------------------------
 
@@ -289,6 +289,7 @@ class OptimizerInBackward:
         Raises UsageError if the settings `now` differ from those that the update began with.
         """
         self._updater.complete()
+        self._gradients.taken.clear()  # who called the backward may have read parameters since
         used = [record for record in self._final if record in self._admitted or self._is_finite(record)]
         self._update([record for record in used if record not in self._admitted]).run()
         self._update(used).note_scalars(used)

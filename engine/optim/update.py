@@ -38,6 +38,7 @@ from zstore.store import ModeName, Stream, Tile
 
 from ..device import (
     Copy,
+    Event,
     GradientTiles,
     H2DQueue,
     Scratch,
@@ -123,6 +124,8 @@ class _Change:
         """The parameter's own rows, if the master is to be cast into them."""
         self._staged: GradientTiles | None = None
         """The parameter's own rows, which are (in) the master, on their way to the rest of its state in host memory."""
+        self.after: Event = None
+        """When the device has read the parameter's own rows for the last time; None: what it was asked for so far."""
         self._has_buffers = record.rest is not None and state.any_on_disk([[record.rest]])
         """Whether the new rows are in buffers, which are another tile's after this one."""
         self._step = step
@@ -149,13 +152,13 @@ class _Change:
         if observer is not None:
             observer.after([(self.record, tile.first)], [master], seen)
         if len(held) > 1:
-            self._state.put_master(master, held, self._room, self._h2d.put)
+            self._state.put_master(master, held, self._room, partial(self._h2d.put, after=self.after))
         elif here is not held:
-            self._h2d.put(held[0], master)
+            self._h2d.put(held[0], master, self.after)
         if others:
             self._h2d.put(others[0], master)
         elif self._own is not None:
-            self._h2d.put(self._own[tile.first : tile.stop], master)
+            self._h2d.put(self._own[tile.first : tile.stop], master, self.after)
         if self._has_buffers:
             self._h2d.drain()
 
@@ -213,7 +216,7 @@ class _Portion:
         self._slots.append(slots)
         self._own.append(own)
 
-    def apply(self, room: Scratch, h2d: H2DQueue) -> None:
+    def apply(self, room: Scratch, h2d: H2DQueue, after: Mapping[ParameterRecord, Event]) -> None:
         """Carry the phases out."""
         gradients = self._gradients
         if gradients[0].dtype != torch.float32 or (self._keep and self._factor != 1.0):
@@ -226,7 +229,7 @@ class _Portion:
         self._step.tiles(self._masters, gradients, self._slots)
         if self._observer is not None:
             self._observer.after(self._places, self._masters, seen)
-        h2d.put_all(self._own, self._masters)
+        h2d.put_all(self._own, self._masters, [after.get(record) for record, _ in self._places])
 
 
 def _beside(other: torch.Tensor, rows: torch.Tensor, transfers: Transfers, coming: list[Copy]) -> torch.Tensor:
@@ -333,8 +336,15 @@ class Update:
     """The changes of one step to `records`, each of which has a gradient by the time that it is admitted."""
 
     def __init__(
-        self, state: OptimizerState, records: Sequence[ParameterRecord], settings: StepSettings, rows: Rows
+        self,
+        state: OptimizerState,
+        records: Sequence[ParameterRecord],
+        settings: StepSettings,
+        rows: Rows,
+        last_reads: Mapping[ParameterRecord, Event] | None = None,
     ) -> None:
+        self._last_reads = {} if last_reads is None else last_reads  # which may still grow
+        """When the device has read a parameter's own rows for the last time; of others, what it was asked for so far."""
         self.records = list(records)
         self.settings = settings
         self._state = state
@@ -413,7 +423,7 @@ class Update:
         threads = 1 if behind else threads_for(on_host)
         h2d.most *= threads
         with labelled("update"), self._state.store.changing([name for one in placed.values() for name in one.names]):
-            work = partial(_Portion.apply, room=self._room, h2d=h2d)
+            work = partial(_Portion.apply, room=self._room, h2d=h2d, after=self._last_reads)
             side_by_side(work, self._portions(found, threads), threads, transfers.stream_context())
             h2d.drain()
 
@@ -446,6 +456,7 @@ class Update:
             if change is None or change.record is not record:
                 step = self._step_of(record)
                 change = _Change(self._state, record, self.rows(record), step, self.settings, h2d, change)
+                change.after = self._last_reads.get(record)
             yield change, tile
 
     def _num_threads(self, mine: Sequence[ParameterRecord]) -> int:

@@ -28,7 +28,7 @@ from zstore.errors import UsageError
 from zstore.ranks.work import Kind
 from zstore.ranks.world import World
 
-from ..device import Add, D2HQueue, Transfers, labelled
+from ..device import Add, D2HQueue, Event, Transfers, labelled
 from ..params.record import ParameterRecord
 from ..params.sharding import add_in, is_narrower
 from ..params.units import Unit
@@ -121,6 +121,8 @@ class UnitGradients(Gradients):
         """Called with each record whose gradient is complete in the last backward of a step."""
         self.comes_in_parts = True
         """Whether a gradient may come in several parts in the first backward, before it is known how often each comes."""
+        self.taken: dict[ParameterRecord, Event] = {}
+        """When each gradient of an update in the backward was taken: the device does not read the parameter any more."""
         self._rows: dict[ParameterRecord, torch.Tensor] = {}
         self._filled: set[ParameterRecord] = set()
         """Records whose rows have values of this step."""
@@ -231,6 +233,8 @@ class UnitGradients(Gradients):
 
     def send(self, records: Sequence[ParameterRecord]) -> None:
         """Start the reduction of these gradients and take them off their parameters."""
+        if self.on_final is not None:
+            self.taken |= dict.fromkeys(records, self._transfers.streams.record())
         gradients = {record: take_gradient(record) for record in records}
         if self._world.world_size == 1:
             for record, gradient in gradients.items():
@@ -462,6 +466,7 @@ class UnitGradients(Gradients):
         self._agreed.clear()
         self._squares.clear()
         self._final.clear()
+        self.taken.clear()
         self._lost = None
         if not self._rules.keeps_rows or self._world.world_size == 1:
             self._rows.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tests.engine.bits import Case, compare
-from tests.engine.fake_device import FakeDevice, HandOverError
+from tests.engine.fake_device import FakeDevice, FakeEvent, HandOverError
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, state_of, step
 from zstore.checkpoint import open_checkpoint
@@ -134,6 +135,36 @@ def test_the_two_largest_gradients_leave_without_a_wait(monkeypatch: pytest.Monk
             waits.append(device.waits["down"])
         queue.drain()
     assert waits == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_new_rows_wait_for_the_last_reader_of_the_parameter_alone(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much of the backward the device was asked for since."""
+    kernel, is_over = torch._fused_adamw_, threading.Event()
+    events: list[int] = []
+
+    def late(*args: Any, **settings: Any) -> None:
+        assert is_over.wait(60)
+        kernel(*args, **settings)
+
+    class Noting(FakeDevice):
+        def copy(self, target: torch.Tensor, source: torch.Tensor, after: FakeEvent) -> FakeEvent:
+            if is_over.is_set() and not self.is_host(target):
+                events.append(after.clock)
+            return super().copy(target, source, after)
+
+    config = make_config(2, "cpu", zstore={"step_overlap": "backward", "split_master": split})
+    config |= {"gradient_accumulation_steps": 1}
+    config["zero_optimization"]["offload_optimizer"]["pin_memory"] = True
+    with Noting() as device, start(config, _streams=device) as engine:
+        step(engine)
+        monkeypatch.setattr(torch, "_fused_adamw_", late)
+        engine.backward(engine(*batch(1, 0, 0)))
+        end = device.clock
+        is_over.set()
+        engine.step()
+    assert len(events) > 10
+    assert min(events) < max(events) <= end
 
 
 @pytest.mark.parametrize("keys", [{}, {"zstore": {"host_budget_bytes": 40_000_000}}])

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from zstore.engine.device import Event
 from zstore.engine.optim.in_backward import LEAST_WAITING_BYTES, OptimizerInBackward
 from zstore.engine.optim.update import StepSettings, Update
 from zstore.engine.optim.updater import Updater
@@ -113,6 +114,7 @@ class InBackward(Stepping):
     def __init__(self, state: LocalState) -> None:
         super().__init__(state)
         self.on_final: Callable[[ParameterRecord], None] | None = None
+        self.taken: dict[ParameterRecord, Event] = {}
         self._rows: dict[ParameterRecord, torch.Tensor] = {}
         self._seen: dict[LocalRecord, None] = {}
         self._expected: list[LocalRecord] = []
