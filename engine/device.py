@@ -23,12 +23,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
 from threadpoolctl import ThreadpoolController
 
-from zstore.io import LinkCounters, Workers
+from zstore.io import LinkCounters, Rooms, Workers
+from zstore.io.tensors import as_torch
 from zstore.store import MEMORY_TILE_NUMEL
 
 _MOST_UP = 2
@@ -190,13 +192,21 @@ class Copy:
 class Transfers:
     """All copies of one rank's state, gradients and rows over its streams."""
 
-    def __init__(self, streams: Streams, links: LinkCounters) -> None:
+    def __init__(self, streams: Streams, links: LinkCounters, rooms: Rooms | None = None) -> None:
         self.streams = streams
         self._links = links
+        self._rooms = None if streams.device_is_host else rooms
 
     def stream_context(self) -> StreamContext:
         """Return the context that a thread working for the caller enters."""
         return self.streams.stream_context()
+
+    def empty_host(self, numel: int, dtype: torch.dtype, what: str = "") -> torch.Tensor:
+        """Return host memory for `numel` elements, 1-D, pinned if possible: that of a former tensor for the same thing that
+        nobody has any more, or new one. For sizes that come again in every step."""
+        if self._rooms is None or not numel:
+            return self.streams.empty_host(numel, dtype)
+        return as_torch(self._rooms.take(numel * dtype.itemsize, what)).view(dtype)
 
     def synchronize(self) -> None:
         """Return when the device has done this thread's work so far: others may read its memory on streams of theirs."""
@@ -233,7 +243,7 @@ class Transfers:
         if link is None:
             return None
         if link == "device_to_host":
-            return self.begin(self.streams.empty_host(values.numel(), values.dtype), values)
+            return self.begin(self.empty_host(values.numel(), values.dtype), values)
         return self.begin(other.new_empty(values.numel(), dtype=values.dtype), values)
 
     def finish(self, copy: Copy) -> torch.Tensor:
@@ -285,9 +295,9 @@ class GradientTiles:
                 return part.float()
             return self._room.take("gradient", part, torch.float32).copy_(part)
         if link == "host_to_device":
-            there = torch.empty_like(beside, dtype=torch.float32)
-            self._transfers.copy_into(there, part)
-            return there
+            return self._transfers.finish(
+                self._transfers.begin(torch.empty_like(beside, dtype=part.dtype), part)
+            ).float()
         return self.on_host(first, stop).float()
 
     def on_host(self, first: int, stop: int) -> torch.Tensor:
@@ -302,7 +312,7 @@ class GradientTiles:
         return self._transfers.finish(ahead[2])
 
     def _begin(self, first: int, stop: int) -> tuple[int, int, Copy]:
-        staging = self._transfers.streams.empty_host(stop - first, self._rows.dtype)
+        staging = self._transfers.empty_host(stop - first, self._rows.dtype)
         return first, stop, self._transfers.begin(staging, self._rows[first:stop])
 
 
@@ -313,6 +323,7 @@ class H2DQueue:
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
         self._under_way: deque[Copy] = deque()
+        self._places = count()
         self.most = _MOST_UP
         """Tiles that may be under way."""
 
@@ -327,14 +338,15 @@ class H2DQueue:
         if link == "device_to_host":
             self.add(self._transfers.begin(rows, master.to(rows.dtype)))
             return
-        staging = self._transfers.streams.empty_host(rows.numel(), rows.dtype).copy_(master)
+        # In turn, whichever are under way: the same memory serves in every step.
+        place = f"rows {next(self._places) % (self.most + 1)}"
+        staging = self._transfers.empty_host(rows.numel(), rows.dtype, place).copy_(master)
         self.add(self._transfers.begin(rows, staging, after=after))
 
     def add(self, copy: Copy) -> None:
         """Wait in `drain` for a copy too."""
         self._under_way.append(copy)
-        while len(self._under_way) > self.most:
-            self._finish_one()
+        self.drain(self.most)
 
     def put_all(
         self, rows: Sequence[torch.Tensor | None], masters: Sequence[torch.Tensor], after: Iterable[Event]
@@ -349,14 +361,9 @@ class H2DQueue:
         if near:
             torch._foreach_copy_([own for own, _ in near], [master for _, master in near])
 
-    def drain(self) -> None:
-        """Return when all rows are there."""
-        while self._under_way:
-            self._finish_one()
-
-    def _finish_one(self) -> None:
-        copy = _next(self._under_way)
-        if copy is not None:
+    def drain(self, most: int = 0) -> None:
+        """Return when all rows are there, except for the last `most` tiles."""
+        while len(self._under_way) > most and (copy := _next(self._under_way)) is not None:
             self._transfers.finish(copy)
 
 
@@ -384,7 +391,7 @@ class D2HQueue:
             arrived()
             return
         straight = add is None and rows.dtype == part.dtype
-        values = rows if straight else self._transfers.streams.empty_host(part.numel(), part.dtype)
+        values = rows if straight else self._transfers.empty_host(part.numel(), part.dtype)
         self._under_way.append((self._transfers.begin(values, part), rows, add, arrived))
         self._nbytes += part.nbytes
         self._most_bytes = max(self._most_bytes, 2 * part.nbytes)

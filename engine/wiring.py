@@ -88,7 +88,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     plan, store = _open(model, config, built, slots, streams, files)
     if config.frozen:
         model.requires_grad_(False)
-    transfers = Transfers(streams, store.links)
+    transfers = Transfers(streams, store.links, store.rooms)
     if config.offload_optimizer.nvme_paths or config.offload_param.nvme_paths or config.activations_paths:
         map_large_blocks()
     try:
@@ -175,7 +175,9 @@ def _open(
     tell_plan(plan, config, world)
     store = built.take_over(key)
     pins, runtime = not streams.device_is_host, streams.cuda_runtime
-    return plan, store or open_store(config, world, budget_bytes, pins=pins, files=files, cuda=runtime)
+    store = store or open_store(config, world, budget_bytes, pins=pins, files=files, cuda=runtime)
+    store.expect(plan.shared_bytes)
+    return plan, store
 
 
 def _require_own_snapshots(config: Config, store: TensorStore, world: World) -> None:

@@ -32,7 +32,7 @@ from operator import itemgetter
 from zstore.checkpoint import StoredSlot, stored_slots
 from zstore.errors import ConfigError
 from zstore.format import ArraySpec, Grid, ShardLayout, make_grid, numpy_dtype, round_up
-from zstore.store import MANY_SMALL, SMALL_SHARD_BYTES, is_packed, run_file_bytes
+from zstore.store import MANY_SMALL, SMALL_SHARD_BYTES, is_packed, run_file_bytes, shared_bytes
 
 from .plan import (
     ALIKE,
@@ -96,6 +96,9 @@ def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Seq
         traffic=_traffic(stored),
         files=tuple(file for group in groups for file in files[group]),
         packs_small=packs_small,
+        shared_bytes=sum(
+            count * shared_bytes(one.nbytes) for one, count in stored if one.rest == "host" and one.kind != "gradients"
+        ),
         budget_used_bytes=used_bytes,
         budget_full_bytes=full_bytes,
         gathered_bytes=_gathered_bytes(needs, units),

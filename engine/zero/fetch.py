@@ -296,7 +296,7 @@ class Fetcher:
         works = iter(fetch.works)
         next(works).wait()
         if self._late and fetch.header is not None:
-            here = self._transfers.streams.empty_host(fetch.header.numel(), fetch.header.dtype)
+            here = self._transfers.empty_host(fetch.header.numel(), fetch.header.dtype)
             fetch.arriving = self._transfers.begin(here, fetch.header, counted=False)
             self._unseen.append(fetch)
         else:

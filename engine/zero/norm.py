@@ -60,7 +60,7 @@ class SumOfSquares:
             (self._norm,), self._values = device_norms([values]), None
             if one_by_one:
                 norm, self._norm = self._norm.view(1), None
-                self._copy = transfers.begin(transfers.streams.empty_host(1, norm.dtype), norm)
+                self._copy = transfers.begin(transfers.empty_host(1, norm.dtype), norm)
 
     def value(self, others: Iterable[SumOfSquares] = ()) -> float:
         """Return the sum; the host waits for it if it is not there yet, and in one look for those of `others`."""

@@ -93,7 +93,7 @@ class GradientSpill:
         name = self._arrays[record]
         dtype: torch.dtype = getattr(torch, self._store.spec(name).dtype)
         if on_host:
-            rows = self._transfers.streams.empty_host(record.owned_numel, dtype)
+            rows = self._transfers.empty_host(record.owned_numel, dtype)
         else:
             rows = torch.empty(record.owned_numel, dtype=dtype, device=record.full.device)
         with closing(self._store.stream([[name]], "read", pool=self._pool)) as tiles:

@@ -310,7 +310,9 @@ class UnitGradients(Gradients):
         """Return memory for the rows, on the tier on which they wait for the update."""
         dtype = self._room(record, like.dtype)
         if record in self._rules.to_host:
-            return self._transfers.streams.empty_host(record.owned_numel, dtype)
+            # Of those that are used as they arrive few are there at a time, in memory that they share.
+            what = "" if self._rules.squares_at_once else record.name
+            return self._transfers.empty_host(record.owned_numel, dtype, what)
         return torch.empty(record.owned_numel, dtype=dtype, device=record.full.device)
 
     def _widen(self, record: ParameterRecord) -> None:

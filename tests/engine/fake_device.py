@@ -86,6 +86,10 @@ class FakeDevice:
         """Copies that were waited for at once."""
         self.waits: Counter[str] = Counter()
         """Copies that the host waited for, by their direction."""
+        self.main_waits = 0
+        """Those that the main thread waited for."""
+        self.allocations = 0
+        """Pieces of host memory that were registered or made."""
         self.pinned_peak_bytes = 0
 
     def __enter__(self) -> Self:
@@ -102,13 +106,19 @@ class FakeDevice:
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         """Make memory the host's, pinned."""
         self._pinned[address] = nbytes
-        self.pinned_peak_bytes = max(self.pinned_peak_bytes, sum(self._pinned.values()))
+        self.allocations += 1
+        self.pinned_peak_bytes = max(self.pinned_peak_bytes, self.pinned_bytes)
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
         """Undo `cudaHostRegister`."""
         del self._pinned[address]
         return 0
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that are registered now."""
+        return sum(self._pinned.values())
 
     # -- whose memory -------------------------------------------------------------------------------------------------
 
@@ -122,6 +132,7 @@ class FakeDevice:
 
     def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory, with NaN in it: nobody may count on what was there."""
+        self.allocations += 1
         with self._crossing():
             made = torch.full((numel,), torch.nan if dtype.is_floating_point else 77, dtype=dtype)
         own(made)
@@ -158,6 +169,7 @@ class FakeDevice:
         """Carry out what is queued up to the event."""
         if event.stream is not None and not event.reached:
             self.waits[event.stream] += 1
+            self.main_waits += threading.current_thread() is threading.main_thread()
         self.follow(event)
 
     def follow(self, event: FakeEvent) -> None:

@@ -21,6 +21,7 @@ from zstore.checkpoint import open_checkpoint
 from zstore.engine import device as device_module
 from zstore.engine import wiring
 from zstore.engine.device import D2HQueue, Transfers
+from zstore.engine.optim.in_backward import OptimizerInBackward
 from zstore.engine.plan.run import plan_run
 from zstore.engine.zero import norm, spill
 from zstore.errors import NonFiniteError
@@ -105,23 +106,58 @@ def pinned_config(nvme: Path, **keys: Any) -> dict[str, Any]:
     return config
 
 
-def test_the_host_waits_for_no_parameters_between_units() -> None:
-    """Those in host memory are sent while units before them are computed, and the device waits for them."""
-    config = make_config(3, "cpu", zstore={"step_overlap": "backward"}, gradient_accumulation_steps=1)
-    config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
+MODES = ["none", "forward", "backward", "speculative"]
+TIERS = [("none", "none"), ("none", "cpu"), ("cpu", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("optimizer", "parameters"), TIERS)
+def test_the_main_thread_waits_for_no_copy_in_forward_and_backward_and_no_host_memory_is_new(
+    optimizer: str, parameters: str, mode: str, nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(3, optimizer, nvme, zstore={"step_overlap": mode}, gradient_accumulation_steps=1)
+    zero = config["zero_optimization"]
+    zero["offload_param"] = {"device": parameters} | ({"nvme_path": str(nvme)} if parameters == "nvme" else {})
+    for section in ("offload_optimizer", "offload_param"):
+        zero.setdefault(section, {"device": "none"})["pin_memory"] = True
+    admit, is_over = OptimizerInBackward._admit, threading.Event()
+
+    def admit_late(within: Any, *asked: Any) -> bool:
+        # Else the number of gradients that wait for an update in the backward is another in every step.
+        return is_over.wait(60) and admit(within, *asked)
+
+    monkeypatch.setattr(OptimizerInBackward, "_admit", admit_late)
+    found: list[tuple[int, int]] = []
     with FakeDevice() as device, start(config, _streams=device) as engine:
-        for _ in range(2):
-            step(engine)
-        pinned = device.pinned_peak_bytes
-        for number in range(2):
-            read = engine.training_state.hooks.units.statistics().read_bytes
-            before = device.waits["up"]
+        gradients = engine.training_state.gradients
+        end_backward = gradients.end_backward
+        waits: list[int] = []
+        monkeypatch.setattr(gradients, "end_backward", lambda: (waits.append(device.main_waits), end_backward()))
+        for number in range(5):
+            before = device.main_waits
             loss = engine(*batch(number, 0, 0))
-            assert device.waits["up"] == before
-            assert engine.training_state.hooks.units.statistics().read_bytes > read
+            is_over.clear()
             engine.backward(loss)
+            is_over.set()
             engine.step()
-        assert device.pinned_peak_bytes == pinned
+            engine.training_state.pending.complete()
+            found.append((waits[-1] - before, device.allocations))
+    assert [wait for wait, _ in found] == [0] * 5
+    allocations = [allocations for _, allocations in found[1:]]
+    # How far a speculative update comes, and so which tiles follow each other, is another in every step.
+    assert allocations[-1] - allocations[0] <= (12 if mode == "speculative" else 0)
+
+
+def test_as_much_host_memory_is_pinned_as_planned() -> None:
+    config = make_config(3, "cpu", gradient_accumulation_steps=1)
+    config["zero_optimization"]["offload_optimizer"]["pin_memory"] = True
+    config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
+    with FakeDevice() as device, start(config, make_net(width=400, layers=4), _streams=device) as engine:
+        for number in range(2):
+            engine.backward(engine(*batch(number, 0, 0)))
+            engine.step()
+        planned = engine.training_state.plan.held_total.pinned
+        assert abs(device.pinned_bytes - planned) < planned / 100
 
 
 def test_the_two_largest_gradients_leave_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from .files import Files, NewFile, OpenFile, UnsyncedFiles
 from .flush import Flush
 from .hostmemory import HostMemory, count_memory_kills, most_resident_bytes, read_host_memory, resident_bytes
 from .links import LinkCounters, LinkStatistics, total_of_links
-from .pinning import PinnedSlabs
+from .pinning import PinnedSlabs, Rooms
 from .pool import Workers, helpful_threads, num_cores, run_in_thread
 from .queue import Priority, Ticket
 from .shards import (
@@ -24,7 +24,7 @@ from .shards import (
 
 __all__ = [
     "HUGE_PAGE_BYTES", "PAGE_BYTES", "Files", "Fill", "FillRuns", "Flush", "HostMemory", "IoResources", "LinkCounters",
-    "LinkStatistics", "NewFile", "OpenFile", "PinnedSlabs", "Pool", "Priority", "ShardReader", "ShardSummary",
+    "LinkStatistics", "NewFile", "OpenFile", "PinnedSlabs", "Pool", "Priority", "Rooms", "ShardReader", "ShardSummary",
     "ShardWriter", "Ticket", "UnsyncedFiles", "Workers", "advise_huge_pages", "count_memory_kills", "fill_chunk",
     "helpful_threads", "make_shard_file", "make_slab", "map_large_blocks", "most_resident_bytes", "num_cores", "open_resources",
     "read_host_memory", "resident_bytes", "return_free_memory", "run_in_thread", "total_of_links", "write_shard",

@@ -10,11 +10,11 @@ from .statistics import StoreStatistics
 from .store import SMALL_SHARD_BYTES, ModeName, TensorStore, TierName
 from .stream import Stream, Tile
 from .tiers import Drives, LocalShard, PinnedShard
-from .tiers.memory import MEMORY_TILE_NUMEL
+from .tiers.memory import MEMORY_TILE_NUMEL, shared_bytes
 from .tiers.packs import MANY_SMALL, is_packed, run_file_bytes
 
 __all__ = [
     "MANY_SMALL", "MEMORY_TILE_NUMEL", "RUN_FOLDER", "SMALL_SHARD_BYTES", "Drives", "LocalShard", "ModeName",
     "PinnedShard", "Snapshot", "StoreOptions", "StoreStatistics", "Stream", "TensorStore", "TierName", "Tile",
-    "is_packed", "left_bytes", "run_file_bytes",
+    "is_packed", "left_bytes", "run_file_bytes", "shared_bytes",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from ..io.buffers import Budget, Pool, make_slab
 from ..io.closing import Closing
 from ..io.files import Files
 from ..io.links import LinkCounters
-from ..io.pinning import PinnedSlabs
+from ..io.pinning import PinnedSlabs, Rooms
 from ..io.queue import IoQueue, Priority, Ticket
 from ..io.shards import IoResources
 from .options import StoreOptions
@@ -50,8 +50,7 @@ class TensorStore(Closing):
     """
 
     def __init__(self, options: StoreOptions, *, rank: int = 0, files: Files | None = None, cuda: Any = None) -> None:
-        self.options, self.rank = options, rank
-        files = files or Files()
+        self.options, self.rank, files = options, rank, files or Files()
         self._slabs = PinnedSlabs(cuda) if options.pin_buffers or options.pin_state else None
         self._make_buffers = self._slabs.make if self._slabs is not None and options.pin_buffers else make_slab
         self.budget = Budget(options.host_budget_bytes)
@@ -66,8 +65,9 @@ class TensorStore(Closing):
         self.resources = IoResources(
             files=files, queue=queue, pool=pool, block_bytes=options.span_bytes, verify=options.verify
         )
-        make_state = self._slabs.make if self._slabs is not None and options.pin_state else make_slab
-        self._host = HostTier(self.budget, make_state)
+        self._host = HostTier(self.budget, self._slabs.make if self._slabs and options.pin_state else make_slab)
+        self.expect = self._host.expect
+        """See `HostTier.expect`."""
         self._device = DeviceTier(options.device)
         self._disk = DiskTier(self._drives(), self.resources, reserves=options.reserves) if options.all_paths else None
         self._shards: dict[str, LocalShard] = {}
@@ -77,10 +77,10 @@ class TensorStore(Closing):
         """Grows whenever an array is created, renamed, moved or removed: memory that `memory` gave may be another's then."""
         """Plans of former passes over whole arrays; cleared when arrays are created, removed or moved."""
         self._order = ArrayOrder()
-        self._pools = [pool]
-        self._counters = StreamCounters()
-        self.links = LinkCounters()
-        """For callers that move the store's contents over a link of their own, as to a device."""
+        self._pools, self._counters = [pool], StreamCounters()
+        self.links, self.rooms = LinkCounters(), Rooms(self._make_buffers)
+        """For callers that move the store's contents over a link of their own, as to a device; `rooms` has memory like that of
+        transfer buffers, which is not counted against the budget."""
         self._version, self._closed = 0, False
 
     def _drives(self) -> Drives:

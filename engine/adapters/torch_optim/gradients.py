@@ -58,7 +58,7 @@ class LocalGradients:
             self._held[record] = rows if held is None else held.add_(rows)
             return
         if held is None:
-            self._held[record] = target = self._transfers.streams.empty_host(rows.numel(), rows.dtype)
+            self._held[record] = target = self._transfers.empty_host(rows.numel(), rows.dtype)
             self._queue.put(target, rows, add=None, arrived=_nothing)
         else:
             self._queue.put(held, rows, add=_add, arrived=_nothing)

@@ -110,7 +110,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
         try:
             store = TensorStore(options, rank=_rank(), files=_files, cuda=streams.cuda_runtime)
             ending.callback(store.close)
-            transfers = Transfers(streams, store.links)
+            transfers = Transfers(streams, store.links, store.rooms)
             arrays = OptimizerState(store, [], transfers)
             arrays.owns_fp32 = True
             folder = steps_folder if journal is None else Path(journal).absolute()

@@ -31,11 +31,17 @@ MEMORY_TILE_NUMEL = 512 * 1024
 DEVICE_TILE_NUMEL = 16 * 1024 * 1024
 """Elements of a tile of device memory: so many that its work takes longer than asking for it."""
 _SLAB_BYTES = 32 * HUGE_PAGE_BYTES
+"""Of a slab that small shards share."""
 _ALIGN_BYTES = 64
 _DIRECT_BYTES = 512
 """Shards begin at a multiple: files are then written from their memory, and read into it, without a copy."""
 _NO_LOCK = contextlib.nullcontext()
 """Of all pins that nobody moves out: an object less each, see [Note: objects of a save]."""
+
+
+def shared_bytes(nbytes: int) -> int:
+    """Return the bytes that a shard in host memory takes of a slab that it shares with others; 0 if it has its own."""
+    return round_up(nbytes, _DIRECT_BYTES) if nbytes < HUGE_PAGE_BYTES else 0
 
 
 class MemoryTier(Tier):
@@ -209,26 +215,35 @@ class HostTier(MemoryTier):
         self._make = make
         self._slab = make_slab(0)
         self._slab_used = 0
+        self._left_bytes: int | None = None
+        """Of slabs, for shards to come; None: nobody knows."""
         self._lock = threading.Lock()
 
+    def expect(self, nbytes: int) -> None:
+        """Let small shards take `nbytes` of slabs in the end (the sum of their `shared_bytes`), with those that are there: the
+        last slab is no larger."""
+        present = sum(shared_bytes(local.nbytes) for local in self._shards.values())
+        self._left_bytes = max(0, nbytes - present)
+
     def _allocate(self, local: LocalShard) -> View:
+        nbytes, shared = round_up(local.nbytes, _ALIGN_BYTES), shared_bytes(local.nbytes)
         with self._lock:
-            data = self._take(local)
+            self._budget.require(
+                nbytes, f"array {local.spec.name!r}", ", or keep the state on disk (`offload_optimizer.device: nvme`)"
+            )
+            self._budget.take(nbytes)
+            data = self._share(shared) if shared else None
+        if data is None:  # without the lock: others may pin theirs meanwhile
+            data = self._make(nbytes)
         return data[: local.nbytes].view(numpy_dtype(local.spec.dtype))
 
-    def _take(self, local: LocalShard) -> Bytes:
-        nbytes = round_up(local.nbytes, _ALIGN_BYTES)
-        self._budget.require(
-            nbytes, f"array {local.spec.name!r}", ", or keep the state on disk (`offload_optimizer.device: nvme`)"
-        )
-        self._budget.take(nbytes)
-        start = round_up(self._slab_used, _DIRECT_BYTES)
-        if nbytes > self._slab.size - start:
-            # Small shards share slabs; a large one has its own, and leaves the shared slab in use.
-            if nbytes >= _SLAB_BYTES // 4:
-                return self._make(nbytes)
-            self._slab, start = self._make(_SLAB_BYTES), 0
-        self._slab_used = start + nbytes
+    def _share(self, nbytes: int) -> Bytes:
+        if nbytes > self._slab.size - self._slab_used:
+            left_bytes = _SLAB_BYTES if self._left_bytes is None else self._left_bytes or HUGE_PAGE_BYTES
+            self._slab, self._slab_used = self._make(min(max(left_bytes, nbytes), _SLAB_BYTES)), 0
+        start, self._slab_used = self._slab_used, self._slab_used + nbytes
+        if self._left_bytes is not None:
+            self._left_bytes = max(0, self._left_bytes - nbytes)
         return self._slab[start : self._slab_used]
 
     def remove(self, name: str) -> None:
