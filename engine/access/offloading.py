@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 """The states that can be moved, by DeepSpeed's names. See [Note: the moved states]."""
-_TIERS: dict[str, TierName] = {"cpu": "host", "nvme": "disk"}
-_LOWER = {"device": 0, "host": 1, "disk": 2}
+_TIERS: dict[str, TierName] = {"cpu": "pinned", "nvme": "disk"}
+_LOWER = {"device": 0, "host": 1, "pinned": 1, "disk": 2}
 
 
 class OffloadedStates:

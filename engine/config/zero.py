@@ -24,7 +24,7 @@ class OffloadOptimizerSection(Section):
     """Folder on the drive for the state's files, made if it is missing; needed with "nvme". A list spreads them over several
     drives. Each run locks its folders; processes of two runs cannot share one."""
     pin_memory: Bool = built(False)
-    """Register state in host memory with CUDA, for copies that run beside the computation; transfer buffers always are.
+    """Register parameters in host memory with CUDA, for copies that run beside the computation; transfer buffers always are.
     If that fails: pageable memory, and one warning."""
     buffer_count: Positive = built(8)
     """Buffers for state on its way: the pool has room for so many of `buffer_size`, and takes half of the host budget at

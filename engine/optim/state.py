@@ -26,7 +26,7 @@ from ..plan.plan import EMA, Placement
 from .kernel import AVERAGED, FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, SlotTiles
 from .split_master import join_master, split_master
 
-TierName = Literal["device", "host", "disk"]
+TierName = Literal["device", "host", "pinned", "disk"]
 Tiles = Generator[Tile, None, None]
 
 
@@ -142,7 +142,9 @@ class OptimizerState:
         else:
             self._create(record, "model", torch.float32, placement.state, fill=initial)
             if offloaded:
-                record.rest = self._create(record, "parameter", record.dtype, placement.parameter, fill=initial)
+                record.rest = self._create(
+                    record, "parameter", record.dtype, _fetched(placement.parameter), fill=initial
+                )
         if record.group is None:
             return
         for slot in self.slots_of(record):
@@ -165,7 +167,7 @@ class OptimizerState:
         if tier == "device":
             self._create(record, "model", record.dtype, "device", memory=record.owned())
         else:
-            record.rest = self._create(record, "model", record.dtype, tier, fill=initial)
+            record.rest = self._create(record, "model", record.dtype, _fetched(tier), fill=initial)
 
     def _add_split(self, record: ParameterRecord, initial: torch.Tensor, placement: Placement) -> None:
         """Let the parameter's own rows be its `model/` array, and create the arrays for its master's other bits."""
@@ -473,6 +475,11 @@ class OptimizerState:
                 record = records[tile.group]
                 rows = record.owned()[tile.first : tile.stop] if record.rest is None else as_torch(tile.views[1])
                 self.transfers.copy_into(rows, as_torch(tile.views[0]))
+
+
+def _fetched(tier: TierName) -> TierName:
+    """Return the tier of rows that are fetched: of what is in host memory these alone cross to the device."""
+    return "pinned" if tier == "host" else tier
 
 
 def _stored_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -97,7 +97,10 @@ def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Seq
         files=tuple(file for group in groups for file in files[group]),
         packs_small=packs_small,
         shared_bytes=sum(
-            count * shared_bytes(one.nbytes) for one, count in stored if one.rest == "host" and one.kind != "gradients"
+            count * shared_bytes(one.nbytes)
+            for one, count in stored
+            if one.rest == "host"
+            and (one.kind == "parameters" or (one.kind != "gradients" and settings.optimizer == "nvme"))
         ),
         budget_used_bytes=used_bytes,
         budget_full_bytes=full_bytes,
@@ -271,7 +274,9 @@ def _is_own_master(need: Need, place: Placement) -> bool:
 def _held(stored: Iterable[tuple[_Stored, int]], settings: PlacementSettings) -> dict[str, Held]:
     held = {"parameters": Held(), "gradients": Held(), "master": Held()}
     for one, count in stored:
-        where = "pinned" if one.rest == "host" and settings.pins_state else one.rest
+        # Only what crosses to the device: masters and slots in host memory are changed there.
+        pins = settings.pins_state if one.kind == "parameters" else settings.pins_buffers and one.kind == "gradients"
+        where = "pinned" if one.rest == "host" and pins else one.rest
         held[one.kind] = held.get(one.kind, Held()) + Held(**{where: count * one.nbytes})
     held["buffers"] = Held(**{"pinned" if settings.pins_buffers else "host": settings.buffer_bytes})
     return held

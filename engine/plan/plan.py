@@ -274,7 +274,7 @@ class Plan:
     packs_small: bool = False
     """Whether small shards on disk share files (`TensorStore.share_files`)."""
     shared_bytes: int = 0
-    """Bytes in host memory of small arrays, as `TensorStore.expect` takes them."""
+    """Bytes in host memory of small parameters, as `TensorStore.expect` takes them."""
     update_bytes: int = 0
     """Most bytes of tensors that are brought together for an update of the whole. Beside the budget."""
     sent: Mapping[str, Sent] = field(default_factory=dict)

@@ -3,7 +3,8 @@
 [Note: the fake device]
 It stands in for the streams of a CUDA device (`zstore.engine`'s seam to streams and events) and for the CUDA runtime that
 registers memory. Its memory is the process's too, so that torch computes there, but whose it is is known: host memory
-is what was registered as pinned, what `empty_host` gave, and what came from those; everything else is the device's.
+is what was registered as pinned, what the host tier has, what `empty_host` gave, and what came from those; everything else
+is the device's.
 - An operation on both raises, as torch does for two devices. Only the streams' copies cross.
 - A copy beside the computation is carried out as late as can be: when its end is waited for, and only then is its source
   read. Memory that was used again too early, or read before its values came, has wrong values, or was freed, which raises.
@@ -16,6 +17,7 @@ to the device, or the "event" that a copy comes after.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -26,6 +28,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from zstore.io.pinning import _owner
+from zstore.store.tiers import HostTier
 
 StreamContext = Callable[[], AbstractContextManager[None]]
 
@@ -75,6 +80,7 @@ class FakeDevice:
     def __init__(self, forgets: Iterable[str] = ()) -> None:
         self._forgets = frozenset(forgets)
         self._pinned: dict[int, int] = {}
+        self._shards: dict[int, int] = {}
         self._queues: dict[str, deque[tuple[FakeEvent, _Memory, _Memory]]] = {"down": deque(), "up": deque()}
         self._lock = threading.RLock()
         self._here = threading.local()
@@ -93,6 +99,16 @@ class FakeDevice:
         self.pinned_peak_bytes = 0
 
     def __enter__(self) -> Self:
+        former = self._former = HostTier._allocate
+
+        def allocate(tier: HostTier, local: Any) -> Any:
+            view = former(tier, local)
+            if view.size:
+                self._shards[view.ctypes.data] = view.nbytes
+                weakref.finalize(_owner(view), self._shards.pop, view.ctypes.data, None).atexit = False
+            return view
+
+        HostTier._allocate = allocate  # type: ignore[method-assign]
         mode = _Watching(self)
         mode.__enter__()  # type: ignore[no-untyped-call]
         self._modes.append(mode)
@@ -100,6 +116,7 @@ class FakeDevice:
 
     def __exit__(self, *error: object) -> None:
         self._modes.pop().__exit__(*error)  # type: ignore[no-untyped-call]
+        HostTier._allocate = self._former  # type: ignore[method-assign]
 
     # -- the CUDA runtime ---------------------------------------------------------------------------------------------
 
@@ -128,7 +145,9 @@ class FakeDevice:
         if getattr(storage, "fake_host", False):
             return True
         address = storage.data_ptr()
-        return any(first <= address < first + nbytes for first, nbytes in list(self._pinned.items()))
+        return any(
+            first <= address < first + nbytes for first, nbytes in [*self._pinned.items(), *self._shards.items()]
+        )
 
     def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory, with NaN in it: nobody may count on what was there."""

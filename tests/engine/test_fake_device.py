@@ -156,6 +156,9 @@ def test_as_much_host_memory_is_pinned_as_planned() -> None:
         for number in range(2):
             engine.backward(engine(*batch(number, 0, 0)))
             engine.step()
+        held = engine.training_state.plan.held
+        assert {kind for kind, one in held.items() if one.pinned} == {"parameters", "gradients", "buffers"}
+        assert {kind for kind, one in held.items() if one.host} == {"master", "exp_avg", "exp_avg_sq"}
         planned = engine.training_state.plan.held_total.pinned
         assert abs(device.pinned_bytes - planned) < planned / 100
 

@@ -105,7 +105,7 @@ def test_threads_that_create_arrays_register_them_side_by_side() -> None:
 
         def create(name: str) -> None:
             spec = ArraySpec(name=name, shape=(MIB,), dtype="float32")
-            store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier="host")
+            store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier="pinned")
 
         workers.run([partial(create, "model/a"), partial(create, "model/b")])
         assert store.statistics().pinned_bytes == 8 * MIB
@@ -145,7 +145,7 @@ def test_state_that_is_removed_is_registered_no_more() -> None:
     runtime = Runtime()
     spec = ArraySpec(name="model/a", shape=(8 * MIB,), dtype="float32")
     with TensorStore(StoreOptions(pin_state=True), cuda=runtime) as store:
-        store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier="host")
+        store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier="pinned")
         assert sum(runtime.registered.values()) >= spec.nbytes
         store.remove("model/a")
         assert runtime.registered == {}
@@ -189,7 +189,7 @@ def test_state_of_a_run_is_pinned(pinned: bool, caplog: pytest.LogCaptureFixture
     config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
     with caplog.at_level(logging.WARNING), start(config, _streams=HostStreams(runtime)) as engine:
         found = engine.statistics().store
-        assert (found.pinned_bytes >= found.host_bytes > 0) == pinned
+        assert (found.host_bytes > found.pinned_bytes > 0) == pinned  # masters and moments stay on the host
     assert runtime.registered == {}
     assert sum("host memory is not pinned" in record.message for record in caplog.records) == int(not pinned)
 

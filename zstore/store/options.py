@@ -44,7 +44,7 @@ class StoreOptions:
     pin_buffers: bool = False
     """Register transfer buffers with CUDA; if that fails, the store's `fallbacks` say so."""
     pin_state: bool = False
-    """Register state in host memory with CUDA, likewise."""
+    """Register arrays of tier "pinned" with CUDA, likewise."""
 
     @property
     def all_paths(self) -> tuple[Path, ...]:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SMALL_SHARD_BYTES", "ModeName", "Snapshot", "StoreOptions", "StoreStatistics", "TensorStore", "TierName"]
 
-TierName = Literal["device", "host", "disk"]
+TierName = Literal["device", "host", "pinned", "disk"]
+"""Pinned: host memory that is registered with CUDA if the options say so; `tier_of` calls it host too."""
 ModeName = Literal["read", "update", "fill"]
 SMALL_SHARD_BYTES = 64 * 1024
 """Smaller shards are kept in host memory even if the disk was asked for: a request to the disk would cost more."""
@@ -65,9 +66,9 @@ class TensorStore(Closing):
         self.resources = IoResources(
             files=files, queue=queue, pool=pool, block_bytes=options.span_bytes, verify=options.verify
         )
-        self._host = HostTier(self.budget, self._slabs.make if self._slabs and options.pin_state else make_slab)
-        self.expect = self._host.expect
-        """See `HostTier.expect`."""
+        self._host = HostTier(self.budget)
+        self._pinned = HostTier(self.budget, self._slabs.make) if self._slabs and options.pin_state else self._host
+        self.expect = self._pinned.expect
         self._device = DeviceTier(options.device)
         self._disk = DiskTier(self._drives(), self.resources, reserves=options.reserves) if options.all_paths else None
         self._shards: dict[str, LocalShard] = {}
@@ -175,13 +176,12 @@ class TensorStore(Closing):
             raise UsageError(f"array {spec.name!r} exists already")
 
     def _choose(self, local: LocalShard, tier: TierName) -> Tier:
-        tiers: dict[str, Tier | None] = {"device": self._device, "host": self._host, "disk": self._disk}
+        tiers = dict[str, Tier | None](device=self._device, host=self._host, pinned=self._pinned, disk=self._disk)
         if tier not in tiers:
             raise UsageError(f"array {local.spec.name!r}: expected one of {', '.join(tiers)} as tier, got {tier!r}")
-        chosen = tiers[tier]
-        if chosen is None:
+        if (chosen := tiers[tier]) is None:
             raise UsageError(f"array {local.spec.name!r}: the store has no disk tier; open it with a `run_path`")
-        return self._host if tier == "disk" and local.nbytes < SMALL_SHARD_BYTES else chosen
+        return self._pinned if tier == "disk" and local.nbytes < SMALL_SHARD_BYTES else chosen
 
     def __contains__(self, name: object) -> bool:
         return name in self._shards
@@ -485,15 +485,15 @@ class TensorStore(Closing):
         waits for a snapshot to be released fails instead."""
         if self._closed:
             return
-        self._host.stop_waiting()
-        self._device.stop_waiting()
+        for waiting in (self._host, self._pinned, self._device):
+            waiting.stop_waiting()
         self._order.wait(list(self._shards))
         self._closed = True
         with contextlib.ExitStack() as last_to_first:
             last_to_first.callback(self._folders.close)
             if self._slabs is not None:
                 last_to_first.callback(self._slabs.close)
-            for tier in (self._device, self._host, self._disk):
+            for tier in (self._device, self._host, self._pinned, self._disk):
                 if tier is not None:
                     last_to_first.callback(tier.close)
             last_to_first.callback(self.resources.queue.close)
