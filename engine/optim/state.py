@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Generator, Iterable, Iterator, 
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -70,8 +71,7 @@ class TileObserver(Protocol):
 
 class OptimizerState:
     """This rank's arrays. `kernels` has one entry for each parameter group; `splits` says whether masters are split,
-    `keeps_whole` whether `whole_master` and `whole_slot` are asked for,
-    and `types` in which type gradients on disk wait for the update."""
+    `keeps_whole` whether `whole_master` and `whole_slot` are asked for, and `types` in which type gradients wait on disk."""
 
     def __init__(
         self,
@@ -107,6 +107,9 @@ class OptimizerState:
         self._in_place: dict[ParameterRecord, InPlace | None] = {}
         self._arrangement = 0
         """That of the store which `_in_place` is of."""
+        self._slots: WeakKeyDictionary[ParameterRecord, Sequence[SlotArray]] = WeakKeyDictionary()
+        self._names: WeakKeyDictionary[ParameterRecord, list[str]] = WeakKeyDictionary()
+        """Of the arrays that a parameter was added with."""
         self._sharing: dict[ParameterRecord, bool] = {}
         self._ahead: tuple[Sequence[ParameterRecord], Sequence[Stream]] = (), ()
         """An update's parameters, and the passes that were begun ahead of it."""
@@ -222,14 +225,13 @@ class OptimizerState:
 
     def slots_of(self, record: ParameterRecord) -> Sequence[SlotArray]:
         """Return a parameter's arrays beside its master, in the kernel's order; none of a frozen one."""
-        if record.group is None:
-            return ()
-        return self.codec.stored(self.kernel_slots(record), _stored_shape(record.shape))
+        if record not in self._slots:
+            self._slots[record] = self.codec.stored(self.kernel_slots(record), _stored_shape(record.shape))
+        return self._slots[record]
 
     def kernel_slots(self, record: ParameterRecord) -> Sequence[SlotArray]:
-        """Return the slots that the kernel of a trained parameter works on beside its master, in its order."""
-        kernel, _ = self.kernel_of(record)
-        return kernel.arrays(record.owned_numel, record.shape)
+        """Return the slots that a parameter's kernel works on beside its master, in its order; none of a frozen one."""
+        return () if record.group is None else self.kernels[record.group].arrays(record.owned_numel, record.shape)
 
     def slot_tiles(self, record: ParameterRecord, step: int, former: SlotTiles | None = None) -> SlotTiles:
         """Return a parameter's slots in step number `step`; see `SlotCodec.tiles`."""
@@ -268,10 +270,7 @@ class OptimizerState:
 
     def master_arrays(self, record: ParameterRecord) -> list[str]:
         """Return the names of the arrays that make up the master, or the parameter if it is not trained."""
-        name = model_array(record.name)
-        if not self.is_split(record):
-            return [name]
-        return [name, f"{LOW}/{record.name}", ties_spec(self.store.spec(name)).name]
+        return self.arrays_of(record)[: 3 if self.is_split(record) else 1]
 
     def take_master(self, views: Sequence[torch.Tensor], room: Scratch | None = None) -> torch.Tensor:
         """Return the master out of `views`, 1-D tiles of `master_arrays`: the view itself if there is one.
@@ -418,11 +417,10 @@ class OptimizerState:
 
     def shares_files(self, record: ParameterRecord) -> bool:
         """Return whether arrays of a parameter are in files that small ones share."""
-        found = self._sharing.get(record)
-        if found is None:
-            names = self.arrays_of(record) if record.rest is None else [*self.arrays_of(record), record.rest]
-            found = self._sharing[record] = any(self.store.shares_file(name) for name in names)
-        return found
+        if record not in self._sharing:
+            names = [*self.arrays_of(record), *([] if record.rest is None else [record.rest])]
+            self._sharing[record] = any(self.store.shares_file(name) for name in names)
+        return self._sharing[record]
 
     def keep_ahead(self, records: Sequence[ParameterRecord], begun: Sequence[Stream]) -> None:
         """Keep the passes `begun` for the update of `records`, until that takes them."""
@@ -451,8 +449,11 @@ class OptimizerState:
 
     def arrays_of(self, record: ParameterRecord) -> list[str]:
         """Return the names of `master_arrays` and slots, in the kernel's order: the parameter's arrays in a checkpoint."""
-        slots = self.slots_of(record)
-        return [*self.master_arrays(record), *(optimizer_array(slot.name, record.name) for slot in slots)]
+        if record not in self._names:
+            split = [f"{LOW}/{record.name}", f"{TIE}/{record.name}"] if self.is_split(record) else []
+            slots = [optimizer_array(slot.name, record.name) for slot in self.slots_of(record)]
+            self._names[record] = [model_array(record.name), *split, *slots]
+        return list(self._names[record])
 
     def rows_in_memory(self) -> dict[str, torch.Tensor]:
         """Return, by the name of its master's array, each parameter's own rows that are cast from it, of those in the host's

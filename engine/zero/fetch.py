@@ -176,7 +176,6 @@ class Fetcher:
         self._apart = False
         """Whether the ranks were found to gather different units: collectives under way may never complete."""
         self.ready: Ready = lambda records: None
-        """See Ready."""
         self._last: Copy | None = None
         """The last copy to the device that the host did not wait for."""
 

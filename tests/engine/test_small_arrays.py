@@ -14,6 +14,7 @@ from tests.engine.bits import engine_digests
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
+from zstore.engine.optim import state
 from zstore.format.arrays import Bytes
 from zstore.io.files import Files, OpenFile, ScatteredMemory
 
@@ -94,3 +95,18 @@ def test_saves_hold_the_step_they_were_made_at(tmp_path: Path, durability: str) 
             if tag == "two":
                 take_steps(engine, 2)
                 assert engine_digests(engine) == after
+
+
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_a_step_makes_no_name_of_an_array_and_lists_no_slots(
+    moments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start("nvme", tmp_path, moments=moments) as engine:
+        take_steps(engine, 1)
+        calls: list[str] = []
+        for name in ("model_array", "optimizer_array"):
+            monkeypatch.setattr(state, name, lambda *args, name=name: calls.append(name))
+        for kernel in engine.training_state.state.kernels:
+            monkeypatch.setattr(kernel, "arrays", lambda *args: calls.append("arrays"))
+        take_steps(engine, 2)
+    assert calls == []
