@@ -17,7 +17,7 @@ import pytest
 from .layout import Layout, circles, floors, inside, per_ten_thousand_words
 
 # Files that a run in the default config passes through (journeys.py).
-JOURNEYS = {"step": 34, "iteration": 41, "save": 58, "load": 67, "reshard": 44, "consolidate": 44, "initialize": 107}
+JOURNEYS = {"step": 32, "iteration": 39, "save": 55, "load": 67, "reshard": 44, "consolidate": 44, "initialize": 107}
 
 
 @cache

@@ -59,10 +59,8 @@ class CheckpointPlan:
 
     def file_bytes(self, name: str, shard: int) -> int:
         """Return the bytes of a shard's file, not compressed; 0 if the shard has no rows and so no file."""
-        grid = self.grid(name)
-        if grid.shard_valid_numel(shard) == 0:
-            return 0
-        return layout_of(grid, shard, self.specs[name].dtype).file_bytes
+        layout = layout_of(self.grid(name), shard, self.specs[name].dtype)
+        return layout.file_bytes if layout.num_present else 0
 
     def layout_digest(self) -> str:
         """Return the SHA-256, hex, of all arrays and how they are cut: ranks with the same one agree on every shard.

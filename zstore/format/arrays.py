@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -76,7 +76,7 @@ class Shaped:
         """Elements of the whole tensor."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """Bytes of an element."""
         return numpy_dtype(self.dtype).itemsize
@@ -116,7 +116,7 @@ class ArraySpec(Shaped):
         if self.dims and len(self.dims) != len(self.stored_shape):
             raise ValueError(f"array {self.name!r}: {len(self.dims)} names for the extents {self.stored_shape}")
 
-    @property
+    @cached_property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape on disk: its own with `keeps_shape`; else 0-d as `[1]`, 1-D and 2-D as they are, more dims collapsed to
         `[prod(d0..dn-2), d_last]`."""
@@ -128,7 +128,7 @@ class ArraySpec(Shaped):
             return self.shape
         return (math.prod(self.shape[:-1]), self.shape[-1])
 
-    @property
+    @cached_property
     def row_extents(self) -> tuple[int, ...]:
         """Shape of a row, of which the stored shape has as many as its first extent."""
         return self.stored_shape[1:]

@@ -14,7 +14,6 @@ import numpy as np
 
 from ..errors import BudgetError, UsageError
 from ..format.arrays import Bytes
-from ..format.partition import round_up
 from .allocator import HUGE_PAGE_BYTES
 
 PAGE_BYTES = 4096
@@ -102,16 +101,18 @@ class Slabs:
 class Buffer:
     """A part of a pool: `bytes` is uint8, 1-D, page aligned. Give it back with `release()` or by a `with` block."""
 
-    def __init__(self, pool: Pool, data: Bytes, start: int) -> None:
+    def __init__(self, pool: Pool, data: Bytes, start: int, held_bytes: int) -> None:
         self.bytes = data
         self._pool: Pool | None = pool
         self._start = start
+        self._held_bytes = held_bytes
+        """Whole pages."""
 
     def release(self) -> None:
         """Give the memory back; a second call does nothing. Views of it must not be used afterwards."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool._release(self._start, self.bytes.size)
+            pool._release(self._start, self._held_bytes)
 
     def __enter__(self) -> Self:
         return self
@@ -131,7 +132,7 @@ class Pool:
     def __init__(
         self, nbytes: int, *, budget: Budget | None = None, make: Callable[[int], Bytes] | None = None
     ) -> None:
-        self.nbytes = max(round_up(nbytes, PAGE_BYTES), PAGE_BYTES)
+        self.nbytes = max(nbytes + -nbytes % PAGE_BYTES, PAGE_BYTES)
         self._budget = budget or Budget()
         self._budget.take(self.nbytes)
         self._slab = (make or make_slab)(self.nbytes)
@@ -148,12 +149,12 @@ class Pool:
 
         Raises BudgetError if it can never fit.
         """
-        self._check(nbytes)
+        wanted = self._check(nbytes)
         me = threading.Condition(self._lock)
         with self._lock:
             self._waiting.append(me)
             try:
-                while self._waiting[0] is not me or (buffer := self._take(nbytes)) is None:
+                while self._waiting[0] is not me or (buffer := self._take(nbytes, wanted)) is None:
                     me.wait()
             finally:
                 self._waiting.remove(me)
@@ -166,42 +167,42 @@ class Pool:
 
     def try_acquire(self, nbytes: int) -> Buffer | None:
         """Return a buffer of `nbytes`, or None if it would have to wait."""
-        self._check(nbytes)
+        wanted = self._check(nbytes)
         with self._lock:
-            return None if self._waiting else self._take(nbytes)
+            return None if self._waiting else self._take(nbytes, wanted)
 
-    def _check(self, nbytes: int) -> None:
+    def _check(self, nbytes: int) -> int:
+        """Return the bytes of the pages that a buffer takes."""
         if nbytes <= 0:
             raise UsageError(f"a buffer has at least one byte, got {nbytes}")
-        wanted, left = round_up(nbytes, PAGE_BYTES), self._budget.free_bytes
+        wanted, left = nbytes + -nbytes % PAGE_BYTES, self._budget.free_bytes
         if wanted > self.nbytes and left is not None and wanted > left:
             raise BudgetError(
                 f"one request needs a buffer of {wanted} bytes beside the pool of {self.nbytes}, but the host budget leaves "
                 f"{self.nbytes + left} for both: raise `host_budget_bytes`"
             )
+        return wanted
 
-    def _take(self, nbytes: int) -> Buffer | None:
-        wanted = round_up(nbytes, PAGE_BYTES)
+    def _take(self, nbytes: int, wanted: int) -> Buffer | None:
         if wanted > self.nbytes:
             if self._oversized_bytes:
                 return None
             slab = make_slab(wanted)  # first: if this fails, nothing was taken
             self._oversized_bytes = wanted
             self._count(wanted)
-            return Buffer(self, slab[:nbytes], -1)
+            return Buffer(self, slab[:nbytes], -1, wanted)
         for i, (start, size) in enumerate(self._free):
             if size >= wanted:
                 self._free[i : i + 1] = [(start + wanted, size - wanted)] if size > wanted else []
                 self._count(wanted)
-                return Buffer(self, self._slab[start : start + nbytes], start)
+                return Buffer(self, self._slab[start : start + nbytes], start, wanted)
         return None
 
     def _count(self, nbytes: int) -> None:
         self._held_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self._held_bytes)
 
-    def _release(self, start: int, nbytes: int) -> None:
-        size = round_up(nbytes, PAGE_BYTES)
+    def _release(self, start: int, size: int) -> None:
         with self._lock:
             self._held_bytes -= size
             if start < 0:

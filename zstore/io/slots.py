@@ -53,12 +53,12 @@ class Slots:
         """The transfer's offset in the file."""
         return self.layout.slot_offset(self.first) - self.head
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the transfer."""
         return self.head + len(self.at_rest) * self.layout.slot_bytes
 
-    @property
+    @cached_property
     def buffer_bytes(self) -> int:
         """Bytes that `lay_out` needs."""
         return self.nbytes - self.layout.payload_bytes * sum(memory is not None for memory in self.at_rest)
