@@ -61,7 +61,7 @@ LIMITS = {
     "arrows inside zstore": (lambda: _rooms("zstore")[1], 76),
     "floors inside zstore": (lambda: _rooms("zstore")[2], 8),
     "circles of files": (lambda: len(circles(_layout().graph(lambda name: name))), 0),
-    "class names with several meanings": (_classes_with_several_meanings, 8),
+    "class names with several meanings": (_classes_with_several_meanings, 4),
     "classes over 300 lines": (lambda: sum(lines > 300 for _, lines in _layout().classes), 17),
     "files over 500 lines": (lambda: sum(text.count("\n") > 500 for text in _layout().source.values()), 3),
     '"where" in 10,000 words of prose': (lambda: per_ten_thousand_words(_layout().prose, r"\bwhere\b"), 6),

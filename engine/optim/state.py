@@ -23,7 +23,7 @@ from zstore.store import ModeName, Stream, TensorStore, Tile
 from ..device import Scratch, Transfers, one_thread
 from ..params.record import ParameterRecord
 from ..params.sharding import GradientTypes
-from ..plan.plan import EMA, Placement
+from ..plan.plan import EMA, Places
 from .kernel import AVERAGED, FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, SlotTiles
 from .split_master import join_master, split_master
 
@@ -122,7 +122,7 @@ class OptimizerState:
         self._whole_slots: dict[str, torch.Tensor] = {}
         """By array."""
 
-    def add(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, placement: Placement) -> None:
+    def add(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, placement: Places) -> None:
         """Create the arrays of a parameter; `initial` has this rank's rows, 1-D, in the best precision there is.
 
         Rows that are in the store become its `model/` array if that belongs on their tier; else they are copied from it.
@@ -172,7 +172,7 @@ class OptimizerState:
         else:
             record.rest = self._create(record, "model", record.dtype, _fetched(tier), fill=initial)
 
-    def _add_split(self, record: ParameterRecord, initial: torch.Tensor, placement: Placement) -> None:
+    def _add_split(self, record: ParameterRecord, initial: torch.Tensor, placement: Places) -> None:
         """Let the parameter's own rows be its `model/` array, and create the arrays for its master's other bits."""
         self._add_own(record, initial, placement.parameter)
         low = self._create(record, LOW, torch.uint16, placement.state)

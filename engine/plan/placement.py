@@ -40,8 +40,8 @@ from .plan import (
     Field,
     Held,
     Need,
-    Placement,
     PlacementSettings,
+    Places,
     Plan,
     Rest,
     TensorSlot,
@@ -128,7 +128,7 @@ def fill_device(
     return replace(plan.settings, ratio=math.ceil(1000 * missing_bytes / max(more_bytes, 1)) / 1000)
 
 
-_Group = tuple[Need, Placement]
+_Group = tuple[Need, Places]
 """Parameters that share a need and are at like places."""
 
 
@@ -170,7 +170,7 @@ class _Stored:
         return run_file_bytes(self.layout, packed=packs_small and self.is_small) if self.rest == "disk" else 0
 
 
-def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterator[_Stored]:
+def _stored(need: Need, place: Places, settings: PlacementSettings) -> Iterator[_Stored]:
     """Yield everything that is kept of a parameter placed so, as `OptimizerState.add` makes it."""
 
     def one(
@@ -230,7 +230,7 @@ def _stored(need: Need, place: Placement, settings: PlacementSettings) -> Iterat
         )
 
 
-def _slots(need: Need, place: Placement) -> Iterator[_Stored]:
+def _slots(need: Need, place: Places) -> Iterator[_Stored]:
     """Yield the stored arrays of the optimizer's slots."""
     slots = [slot if isinstance(slot, TensorSlot) else TensorSlot(slot) for slot in need.slots or ()]
     plain = [slot.name for slot in slots if slot.shape is None]
@@ -244,20 +244,20 @@ def _slots(need: Need, place: Placement) -> Iterator[_Stored]:
             yield _apart(need, slot.name, grid, array.dtype, place)
 
 
-def _split_rest(need: Need, place: Placement) -> Iterator[_Stored]:
+def _split_rest(need: Need, place: Places) -> Iterator[_Stored]:
     """Yield the arrays of a split master beside the parameter."""
     ties = need.grid.packed()
     for grid, dtype in ((need.grid, "uint16"), (ties, "uint8")):
         yield _apart(need, "master", grid, dtype, place)
 
 
-def _of_own_shape(need: Need, name: str, shape: tuple[int, ...], place: Placement) -> _Stored:
+def _of_own_shape(need: Need, name: str, shape: tuple[int, ...], place: Places) -> _Stored:
     """Return a slot of another shape than the parameter's, cut over the same ranks."""
     stored_shape = ArraySpec(name=f"optimizer/{name}", shape=shape, dtype=FP32).stored_shape
     return _apart(need, name, make_grid(stored_shape, need.state_ranks), FP32, place)
 
 
-def _apart(need: Need, kind: str, grid: Grid, dtype: str, place: Placement) -> _Stored:
+def _apart(need: Need, kind: str, grid: Grid, dtype: str, place: Places) -> _Stored:
     """Return an array of the state that is cut in another way than the parameter, or has another type."""
     nbytes = grid.shard_valid_numel(need.shard) * numpy_dtype(dtype).itemsize
     # As in the store: each of these may be small although the others are not.
@@ -266,7 +266,7 @@ def _apart(need: Need, kind: str, grid: Grid, dtype: str, place: Placement) -> _
     return _Stored(kind=kind, field="state", rest=rest, nbytes=nbytes, layout=layout, reads=1, writes=1)
 
 
-def _is_own_master(need: Need, place: Placement) -> bool:
+def _is_own_master(need: Need, place: Places) -> bool:
     trained = need.slots is not None
     return trained and need.dtype == FP32 and (place.parameter != "device" or place.state == "device")
 
@@ -300,22 +300,22 @@ def _gathered_bytes(needs: Mapping[str, Need], units: Sequence[Sequence[str]]) -
 # -- fixed places, and choices ------------------------------------------------------------------------------------------
 
 
-def _least_memory(settings: PlacementSettings, need: Need, state_on_device: bool) -> Placement:
+def _least_memory(settings: PlacementSettings, need: Need, state_on_device: bool) -> Places:
     """Return the placement that keeps as little as possible in host memory."""
     if need.stays_gathered or settings.parameters == "none":
         parameter: Rest = "device"
     else:
         parameter = "host" if settings.parameters == "cpu" or need.is_small(need.dtype) else "disk"
     if need.slots is None:
-        return Placement(state=parameter, parameter=parameter, gradient="device")
+        return Places(state=parameter, parameter=parameter, gradient="device")
     if settings.optimizer == "none" or state_on_device:
-        return Placement(state="device", parameter=parameter, gradient="device")
+        return Places(state="device", parameter=parameter, gradient="device")
     state: Rest = "host" if settings.optimizer == "cpu" or need.is_small(FP32) else "disk"
     if need.whole_gradient or not settings.holds_gradients:
-        return Placement(state=state, parameter=parameter, gradient="device")
+        return Places(state=state, parameter=parameter, gradient="device")
     has_disk = "nvme" in (settings.optimizer, settings.parameters)
     gradient: Rest = "disk" if has_disk and not need.is_small(need.gradient_dtype) else "host"
-    return Placement(state=state, parameter=parameter, gradient=gradient)
+    return Places(state=state, parameter=parameter, gradient=gradient)
 
 
 def _share_on_device(needs: Mapping[str, Need], settings: PlacementSettings) -> set[str]:
@@ -371,7 +371,7 @@ def _choices(
     return _within_max_in_cpu([(name, one) for *_, name, one in choices], needs, settings)
 
 
-def _savings(need: Need, place: Placement, settings: PlacementSettings) -> Iterator[_Saving]:
+def _savings(need: Need, place: Places, settings: PlacementSettings) -> Iterator[_Saving]:
     names: tuple[Field, ...] = ("parameter", "gradient", "state")
     rates = settings.drive_rates or ALIKE
     frozen = need.slots is None
@@ -424,7 +424,7 @@ def _within_max_in_cpu(
 
 
 @cache
-def _in_memory(field: Field, place: Placement, trained: bool) -> Placement:
+def _in_memory(field: Field, place: Places, trained: bool) -> Places:
     """Return `place` with a part of it in host memory."""
     match field:
         case "parameter":
@@ -435,7 +435,7 @@ def _in_memory(field: Field, place: Placement, trained: bool) -> Placement:
             return replace(place, state="host")
 
 
-def _cost(need: Need, place: Placement, settings: PlacementSettings) -> tuple[int, Traffic]:
+def _cost(need: Need, place: Places, settings: PlacementSettings) -> tuple[int, Traffic]:
     """Return the bytes of a placement that count against the host budget, and those that a step moves to and from disk."""
     stored = list(_stored(need, place, settings))
     return sum(one.budget_bytes for one in stored), sum((one.traffic for one in stored), Traffic())

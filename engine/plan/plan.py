@@ -237,7 +237,7 @@ class PlacementSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class Places:
     """The places of one parameter's state. See [Note: placement] for the master of an fp32 parameter."""
 
     state: Rest
@@ -253,7 +253,7 @@ class Plan:
     """The places of one rank's training state, and the bytes that a step moves."""
 
     settings: PlacementSettings
-    placements: Mapping[str, Placement]
+    placements: Mapping[str, Places]
     """By parameter, in order."""
     stay_gathered: frozenset[str]
     """Parameters of which every rank has all values on its device always."""

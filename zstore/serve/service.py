@@ -12,7 +12,7 @@ from starlette.requests import Request
 from .auth import Permissions, require_token
 from .files.downloads import Downloads, Plans
 from .files.opened import RemoteSizes
-from .files.transfers import Transfers
+from .files.transfers import FileTransfers
 from .inbox.inbox import Inbox
 from .inbox.publishers import Publishers
 from .jobs import Jobs
@@ -27,7 +27,7 @@ _MOST_FILES = 32
 """Files of uploads that are read at a time, with about 2 MiB each; others wait with their connections."""
 
 
-class Streams:
+class EventStreams:
     """The tasks that answer with an event stream, which has no end of its own. Used on the event loop alone."""
 
     def __init__(self) -> None:
@@ -54,10 +54,10 @@ class Service(Library):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.access = Permissions(settings)
-        self.streams = Streams()
+        self.streams = EventStreams()
         self.metrics = Metrics()
         self.remote_sizes = RemoteSizes()
-        self.transfers = Transfers(self.memory.files_bytes)
+        self.transfers = FileTransfers(self.memory.files_bytes)
         self.downloads = Downloads(self.memory.weights_bytes)
         self.plans = Plans()
         self.jobs = Jobs(next(filter(Path.is_dir, self.runs.local_roots()), None), settings.files)

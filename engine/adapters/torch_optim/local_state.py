@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from zstore.engine.extras.whole_tensors.kernel import TensorKernel
 from zstore.engine.optim.kernel import AVERAGED, Averaging, FusedAdam, Scalars, SlotArray, TorchKernel
 from zstore.engine.optim.state import OptimizerState
-from zstore.engine.plan.plan import EMA, Placement
+from zstore.engine.plan.plan import EMA, Places
 from zstore.errors import BudgetError, UsageError
 from zstore.format import Box, model_array, optimizer_array
 from zstore.io.tensors import as_torch
@@ -112,7 +112,7 @@ class LocalState:
 
     def _add_arrays(self, record: LocalRecord, tier: Tier) -> None:
         try:
-            self.arrays.add(record, record.full, Placement(state=tier, parameter="device", gradient="device"))
+            self.arrays.add(record, record.full, Places(state=tier, parameter="device", gradient="device"))
         except BudgetError as error:
             error.add_note(
                 f'The state of {record.name!r} does not fit: raise host_budget_bytes, or give a path: device="nvme" rests all '

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from zstore.engine.plan.placement import fill_device, make_plan
-from zstore.engine.plan.plan import FP32, DriveRates, Need, Placement, PlacementSettings, Plan
+from zstore.engine.plan.plan import FP32, DriveRates, Need, PlacementSettings, Places, Plan
 from zstore.engine.plan.report import check_device, check_host, describe
 from zstore.errors import BudgetError, ConfigError
 from zstore.format.arrays import ArraySpec
@@ -360,7 +360,7 @@ ASKED = st.builds(
 )
 
 
-def expected_total(one: Need, place: Placement, holds: bool) -> int:
+def expected_total(one: Need, place: Places, holds: bool) -> int:
     """Bytes of all that is kept of a parameter, wherever it is."""
     itemsize = 4 if one.dtype == FP32 else 2
     total = (one.numel if one.stays_gathered else one.rows_numel) * itemsize

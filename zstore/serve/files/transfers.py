@@ -22,7 +22,7 @@ ZERO_COPY = "http.response.zerocopysend"
 """ASGI's extension, and the type of its message, by which the kernel sends `count` bytes of an open `file` from `offset` on."""
 
 
-class Transfers(Closing):
+class FileTransfers(Closing):
     """Files on their way to clients: the threads that read them, and how much each may hold."""
 
     def __init__(self, memory_bytes: int) -> None:

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..audit import record
 from ..auth import address_of, require_token, token_of
 from ..replies import problem
-from ..service import Service, Streams
+from ..service import EventStreams, Service
 from ..settings import Settings
 
 _log = logging.getLogger("zstore.serve")
@@ -123,7 +123,7 @@ def _audit(request: Request, status: int) -> None:
 class _Answer:
     """Gives an answer its headers, and notes one without an end of its own."""
 
-    def __init__(self, send: Send, streams: Streams) -> None:
+    def __init__(self, send: Send, streams: EventStreams) -> None:
         self._send = send
         self._streams = streams
         self._task = asyncio.current_task()  # the sender may be a separate task

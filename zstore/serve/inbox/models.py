@@ -13,18 +13,18 @@ ALIVE_S = 15 * 60.0
 """An upload counts as going on for this long after its client's last request."""
 
 
-class _Model(BaseModel):
+class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class ExtraFile(_Model):
+class ExtraFile(_Message):
     """A file at the top of a checkpoint that a program left there, such as `config.json`."""
 
     bytes: int
     sha256: str
 
 
-class KeepRules(_Model):
+class KeepRules(_Message):
     """Which checkpoints of the run stay after the commit; see `Keep`."""
 
     last: int = 1
@@ -33,7 +33,7 @@ class KeepRules(_Model):
     tags: list[str] = []
 
 
-class UploadOffer(_Model):
+class UploadOffer(_Message):
     """Body of `POST /api/uploads`."""
 
     run: str
@@ -50,7 +50,7 @@ class UploadOffer(_Model):
     keep: KeepRules | None = None
 
 
-class UploadFile(_Model):
+class UploadFile(_Message):
     """A file of an upload."""
 
     path: str
@@ -61,7 +61,7 @@ class UploadFile(_Model):
     """A committed checkpoint has a file with the same checksums: show its SHA-256 before sending it."""
 
 
-class UploadState(_Model):
+class UploadState(_Message):
     """Answer to `POST /api/uploads`, `GET /api/uploads/{id}?rank=` and `POST /api/uploads/{id}/plan`."""
 
     id: str
@@ -79,7 +79,7 @@ class UploadState(_Model):
     """Begun: metadata and manifests. Planned: those that are not whole yet, of the rank that was asked for, else of all."""
 
 
-class UploadList(_Model):
+class UploadList(_Message):
     """`GET /api/uploads?run=`: those that are not committed, of one run or all; `files` is empty."""
 
     uploads: list[UploadState]
@@ -90,19 +90,19 @@ class UploadList(_Model):
     """What a run may hold; null: any number."""
 
 
-class Claims(_Model):
+class Claims(_Message):
     """Body of `POST /api/uploads/{id}/claims`: the SHA-256 of candidates, by path."""
 
     files: dict[str, str]
 
 
-class Linked(_Model):
+class Linked(_Message):
     """Answer to it: those that need not be sent."""
 
     linked: list[str]
 
 
-class Committed(_Model):
+class Committed(_Message):
     """Answer to `POST /api/uploads/{id}/commit`."""
 
     tag: str

@@ -24,7 +24,7 @@ from ...errors import CheckpointNotFoundError
 from ..files.listing import Listing, list_place
 from ..files.opened import IsFolderError, Opened, open_local
 from ..files.ranges import Part, choose
-from ..files.transfers import ZERO_COPY, Transfers
+from ..files.transfers import ZERO_COPY, FileTransfers
 from ..files.visible import Place
 from ..service import Service, runs_of, service_of
 
@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 class FileResponse(Response):
     """Part of a file; `data` are its bytes if they were read already. Reading ends when the client has gone."""
 
-    def __init__(self, opened: Opened, part: Part, transfers: Transfers, data: bytes | None = None) -> None:
+    def __init__(self, opened: Opened, part: Part, transfers: FileTransfers, data: bytes | None = None) -> None:
         self._opened, self._part, self._transfers, self._data = opened, part, transfers, data
         self.status_code = part.status
         self.background = None
@@ -72,7 +72,7 @@ class FileResponse(Response):
 
 
 async def send_part(
-    transfers: Transfers, opened: Opened, part: Part, scope: Scope, send: Send, gone: asyncio.Task[None]
+    transfers: FileTransfers, opened: Opened, part: Part, scope: Scope, send: Send, gone: asyncio.Task[None]
 ) -> None:
     """Send bytes of a file that belong to an answer that was begun, until the client has gone."""
     async for block in transfers.blocks(opened, part, cached=ZERO_COPY in scope.get("extensions", {})):
