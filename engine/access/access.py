@@ -212,7 +212,7 @@ class Access:
                 (name, first // block, -(-stop // block)) for name, block in zip(names, moment.blocks, strict=True)
             ]
             tickets = [state.store.read(*part) for part in parts]
-            return lambda: moment.expand([as_torch(ticket.wait()) for ticket in tickets])[0]
+            return lambda: moment.dequantize([as_torch(ticket.wait()) for ticket in tickets])[0]
 
         return RankArray(record=record, name=names[0], dtype=torch.float32, begin=begin)
 
@@ -360,7 +360,7 @@ class Access:
             for tile in tiles:
                 views = [as_torch(view) for view in tile.views]
                 part = rows[tile.first : tile.stop].to(views[0].device, copy=True)
-                moment.reduce([part], views, tile.first)
+                moment.quantize([part], views, tile.first)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

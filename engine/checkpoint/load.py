@@ -264,7 +264,7 @@ class Restore:
                     if one.moment is None:
                         state.put_master(values, views)
                     else:
-                        one.moment.reduce([values.to(views[0].device, torch.float32)], views, tile.first)
+                        one.moment.quantize([values.to(views[0].device, torch.float32)], views, tile.first)
                 else:
                     _read_into(ahead, reader.array(name).spec.dtype, name, first + tile.first, views[0])
 

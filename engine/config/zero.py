@@ -211,7 +211,7 @@ class ZeroSection(Section):
     )
     enable_sanity_checks: Bool = no_effect(False, "every transfer is checked always")
     legacy_stage1: Bool = no_effect(False, "there is one implementation of all stages")
-    save_muon_momentum_buffer_in_memory: Bool = no_effect(False, "it rests where all state does: see offload_optimizer")
+    save_muon_momentum_buffer_in_memory: Bool = no_effect(False, "it is with all other state: see offload_optimizer")
     leaf_module: LeafModuleSection = LeafModuleSection()
     cpu_offload_use_pin_memory: Bool = no_effect(
         False, "without cpu_offload there is nothing to pin; with an offload section, write pin_memory there"

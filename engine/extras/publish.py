@@ -161,7 +161,7 @@ class WeightsPublisher(Extra):
             state.observer = self._changes
 
     def step_ended(self) -> None:
-        """See Extra: publish, unless the step was skipped or the next version is due later."""
+        """Publish a version, unless the step was skipped or the next one is due later."""
         self._since += self._engine.was_step_applied()
         if self._since < self._section.every:
             return

@@ -89,11 +89,11 @@ class SlotTiles:
         """Take `step` over a tile whose first element is this rank's number `first`; `views` are of the arrays."""
         step.tile(master, gradient, views)
 
-    def expand(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def dequantize(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the values of a tile of the arrays, 1-D fp32 [n] a slot; for slots stored in fp32, the views themselves."""
         return list(views)
 
-    def reduce(self, values: Sequence[torch.Tensor], views: Sequence[torch.Tensor], first: int) -> None:
+    def quantize(self, values: Sequence[torch.Tensor], views: Sequence[torch.Tensor], first: int) -> None:
         """Set a tile's `views`, whose first element is this rank's number `first`, to `values`, which may be overwritten."""
         for view, value in zip(views, values, strict=True):
             view.copy_(value)
@@ -141,7 +141,7 @@ class WholeStep:
         self._after = after
 
     def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
-        """See ParameterStep. Raises UsageError: there are no tiles of a whole tensor."""
+        """Raise UsageError: there are no tiles of a whole tensor."""
         raise UsageError("this optimizer steps whole tensors, not tiles")
 
     def scalars(self) -> Scalars:
@@ -180,7 +180,7 @@ class FusedAdam:
         return {"step": torch.tensor(scalars["step"])}
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
-        """See Kernel. Parameters that take the same step share the returned object."""
+        """Begin a step of a parameter; those that take the same step share the returned object."""
         beta1, beta2 = group["betas"]
         settings = {name: float(group[name]) for name in ("lr", "weight_decay", "eps")}
         settings |= {"beta1": float(beta1), "beta2": float(beta2)}
@@ -318,7 +318,7 @@ class TorchKernel:
         return fp32_arrays(self.slots)
 
     def initial(self) -> Scalars:
-        """See Kernel. `updates` is ours: SGD keeps no step count, and its first step is another one."""
+        """Return a count of updates, which is ours: SGD keeps none, and its first step is another one."""
         return {"updates": 0.0}
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:

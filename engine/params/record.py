@@ -136,7 +136,7 @@ class ParameterRecord:
         Raises UsageError if they are in the store.
         """
         if self.rest is not None:
-            raise UsageError(f"parameter {self.name!r} rests in the store as {self.rest!r}: read or write it there")
+            raise UsageError(f"parameter {self.name!r} is in the store as {self.rest!r}: read or write it there")
         if self.shard is not None:
             return self.shard
         first, stop = self.owned_range

@@ -25,7 +25,7 @@ def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1, notes: bo
     is one rank's; `local_ranks` ranks share the machine's drive. Without `trains` a step is a forward.
     """
     whose = "" if world_size == 1 else f" (rank 0 of {world_size}; the others hold as much or less)"
-    what = "training state rests" if trains else "parameters rest"
+    what = "training state is kept" if trains else "parameters are kept"
     lines = [f"where the {what}{whose}:", *_table(plan), *_budget(plan), *_traffic(plan, local_ranks, trains)]
     lines += [*_sent(plan, world_size), *_split(plan)]
     if notes:

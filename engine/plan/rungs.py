@@ -60,7 +60,7 @@ def advice(config: Config, world: World) -> str:
     rung = next_rung(config, world.world_size, device_is_host=world.device.type == "cpu")
     if not rung:
         return (
-            "all that may rests on disk already: lower zstore.host_budget_bytes, start fewer ranks or DataLoader workers "
+            "all that may be on disk is there already: lower zstore.host_budget_bytes, start fewer ranks or DataLoader workers "
             "on the machine, or build the model within zstore.Init"
         )
     return "set " + " and ".join(f"{key} to {json.dumps(value)}" for key, value in rung.items())

@@ -95,7 +95,7 @@ class Arrivals:
 
 
 class UnitGradients(Gradients):
-    """See [Note: gradients by unit]. `spill` keeps rows on disk; `arrived` is told each gradient that was taken."""
+    """Averages gradients by unit: see the note above. `spill` keeps rows on disk; `arrived` is told each one that was taken."""
 
     def __init__(
         self,

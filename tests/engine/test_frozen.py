@@ -223,7 +223,7 @@ def test_the_config_of_a_training_run_says_nothing(tmp_path: Path, caplog: pytes
         frozen(make_net(**BIG), config_of(tmp_path, "nvme")).close()
     first_lines = [record.getMessage().splitlines()[0] for record in caplog.records]
     # A CPU without 16-bit instructions is told of in any run.
-    assert [line for line in first_lines if "slower than in fp32" not in line] == ["where the parameters rest:"]
+    assert [line for line in first_lines if "slower than in fp32" not in line] == ["where the parameters are kept:"]
     assert "each forward reads" in caplog.text
 
 

@@ -23,7 +23,7 @@ from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
-from zstore.engine.extras.moments.codes import expand_codes, random_words, reduce_to_bf16, reduce_to_codes, word_of
+from zstore.engine.extras.moments.codes import dequantize, quantize, random_words, round_to_bf16, word_of
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError
 from zstore.format.partition import make_grid
 from zstore.testing.ranks import run_ranks
@@ -79,7 +79,7 @@ def test_codes_are_those_of_plain_python(signed: bool) -> None:
     values = values if signed else values**2
     codes = torch.empty(numel, dtype=torch.int8 if signed else torch.uint8)
     scales = torch.empty(-(-numel // block))
-    reduce_to_codes(torch.from_numpy(values.copy()), codes, scales, block, (word, 0), torch.empty(numel))
+    quantize(torch.from_numpy(values.copy()), codes, scales, block, (word, 0), torch.empty(numel))
     noise = [((int(w) & 0xFFFF) + 0.5) / 2**16 for w in random_words()[word : word + numel]]
     wanted, wanted_scales = reference(values.tolist(), signed, block, noise)
     np.testing.assert_allclose(scales.numpy(), wanted_scales, rtol=2e-7)
@@ -89,7 +89,7 @@ def test_codes_are_those_of_plain_python(signed: bool) -> None:
     assert np.count_nonzero(apart) <= 1
     numbers = np.array(SIGNED if signed else POSITIVE)
     expected = np.sign(codes.numpy()) * numbers[np.abs(codes.numpy().astype(int))] if signed else numbers[codes.numpy()]
-    found = expand_codes(codes, scales, block, torch.empty(numel), torch.empty(numel)).numpy()
+    found = dequantize(codes, scales, block, torch.empty(numel), torch.empty(numel)).numpy()
     np.testing.assert_allclose(found, expected * np.repeat(scales.numpy(), block)[:numel], rtol=2e-7)
     assert (found[16:32] == 0).all()
     if not signed:
@@ -105,16 +105,16 @@ def test_rounding_is_fair_and_close() -> None:
         for number in range(600):
             codes = torch.empty(16, dtype=torch.int8 if signed else torch.uint8)
             scales = torch.empty(1)
-            reduce_to_codes(given.clone(), codes, scales, 16, (word_of("w", number), 1), torch.empty(16))
-            total += expand_codes(codes, scales, 16, torch.empty(16), torch.empty(16))
+            quantize(given.clone(), codes, scales, 16, (word_of("w", number), 1), torch.empty(16))
+            total += dequantize(codes, scales, 16, torch.empty(16), torch.empty(16))
         apart = (total / 600 - given).abs() / (given.abs() + 2**-8 * signed)
         assert apart.max() < 0.006
-        one = expand_codes(codes, scales, 16, torch.empty(16), torch.empty(16))
+        one = dequantize(codes, scales, 16, torch.empty(16), torch.empty(16))
         assert ((one - given).abs() <= (given.abs() + 2**-8 * signed) / 16).all()
     total = torch.zeros(16)
     for number in range(600):
         out = torch.empty(16, dtype=torch.bfloat16)
-        reduce_to_bf16(values.clone(), out, (word_of("w", number), 0))
+        round_to_bf16(values.clone(), out, (word_of("w", number), 0))
         assert ((out.float() - values).abs() <= values.abs() * 2**-7).all()
         total += out.float()
     assert ((total / 600 - values).abs() / values.abs()).max() < 8e-4

@@ -234,7 +234,7 @@ def test_memory_is_changed_in_place(store: TensorStore, tier: str) -> None:
 
 def test_what_is_on_disk_cannot_be_changed_in_memory(store: TensorStore) -> None:
     create(store, "disk", name="model/w")
-    with pytest.raises(UsageError, match="array 'model/w' rests on tier 'disk'"), store.changing(["model/w"]):
+    with pytest.raises(UsageError, match="array 'model/w' is on tier 'disk'"), store.changing(["model/w"]):
         pass
 
 

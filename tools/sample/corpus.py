@@ -92,7 +92,6 @@ class Corpus(Text):
             )
 
     def sample(self, number: int, seq_len: int, seed: int) -> tuple[Tensor, Tensor]:
-        """See `Text.sample`: bytes are tokens."""
         self.require(seq_len)
         start = start_of(number, seed, self.num_bytes - seq_len + 1)
         ids = torch.from_numpy(np.frombuffer(self.read(start, seq_len), dtype=np.uint8).astype(np.int64))

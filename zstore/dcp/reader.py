@@ -102,7 +102,7 @@ class Reader(StorageReader):
         return Metadata(entries, planner_data=paths, storage_meta=ids, version=CURRENT_DCP_VERSION)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """See `StorageReader` (all ranks)."""
+        """Keep nothing: the checkpoint is open (all ranks)."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Refuse pickles that are not trusted (all ranks)."""
@@ -116,7 +116,7 @@ class Reader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """See `StorageReader` (rank 0)."""
+        """Leave the plans as they are: each rank reads its own (rank 0)."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -114,15 +114,12 @@ class PinnedTensor(torch.Tensor):
         return len(self._pins) == len(self._items)
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """See `torch.distributed.checkpoint`."""
         return [replace(item, index=replace(item.index, fqn=fqn)) for item in self._items]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """See `torch.distributed.checkpoint`."""
         return [item.tensor_data.chunk for item in self._items if item.tensor_data is not None]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Resting:
-        """See `torch.distributed.checkpoint`."""
         return _Pinned(self._pins[_place(index)])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -137,7 +134,7 @@ class PinnedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            "a tensor that rests in a store of this process cannot be saved by another process: leave out "
+            "a tensor in a store of this process cannot be saved by another process: leave out "
             "async_checkpointer_type=AsyncCheckpointerType.PROCESS"
         )
 

@@ -96,7 +96,7 @@ class Writer(StorageWriter):
             self._place = CheckpointPlace.of(checkpoint_id, self._storage_options, versions=self._versions)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """See `StorageWriter` (all ranks)."""
+        """Give up a save that did not end, and complete this one if the program ends (all ranks)."""
         self._give_up()
         complete_at_the_end(self._title)
         if not kwargs.get("use_collectives", True):

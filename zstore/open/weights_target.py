@@ -95,7 +95,7 @@ class ServiceVersions(WeightsTarget):
         self._held.push(lambda *_: self._place.close())
 
     def begin(self) -> None:
-        """See `WeightsTarget.begin`. The place is asked for again before it is let go: nobody else gets it in between."""
+        """Begin the next version. The place is asked for again before it is let go: nobody else gets it in between."""
         former, self._place = self._place, ExitStack()
         with former:
             self._place.enter_context(self._service.connection.held("POST", self._path()))

@@ -78,7 +78,7 @@ class ServiceFolder(UrlFolder):
         return int(found)
 
     def entries(self) -> Entries:
-        """See `Folder.entries`. Raises CheckpointNotFoundError, with the runs that are there, for a run that is not."""
+        """Return its folders and files. Raises CheckpointNotFoundError, with the runs that are there, for a run that is not."""
         if not self.url.run:
             raise FileNotFoundError(f"{self.location} is no folder: name one of its runs")
         listing = self._list("", "")

@@ -65,7 +65,7 @@ class UrlFolder(Folder):
         return data
 
     def check_file(self, file: str) -> None:
-        """See `Folder.check_file`."""
+        """Do nothing: there are no links behind a URL."""
 
     def read_all(self, files: Sequence[str]) -> list[bytes | Exception]:
         """Read them, many at a time."""

@@ -148,7 +148,7 @@ class TensorStore(Closing):
         None: in none, and nobody may use it until it has memory again. Raises UsageError as `rename` does."""
         tier = self._at_rest(name)
         if not isinstance(tier, DeviceTier):
-            raise UsageError(f"array {name!r} rests on tier {tier.name!r}, which makes its own memory")
+            raise UsageError(f"array {name!r} is on tier {tier.name!r}, which makes its own memory")
         tier.change_memory(name, memory)
 
     def remove(self, name: str) -> None:
@@ -362,7 +362,7 @@ class TensorStore(Closing):
     def _memory_tier(self, name: str) -> MemoryTier:
         tier = self._tiers[self.local(name).spec.name]
         if not isinstance(tier, MemoryTier):
-            raise UsageError(f"array {name!r} rests on tier {tier.name!r}, not in memory: use `stream` or `write`")
+            raise UsageError(f"array {name!r} is on tier {tier.name!r}, not in memory: use `stream` or `write`")
         return tier
 
     @contextlib.contextmanager

@@ -75,22 +75,22 @@ class Accelerator(PreparingAccelerator):
     # -- the loop's own collectives, which fail on every rank as the engine's do ------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """See accelerate's (all ranks)."""
+        """Return the tensors of all ranks, one after the other (all ranks)."""
         with self._collective("gather"):
             return super().gather(tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """See accelerate's (all ranks)."""
+        """Return the sum or the mean over the ranks (all ranks)."""
         with self._collective("reduce"):
             return super().reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """See accelerate's (all ranks)."""
+        """Return tensors padded to the longest of any rank (all ranks)."""
         with self._collective("pad_across_processes"):
             return super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def wait_for_everyone(self) -> None:
-        """See accelerate's (all ranks)."""
+        """Wait until every rank is here (all ranks)."""
         with self._collective("wait_for_everyone"):
             super().wait_for_everyone()
 

@@ -338,7 +338,6 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def _carry_out(engine: weakref.ref[Engine], action: str) -> str | None:
-    """See `Engine.take_requests`."""
     found = engine()
     return None if found is None else found.carry_out(action, save_latest=False)
 

@@ -244,7 +244,7 @@ class DeepSpeedEngine(Engine):
                 mark(record.parameter, status, rows.detach())
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """See `zstore.engine.Engine.step`. Raises UsageError for `lr_kwargs`."""
+        """Take an optimizer step, as `Engine.step` does. Raises UsageError for `lr_kwargs`."""
         if lr_kwargs:
             raise UsageError("engine.step(lr_kwargs=...): schedules take no arguments; leave it out")
         if self._coalesces:
@@ -302,7 +302,7 @@ class DeepSpeedEngine(Engine):
         custom_load_fn: Any = None,
         **options: Any,
     ) -> tuple[str | None, dict[str, Any]]:
-        """See `zstore.engine.Engine.load_checkpoint`. Raises UsageError for `custom_load_fn`."""
+        """Load a checkpoint, as `Engine.load_checkpoint` does. Raises UsageError for `custom_load_fn`."""
         if custom_load_fn is not None:
             raise UsageError(
                 "engine.load_checkpoint(custom_load_fn=...): tensors are read by name; pass names={...} for those that the "

@@ -41,18 +41,18 @@ class SparsityConfig:
 
 
 class DenseSparsityConfig(SparsityConfig):
-    """See zstore.attention.Dense."""
+    """DeepSpeed's arguments of `zstore.attention.Dense`."""
 
 
 class FixedSparsityConfig(SparsityConfig):
-    """See zstore.attention.Fixed."""
+    """DeepSpeed's arguments of `zstore.attention.Fixed`."""
 
     mode = "fixed"
     order = f"{_FIRST} num_local_blocks num_global_blocks attention horizontal_global_attention num_different_global_patterns"
 
 
 class VariableSparsityConfig(SparsityConfig):
-    """See zstore.attention.Variable."""
+    """DeepSpeed's arguments of `zstore.attention.Variable`."""
 
     mode = "variable"
     order = (
@@ -62,14 +62,14 @@ class VariableSparsityConfig(SparsityConfig):
 
 
 class BigBirdSparsityConfig(SparsityConfig):
-    """See zstore.attention.BigBird."""
+    """DeepSpeed's arguments of `zstore.attention.BigBird`."""
 
     mode = "bigbird"
     order = f"{_FIRST} num_random_blocks num_sliding_window_blocks num_global_blocks attention"
 
 
 class BSLongformerSparsityConfig(SparsityConfig):
-    """See zstore.attention.BSLongformer."""
+    """DeepSpeed's arguments of `zstore.attention.BSLongformer`."""
 
     mode = "bslongformer"
     order = f"{_FIRST} num_sliding_window_blocks global_block_indices global_block_end_indices attention"

@@ -12,11 +12,11 @@ from .strategy import EngineStrategy, register
 
 
 class ZstorePrecision(EnginePrecision, Precision):  # type: ignore[misc]
-    """See EnginePrecision."""
+    """EnginePrecision for `pytorch_lightning`."""
 
 
 class ZstoreStrategy(EngineStrategy, DDPStrategy):  # type: ignore[misc]
-    """See EngineStrategy."""
+    """EngineStrategy for `pytorch_lightning`."""
 
     library = "pytorch_lightning"
     precision_class: Any = ZstorePrecision

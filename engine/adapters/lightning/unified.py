@@ -12,11 +12,11 @@ from .strategy import EngineStrategy, register
 
 
 class ZstorePrecision(EnginePrecision, Precision):  # type: ignore[misc]
-    """See EnginePrecision."""
+    """EnginePrecision for `lightning`."""
 
 
 class ZstoreStrategy(EngineStrategy, DDPStrategy):  # type: ignore[misc]
-    """See EngineStrategy."""
+    """EngineStrategy for `lightning`."""
 
     library = "lightning.pytorch"
     precision_class: Any = ZstorePrecision

@@ -41,7 +41,7 @@ def check_numbers(nbytes: Any, ema: Any) -> None:
 def check_settings(device: str, path: Any, overlap: str, max_grad_norm: float | None) -> None:
     """Raise UsageError for invalid settings, alone or together."""
     if device not in ("nvme", "cpu"):
-        raise UsageError(f'device: expected "nvme" or "cpu", where the state rests, got {device!r}')
+        raise UsageError(f'device: expected "nvme" or "cpu", where the state is kept, got {device!r}')
     if device == "nvme" and path is None:
         raise UsageError('device="nvme" needs a path: give an existing folder on the drive to use')
     if path is not None and not Path(path).is_dir():

@@ -107,7 +107,7 @@ def _array(entry: str, part: str | None, tensor: torch.Tensor, numel: int, block
 
 
 class BlockKernel:
-    """See [Note: state in blocks]. The state of a parameter that was never updated must be zeros, and step counts 0."""
+    """Steps a class that keeps state in blocks; that of a parameter that was never updated must be zeros, and its counts 0."""
 
     def __init__(self, kind: type[torch.optim.Optimizer], settings: Mapping[str, Any], blocks: Blocks) -> None:
         self._kind = kind

@@ -115,7 +115,7 @@ class LocalState:
             self.arrays.add(record, record.full, Places(state=tier, parameter="device", gradient="device"))
         except BudgetError as error:
             error.add_note(
-                f'The state of {record.name!r} does not fit: raise host_budget_bytes, or give a path: device="nvme" rests all '
+                f'The state of {record.name!r} does not fit: raise host_budget_bytes, or give a path: device="nvme" keeps all '
                 'state on disk, device="cpu" what the budget has no room for.'
             )
             raise

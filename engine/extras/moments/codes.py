@@ -17,7 +17,7 @@ _NOISE_BITS = 16
 _ABOVE_ZERO = 2.0**-8
 
 
-def expand_codes(
+def dequantize(
     codes: torch.Tensor, scales: torch.Tensor, block: int, out: torch.Tensor, room: torch.Tensor
 ) -> torch.Tensor:
     """Set `out`, fp32, to the values of `codes`, 1-D, with a scale for each `block` of them, and return it.
@@ -37,7 +37,7 @@ Noise = tuple[int, int]
 """The place of the first value's random word in the table, and which half of the words is meant, 0 or 1."""
 
 
-def reduce_to_codes(
+def quantize(
     values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block: int, noise: Noise, room: torch.Tensor
 ) -> None:
     """Set `codes` and `scales` to those of `values`, 1-D fp32, which are overwritten, as is `room`, scratch memory like
@@ -62,7 +62,7 @@ def reduce_to_codes(
     codes.copy_(bits)
 
 
-def reduce_to_bf16(values: torch.Tensor, out: torch.Tensor, noise: Noise) -> None:
+def round_to_bf16(values: torch.Tensor, out: torch.Tensor, noise: Noise) -> None:
     """Set `out` to `values`, 1-D fp32, which are overwritten."""
     bits, (word, half) = values.view(torch.int32), noise
     bits.add_(_noise(values.device, half, None)[word : word + values.numel()])

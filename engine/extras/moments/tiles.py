@@ -21,7 +21,7 @@ from zstore.errors import UsageError
 from ...config.config import Config
 from ...device import Scratch
 from ...optim.kernel import Kernel, ParameterStep, SlotArray, SlotCodec, SlotTiles
-from .codes import NUM_WORDS, expand_codes, reduce_to_bf16, reduce_to_codes, word_of
+from .codes import NUM_WORDS, dequantize, quantize, round_to_bf16, word_of
 
 _PIECE_NUMEL = 1 << 16
 """Elements that are in fp32 at a time, if the processor updates them: they stay in its cache."""
@@ -94,14 +94,14 @@ class MomentTiles(SlotTiles):
         for begin in range(0, master.numel(), piece):
             stop = min(begin + piece, master.numel())
             parts = [view[begin // n : -(-stop // n)] for view, n in zip(views, self.blocks, strict=True)]
-            values = self._expand(parts, self._scratch)
+            values = self._dequantize(parts, self._scratch)
             step.tile(master[begin:stop], gradient[begin:stop], values)
-            self.reduce(values, parts, first + begin)
+            self.quantize(values, parts, first + begin)
 
-    def expand(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self._expand(views, Scratch())
+    def dequantize(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self._dequantize(views, Scratch())
 
-    def _expand(self, views: Sequence[torch.Tensor], scratch: Scratch) -> list[torch.Tensor]:
+    def _dequantize(self, views: Sequence[torch.Tensor], scratch: Scratch) -> list[torch.Tensor]:
         values: list[torch.Tensor] = []
         for number, (slot, view, scales) in enumerate(self._slots(views)):
             if view.dtype == torch.float32:
@@ -111,11 +111,11 @@ class MomentTiles(SlotTiles):
             if scales is None:
                 value.copy_(view)
             else:
-                expand_codes(view, scales, slot.block, value, scratch.take("codes", view, torch.float32))
+                dequantize(view, scales, slot.block, value, scratch.take("codes", view, torch.float32))
             values.append(value)
         return values
 
-    def reduce(self, values: Sequence[torch.Tensor], views: Sequence[torch.Tensor], first: int) -> None:
+    def quantize(self, values: Sequence[torch.Tensor], views: Sequence[torch.Tensor], first: int) -> None:
         for number, (value, (slot, view, scales)) in enumerate(zip(values, self._slots(views), strict=True)):
             if view.dtype == torch.float32:
                 if value is not view:
@@ -125,11 +125,11 @@ class MomentTiles(SlotTiles):
                 stop = min(begin + NUM_WORDS, value.numel())
                 noise = ((self._start + first + begin) % NUM_WORDS, number % 2)
                 if scales is None:
-                    reduce_to_bf16(value[begin:stop], view[begin:stop], noise)
+                    round_to_bf16(value[begin:stop], view[begin:stop], noise)
                 else:
                     part = scales[begin // slot.block : -(-stop // slot.block)]
                     room = self._scratch.take("codes", view, torch.float32, stop - begin)
-                    reduce_to_codes(value[begin:stop], view[begin:stop], part, slot.block, noise, room)
+                    quantize(value[begin:stop], view[begin:stop], part, slot.block, noise, room)
 
     def _slots(self, views: Sequence[torch.Tensor]) -> Iterator[tuple[SlotArray, torch.Tensor, torch.Tensor | None]]:
         """Yield each slot with its view and that of its scales; of one with scales the slot is theirs."""

@@ -33,7 +33,7 @@ class AdamRule:
         self._warm_up = WarmUp()
 
     def initial(self) -> dict[str, float]:
-        """See Rule. `frozen_at` is the number of updates that the frozen variance has seen."""
+        """Return the scalars: `frozen_at` is the number of updates that the frozen variance has seen."""
         return {"step": 0.0, "frozen_at": 0.0}
 
     def phase(self, group: Mapping[str, Any], step: int) -> Phase:

@@ -35,7 +35,7 @@ class LambRule:
     own_slots: tuple[str, ...] = ()
 
     def initial(self) -> dict[str, float]:
-        """See Rule. `frozen_at` is the number of updates that the frozen variance has seen."""
+        """Return the scalars: `frozen_at` is the number of updates that the frozen variance has seen."""
         return {"step": 0.0, "frozen_at": 0.0, "lamb_coeff_freeze": 0.0, "last_factor": 1.0}
 
     def phase(self, group: Mapping[str, Any], step: int) -> Phase:

@@ -41,7 +41,7 @@ class ZeroOneRule:
         self._warm_up = WarmUp()
 
     def initial(self) -> dict[str, float]:
-        """See Rule. `variance_updates` counts those of the variance, `rates` is the sum since the ranks met."""
+        """Return the scalars: `variance_updates` counts those of the variance, `rates` is their sum since the ranks met."""
         return {"step": 0.0, "variance_updates": 0.0, "rates": 0.0}
 
     def phase(self, group: Mapping[str, Any], step: int) -> Phase:
@@ -54,8 +54,8 @@ class ZeroOneRule:
     def update(
         self, group: Mapping[str, Any], state: TensorState, gradient: torch.Tensor, compressed: Compressed
     ) -> None:
-        """See Rule. `anchor` is the same on every rank after every update; the master follows from it and from the rank's own
-        slots."""
+        """Change a tensor. `anchor` is the same on every rank after every update; the master follows from it and from the
+        rank's own slots."""
         scalars = state.scalars
         if scalars["variance_updates"] == 0:  # the state of an Adam, whose variance is of every update
             scalars["variance_updates"] = scalars["step"]

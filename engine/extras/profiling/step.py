@@ -55,7 +55,7 @@ class StepProfile(Extra):
         self._profiler.micro_batch_size = training.accumulation.batch.micro_batch_size
 
     def step_ended(self) -> None:
-        """See Extra: report the profile."""
+        """Report the profile of the step, if it is the one to profile."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             self._is_ahead, section = False, self._section

@@ -149,7 +149,7 @@ class TensorStep(Stepper):
                 values = [state.take_master(views[:num_master])] if num_master else []
                 slots = views[num_master:]
                 if num_master:
-                    slots = state.slot_tiles(record, 0).expand(slots)
+                    slots = state.slot_tiles(record, 0).dequantize(slots)
                 for target, one in zip(targets, [*values, *slots], strict=True):
                     state.transfers.copy_into(target[tile.first : tile.stop], one)
 
@@ -224,7 +224,7 @@ class TensorStep(Stepper):
                 state.put_master(values[0], views[:num_master])
                 if not state.codec.is_plain:
                     there = [one.to(views[num_master].device) for one in values[1:]]
-                    state.slot_tiles(record, number).reduce(there, views[num_master : len(names)], tile.first)
+                    state.slot_tiles(record, number).quantize(there, views[num_master : len(names)], tile.first)
                 else:
                     for view, one in zip(views[num_master:], values[1:], strict=False):
                         state.transfers.copy_into(view, one)

@@ -248,7 +248,7 @@ def test_the_plan_is_printed_once_and_its_notes_with_dump_state_alone(
 ) -> None:
     with caplog.at_level(logging.INFO, logger="zstore"):
         run(make_config(str(tmp_path)) | {"dump_state": dump_state}, steps=1)
-    printed = [record.message for record in caplog.records if "where the training state rests" in record.message]
+    printed = [record.message for record in caplog.records if "where the training state is kept" in record.message]
     assert len(printed) == 1
     assert "disk" in printed[0]
     for note in ("TB written", "with padding", "not in this table"):

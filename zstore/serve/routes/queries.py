@@ -110,7 +110,7 @@ OPERATIONS = (
     Operation(path="/api", summary="The service, and what it allows", answer=ServiceInfo, handle=_info),
     Operation(path="/api/runs", summary="Runs in short", answer=RunList, handle=_runs, parameters=(_SEARCH,)),
     _of_run("", "A run: its sessions, saves and warnings", RunDetail, views.run_detail, parameters=_PAGE),
-    _of_run("/placement", "Where every byte of a run rests", Placement, views.run_placement),
+    _of_run("/placement", "The tier of every byte of a run", Placement, views.run_placement),
     _of_run("/steps", "Steps of a run as columns", Steps, views.run_steps, parameters=_STEPS),
     _of_run("/checkpoints", "Checkpoints of a run, the oldest first", CheckpointList, views.list_checkpoints),
     _of_run(f"{_CHECKPOINT}/arrays", "Arrays of a checkpoint, in natural order", ArrayList, list_arrays),
