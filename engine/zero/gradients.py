@@ -16,7 +16,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from zstore.errors import UsageError, listed
-from zstore.ranks.world import World
+from zstore.ranks.world import World, on_device
 
 from ..params.record import ParameterRecord
 from ..params.sharding import GradientTypes, add_in, is_narrower
@@ -475,7 +475,7 @@ def agree_any(world: World, flags: Sequence[bool]) -> list[bool]:
     """Return for each flag whether any rank has it set (all ranks)."""
     if world.world_size == 1 or not flags:
         return list(flags)
-    mine = torch.tensor(flags, dtype=torch.uint8, device=world.device)
+    mine = on_device(flags, torch.uint8, world.device)
     everyone = torch.empty(world.world_size * len(flags), dtype=torch.uint8, device=world.device)
     world.all_gather(everyone, mine, kind="control")
     return [bool(flag) for flag in everyone.view(world.world_size, -1).amax(dim=0).tolist()]

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from zstore.ranks.world import World
+from zstore.ranks.world import World, on_device
 
 from ..device import Copy, Scratch, Transfers, one_thread, side_by_side, threads_for, tile_numel
 from ..params.record import ParameterRecord
@@ -176,7 +176,7 @@ def sums_over_ranks(
     found = [[next(sums) if isinstance(one, torch.Tensor) else one for one in shards] for shards in cut]
     if not sharded:  # every rank has all rows
         return dict(zip(here, found, strict=True))
-    mine = torch.tensor([shards[0] for shards in found], dtype=torch.float64, device=world.device)
+    mine = on_device([shards[0] for shards in found], torch.float64, world.device)
     everyone = torch.empty(world.world_size * len(here), dtype=torch.float64, device=world.device)
     world.all_gather(everyone, mine, kind="control")
     # Of rank r of copy c: shard r copies + c.

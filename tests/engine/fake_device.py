@@ -17,6 +17,7 @@ to the device, or the "event" that a copy comes after.
 from __future__ import annotations
 
 import threading
+import traceback
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -94,6 +95,9 @@ class FakeDevice:
         """Copies that the host waited for, by their direction."""
         self.main_waits = 0
         """Those that the main thread waited for."""
+        self.syncs: set[str] = set()
+        """Operations on device memory that wait for the device, by the rules of `torch.cuda.set_sync_debug_mode`: each with the
+        project's file that asked for it."""
         self.allocations = 0
         """Pieces of host memory that were registered or made."""
         self.pinned_peak_bytes = 0
@@ -271,6 +275,12 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         host = [self._device.is_host(tensor) for tensor in wide]
         if any(host) and not all(host):
             raise HandOverError(f"{func} got tensors of the host and of the device")
+        if wide and not any(host) and _waits(func, args):
+            asked = [
+                "a test",
+                *(each.filename for each in traceback.extract_stack() if "zstore/engine" in each.filename),
+            ]
+            self._device.syncs.add(f"{func.overloadpacket.__name__} in {asked[-1].rpartition('/')[2]}")
         result = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if any(host):
@@ -281,6 +291,14 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not _is_view(func):
             self._device.touch(tensors, written)
         return result
+
+
+def _waits(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether the host needs values, or their number, to go on."""
+    name = func.overloadpacket.__name__
+    if name in ("index", "index_put", "index_put_"):
+        return any(one is not None and one.dtype == torch.bool for one in args[1])
+    return name in ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "unique_dim", "_unique2")
 
 
 def _is_view(func: Any) -> bool:

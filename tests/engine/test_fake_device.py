@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -134,6 +135,7 @@ def test_the_main_thread_waits_for_no_copy_in_forward_and_backward_and_no_host_m
         waits: list[int] = []
         monkeypatch.setattr(gradients, "end_backward", lambda: (waits.append(device.main_waits), end_backward()))
         for number in range(5):
+            device.syncs.clear()
             before = device.main_waits
             loss = engine(*batch(number, 0, 0))
             is_over.clear()
@@ -143,9 +145,20 @@ def test_the_main_thread_waits_for_no_copy_in_forward_and_backward_and_no_host_m
             engine.training_state.pending.complete()
             found.append((waits[-1] - before, device.allocations))
     assert [wait for wait, _ in found] == [0] * 5
+    # The norm's look is of other operations here; changes through .data are looked for where the update is in step().
+    assert device.syncs <= {"equal in guard.py"}
     allocations = [allocations for _, allocations in found[1:]]
     # How far a speculative update comes, and so which tiles follow each other, is another in every step.
     assert allocations[-1] - allocations[0] <= (12 if mode == "speculative" else 0)
+
+
+def test_no_step_makes_tensors_of_numbers_on_the_device() -> None:
+    """Which is a copy from pageable memory, for which the host waits."""
+    top = Path(__file__).parents[2]
+    folders = [top / name for name in ("engine/zero", "engine/optim", "engine/extras", "zstore/ranks")]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    found = [file.name for file in files if re.search(r"torch\.tensor\(.*device=", file.read_text())]
+    assert found == ["sharded_gradient.py"]  # which the loop asks for
 
 
 def test_as_much_host_memory_is_pinned_as_planned() -> None:

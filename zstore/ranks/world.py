@@ -18,7 +18,7 @@ import json
 import os
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +39,12 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from .comms_log import CommsLog
+
+
+def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return values, 1-D, on the device, for which the host does not wait."""
+    here = torch.tensor(values, dtype=dtype)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
 
 @dataclass(kw_only=True)
@@ -261,7 +267,7 @@ class World:
             return [value]
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
         sizes = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
-        self.all_gather(sizes, torch.tensor([data.numel()], device=self.device), kind="control")
+        self.all_gather(sizes, on_device([data.numel()], torch.int64, self.device), kind="control")
         longest = int(sizes.max())
         mine = torch.zeros(longest, dtype=torch.uint8, device=self.device)
         mine[: data.numel()] = data

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from zstore.format import round_up
+from zstore.ranks.world import on_device
 
 SIGNS_PER_BYTE = 8
 SCALE_BYTES = 4
@@ -33,9 +34,9 @@ def encode(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
     `counts` elements of each row count for its scale; behind them there are zeros.
     """
     bits = (rows >= 0).view(rows.shape[0], -1, SIGNS_PER_BYTE).to(torch.uint8)
-    weights = torch.tensor([1 << bit for bit in range(SIGNS_PER_BYTE)], dtype=torch.uint8, device=rows.device)
-    signs = (bits * weights).sum(dim=2, dtype=torch.uint8)
-    numbers = torch.tensor([max(count, 1) for count in counts], dtype=torch.float32, device=rows.device)
+    shifts = torch.arange(SIGNS_PER_BYTE, dtype=torch.uint8, device=rows.device)
+    signs = (bits << shifts).sum(dim=2, dtype=torch.uint8)
+    numbers = on_device([max(count, 1) for count in counts], torch.float32, rows.device)
     scales = rows.abs().sum(dim=1) / numbers
     return torch.cat([signs, scales.view(-1, 1).view(torch.uint8)], dim=1)
 

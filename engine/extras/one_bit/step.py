@@ -89,7 +89,7 @@ class OneBitStep(Stepper):
         is not finite if one is not (all ranks)."""
         if self._world.world_size == 1 or all(phase == "exact" for phase in self._phases.values()):
             return norm
-        mine = torch.tensor([norm], dtype=torch.float64, device=self._world.device)
+        mine = torch.full((1,), norm, dtype=torch.float64, device=self._world.device)
         everyone = torch.empty(self._world.world_size, dtype=torch.float64, device=self._world.device)
         self._world.all_gather(everyone, mine, kind="control")
         return math.sqrt(float(everyone.square().mean())) if bool(everyone.isfinite().all()) else math.nan
