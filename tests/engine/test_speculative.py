@@ -208,15 +208,15 @@ def test_copies_keep_within_the_host_budget(nvme: Path) -> None:
     for budget_bytes in (5_000_000, 100_000_000):
         own = {"step_overlap": "speculative", "host_budget_bytes": budget_bytes}
         with _engine(nvme, zstore=own) as engine:
+            before = engine.statistics().updated_in_backward
             for _ in range(2):
                 _backward(engine)
                 engine.step()
             budget = engine.training_state.state.store.budget
             assert budget.used_bytes <= budget_bytes
-            counted.append(engine.statistics().updated_in_backward)
+            counted.append(engine.statistics().updated_in_backward - before)
             assert state_of(engine) == expected(3)
-    parameters = len(list(make_model().parameters()))
-    assert counted[0] < counted[1] <= 3 * parameters
+    assert 0 < counted[0] < counted[1]
 
 
 def test_nothing_is_kept_when_the_step_is_over(nvme: Path) -> None:

@@ -15,8 +15,8 @@ from tests.engine.runs import make_config, start
 from zstore.engine.device import Streams
 from zstore.format.arrays import ArraySpec, Bytes
 from zstore.format.partition import make_grid
-from zstore.io import Workers, make_slab
-from zstore.io.pinning import PinnedSlabs, Rooms
+from zstore.io import Rooms, Workers, make_slab
+from zstore.io.pinning import PinnedSlabs
 from zstore.store import StoreOptions, TensorStore
 from zstore.testing.ranks import run_ranks
 

@@ -1,12 +1,12 @@
 """Bytes between memory and drives: threads, buffers, shard files. The names below are public, for code built on the store."""
 
 from .allocator import HUGE_PAGE_BYTES, advise_huge_pages, map_large_blocks, return_free_memory
-from .buffers import PAGE_BYTES, Pool, make_slab
+from .buffers import PAGE_BYTES, Pool, Rooms, make_slab
 from .files import Files, NewFile, OpenFile, UnsyncedFiles
 from .flush import Flush
 from .hostmemory import HostMemory, count_memory_kills, most_resident_bytes, read_host_memory, resident_bytes
 from .links import LinkCounters, LinkStatistics, total_of_links
-from .pinning import PinnedSlabs, Rooms
+from .pinning import PinnedSlabs
 from .pool import Workers, helpful_threads, num_cores, run_in_thread
 from .queue import Priority, Ticket
 from .shards import (

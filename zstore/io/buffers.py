@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -96,6 +97,26 @@ class Slabs:
         """Take a slab back."""
         with self._lock:
             self._free.append(slab)
+
+
+class Rooms:
+    """Memory that `make` made, used again once nobody has an array or a tensor over it any more. Any thread may take some."""
+
+    def __init__(self, make: Callable[[int], Bytes]) -> None:
+        self._make = make
+        self._free: defaultdict[tuple[str, int], list[Bytes]] = defaultdict(list)
+        """By what it was for, and size."""
+
+    def take(self, nbytes: int, what: str = "") -> Bytes:
+        """Return `nbytes` of undefined values, page aligned, that were used for the same thing before."""
+        free = self._free[what, nbytes]
+        try:
+            slab = free.pop()
+        except IndexError:
+            slab = self._make(nbytes)
+        room = slab[:]
+        weakref.finalize(room, free.append, slab).atexit = False
+        return room
 
 
 class Buffer:

@@ -7,8 +7,6 @@ import ctypes
 import mmap
 import threading
 import weakref
-from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -77,26 +75,6 @@ class PinnedSlabs:
         with self._lock:
             for address in list(self._registered):
                 self._release(address)
-
-
-class Rooms:
-    """Memory that `make` made, used again once nobody has an array or a tensor over it any more. Any thread may take some."""
-
-    def __init__(self, make: Callable[[int], Bytes]) -> None:
-        self._make = make
-        self._free: defaultdict[tuple[str, int], list[Bytes]] = defaultdict(list)
-        """By what it was for, and size."""
-
-    def take(self, nbytes: int, what: str = "") -> Bytes:
-        """Return `nbytes` of undefined values, page aligned, that were used for the same thing before."""
-        free = self._free[what, nbytes]
-        try:
-            slab = free.pop()
-        except IndexError:
-            slab = self._make(nbytes)
-        room = slab[:]
-        weakref.finalize(room, free.append, slab).atexit = False
-        return room
 
 
 def _let_forks_have(address: int, nbytes: int, shared: bool) -> None:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec, numpy_dtype
 from ..format.partition import Grid
-from ..io.buffers import Budget, Pool, make_slab
+from ..io.buffers import Budget, Pool, Rooms, make_slab
 from ..io.closing import Closing
 from ..io.files import Files
 from ..io.links import LinkCounters
-from ..io.pinning import PinnedSlabs, Rooms
+from ..io.pinning import PinnedSlabs
 from ..io.queue import IoQueue, Priority, Ticket
 from ..io.shards import IoResources
 from .options import StoreOptions
