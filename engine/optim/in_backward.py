@@ -112,7 +112,7 @@ class Undo:
         self._store = state.store
         self._kept: dict[ParameterRecord, Snapshot] = {}
         self._rooms: dict[str, Array] = {}
-        """Memory of copies, by array, for every step."""
+        """Memory of copies, by array: for every step, if no budget limits it."""
 
     def keep(self, record: ParameterRecord) -> bool:
         """Keep the state of a parameter as it is now; false if the host budget has no room for a copy, or if all of it is on
@@ -136,12 +136,19 @@ class Undo:
         for snapshot in self._kept.values():
             self._store.restore(snapshot)
         if refresh:
-            self._state.refresh_parameters(list(self._kept))
+            self._state.refresh_parameters([record for record in self._kept if record.rest is None])
 
     def release(self) -> None:
         """Forget the kept state."""
         while self._kept:
             self._kept.popitem()[1].release()
+        if self._store.budget.limit_bytes is not None:  # others may need it between the steps
+            self.close()
+
+    def close(self) -> None:
+        """Free the memory of copies."""
+        self._store.budget.release(sum(room.nbytes for room in self._rooms.values()))
+        self._rooms.clear()
 
 
 class OptimizerInBackward:
@@ -242,6 +249,8 @@ class OptimizerInBackward:
     # -- the updater's thread ---------------------------------------------------------------------------------------
 
     def _admit(self, record: ParameterRecord, wait: bool) -> bool:
+        if record in self._admitted:  # a pass that had no room for it asks again
+            return True
         with self._changed:
             if wait:
                 self._awaited = record
@@ -367,8 +376,10 @@ class OptimizerInBackward:
         self.under_way = False
 
     def close(self) -> None:
-        """Remove the hooks from the modules."""
+        """Remove the hooks from the modules, and free the memory of copies."""
         self._guard.remove()
+        if self.undo is not None:
+            self.undo.close()
 
 
 def _plain(value: Any) -> Any:

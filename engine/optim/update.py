@@ -289,7 +289,8 @@ def num_consumers() -> int:
 
 def _parts(state: OptimizerState, mine: list[ParameterRecord], *, behind: bool) -> list[list[ParameterRecord]]:
     """Return the parameters that each thread takes of those that pass; neighbours, which may share files, are together."""
-    count = 1 if behind or not _any_on_disk(state, mine) else num_consumers()
+    several = not behind and _any_on_disk(state, mine) and all(takes_threads(state.kernel_of(r)[0]) for r in mine)
+    count = num_consumers() if several else 1
     total, before = sum(record.owned_numel for record in mine), 0
     parts: list[list[ParameterRecord]] = [[] for _ in range(count)]
     for record in mine:
@@ -373,8 +374,8 @@ class Update:
                     done(record)
         parts = _parts(self._state, mine, behind=done is not None)
         begun = [*self._begun, *[None] * (len(parts) - len(self._begun))]
-        work = partial(self._pass, admit=admit, done=done)
-        side_by_side(lambda each: work(*each), list(zip(parts, begun, strict=True)), len(parts))
+        work, context = partial(self._pass, admit=admit, done=done), self._state.transfers.stream_context()
+        side_by_side(lambda each: work(*each), list(zip(parts, begun, strict=True)), len(parts), context)
 
     def _pass(
         self,

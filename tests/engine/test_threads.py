@@ -13,6 +13,8 @@ from torch import nn
 
 import zstore
 from tests.engine import step_modes
+from tests.engine.bits import Case, compare
+from tests.engine.fake_device import FakeDevice
 from tests.engine.runs import make_config, start, state_of, step
 from zstore.engine.device import one_thread, side_by_side
 from zstore.engine.optim import update
@@ -196,6 +198,28 @@ def test_an_update_in_memory_takes_tiles_on_threads_with_the_bits_of_torch(
             assert torch.equal(model.weight, plain.weight)
     assert alone
     assert all(alone)
+
+
+def test_optimizers_that_several_threads_cannot_use_have_one(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
+    """Kernels of torch's classes keep one optimizer object for all tiles."""
+    states = []
+    for consumers in (1, 2):
+        monkeypatch.setattr(update, "num_consumers", lambda consumers=consumers: consumers)
+        keys = step_modes.config("none", nvme, optimizer={"type": "RMSprop", "params": {"lr": 1e-3}}, scheduler=None)
+        with start(keys, step_modes.make_model()) as engine:
+            for _ in range(3):
+                step_modes.step(engine)
+            states.append(state_of(engine))
+    assert states[0] == states[1]
+
+
+def test_several_threads_update_in_the_stream_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update, "num_consumers", lambda: 2)
+    keys = {"offload_optimizer": {"pin_memory": True}, "offload_param": {"pin_memory": True}}
+    case = Case(3, "nvme", "bf16", 1, 0.25, parameters="nvme", keys=keys)
+    with FakeDevice() as device:
+        assert compare(case, 0, 1, 2, _streams=device) == []
+        assert device.num_under_way == 0
 
 
 def test_several_threads_update_what_comes_from_a_disk(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
