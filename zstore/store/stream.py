@@ -20,7 +20,7 @@ without the pipeline, whose bookkeeping costs more than the work on a small arra
 
 from __future__ import annotations
 
-import threading
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -483,19 +483,12 @@ def _wait_all(tickets: Iterable[Ticket[None]]) -> float:
 
 def _release_after(buffer: Buffer, tickets: Sequence[Ticket[None]]) -> None:
     """Give `buffer` back when all `tickets` are done."""
-    if not tickets:
-        buffer.release()
-        return
-    lock = threading.Lock()
-    left = len(tickets)
+    left = itertools.count(len(tickets), -1)
 
-    def one_done() -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
+    def ended() -> None:
+        if next(left) == 0:
             buffer.release()
 
     for ticket in tickets:
-        ticket.when_done(one_done)
+        ticket.when_done(ended)
+    ended()  # there may be none
