@@ -20,16 +20,17 @@ from .activations.offload import ActivationOffload
 from .build.compiled import CompiledUnits, Compiler
 from .config.config import Config
 from .config.resolve import BatchSizes
+from .data.accumulation import Accumulation, Counters
 from .data.loader import TrainingLoader
 from .device import labelled
-from .optim.in_backward import OptimizerInBackward
+from .optim.in_backward import PendingUpdate
 from .optim.loss_scale import LossScaler
 from .optim.lr_schedules import LRSchedule
 from .optim.optimizer import ZeroOptimizer
 from .optim.state import OptimizerState
 from .optim.stepper import Stepper
 from .optim.update import StepSettings, Update, in_order, read_ahead
-from .optim.updater import StepMode, Updater
+from .optim.updater import StepMode
 from .params.record import ParameterRecord, Residency
 from .params.sharding import Sharding
 from .plan.plan import Plan
@@ -43,169 +44,6 @@ _log = logging.getLogger("zstore")
 
 def _nothing() -> None:
     """Nothing needs to have seen the state of the step before."""
-
-
-@dataclass
-class Counters:
-    """How far training is."""
-
-    global_steps: int = 0
-    """Optimizer steps, skipped ones too."""
-    skipped_steps: int = 0
-    """Steps that overflowed in fp16 and changed nothing."""
-    micro_steps: int = 0
-    """Calls of `step()`, those that ended an accumulation and others."""
-
-
-@dataclass(kw_only=True)
-class Accumulation:
-    """Which micro-batches make up a step: as many as the batch sizes say, or those up to the one that the caller names as
-    the last."""
-
-    batch: BatchSizes
-    """Sizes in use: those of the config, or after a load at another world size, recomputed from the saved global
-    batch."""
-    world_size: int
-    stepped: int = 0
-    """Micro-batches that `step()` ended since the last optimizer step."""
-    backwards: int = 0
-    """Backwards since the last call of `step()`."""
-    named: bool | None = None
-    """Whether the micro-batch under way is the last of its step, as the caller says; None: the engine counts."""
-
-    @property
-    def is_new(self) -> bool:
-        """Whether no micro-batch of the step has had its backward."""
-        return not (self.stepped or self.backwards)
-
-    @property
-    def is_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last of its step."""
-        return self.stepped + 1 >= self.batch.accumulation_steps if self.named is None else self.named
-
-    def end_micro_batch(self, *, boundary: bool) -> None:
-        """Note a call of `step()`; a `boundary` ended the accumulation."""
-        self.backwards = 0
-        self.stepped = 0 if boundary else self.stepped + 1
-
-    def restart(self) -> None:
-        """Forget the micro-batches of the step under way."""
-        self.stepped = self.backwards = 0
-
-    def batch_of(self, train_batch_size: int) -> BatchSizes:
-        """Return the batch sizes with that many samples a step, by more or fewer micro-batches.
-
-        Raises UsageError as `of_train_batch_size` does, and in the middle of a step.
-        """
-        batch = self.batch.of_train_batch_size(train_batch_size, self.world_size)
-        if not self.is_new:
-            raise UsageError(
-                f"set_train_batch_size({train_batch_size}) in the middle of a step, whose losses were divided by "
-                f"{self.batch.accumulation_steps} micro-batches: call it after the step() that ends an accumulation"
-            )
-        return batch
-
-
-class PendingUpdate:
-    """The update under way, if any, and whether the state is whole: a step that stopped half way leaves a mixture, which must
-    be neither trained nor saved."""
-
-    def __init__(self, world: World, updater: Updater, in_backward: OptimizerInBackward | None) -> None:
-        self.world = world
-        self.updater = updater
-        self.in_backward = in_backward
-        """Updates in the last backward of a step. None in other step modes, and if gradients are reduced once a step
-        (stages 0 and 1 with more ranks): they are final at its end alone."""
-        self.torn = False
-        """Whether a step or a load stopped half way: the state is a mixture until a load replaces it."""
-        self._behind = False
-        """Whether an update was started behind `step()` whose end the ranks have not agreed on yet."""
-
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether an update in the backward is under way, which `step()` ends."""
-        return self.in_backward is not None and self.in_backward.under_way
-
-    @property
-    def can_undo(self) -> bool:
-        """Whether an update in the backward leaves no trace if it is abandoned."""
-        return self.in_backward is not None and self.in_backward.undo is not None
-
-    def conclude(self, settings: StepSettings | None) -> set[ParameterRecord]:
-        """End a speculative update, if there is one; see `OptimizerInBackward.conclude`."""
-        return set() if self.in_backward is None else self.in_backward.conclude(settings)
-
-    def start_behind(self, update: Update) -> None:
-        """Start an update behind `step()`."""
-        self._behind = True
-        self.updater.start(update)
-
-    def abandon(self) -> bool:
-        """Abandon an update in a failed backward; return whether it changed anything, so that the state is torn."""
-        if self.in_backward is None or not self.in_backward.under_way:
-            return False
-        before, self.torn = self.torn, True  # also if this is interrupted
-        changed = self.in_backward.abandon()
-        self.torn = before or changed
-        return changed
-
-    def complete(self) -> None:
-        """Wait until no update is under way but one in a backward (all ranks).
-
-        Raises, on every rank, the error that ended the update on any, and the state is torn.
-        """
-        if not self.is_in_backward:
-            self.agree(self.wait())
-
-    def wait(self) -> BaseException | None:
-        """Wait for the update that runs behind; return the error that ended it, to be agreed on. Alone, raise it."""
-        error = self.updater.wait() if self._behind else None
-        self.torn |= error is not None
-        if error is not None and self.world.world_size == 1:
-            raise error
-        return error
-
-    def agree(self, error: BaseException | None) -> None:
-        """Raise the error that ended the update behind on any rank on every rank (all ranks)."""
-        if not self._behind:
-            return
-        self._behind = False
-        try:
-            self.world.raise_together(error)
-        except BaseException:
-            self.torn = True
-            raise
-
-    def settle(self) -> None:
-        """Wait until no update runs behind; if one failed on any rank the state is torn on all (all ranks)."""
-        try:
-            self.complete()
-        except Exception as error:
-            _log.warning("the update that was under way failed: %s", error)
-
-    def require_whole(self) -> None:
-        """Raise UsageError if the state is a mixture, which must be neither trained nor saved."""
-        # The error that ended an update in the backward is raised in step(), on every rank.
-        if self.torn or (not self.is_in_backward and self.updater.error is not None):
-            raise UsageError(
-                "a step or a load stopped half way, so that the state is a mixture of two: load a checkpoint before going on"
-            ) from self.updater.error
-
-    def forget(self) -> None:
-        """Wait for the end of an update, and forget its changes: a load replaces the state."""
-        self.abandon()
-        self.updater.forget()
-
-    def close(self) -> None:
-        """End the updater's thread."""
-        # Before all else: an update that waits for a backward would never end.
-        self.abandon()
-        error = self.updater.wait()
-        if error is not None and not self.torn:
-            _log.warning("the last update failed, and nobody had asked for it yet: %s", error)
-        self.updater.close()
-        if self.in_backward is not None:
-            self.in_backward.close()
 
 
 @dataclass(kw_only=True)

@@ -17,7 +17,7 @@ import pytest
 from .layout import Layout, circles, floors, inside, per_ten_thousand_words
 
 # Files that a run in the default config passes through (journeys.py).
-JOURNEYS = {"step": 32, "iteration": 39, "save": 55, "load": 67, "reshard": 44, "consolidate": 44, "initialize": 107}
+JOURNEYS = {"step": 33, "iteration": 40, "save": 56, "load": 69, "reshard": 44, "consolidate": 44, "initialize": 108}
 
 
 @cache
@@ -44,16 +44,16 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        99_654,
+        99_630,
     ),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        27_311,
+        27_294,
     ),
     "files of the core": (lambda: len(_layout().core), 35),
-    "lines of the core": (lambda: _layout().lines(*_layout().core), 8479),
+    "lines of the core": (lambda: _layout().lines(*_layout().core), 8330),
     "imports of engine and tools from zstore": (lambda: len(_layout().upward()), 0),
-    "widest hub": (lambda: max(map(len, _layout().imports.values())), 38),
+    "widest hub": (lambda: max(map(len, _layout().imports.values())), 35),
     "rooms inside engine": (lambda: _rooms("engine")[0], 21),
     "arrows inside engine": (lambda: _rooms("engine")[1], 119),
     "floors inside engine": (lambda: _rooms("engine")[2], 12),
@@ -63,7 +63,7 @@ LIMITS = {
     "circles of files": (lambda: len(circles(_layout().graph(lambda name: name))), 0),
     "class names with several meanings": (_classes_with_several_meanings, 4),
     "classes over 300 lines": (lambda: sum(lines > 300 for _, lines in _layout().classes), 17),
-    "files over 500 lines": (lambda: sum(text.count("\n") > 500 for text in _layout().source.values()), 3),
+    "files over 500 lines": (lambda: sum(text.count("\n") > 500 for text in _layout().source.values()), 1),
     '"where" in 10,000 words of prose': (lambda: per_ten_thousand_words(_layout().prose, r"\bwhere\b"), 6),
     '"what is" in 10,000 words of prose': (
         lambda: per_ten_thousand_words(_layout().prose, r"\bwhat (is|are|was|were|has|it|they|the)\b"),

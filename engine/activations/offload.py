@@ -45,6 +45,7 @@ from zstore.io import Ticket, Workers
 
 from ..device import Event, StreamContext, Transfers
 from ..params.record import ParameterRecord
+from .blocks import find_blocks
 from .statistics import ActivationStatistics
 from .tiers import ActivationTier, Place
 
@@ -130,7 +131,6 @@ class ActivationOffload:
         self,
         model: nn.Module,
         records: Sequence[ParameterRecord],
-        blocks: Sequence[nn.Module],
         tier: ActivationTier,
         transfers: Transfers,
     ) -> None:
@@ -162,7 +162,7 @@ class ActivationOffload:
         """Error of a thread, raised by the next call."""
         self._closed = False
         self._counts = ActivationStatistics(tier=tier.name)
-        self._handles = self._watch(blocks)
+        self._handles = self._watch(find_blocks(model))
         self.hooks: Any = (self.pack, self.unpack)
         """The saved-tensor hooks."""
 

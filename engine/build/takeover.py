@@ -1,19 +1,29 @@
-"""Hands the store and rows of a model that was built in shards to its engine; nothing is gathered whole."""
+"""The store of a run: that of a model built in shards, whose rows its engine takes over, or a new one."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from zstore.errors import UsageError
+from zstore.io import Files, map_large_blocks
 from zstore.ranks.world import World
 from zstore.store import TensorStore
 
+from ..config.config import Config
 from ..optim.state import RowsInStore
+from ..plan.plan import Plan, Slots
+from ..plan.run import budget_of_rank, check_drives, plan_run, tell_plan
 from .builder import Builder, Built, find_built, gone
-from .store import StoreKey
+from .store import StoreKey, open_store, store_key
+
+_log = logging.getLogger("zstore")
 
 
 class BuiltModel:
@@ -109,3 +119,55 @@ class BuiltModel:
 
 def _folders(key: StoreKey) -> set[Path]:
     return {path for paths in key.paths for path in paths}
+
+
+def open_run_store(
+    model: nn.Module,
+    config: Config,
+    built: BuiltModel,
+    slots: Mapping[str, Slots],
+    *,
+    device_is_host: bool,
+    files: Files | None,
+    cuda: Any,
+) -> tuple[Plan, TensorStore]:
+    """Return the placement of everything, and the store that holds it: the one in which the model was built, or a new one
+    (all ranks). `files` and `cuda` as in `open_store`."""
+    world, key = built.world, store_key(config)
+    # An adopted store has its budget already; "auto" would be another by now.
+    former = built.store_of(key)
+    budget_bytes = budget_of_rank(config, world) if former is None else former.options.host_budget_bytes
+    plan = plan_run(model, config, world, slots, budget_bytes, device_is_host=device_is_host)
+    tell_plan(plan, config, world)
+    store = built.take_over(key)
+    store = store or open_store(config, world, budget_bytes, pins=not device_is_host, files=files, cuda=cuda)
+    store.expect(plan.shared_bytes)
+    if config.offload_optimizer.nvme_paths or config.offload_param.nvme_paths or config.activations_paths:
+        map_large_blocks()
+    return plan, store
+
+
+def check_store(store: TensorStore, plan: Plan, config: Config, world: World) -> None:
+    """Raise DiskFullError, on every rank, if a drive has no room for the plan's files, UsageError if two engines of a
+    process would have their step snapshots in one folder (all ranks)."""
+    with world.agreeing():
+        if config.step_folder is not None and config.own.durability_path is None and not store.is_first:
+            raise UsageError(
+                f'"durability": "step": another engine of this process has its snapshots in {config.step_folder}: give '
+                "this one another nvme_path, or a zstore.durability_path of its own"
+            )
+    present: Counter[Path] = Counter()
+    for name, folder in store.disk_folders().items():
+        present[folder] += store.local(name).nbytes
+    check_drives(plan, config, world, present)
+
+
+def warn_of_fallbacks(store: TensorStore, world: World) -> None:
+    """Log once the requests that the system refused, and on which ranks (all ranks)."""
+    ranks: dict[str, list[int]] = {}
+    for rank, messages in enumerate(world.all_gather_object(store.fallbacks)):
+        for message in messages:
+            ranks.setdefault(message, []).append(rank)
+    for message, which in ranks.items() if world.rank == 0 else ():
+        where = "every rank" if len(which) == world.world_size else f"rank {', '.join(map(str, which))}"
+        _log.warning("%s: %s", where, message)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from zstore.errors import CheckpointMismatchError, CorruptionError
 
 from ..config.resolve import BatchSizes
-from ..training import Counters
+from ..data.accumulation import Counters
 from .accumulation import check_begun, described
 from .client_state import understood
 

@@ -42,7 +42,7 @@ class WholeKernel:
         return WholeStep({"updates": scalars["updates"] + 1})
 
 
-def check_client(client: torch.optim.Optimizer) -> None:
+def require_no_closure(client: torch.optim.Optimizer) -> None:
     """Raise UsageError for an optimizer whose step needs a closure: the engine has run forward and backward by then."""
     closure = inspect.signature(type(client).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

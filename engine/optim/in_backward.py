@@ -1,5 +1,5 @@
-"""The optimizer in the backward, for step modes `backward` and `speculative`: the updater's thread applies gradients as
-they become final.
+"""The update under way; in step modes `backward` and `speculative` it runs in the backward, where the updater's thread
+applies gradients as they become final.
 
 [Note: an update in the backward]
 The update goes over the parameters in the order in which their gradients are expected, and takes each when its gradient
@@ -19,6 +19,7 @@ memory, as far as the host budget has room; a parameter that finds no room is up
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ from torch import nn
 
 from zstore.errors import UsageError
 from zstore.format import Array
+from zstore.ranks.world import World
 from zstore.store import Snapshot
 
 from ..params.record import ParameterRecord
@@ -43,28 +45,12 @@ from .state import OptimizerState
 from .update import StepSettings, Update
 from .updater import StepMode, Updater
 
+_log = logging.getLogger("zstore")
+
 LEAST_WAITING_BYTES = 32 * 1024 * 1024
 """Bytes of gradients that may wait for their update whatever the size of a unit."""
 _UNITS_WAITING = 2
 """Units of the largest size whose gradients may wait, if these are more bytes."""
-
-
-def update_in_backward(
-    mode: StepMode,
-    model: nn.Module,
-    state: OptimizerState,
-    gradients: Gradients,
-    updater: Updater,
-    *,
-    copies: bool,
-    fetcher: Fetcher | None,
-) -> OptimizerInBackward | None:
-    """Return the updates of a step mode that runs them in the backward, None if gradients are not final there; `copies` as
-    in `Undo`, and `fetcher` brings the values that gradients are made of."""
-    if not isinstance(gradients, UnitGradients):
-        return None
-    undo = Undo(state, copies=copies) if mode is StepMode.SPECULATIVE else None
-    return OptimizerInBackward(model, state, gradients, updater, undo, fetcher)
 
 
 class ReadGuard:
@@ -384,3 +370,126 @@ class OptimizerInBackward:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+class PendingUpdate:
+    """The update under way, if any, and whether the state is whole: a step that stopped half way leaves a mixture, which must
+    be neither trained nor saved."""
+
+    def __init__(self, world: World, updater: Updater, in_backward: OptimizerInBackward | None) -> None:
+        self.world = world
+        self.updater = updater
+        self.in_backward = in_backward
+        """Updates in the last backward of a step. None in other step modes, and if gradients are reduced once a step
+        (stages 0 and 1 with more ranks): they are final at its end alone."""
+        self.torn = False
+        """Whether a step or a load stopped half way: the state is a mixture until a load replaces it."""
+        self._behind = False
+        """Whether an update was started behind `step()` whose end the ranks have not agreed on yet."""
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether an update in the backward is under way, which `step()` ends."""
+        return self.in_backward is not None and self.in_backward.under_way
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether an update in the backward leaves no trace if it is abandoned."""
+        return self.in_backward is not None and self.in_backward.undo is not None
+
+    def conclude(self, settings: StepSettings | None) -> set[ParameterRecord]:
+        """End a speculative update, if there is one; see `OptimizerInBackward.conclude`."""
+        return set() if self.in_backward is None else self.in_backward.conclude(settings)
+
+    def start_behind(self, update: Update) -> None:
+        """Start an update behind `step()`."""
+        self._behind = True
+        self.updater.start(update)
+
+    def abandon(self) -> bool:
+        """Abandon an update in a failed backward; return whether it changed anything, so that the state is torn."""
+        if self.in_backward is None or not self.in_backward.under_way:
+            return False
+        before, self.torn = self.torn, True  # also if this is interrupted
+        changed = self.in_backward.abandon()
+        self.torn = before or changed
+        return changed
+
+    def complete(self) -> None:
+        """Wait until no update is under way but one in a backward (all ranks).
+
+        Raises, on every rank, the error that ended the update on any, and the state is torn.
+        """
+        if not self.is_in_backward:
+            self.agree(self.wait())
+
+    def wait(self) -> BaseException | None:
+        """Wait for the update that runs behind; return the error that ended it, to be agreed on. Alone, raise it."""
+        error = self.updater.wait() if self._behind else None
+        self.torn |= error is not None
+        if error is not None and self.world.world_size == 1:
+            raise error
+        return error
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raise the error that ended the update behind on any rank on every rank (all ranks)."""
+        if not self._behind:
+            return
+        self._behind = False
+        try:
+            self.world.raise_together(error)
+        except BaseException:
+            self.torn = True
+            raise
+
+    def settle(self) -> None:
+        """Wait until no update runs behind; if one failed on any rank the state is torn on all (all ranks)."""
+        try:
+            self.complete()
+        except Exception as error:
+            _log.warning("the update that was under way failed: %s", error)
+
+    def require_whole(self) -> None:
+        """Raise UsageError if the state is a mixture, which must be neither trained nor saved."""
+        # The error that ended an update in the backward is raised in step(), on every rank.
+        if self.torn or (not self.is_in_backward and self.updater.error is not None):
+            raise UsageError(
+                "a step or a load stopped half way, so that the state is a mixture of two: load a checkpoint before going on"
+            ) from self.updater.error
+
+    def forget(self) -> None:
+        """Wait for the end of an update, and forget its changes: a load replaces the state."""
+        self.abandon()
+        self.updater.forget()
+
+    def close(self) -> None:
+        """End the updater's thread."""
+        # Before all else: an update that waits for a backward would never end.
+        self.abandon()
+        error = self.updater.wait()
+        if error is not None and not self.torn:
+            _log.warning("the last update failed, and nobody had asked for it yet: %s", error)
+        self.updater.close()
+        if self.in_backward is not None:
+            self.in_backward.close()
+
+
+def pending_update(
+    model: nn.Module,
+    state: OptimizerState,
+    gradients: Gradients,
+    world: World,
+    mode: StepMode,
+    *,
+    copies: bool,
+    fetcher: Fetcher | None,
+) -> PendingUpdate:
+    """Return the updates of a run, in the backward if the step mode says so and gradients are final there; `copies` as in
+    `Undo`, and `fetcher` brings the values that gradients are made of, once their update is done."""
+    updater = Updater(state.store, state.transfers)
+    if fetcher is not None:
+        fetcher.ready = updater.wait_for
+    if not mode.runs_in_backward or not isinstance(gradients, UnitGradients):
+        return PendingUpdate(world, updater, None)
+    undo = Undo(state, copies=copies) if mode is StepMode.SPECULATIVE else None
+    return PendingUpdate(world, updater, OptimizerInBackward(model, state, gradients, updater, undo, fetcher))

@@ -18,10 +18,11 @@ from zstore.ranks.world import World
 
 from ..config.config import Config
 from ..plan.plan import Slots
-from .client_step import ClientStep, WholeKernel
+from .client_step import ClientStep, WholeKernel, require_no_closure
 from .kernel import ELEMENT_WISE, Averaging, FusedAdam, Kernel, SlotCodec, TorchKernel, kernel_for
 from .state import OptimizerState
 from .stepper import Stepper
+from .updater import StepMode
 
 Kind = type[torch.optim.Optimizer]
 
@@ -109,3 +110,19 @@ def kernels_for(rule: Rule, kind: Kind, groups: Iterable[Mapping[str, Any]], ema
             f"the key out, or use one of {names}"
         )
     return [Averaging(kernel, ema) for kernel in tiled]
+
+
+def check_client(client: torch.optim.Optimizer, config: Config) -> None:
+    """Raise UsageError if the config does not let the client's own object take the steps."""
+    require_no_closure(client)
+    for key, unfit in (
+        ("step_overlap", StepMode(config.step_overlap).runs_in_backward),
+        ("split_master", config.own.split_master),
+        ("moments", config.moments != "fp32"),
+        ("ema", config.own.ema is not None),
+    ):
+        if unfit:
+            raise UsageError(
+                f"optimizer {type(client).__name__} is not known to update each element by itself, and steps whole fp32 "
+                f'tensors, all at once: take {key} out of the config\'s "zstore" section'
+            )

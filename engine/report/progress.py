@@ -44,10 +44,10 @@ class RunReport:
         self._times = times
         self.monitors = monitors
         self.utilisation = StepUtilisation(training)
-        self.utilisation.measures = bool(monitors)
+        self._writes = self.utilisation.measures = bool(monitors)
         self.journal = RunJournal(training, times, self.utilisation)
         self._every = training.config.settings.steps_per_print
-        says = self._every > 0 or bool(monitors) or self.journal.enabled
+        says = self._every > 0 or self._writes or self.journal.enabled
         self.enabled = training.world.rank == 0 and says
         """Whether steps are reported at all."""
         self.computation: ComputationWatch | None = None
@@ -114,9 +114,9 @@ class RunReport:
         self.utilisation.step_ended()
         taken, told = self._losses.take(), self._training.world.told  # the next step's may not be known
         loss = sum(told) / len(told) if told else value_of(taken)
-        if self.monitors or prints:
+        if self._writes or prints:
             loss = number = loss() if callable(loss) else loss
-            if self.monitors:
+            if self._writes:
                 self._write(number)
             if prints:
                 self._print(number)

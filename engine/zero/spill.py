@@ -21,7 +21,7 @@ from zstore.store import TensorStore
 from ..device import StreamContext, Transfers
 from ..params.record import ParameterRecord
 from ..params.sharding import is_narrower
-from ..plan.needs import SPILL_POOL_BYTES
+from ..plan.needs import spill_pool_bytes
 from .norm import SumOfSquares, counted, sum_of_squares
 
 _MOST_UNDER_WAY_BYTES = 64 * 1024 * 1024
@@ -31,17 +31,11 @@ class GradientSpill:
     """Rows of the records in `arrays`, each in its array of the store; a wider array is entered there. Used from one
     thread."""
 
-    def __init__(
-        self,
-        store: TensorStore,
-        arrays: MutableMapping[ParameterRecord, str],
-        transfers: Transfers,
-        pool_bytes: int = SPILL_POOL_BYTES,
-    ) -> None:
+    def __init__(self, store: TensorStore, arrays: MutableMapping[ParameterRecord, str], transfers: Transfers) -> None:
         self._store = store
         self._transfers = transfers
         self._arrays = arrays
-        self._pool = store.make_pool(pool_bytes)
+        self._pool = store.make_pool(spill_pool_bytes(store.options.host_budget_bytes or 0))
         self._workers = Workers(1, "zstore-gradients")
         self._under_way: deque[tuple[Ticket[None], int]] = deque()
         self._squares: dict[ParameterRecord, float | SumOfSquares] = {}

@@ -20,7 +20,7 @@ from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, state_of, step
 from zstore.checkpoint import open_checkpoint
 from zstore.engine import device as device_module
-from zstore.engine import wiring
+from zstore.engine.build import takeover
 from zstore.engine.device import D2HQueue, Transfers
 from zstore.engine.optim.in_backward import OptimizerInBackward
 from zstore.engine.plan.run import plan_run
@@ -351,7 +351,7 @@ def test_a_device_that_is_filled_trains_and_the_log_and_the_checkpoint_name_the_
     caplog.set_level(logging.INFO, "zstore")
     found = []
     for device_bytes in (56_000_000, 200_000_000):
-        monkeypatch.setattr(wiring, "plan_run", partial(plan_run, device_bytes=device_bytes))
+        monkeypatch.setattr(takeover, "plan_run", partial(plan_run, device_bytes=device_bytes))
         torch.manual_seed(0)
         caplog.clear()
         with FakeDevice() as device, start(config, build_model("gpt-tiny", 16), _streams=device) as engine:
