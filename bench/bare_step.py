@@ -31,12 +31,19 @@ import torch
 from bench.limits import disk_limit, limit_name
 from zstore.format.arrays import Bytes
 from zstore.format.partition import make_grid
-from zstore.format.shardfile import ShardLayout, checksum, layout_of, seal_slots, slot_views, stored_crcs
+from zstore.format.shardfile import ShardLayout, checksum, finish_slots, layout_of, slot_views, stored_crcs
 from zstore.io.buffers import make_slab
 from zstore.tools.sample.models import build_model
 
 _ARRAYS = 3
 _SMALL_BYTES = 64 * 1024
+
+
+def seal_slots(slots: Bytes, layout: ShardLayout) -> list[int]:
+    """Write crc32c and zeros behind the payload of every slot, as whoever writes a file does; return the checksums."""
+    payloads = slot_views(slots, layout)[:, : layout.payload_bytes]
+    stored_crcs(slots, layout)[:] = [checksum(payload) for payload in payloads]
+    return finish_slots(slots, layout)
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,19 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from zstore.errors import CorruptionError
-from zstore.format.arrays import ArraySpec
+from zstore.format.arrays import ArraySpec, Bytes
 from zstore.format.partition import Grid, make_grid, round_up
 from zstore.format.shardfile import (
     BLOCK_BYTES,
     MISSING,
     ShardLayout,
     check_index,
+    checksum,
     encode_index,
+    finish_slots,
     layout_of,
-    seal_slots,
     slot_views,
+    stored_crcs,
     verify_slots,
 )
 from zstore.testing.oracle import (
@@ -34,6 +36,13 @@ from zstore.testing.oracle import (
 
 DTYPES = ["bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 DTYPES += ["float16", "bfloat16", "float32", "float64"]
+
+
+def seal_slots(slots: Bytes, layout: ShardLayout) -> list[int]:
+    """Write crc32c and zeros behind the payload of every slot, as whoever writes a file does; return the checksums."""
+    payloads = slot_views(slots, layout)[:, : layout.payload_bytes]
+    stored_crcs(slots, layout)[:] = [checksum(payload) for payload in payloads]
+    return finish_slots(slots, layout)
 
 
 def encode(values: np.ndarray, spec: ArraySpec, grid: Grid, shard: int) -> bytes:

@@ -157,16 +157,6 @@ def finish_slots(slots: Bytes, layout: ShardLayout) -> list[int]:
     return crcs
 
 
-def seal_slots(slots: Bytes, layout: ShardLayout) -> list[int]:
-    """Write crc32c and zeros behind the payload of every slot in `slots` (uint8, a run of whole slots), in place.
-
-    Returns the crc32c of each chunk's payload.
-    """
-    payloads = slot_views(slots, layout)[:, : layout.payload_bytes]
-    stored_crcs(slots, layout)[:] = [checksum(payload) for payload in payloads]
-    return finish_slots(slots, layout)
-
-
 def verify_slots(
     slots: Bytes, layout: ShardLayout, first_chunk: int, *, path: str, array: str, base: int | None = None
 ) -> list[int]:
