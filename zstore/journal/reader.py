@@ -23,7 +23,7 @@ def journals(folder: FolderLike) -> list[str]:
     found = list(entries.files)
     for name in entries.folders:
         if place.is_local and CHECKPOINT_FOLDER.fullmatch(name) and not (place.path / name).is_symlink():
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it may be removed meanwhile
+            with contextlib.suppress(OSError):  # it may be removed meanwhile
                 found += [f"{name}/{file}" for file in place.child(name).entries().files]
     return sorted(path for path in found if run_of(path) is not None)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
+import stat
 import time
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ import numpy as np
 from ...checkpoint.folder import Folder
 from ...errors import ZstoreError
 from ...journal.lines import decode_lines
-from ...journal.names import CHECKPOINT_FOLDER, run_of
+from ...journal.reader import journals
 from ..models import Session
 from .journalview import JournalView, session_of
 
@@ -38,30 +38,22 @@ class JournalFile:
 def journals_in(folder: Folder) -> dict[str, JournalFile]:
     """Return the journals in a folder by name; none if it cannot be read."""
     try:
-        return _journals_here(folder) if folder.is_local else _journals_there(folder)
+        return {name: file for name in journals(folder) if (file := _journal_file(folder, name)) is not None}
     except (OSError, ZstoreError):
         return {}
 
 
-def _journals_here(folder: Folder, nested: str = "") -> dict[str, JournalFile]:
-    """Return also those in the folders of checkpoints that a loop makes, by their paths."""
-    found: dict[str, JournalFile] = {}
-    with os.scandir(os.path.join(folder.path, nested)) as entries:
-        for entry in entries:
-            if run_of(entry.name) is not None and entry.is_file(follow_symlinks=False):
-                status = entry.stat(follow_symlinks=False)
-                identity = (status.st_dev, status.st_ino)
-                file = JournalFile(nbytes=status.st_size, written_ns=status.st_mtime_ns, identity=identity)
-                found[nested + entry.name] = file
-            elif not nested and CHECKPOINT_FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                with contextlib.suppress(OSError):  # it may be removed meanwhile
-                    found |= _journals_here(folder, f"{entry.name}/")
-    return found
-
-
-def _journals_there(folder: Folder) -> dict[str, JournalFile]:
-    sizes = {name: folder.size(name) for name in folder.entries().files if run_of(name) is not None}
-    return {name: JournalFile(nbytes=size, written_ns=size) for name, size in sizes.items()}
+def _journal_file(folder: Folder, name: str) -> JournalFile | None:
+    if not folder.is_local:
+        nbytes = folder.size(name)
+        return JournalFile(nbytes=nbytes, written_ns=nbytes)
+    try:
+        status = os.stat(folder.path / name, follow_symlinks=False)
+    except FileNotFoundError:  # it was removed meanwhile
+        return None
+    identity = (status.st_dev, status.st_ino)
+    journal = JournalFile(nbytes=status.st_size, written_ns=status.st_mtime_ns, identity=identity)
+    return journal if stat.S_ISREG(status.st_mode) else None
 
 
 def arrival(folder: Folder, file: JournalFile, last_at: float, *, is_new: bool) -> float:
