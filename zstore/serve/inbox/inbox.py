@@ -24,38 +24,28 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ...checkpoint.build import READ_ONLY
-from ...checkpoint.catalog import TagInfo, check_tag_is_free, find_tag, noting, read_record, replaced_text, scan
-from ...checkpoint.commit import Committer, sweep
-from ...checkpoint.folder import Folder, LocalFolder
-from ...checkpoint.format import MACHINES_KEY, Record, dump_metadata
-from ...checkpoint.names import METADATA_FILE, tag_folder
-from ...checkpoint.reader import CheckpointReader
+from ...checkpoint.catalog import TagInfo, check_tag_is_free, find_tag, read_record, replaced_text, scan
+from ...checkpoint.folder import Folder
+from ...checkpoint.format import MACHINES_KEY, Record
+from ...checkpoint.names import tag_folder
 from ...checkpoint.retention import Keep, retire
 from ...errors import (
     CheckpointError,
     CheckpointExistsError,
-    CheckpointMismatchError,
     CheckpointNotFoundError,
     StorageError,
     UsageError,
     ZstoreError,
 )
 from ...io.files import Files
-from ...io.pool import Workers
-from ...journal.names import run_of
 from ...remote.commit import remover
-from ...remote.fsspec_folder import RemoteFolder
-from ...remote.retries import PATIENT
-from ...remote.upload import send_checkpoint, target_for
-from ...weights.companions import is_companion
 from ..auth import OWN_NAME
 from ..cache import Cache
 from ..jobs import Jobs, RunningJob
 from ..runs import Runs
 from ..tokens import Token
+from .commit import complete, publish, send_on
 from .models import ALIVE_S, OFFER_FILE, UPLOADS_FOLDER, Committed, KeepRules, UploadOffer, UploadState
-from .plan import UploadPlan
 from .quotas import SentCheckpoint, held_by_run, held_by_token, note_sent, require_quota
 from .upload import Upload
 
@@ -273,11 +263,11 @@ class Inbox:
         """
         if not upload.place.is_local:
             with upload.sending:
-                return self._commit(upload, self._send_on, token)
+                return self._commit(upload, send_on, token)
         with self._deciding, upload.lock:
-            return self._commit(upload, self._publish, token)
+            return self._commit(upload, partial(publish, files=self._files), token)
 
-    def _commit(self, upload: Upload, publish: Callable[[Upload], list[str]], token: Token) -> Committed:
+    def _commit(self, upload: Upload, move: Callable[[Upload], list[str]], token: Token) -> Committed:
         messages, linked_bytes = [], 0
         if (committed := _committed(upload.place, upload.record)) is None:
             upload.require_whole()
@@ -287,8 +277,8 @@ class Inbox:
             if upload.owner:  # before anybody sees the checkpoint
                 sent = SentCheckpoint(token=upload.owner, bytes=upload.num_bytes - linked_bytes)
                 note_sent(self._files, upload.folder, upload.place, upload.record.id, sent)
-            _complete(upload, upload.plan(), self._files)
-            messages = publish(upload)
+            complete(upload, self._files)
+            messages = move(upload)
             if replaced is not None and not upload.offer.overwrite:
                 messages.append(replaced_text(replaced))
             committed = read_record(upload.place.child(tag_folder(upload.record.tag)))
@@ -304,57 +294,6 @@ class Inbox:
             tag=committed.tag, committed_ns=committed.committed_ns, linked_bytes=linked_bytes, messages=messages
         )
 
-    def _send_on(self, upload: Upload) -> list[str]:
-        """Send the checkpoint to the run's URL, and what came beside it."""
-        record, place = upload.record, upload.place
-        if not isinstance(place, RemoteFolder):
-            raise UsageError(f"{place} takes no uploads")
-        target = target_for(place, PATIENT, tag=record.tag, save_id=record.id, run_id=record.run)
-        target.known = upload.references()
-        try:
-            with CheckpointReader(TagInfo(folder=LocalFolder(upload.checkpoint), record=record)) as reader:
-                send_checkpoint(
-                    target, reader, overwrite=upload.offer.overwrite, replaces_own=upload.offer.replaces_own
-                )
-        except CheckpointMismatchError:
-            upload.forget_references()
-            raise
-        messages: list[str] = []
-        with noting(messages, "journal and companions could not be sent on"):
-            there = {name: place.size(name) for name in place.entries().files}
-            for file in upload.folder.iterdir():
-                if (run_of(file.name) is not None or is_companion(file.name)) and there.get(
-                    file.name
-                ) != file.stat().st_size:
-                    place.send(file, file.name, lambda _: None)
-        return messages
-
-    def _publish(self, upload: Upload) -> list[str]:
-        """Commit as a save of this machine does."""
-        record = upload.record
-        messages = sweep(self._files, upload.folder)
-        committer = Committer(self._files, upload.folder, record.tag, record.id)
-        moved = False
-
-        def take(temporary: Path) -> None:
-            nonlocal moved
-            self._files.rename(upload.checkpoint, temporary)
-            moved = True
-
-        try:
-            committer.begin(take)
-            if not moved:
-                raise StorageError("the files that were uploaded could not be moved", path=str(committer.temporary))
-            messages += committer.commit(record)
-        except BaseException:
-            if moved and committer.temporary.is_dir():
-                with contextlib.suppress(OSError):
-                    self._files.rename(committer.temporary, upload.checkpoint)
-            raise
-        finally:
-            committer.close()
-        return messages
-
     def _retire(self, upload: Upload) -> list[str]:
         keep = _keep_of(upload.offer.keep)
         if self._keep_last is not None:
@@ -362,23 +301,6 @@ class Inbox:
         if keep is None:
             return []
         return retire(upload.place, keep=keep, run=upload.record.run, remove=remover(upload.place))
-
-
-def _complete(upload: Upload, plan: UploadPlan, files: Files) -> None:
-    """Write the metadata of groups and arrays, and make all names durable."""
-
-    def write(folder: str) -> None:
-        path = upload.checkpoint / folder / METADATA_FILE
-        files.make_folder(path.parent)
-        files.unlink(path)
-        files.write_small(path, dump_metadata(plan.copies[folder]))
-        os.chmod(path, READ_ONLY)
-        files.sync_folder(path.parent)
-
-    with Workers(4, "zstore-upload") as workers:
-        workers.run([partial(write, folder) for folder in plan.copies])
-    for folder in (upload.checkpoint / "manifest", upload.checkpoint):
-        files.sync_folder(folder)
 
 
 def _keep_of(rules: KeepRules | None) -> Keep | None:
