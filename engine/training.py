@@ -259,7 +259,7 @@ class Training:
         if self.pending.is_in_backward and not is_boundary:
             raise UsageError(
                 "the micro-batch under way cannot be declared not the last of its step any more: with "
-                '"step_overlap": "backward" its backward has updated parameters; call step() first'
+                '"step_overlap": "backward" or "speculative" its backward has updated parameters; call step() first'
             )
         self.accumulation.named = is_boundary
 

@@ -292,14 +292,14 @@ class OptimizerInBackward:
         self._check_settings(now)
         self.under_way = False
 
-    def conclude(self, now: StepSettings | None) -> set[ParameterRecord]:
-        """End a speculative update (after the backward); return the parameters that have taken the step with the settings
-        `now`. If it began with others, or `now` is None for a step that changes nothing, there are none, and all is as before
-        the backward.
+    def conclude(self, settings: StepSettings | None) -> set[ParameterRecord]:
+        """End a speculative update (after the backward); return the parameters that have taken the step with its
+        `settings`. If it began with others, or they are None since the step changes nothing, there are none, and all is as
+        before the backward.
         """
         if self.undo is None:
             return set()
-        holds = now is not None and self._is_same(now)
+        holds = settings is not None and self._is_same(settings)
         self._waits_for_norm = not holds
         if not self.under_way:
             return set()
@@ -311,16 +311,16 @@ class OptimizerInBackward:
             self.num_kept += len(done)
         else:
             done = []
-            self.undo.restore(refresh=now is None)
+            self.undo.restore(refresh=settings is None)
             self.num_undone += 1
         self._end_speculation()
         return set(done)
 
-    def _is_same(self, now: StepSettings) -> bool:
+    def _is_same(self, settings: StepSettings) -> bool:
         """Return whether the settings of the step under way are those that its update was to begin with."""
-        if self._settings.step != now.step or self._settings.factor != now.factor or now.factors:
+        if self._settings.step != settings.step or self._settings.factor != settings.factor or settings.factors:
             return False
-        return not any(self._changed_settings(now))
+        return not any(self._changed_settings(settings))
 
     def _check_settings(self, now: StepSettings) -> None:
         for number, name, before, after in self._changed_settings(now):

@@ -22,17 +22,17 @@ small parameters in one call of each of torch's kernels for lists of tensors, la
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 
 from zstore.errors import ZstoreError
+from zstore.io import num_cores
 from zstore.io.tensors import as_torch
 from zstore.store import ModeName, Stream, Tile
 
@@ -281,10 +281,11 @@ def _any_on_disk(state: OptimizerState, mine: Sequence[ParameterRecord]) -> bool
     return state.any_on_disk(_arrays(state, record) for record in mine)
 
 
+@cache
 def num_consumers() -> int:
     """Return how many threads update what comes from disks: on two cores, which the I/O needs too, a second one makes a step
     slower (docs/design/0005-step.md)."""
-    return 2 if len(os.sched_getaffinity(0)) >= _CORES_OF_TWO_CONSUMERS else 1
+    return 2 if num_cores() >= _CORES_OF_TWO_CONSUMERS else 1
 
 
 def _parts(state: OptimizerState, mine: list[ParameterRecord], *, behind: bool) -> list[list[ParameterRecord]]:

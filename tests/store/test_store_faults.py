@@ -159,7 +159,7 @@ def test_what_cannot_be_created(store: TensorStore) -> None:
     spec, grid = ArraySpec(name="model/x", shape=(10, 3), dtype="float32"), make_grid((10, 3), 2)
     with pytest.raises(UsageError, match="'model/w' exists already"):
         create(store, "host")
-    with pytest.raises(UsageError, match="expected one of device, host, disk as tier, got 'nvme'"):
+    with pytest.raises(UsageError, match="expected one of device, host, pinned, disk as tier, got 'nvme'"):
         store.create(spec, grid=grid, shard=0, tier="nvme")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="10 rows of 3 elements, got shard -1"):
         store.create(spec, grid=grid, shard=-1, tier="host")

@@ -376,7 +376,7 @@ class DiskPin:
         raise UsageError(f"array {self.local.spec.name!r}: a shard on disk can only be published as a whole file")
 
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
-        """None unless all of the shard was written."""
+        """See PinnedShard; empty unless all of the shard was written."""
         self._require_layout(grid, shard)
         return tuple([] if None in self.file.crcs else [crc for crc in self.file.crcs if crc is not None])
 
