@@ -100,12 +100,12 @@ class OffloadedStates:
                 if self._is_parameter(record, array):
                     group = "lp_params" if record.rest is not None else ""
                 if group in names:
-                    self._move_array(array, tier)
+                    self._move_array(array, tier, fetched=group == "lp_params")
             if "lp_params" in names:
                 if record.rest is None:
                     self._copy_away(record, tier)
                 elif own not in state.arrays_of(record):
-                    self._move_array(own, tier)
+                    self._move_array(own, tier, fetched=True)
         if names & {"lp_grads", "contiguous_grad_buffer"}:
             training.gradients.free()
 
@@ -115,12 +115,12 @@ class OffloadedStates:
         own = record.group is None or state.is_master(record) or state.is_split(record)
         return array == model_array(record.name) and own
 
-    def _move_array(self, name: str, tier: TierName) -> None:
+    def _move_array(self, name: str, tier: TierName, *, fetched: bool = False) -> None:
         store = self._training.state.store
         former = store.tier_of(name)
         if _LOWER[former] < _LOWER[tier]:
             store.move(name, tier, self._copy)
-            self._former.setdefault(name, _tier(former))
+            self._former.setdefault(name, "pinned" if fetched and former == "host" else _tier(former))
 
     def _copy(self, target: Any, source: Any) -> None:
         self._training.state.transfers.copy_into(as_torch(target), as_torch(source))

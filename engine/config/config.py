@@ -305,7 +305,7 @@ class Config:
 
     @property
     def pin_memory(self) -> bool:
-        """Whether state in host memory is registered with the device's driver."""
+        """Whether parameters in host memory are registered with the device's driver."""
         pairs = (
             (self.offload_optimizer, self.zero.offload_optimizer),
             (self.offload_param, self.zero.offload_param),

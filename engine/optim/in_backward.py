@@ -212,6 +212,7 @@ class OptimizerInBackward:
         self._guard.changed.add(record)
         torch.autograd.graph.increment_version(record.parameter)
         record.version += 1
+        self._gradients.taken[record] = self._state.transfers.streams.record()  # from here on a read is an error
         with self._changed:
             self._final[record] = 0 if self._fetcher is None else self._fetcher.num_unseen
             self._waiting[record] = self._gradients.waiting_bytes(record)

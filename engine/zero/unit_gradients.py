@@ -122,7 +122,7 @@ class UnitGradients(Gradients):
         self.comes_in_parts = True
         """Whether a gradient may come in several parts in the first backward, before it is known how often each comes."""
         self.taken: dict[ParameterRecord, Event] = {}
-        """When each gradient of an update in the backward was taken: the device does not read the parameter any more."""
+        """When each gradient of an update in the backward was final: from then on nothing may read the parameter."""
         self._rows: dict[ParameterRecord, torch.Tensor] = {}
         self._filled: set[ParameterRecord] = set()
         """Records whose rows have values of this step."""
@@ -233,8 +233,6 @@ class UnitGradients(Gradients):
 
     def send(self, records: Sequence[ParameterRecord]) -> None:
         """Start the reduction of these gradients and take them off their parameters."""
-        if self.on_final is not None:
-            self.taken |= dict.fromkeys(records, self._transfers.streams.record())
         gradients = {record: take_gradient(record) for record in records}
         if self._world.world_size == 1:
             for record, gradient in gradients.items():

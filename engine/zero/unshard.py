@@ -413,6 +413,7 @@ class ShardedUnits:
     def close(self) -> None:
         """Drop everything and end the thread."""
         self.forget()
+        self._wait_for_reads()
         self.fetcher.close()
 
 

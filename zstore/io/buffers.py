@@ -100,7 +100,8 @@ class Slabs:
 
 
 class Rooms:
-    """Memory that `make` made, used again once nobody has an array or a tensor over it any more. Any thread may take some."""
+    """Memory that `make` made, used again once nobody has the array that was taken, or a tensor made of it. Any thread may
+    take some."""
 
     def __init__(self, make: Callable[[int], Bytes]) -> None:
         self._make = make

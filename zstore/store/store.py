@@ -73,9 +73,9 @@ class TensorStore(Closing):
         self._disk = DiskTier(self._drives(), self.resources, reserves=options.reserves) if options.all_paths else None
         self._shards: dict[str, LocalShard] = {}
         self._tiers: dict[str, Tier] = {}
-        self._planned: dict[Any, Sequence[Batch]] = {}
         self.arrangement = 0
         """Grows whenever an array is created, renamed, moved or removed: memory that `memory` gave may be another's then."""
+        self._planned: dict[Any, Sequence[Batch]] = {}
         """Plans of former passes over whole arrays; cleared when arrays are created, removed or moved."""
         self._order = ArrayOrder()
         self._pools, self._counters = [pool], StreamCounters()

@@ -80,6 +80,7 @@ class LocalGradients:
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
+        self._queue.drop()
         for handle in self._handles:
             handle.remove()
 
