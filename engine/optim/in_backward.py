@@ -103,8 +103,7 @@ class Undo:
     def keep(self, record: ParameterRecord) -> bool:
         """Keep the state of a parameter as it is now; false if the host budget has no room for a copy, or if all of it is on
         an accelerator, which is done with the update sooner than with a copy."""
-        rest = [] if record.rest is None else [record.rest]
-        names = list(dict.fromkeys([*self._state.arrays_of(record), *rest]))
+        names = self._state.changed_arrays(record)
         in_memory = {name: tier for name in names if (tier := self._store.tier_of(name)) != "disk"}
         if not self._state.transfers.streams.device_is_host and list(in_memory.values()).count("device") == len(names):
             return False
@@ -314,7 +313,7 @@ class OptimizerInBackward:
             done = []
             self.undo.restore(refresh=settings is None)
             self.num_undone += 1
-        self._end_speculation()
+        self._end()
         return set(done)
 
     def _is_same(self, settings: StepSettings) -> bool:
@@ -344,11 +343,8 @@ class OptimizerInBackward:
         self._updater.forget()
         if self.undo is not None:
             self.undo.restore(refresh=True)
-            self._end_speculation()
-            return False
-        self._guard.changed.clear()
-        self.under_way = False
-        return bool(self._admitted) or self._gradients.has_sent
+        self._end()
+        return self.undo is None and (bool(self._admitted) or self._gradients.has_sent)
 
     def _stop(self) -> None:
         """Let the update end with what it has begun."""
@@ -356,7 +352,7 @@ class OptimizerInBackward:
             self._final.clear()
         self.end_backward()
 
-    def _end_speculation(self) -> None:
+    def _end(self) -> None:
         if self.undo is not None:
             self.undo.release()
         self._guard.changed.clear()

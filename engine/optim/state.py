@@ -418,8 +418,7 @@ class OptimizerState:
     def shares_files(self, record: ParameterRecord) -> bool:
         """Return whether arrays of a parameter are in files that small ones share."""
         if record not in self._sharing:
-            names = [*self.arrays_of(record), *([] if record.rest is None else [record.rest])]
-            self._sharing[record] = any(self.store.shares_file(name) for name in names)
+            self._sharing[record] = any(map(self.store.shares_file, self.changed_arrays(record)))
         return self._sharing[record]
 
     def keep_ahead(self, records: Sequence[ParameterRecord], begun: Sequence[Stream]) -> None:
@@ -454,6 +453,11 @@ class OptimizerState:
             slots = [optimizer_array(slot.name, record.name) for slot in self.slots_of(record)]
             self._names[record] = [model_array(record.name), *split, *slots]
         return list(self._names[record])
+
+    def changed_arrays(self, record: ParameterRecord) -> list[str]:
+        """Return the names of all arrays that an update changes: `arrays_of`, and the parameter's own rows beside them."""
+        names = self.arrays_of(record)
+        return names if record.rest is None or record.rest in names else [*names, record.rest]
 
     def rows_in_memory(self) -> dict[str, torch.Tensor]:
         """Return, by the name of its master's array, each parameter's own rows that are cast from it, of those in the host's

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import zip_longest
 from typing import Any, cast
 
 import numpy as np
@@ -290,8 +291,8 @@ def num_consumers() -> int:
 
 def _parts(state: OptimizerState, mine: list[ParameterRecord], *, behind: bool) -> list[list[ParameterRecord]]:
     """Return the parameters that each thread takes of those that pass; neighbours, which may share files, are together."""
-    several = not behind and _any_on_disk(state, mine) and all(takes_threads(state.kernel_of(r)[0]) for r in mine)
-    count = num_consumers() if several else 1
+    several = not behind and num_consumers() > 1 and all(takes_threads(state.kernel_of(record)[0]) for record in mine)
+    count = num_consumers() if several and _any_on_disk(state, mine) else 1
     total, before = sum(record.owned_numel for record in mine), 0
     parts: list[list[ParameterRecord]] = [[] for _ in range(count)]
     for record in mine:
@@ -374,9 +375,8 @@ class Update:
                 for record in some:
                     done(record)
         parts = _parts(self._state, mine, behind=done is not None)
-        begun = [*self._begun, *[None] * (len(parts) - len(self._begun))]
         work, context = partial(self._pass, admit=admit, done=done), self._state.transfers.stream_context()
-        side_by_side(lambda each: work(*each), list(zip(parts, begun, strict=True)), len(parts), context)
+        side_by_side(lambda each: work(*each), zip_longest(parts, self._begun), len(parts), context)
 
     def _pass(
         self,
