@@ -288,7 +288,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 own(output)
             return result
         written = [*_written(func, args, kwargs), *outputs]
-        if not _is_view(func):
+        if not _moves_nothing(func):
             self._device.touch(tensors, written)
         return result
 
@@ -301,7 +301,10 @@ def _waits(func: Any, args: tuple[Any, ...]) -> bool:
     return name in ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "unique_dim", "_unique2")
 
 
-def _is_view(func: Any) -> bool:
+def _moves_nothing(func: Any) -> bool:
+    """Return whether the operation makes another tensor over the same memory, and asks nothing of the device."""
+    if func.overloadpacket.__name__ in ("set_", "_unsafe_view"):
+        return True
     return any(out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns)
 
 

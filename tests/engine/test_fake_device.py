@@ -265,6 +265,17 @@ def test_sums_of_squares_are_of_host_memory_wherever_gradients_wait_off_the_devi
     assert all(seen)
 
 
+def test_another_tensor_over_the_memory_of_a_copy_is_no_work_of_the_device() -> None:
+    with FakeDevice() as device:
+        source, target = torch.ones(4), device.empty_host(4, torch.float32)
+        after = device.record()
+        torch.empty(0).set_(source.untyped_storage(), 0, (4,), (1,))
+        device.wait(device.copy(target, source, after))
+        source.add_(1)
+        with pytest.raises(HandOverError, match="may begin before"):
+            device.copy(target, source, after)
+
+
 def test_what_crosses_is_counted() -> None:
     config = make_config(1, "cpu")
     config["zero_optimization"]["offload_optimizer"]["pin_memory"] = True  # the fake device knows host memory by that
