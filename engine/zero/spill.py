@@ -1,7 +1,7 @@
 """Gradients that wait for the update on disk, if the host budget cannot hold them.
 
-One thread writes them behind the backward, with a bound on the bytes under way. A gradient with more to come is read
-back, added to and written again. The sum of squares is taken while the rows are at hand. An array has the planned type;
+One thread writes them behind the backward, with a bound on the bytes under way. It reads a gradient with more to come back,
+adds to it and writes it again, and takes the sum of squares while the rows are at hand. An array has the planned type;
 if a step turns out to accumulate in a wider one, a wider array takes its place for good.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import MutableMapping
 from contextlib import closing
-from functools import partial
 
 import torch
 
@@ -18,7 +17,7 @@ from zstore.io import Ticket, Workers
 from zstore.io.tensors import as_torch, dtype_name
 from zstore.store import TensorStore
 
-from ..device import StreamContext, Transfers
+from ..device import Transfers, one_thread
 from ..params.record import ParameterRecord
 from ..params.sharding import is_narrower
 from ..plan.needs import spill_pool_bytes
@@ -38,8 +37,10 @@ class GradientSpill:
         self._pool = store.make_pool(spill_pool_bytes(store.options.host_budget_bytes or 0))
         self._workers = Workers(1, "zstore-gradients")
         self._under_way: deque[tuple[Ticket[None], int]] = deque()
+        self._present: set[ParameterRecord] = set()
+        """Those with a gradient in this step."""
         self._squares: dict[ParameterRecord, float | SumOfSquares] = {}
-        """Sums of squares of the gradients that are there in this step."""
+        """The sum of squares of each that was written."""
 
     def __contains__(self, record: ParameterRecord) -> bool:
         return record in self._arrays
@@ -49,40 +50,48 @@ class GradientSpill:
     ) -> None:
         """Keep `rows`, 1-D, added to the rows of this step so far, rounded to `total`; they belong to this from now on.
 
-        `squares` is the sum of theirs, if it was begun. Raises the error of an earlier write.
+        `squares` is the sum of theirs, if it was begun. May raise the error of an earlier write.
         """
-        if record in self._squares:
-            self.drain()
-            rows, squares = self._read(record, on_host=self._transfers.streams.is_host(rows)).to(total).add_(rows), None
-        elif is_narrower(total, rows.dtype):
-            rows = rows.to(total)
-        self._make_room(record, rows)
-        self._squares[record] = squares or sum_of_squares(counted(record, rows))
+        adds = record in self._present
+        dtype = total if adds or is_narrower(total, rows.dtype) else rows.dtype
+        on_host = self._transfers.streams.is_host(rows)
+        former = self._widen(record, dtype, on_host=on_host)
+        self._present.add(record)
         nbytes = rows.nbytes
         while self._under_way and sum(size for _, size in self._under_way) + nbytes > _MOST_UNDER_WAY_BYTES:
             self._under_way.popleft()[0].wait()
         context = self._transfers.stream_context()
-        self._under_way.append(
-            (self._workers.submit(partial(self._write, self._arrays[record], rows, context)), nbytes)
-        )
 
-    def _make_room(self, record: ParameterRecord, rows: torch.Tensor) -> None:
-        """Let the array of a parameter be one that can hold the values of `rows`."""
+        def write() -> None:
+            with context(), one_thread():
+                held = self._read(record, on_host=on_host) if adds and former is None else former
+                values = rows.to(dtype) if held is None else held.to(dtype).add_(rows)
+                self._write(self._arrays[record], values)
+                begun = None if adds else squares
+                self._squares[record] = begun or sum_of_squares(counted(record, values))
+
+        self._under_way.append((self._workers.submit(write), nbytes))
+
+    def _widen(self, record: ParameterRecord, dtype: torch.dtype, *, on_host: bool) -> torch.Tensor | None:
+        """Let the array of a parameter be one that can hold values of `dtype`. Returns the rows of this step so far, if they
+        were in a narrower one."""
         former = self._store.spec(self._arrays[record])
-        if not is_narrower(getattr(torch, former.dtype), rows.dtype):
-            return
+        if not is_narrower(getattr(torch, former.dtype), dtype):
+            return None
         self.drain()
-        wider = record.spec(f"gradient_{dtype_name(rows.dtype)}", rows.dtype)
+        rows = self._read(record, on_host=on_host) if record in self._present else None
+        wider = record.spec(f"gradient_{dtype_name(dtype)}", dtype)
         self._store.create(wider, grid=record.state_grid, shard=record.state_shard, tier="disk")
         self._arrays[record] = wider.name
         self._store.remove(former.name)
+        return rows
 
-    def _write(self, name: str, rows: torch.Tensor, context: StreamContext) -> None:
-        with context(), closing(self._store.stream([[name]], "fill", pool=self._pool)) as tiles:
+    def _write(self, name: str, rows: torch.Tensor) -> None:
+        with closing(self._store.stream([[name]], "fill", pool=self._pool)) as tiles:
             for tile in tiles:
                 self._transfers.copy_into(as_torch(tile.views[0]), rows[tile.first : tile.stop])
 
-    def _read(self, record: ParameterRecord, *, on_host: bool = False) -> torch.Tensor:
+    def _read(self, record: ParameterRecord, *, on_host: bool) -> torch.Tensor:
         """Return the stored rows of a gradient: in host memory or on the parameter's device."""
         name = self._arrays[record]
         dtype: torch.dtype = getattr(torch, self._store.spec(name).dtype)
@@ -107,15 +116,16 @@ class GradientSpill:
 
     def owned(self, record: ParameterRecord) -> torch.Tensor | None:
         """Return a copy of the rows of this step, 1-D; None if there are none."""
-        if record not in self._squares:
+        if record not in self._present:
             return None
         self.drain()
-        return self._read(record)
+        return self._read(record, on_host=False)
 
     def drop(self) -> None:
         """Forget this step's gradients; errors of their writes with them."""
         while self._under_way:
             self._under_way.popleft()[0].error()
+        self._present.clear()
         self._squares.clear()
 
     def close(self) -> None:
