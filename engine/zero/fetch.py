@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -111,26 +112,39 @@ class RowReader:
         for target, source in crossing:
             reading.copies.append(self._transfers.begin(target, source, after=reading.start))
             self.read_bytes += target.nbytes
-        for tile in self._store.stream([[name] for name, _ in others], "read", pool=self._pool, ahead=reading.ahead):
-            target = others[tile.group][1][tile.first : tile.stop]
-            source = as_torch(tile.views[0])
-            if self._transfers.link(source, target) is not None:
-                with self._store.links.moving("host_to_device", target.nbytes, None):
-                    # The buffer is given back when the next tile is requested.
-                    self._transfers.begin(target, source, after=reading.start, counted=False).wait()
-            else:
-                # One memcpy, without torch's threads, which the computation has. A numpy array over the target would
-                # make its storage one that cannot be resized.
-                ctypes.memmove(target.data_ptr(), tile.views[0].ctypes.data, target.nbytes)
-            self.read_bytes += target.nbytes
-            if reading.cancelled:
-                break
+        under_way: list[Copy] = []
+        groups = [[name] for name, _ in others]
+        with closing(self._store.stream(groups, "read", pool=self._pool, ahead=reading.ahead)) as tiles:
+            try:
+                for tile in tiles:
+                    target = others[tile.group][1][tile.first : tile.stop]
+                    source = as_torch(tile.views[0])
+                    if self._transfers.link(source, target) is not None:
+                        under_way.append(self._transfers.begin(target, source, after=reading.start))
+                    else:
+                        # One memcpy, without torch's threads, which the computation has. A numpy array over the target
+                        # would make its storage one that cannot be resized.
+                        ctypes.memmove(target.data_ptr(), tile.views[0].ctypes.data, target.nbytes)
+                    self.read_bytes += target.nbytes
+                    if tile.ends_buffer:
+                        _finish(under_way)
+                    if reading.cancelled:
+                        break
+            finally:
+                _finish(under_way)
 
     def close(self) -> None:
         """End the thread after the pending requests."""
         if self._workers is not None:
             self._workers.close()
             self._workers = None
+
+
+def _finish(copies: list[Copy]) -> None:
+    """Wait for copies, which end in the order in which they began."""
+    if copies:
+        copies[-1].wait()
+        copies.clear()
 
 
 @dataclass(eq=False)

@@ -152,6 +152,19 @@ def test_the_main_thread_waits_for_no_copy_in_forward_and_backward_and_no_host_m
     assert allocations[-1] - allocations[0] <= (12 if mode == "speculative" else 0)
 
 
+def test_rows_from_disk_are_waited_for_once_a_request(nvme: Path) -> None:
+    config = pinned_config(nvme, zstore={"step_overlap": "none"})
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024))
+    with FakeDevice() as device, start(config, model, _streams=device) as engine:
+        read_before = engine.statistics().store.disk_read_bytes
+        before, copies = device.waits["up"], device.copies
+        with torch.no_grad():
+            engine(torch.ones(1, 1024, dtype=torch.bfloat16))
+        assert engine.statistics().store.disk_read_bytes > read_before
+        chunks = device.copies - copies
+        assert 2 <= device.waits["up"] - before < chunks / 2
+
+
 def test_no_step_makes_tensors_of_numbers_on_the_device() -> None:
     """Which is a copy from pageable memory, for which the host waits."""
     top = Path(__file__).parents[2]

@@ -122,10 +122,10 @@ def test_the_error_of_a_write_is_raised_by_the_next_call(call: str, nvme: Path) 
     with opened(nvme, files) as (spill, (one, other, _)):
         files.inject(Fault(kind="write", pattern="*gradient*", error_number=errno.ENOSPC))
         spill.add(one, rows(1), torch.bfloat16)
+        if call == "add again":
+            spill.add(one, rows(2), torch.bfloat16)
         with pytest.raises(StorageError, match="No space left"):
-            if call == "add again":
-                spill.add(one, rows(2), torch.bfloat16)
-            (spill.drain if call != "owned" else lambda: spill.owned(one))()
+            (spill.owned(one) if call == "owned" else spill.drain())
         spill.drop()
         spill.add(one, rows(3), torch.bfloat16)
         spill.add(other, rows(4), torch.bfloat16)

@@ -42,6 +42,25 @@ def test_one_pass_reads_updates_and_fills(store: TensorStore, tier: str) -> None
         assert after.disk_write_bytes - before.disk_write_bytes == pytest.approx(wide + narrow, rel=0.03)
 
 
+@pytest.mark.parametrize("small", [False, True])
+def test_views_that_are_read_last_as_long_as_their_buffer(store: TensorStore, small: bool) -> None:
+    names, held, ends = [f"model/{number}" for number in range(6)], [], 0
+    shape = (30, 1000) if small else LARGE
+    if small:
+        store.share_files()  # and buffers
+    values = {name: create(store, "disk", shape, name=name) for name in names}
+    for name in names:
+        store.write(name, values[name]).wait()
+    for tile in store.stream([[name] for name in names], "read"):
+        held.append((values[names[tile.group]].ravel()[tile.first : tile.stop], tile.views[0]))
+        if tile.ends_buffer:
+            assert all(same_bits(np.asarray(view), wanted) for wanted, view in held)
+            held.clear()
+            ends += 1
+    assert not held
+    assert 0 < ends < (len(names) if small else 2 * len(names) + 1)
+
+
 def test_what_is_filled_is_not_read(store: TensorStore) -> None:
     values = create(store, "disk", name="model/w")
     store.write("model/w", values).wait()

@@ -382,10 +382,10 @@ class Stream:
         for plan in loaded.batch:
             names = self._groups[plan.group]
             parts = [next(pieces).of(loaded.memory) for _ in names]
-            yield from self._tiles_of_group(plan, names, parts, loaded.on_disk)
+            yield from self._tiles_of_group(plan, names, parts, loaded)
 
     def _tiles_of_group(
-        self, plan: SpanPlan, names: Sequence[str], parts: Sequence[Bytes], on_disk: Mapping[str, Iterator[View]]
+        self, plan: SpanPlan, names: Sequence[str], parts: Sequence[Bytes], loaded: _Loaded
     ) -> Iterator[Tile]:
         shard = self._shards[names[0]]
         in_memory = [
@@ -398,13 +398,14 @@ class Stream:
             yield Tile(plan.group, first, stop, _views(in_memory, first, stop))
             return
         columns = [
-            on_disk.get(name) or self._tiers[name].views(name, plan.span, part, self._pass.mode_of(name))
+            loaded.on_disk.get(name) or self._tiers[name].views(name, plan.span, part, self._pass.mode_of(name))
             for name, part in zip(names, parts, strict=True)
         ]
         # Strict: asks each column for one view more than it has, which seals its last chunk.
         for chunk, *views in zip(plan.span.chunks, *columns, strict=True):
             first, stop = shard.chunk_range(chunk)
-            yield Tile(plan.group, first, stop, tuple(views))
+            ends = plan is loaded.batch[-1] and chunk == plan.span.chunks[-1]
+            yield Tile(plan.group, first, stop, tuple(views), ends)
 
     def _save(self, loaded: _Loaded) -> None:
         tickets: list[Ticket[None]] = []

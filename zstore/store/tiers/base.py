@@ -131,13 +131,16 @@ class Tile:
     """One chunk, or in memory several, of every array of a group: local flat elements `[first, stop)` without padding.
 
     `views` are 1-D, in the group's order: numpy arrays from the host and disk tiers, torch tensors from the device tier.
-    They are valid until the next tile is asked for.
+    They are valid until the next tile is asked for; without `ends_buffer` those of a pass that only reads stay valid until
+    the tile after the next one that has it.
     """
 
     group: int
     first: int
     stop: int
     views: tuple[View, ...]
+    ends_buffer: bool = True
+    """Whether the memory of the views is used again when the next tile is asked for."""
 
 
 class PinnedShard(Protocol):
