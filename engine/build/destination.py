@@ -46,6 +46,8 @@ def _tier(config: Config, world: World) -> TierName | None:
     state, own = _TIERS[config.offload_optimizer.device], _TIERS[config.offload_param.device]
     if own == state == "device" and (config.stage < 3 or world.world_size == 1):
         return None
+    # Rows that stay the parameter's own cross to the device.
+    fetched: TierName = "pinned" if own == "host" else own
     is_16bit = config.settings.bf16.enabled is not False or config.settings.fp16.enabled is not False
-    order = (state, own) if is_16bit else (own, state)
+    order = (state, own) if is_16bit else (fetched, state)
     return next((tier for tier in order if tier != "device"), "host")

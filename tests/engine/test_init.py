@@ -23,6 +23,7 @@ from tests.engine.init_models import Handmade, Stack, config_of, differences, fi
 from tests.engine.models import make_net
 from tests.engine.runs import state_of, step
 from tests.engine.transformers_models import ARCHITECTURES
+from zstore.engine.build.builder import find_built
 from zstore.engine.build.init import _active
 from zstore.engine.plan import run as placing
 from zstore.errors import ConfigError, DiskFullError, RankError, RunFolderError, UsageError
@@ -159,6 +160,24 @@ def test_masters_stay_in_the_files_that_they_were_built_in(precision: str, tmp_p
         assert expected <= engine.statistics().store.disk_write_bytes < 1.1 * expected
         assert not any(name.startswith("building") for name in files_in(tmp_path))
         step(engine)
+
+
+@pytest.mark.parametrize(("state", "precision"), [("cpu", "bf16"), ("cpu", "fp32"), ("nvme", "fp32")])
+def test_masters_stay_in_the_memory_that_they_were_built_in(state: str, precision: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path, 3, state, "cpu", bf16={"enabled": precision == "bf16"})
+    for section in ("offload_optimizer", "offload_param"):
+        config["zero_optimization"][section]["pin_memory"] = True
+    with zstore.Init(config=config):
+        model = make_net()
+    found = [found for p in model.parameters() if p.requires_grad and (found := find_built(p)) is not None]
+    store = found[0][0].store
+    names = [built.rows.spec.name for _, built in found if built.rows is not None]
+    built = {store.memory(name).ctypes.data for name in names if store.tier_of(name) == "host"}
+    with zstore.initialize(model=model, config=config)[0] as engine:
+        assert engine.training_state.state.store is store
+        masters = [name for name in store.names() if name.startswith("model/") and store.tier_of(name) == "host"]
+        assert built <= {store.memory(name).ctypes.data for name in masters}
+        assert built
 
 
 def test_what_was_built_on_the_drive_is_no_reason_to_refuse_a_plan(

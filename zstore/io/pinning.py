@@ -5,15 +5,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import threading
 import weakref
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..format.arrays import Bytes
+from ..format.partition import round_up
 from .allocator import HUGE_PAGE_BYTES
 from .buffers import make_slab
+from .pool import Workers
+
+_MOST_THREADS = 8
+_LEAST_PART_BYTES = 32 * HUGE_PAGE_BYTES
+"""Of a slab whose pages one thread makes."""
+_MADV_POPULATE_WRITE = 23
 
 
 class PinnedSlabs:
@@ -37,8 +46,9 @@ class PinnedSlabs:
         slab = make_slab(nbytes)
         if self._failed or nbytes == 0:
             return slab
+        _make_pages(slab)
         try:
-            # Without the lock: it takes a sixth of a second a gigabyte, and other threads have slabs of their own.
+            # Without the lock: other threads have slabs of their own.
             code = int(self._runtime.cudaHostRegister(slab.ctypes.data, slab.nbytes, 0))
         except RuntimeError as error:  # torch's binding raises if CUDA cannot be started
             self._give_up(str(error))
@@ -75,6 +85,22 @@ class PinnedSlabs:
         with self._lock:
             for address in list(self._registered):
                 self._release(address)
+
+
+def _make_pages(slab: Bytes) -> None:
+    """Let several threads make the pages of a large slab, which is most of the time of registering it: a sixth of a second a
+    gigabyte in one."""
+    count = min(_MOST_THREADS, len(os.sched_getaffinity(0)), slab.nbytes // _LEAST_PART_BYTES)
+    if count > 1:
+        part = round_up(-(-slab.nbytes // count), HUGE_PAGE_BYTES)
+        places = [(first, min(part, slab.nbytes - first)) for first in range(0, slab.nbytes, part)]
+        with Workers(count - 1, "zstore-pinning") as workers:
+            workers.run([partial(_populate, slab.ctypes.data + first, nbytes) for first, nbytes in places], here=True)
+
+
+def _populate(address: int, nbytes: int) -> None:
+    """Make the pages of memory, if the kernel can (from Linux 5.14 on); whoever writes to it makes the others."""
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
 
 
 def _let_forks_have(address: int, nbytes: int, shared: bool) -> None:
