@@ -51,6 +51,21 @@ class ParameterStep(Protocol):
         """Return the parameter's scalars after the step; no tile need have come before."""
 
 
+class ListStep(ParameterStep, Protocol):
+    """A step that parameters with the same scalars share."""
+
+    changes_gradients: bool
+    """Whether gradients may be changed."""
+
+    def tiles(
+        self,
+        masters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        slots: Sequence[Sequence[torch.Tensor]],
+    ) -> None:
+        """Update tiles of several parameters of one device at once; each gets the bits that `tile` gives it."""
+
+
 @dataclass(frozen=True)
 class SlotArray:
     """An array of a parameter's optimizer state."""
@@ -196,6 +211,8 @@ class FusedAdam:
 class FusedAdamStep:
     """A step by torch's fused kernel, which takes the step count as a tensor on the device."""
 
+    changes_gradients = False
+
     def __init__(self, kernel: Callable[..., Any], settings: Mapping[str, float], step: float, counted: float) -> None:
         self.settings = settings
         self.step = step
@@ -212,7 +229,6 @@ class FusedAdamStep:
         gradients: Sequence[torch.Tensor],
         slots: Sequence[Sequence[torch.Tensor]],
     ) -> None:
-        """Update tiles of several parameters of one device at once; each gets the bits that `tile` gives it."""
         device = masters[0].device
         count = self._counts.get(device)
         if count is None:  # filled there: a copy from host memory would wait for the device
@@ -275,7 +291,7 @@ class _AveragingStep:
 
 
 class TorchKernel:
-    """Any element-wise torch optimizer: an instance of its class steps one proxy parameter over tile after tile."""
+    """Any element-wise torch optimizer: an instance of its class steps proxy parameters over tile after tile."""
 
     _PROBE_NUMEL = 16
 
@@ -325,26 +341,37 @@ class TorchKernel:
         self._optimizer.param_groups[0].update({name: group[name] for name in self._settings if name in group})
         return _TorchStep(self, scalars)
 
-    def tile(
-        self, scalars: Scalars, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]
+    def tiles(
+        self,
+        scalars: Scalars,
+        masters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        slots: Sequence[Sequence[torch.Tensor]],
     ) -> Scalars:
-        """Step the proxy over a tile; return the scalars after it, the same for every tile of a parameter."""
-        self._proxy.grad = None
-        self._proxy.data = master
-        self._proxy.grad = gradient
-        self._optimizer.state[self._proxy] = self._state(scalars, dict(zip(self.slots, slots, strict=True)))
+        """Step a proxy over each tile, in one step of the class, which takes those on a device together; return the scalars
+        after it, the same for every tile."""
+        group = self._optimizer.param_groups[0]
+        group["params"] = [self._proxy, *map(torch.nn.Parameter, masters[1:])]
+        for proxy, master, gradient, views in zip(group["params"], masters, gradients, slots, strict=True):
+            proxy.grad = None
+            proxy.data = master
+            proxy.grad = gradient
+            self._optimizer.state[proxy] = self._state(scalars, dict(zip(self.slots, views, strict=True)))
         self._optimizer.step()
-        after = self._optimizer.state.pop(self._proxy)
-        for name, view in zip(self.slots, slots, strict=True):
-            if after[name] is not view:
-                view.copy_(after[name])
+        after: dict[str, Any] = {}
+        for proxy, views in zip(group["params"], slots, strict=True):
+            after = self._optimizer.state.pop(proxy)
+            for name, view in zip(self.slots, views, strict=True):
+                if after[name] is not view:
+                    view.copy_(after[name])
+        group["params"] = [self._proxy]
         found = {n: float(v) for n, v in after.items() if n not in self.slots and v is not None}
         return found | {"updates": scalars["updates"] + 1}
 
     def probe(self, scalars: Scalars) -> Scalars:
         """Return the scalars after a step of a parameter that has `scalars` before it."""
         master, gradient, *slots = torch.zeros(2 + len(self.slots), 1, device=self._proxy.device)
-        return self.tile(scalars, master, gradient, slots)
+        return self.tiles(scalars, [master], [gradient], [slots])
 
     def _state(self, scalars: Scalars, views: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Return the state before the step; a first step starts from the class's own initial state."""
@@ -365,7 +392,9 @@ class TorchKernel:
 
 
 class _TorchStep:
-    """A step of one parameter by a TorchKernel."""
+    """A step by a TorchKernel of parameters with the same scalars."""
+
+    changes_gradients = True
 
     def __init__(self, kernel: TorchKernel, scalars: Scalars) -> None:
         self._kernel = kernel
@@ -373,7 +402,15 @@ class _TorchStep:
         self._after = scalars
 
     def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
-        self._after = self._kernel.tile(self._before, master, gradient, slots)
+        self.tiles([master], [gradient], [slots])
+
+    def tiles(
+        self,
+        masters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        slots: Sequence[Sequence[torch.Tensor]],
+    ) -> None:
+        self._after = self._kernel.tiles(self._before, masters, gradients, slots)
 
     def scalars(self) -> Scalars:
         if self._after is self._before:  # no tile came yet, or this rank has no rows: every element counts alike

@@ -24,7 +24,7 @@ from ..device import Scratch, Transfers, one_thread
 from ..params.record import ParameterRecord
 from ..params.sharding import GradientTypes
 from ..plan.plan import EMA, Places
-from .kernel import AVERAGED, FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, SlotTiles
+from .kernel import AVERAGED, FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, SlotTiles, TorchKernel
 from .split_master import join_master, split_master
 
 TierName = Literal["device", "host", "pinned", "disk"]
@@ -394,7 +394,8 @@ class OptimizerState:
         return any(self.store.tier_of(name) == "disk" for names in groups for name in names)
 
     def in_place(self, record: ParameterRecord) -> InPlace | None:
-        """Return the arrays of a trained parameter if torch's fused kernel takes them as they are, in one memory."""
+        """Return the arrays of a trained parameter if its kernel takes several parameters at once, as they are in one memory:
+        torch's fused kernel does so anywhere, its other optimizers on a device."""
         if self._arrangement != self.store.arrangement:
             self._in_place.clear()
             self._arrangement = self.store.arrangement
@@ -405,12 +406,16 @@ class OptimizerState:
     def _find_in_place(self, record: ParameterRecord) -> InPlace | None:
         rests = [record.rest] if record.rest is not None and not self.is_master(record) else []
         names = self.arrays_of(record) + rests
-        adam = isinstance(self.kernel_of(record)[0], FusedAdam)
-        converts = not self.codec.is_plain or self.is_split(record) or not adam
-        if converts or record in self.spilled or any(self.store.tier_of(name) == "disk" for name in names):
+        kernel = self.kernel_of(record)[0]
+        takes_lists = isinstance(kernel, FusedAdam | TorchKernel)
+        if not takes_lists or not self.codec.is_plain or self.is_split(record):
+            return None
+        if record in self.spilled or any(self.store.tier_of(name) == "disk" for name in names):
             return None
         arrays = [as_torch(self.store.memory(name)) for name in names]
         if any(self.transfers.link(one, arrays[0]) for one in arrays):
+            return None
+        if isinstance(kernel, TorchKernel) and self.transfers.streams.is_host(arrays[0]):
             return None
         rest = arrays.pop() if rests else None
         return InPlace(names, arrays[0], arrays[1:], rest, casts=record.rest is None and not self.is_master(record))

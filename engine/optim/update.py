@@ -50,7 +50,7 @@ from ..device import (
     tile_numel,
 )
 from ..params.record import ParameterRecord
-from .kernel import FusedAdam, FusedAdamStep, ParameterStep, SlotTiles, takes_threads
+from .kernel import FusedAdam, ListStep, ParameterStep, SlotTiles, TorchKernel, takes_threads
 from .state import InPlace, OptimizerState, TileObserver
 
 Rows = Callable[[ParameterRecord], torch.Tensor | None]
@@ -189,7 +189,7 @@ _MOST_AT_ONCE, _MOST_BEHIND = 256 * 1024 * 1024, 4 * 1024 * 1024
 class _Portion:
     """Rows of parameters in one memory that are changed by one call of each kernel: they take the same step."""
 
-    def __init__(self, step: FusedAdamStep, factor: float, observer: TileObserver | None, *, keep: bool) -> None:
+    def __init__(self, step: ListStep, factor: float, observer: TileObserver | None, *, keep: bool) -> None:
         self.numel = 0
         self._keep = keep
         self._step = step
@@ -220,7 +220,8 @@ class _Portion:
     def apply(self, room: Scratch, h2d: H2DQueue, after: Mapping[ParameterRecord, Event]) -> None:
         """Carry the phases out."""
         gradients = self._gradients
-        if gradients[0].dtype != torch.float32 or (self._keep and self._factor != 1.0):
+        changes = self._factor != 1.0 or self._step.changes_gradients
+        if gradients[0].dtype != torch.float32 or (self._keep and changes):
             numels = [rows.numel() for rows in gradients]
             gradients = list(torch.split(room.take("gradients", gradients[0], torch.float32, self.numel), numels))
             torch._foreach_copy_(gradients, self._gradients)
@@ -354,7 +355,7 @@ class Update:
         self.rows = rows
         self._begun = state.take_ahead(self.records)
         self._steps: dict[ParameterRecord, ParameterStep] = {}
-        self._shared: dict[tuple[int, float | None], ParameterStep] = {}
+        self._shared: dict[tuple[Any, ...], ParameterStep] = {}
         self._room = Scratch()
 
     def run(
@@ -422,7 +423,8 @@ class Update:
         for each in coming:
             transfers.finish(each)
         on_host = [rows.numel() for _, _, rows in found if transfers.streams.is_host(rows)]
-        threads = 1 if behind else threads_for(on_host)
+        alone = behind or not all(takes_threads(self._state.kernel_of(record)[0]) for record in placed)
+        threads = 1 if alone else threads_for(on_host)
         h2d.most *= threads
         with labelled("update"), self._state.store.changing([name for one in placed.values() for name in one.names]):
             work = partial(_Portion.apply, room=self._room, h2d=h2d, after=self._last_reads)
@@ -435,7 +437,7 @@ class Update:
         last: dict[Any, _Portion] = {}
         for record, place, rows in found:
             own = record.owned() if place.casts else place.rest
-            step = cast(FusedAdamStep, self._step_of(record))  # of the kernel that `InPlace` is for
+            step = cast(ListStep, self._step_of(record))  # of a kernel that `InPlace` is for
             factor, numel = self.settings.factor_of(record), rows.numel()
             on_host = self._state.transfers.streams.is_host(place.master)
             most, tile = (_MOST_HERE, tile_numel(threads)) if on_host else (_MOST_THERE, _MOST_THERE)
@@ -471,8 +473,8 @@ class Update:
         found = self._steps.get(record)
         if found is None:
             (kernel, group), scalars = self._state.kernel_of(record), self._state.scalars[record]
-            key = group, scalars.get("step")
-            found = self._shared.get(key) if isinstance(kernel, FusedAdam) else None
+            key = group, *scalars.items()
+            found = self._shared.get(key) if isinstance(kernel, FusedAdam | TorchKernel) else None
             if found is None:
                 found = self._shared[key] = kernel.start(self.settings.groups[group], scalars)
             self._steps[record] = found

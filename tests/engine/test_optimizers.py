@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import zstore
 from tests.engine.bits import digest, engine_digests, reference_digests
+from tests.engine.fake_device import FakeDevice
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config
 from tests.reference import Reference
@@ -21,6 +23,7 @@ from zstore.engine.config.config import load_config
 from zstore.engine.config.optimizers import OPTIMIZERS
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.extras.one_bit import ONE_BIT
+from zstore.engine.optim.kernel import TorchKernel
 from zstore.engine.optim.optimizer import optimizer_from_config
 from zstore.errors import ConfigError, UsageError
 from zstore.optim import Lamb, Lion, MuonWithAdam, split_for_muon
@@ -102,6 +105,44 @@ def test_on_disk_each_does_what_torch_does_bit_for_bit(name: str, tmp_path: Path
         for step in (1, 2):
             train(engine, step)
         assert engine_digests(engine) == whole
+
+
+@pytest.mark.parametrize("mode", ["none", "speculative"])
+@pytest.mark.parametrize("name", ELEMENT_WISE)
+def test_on_a_device_parameters_are_stepped_together_with_the_bits_of_torch(
+    name: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, together = ELEMENT_WISE[name], TorchKernel.tiles
+    counts: list[int] = []
+
+    def tiles(kernel: TorchKernel, scalars: Any, masters: Any, *others: Any) -> Any:
+        counts.append(len(masters))
+        return together(kernel, scalars, masters, *others)
+
+    monkeypatch.setattr(TorchKernel, "tiles", tiles)
+    plain, net = model(), model()
+    reference = make(plain.parameters())
+    clip = 0.0 if mode == "none" else 1e-3  # which bites always
+    config = on_disk(tmp_path, zstore={"step_overlap": mode}, gradient_clipping=clip)
+    config["zero_optimization"].pop("offload_optimizer")
+    # Norms of other orders of sums round otherwise.
+    close = partial(torch.testing.assert_close, rtol=1e-4 if clip else 0.0, atol=1e-5 if clip else 0.0)
+    made = make(net.parameters())
+    with (
+        FakeDevice() as device,
+        zstore.initialize(model=net, optimizer=made, config=config, _streams=device)[0] as engine,
+    ):
+        for step in range(3):
+            counts.clear()
+            train(engine, step)
+            reference.zero_grad()
+            plain(inputs(step)).square().mean().backward()
+            if clip:
+                nn.utils.clip_grad_norm_(plain.parameters(), clip)
+            reference.step()
+            for mine, wanted in zip(engine.parameters(), plain.parameters(), strict=True):
+                close(mine, wanted)
+    assert counts == [] if isinstance(reference, torch.optim.Adam) and "amsgrad" not in name else counts[-1] == 4
 
 
 # -- on several ranks -------------------------------------------------------------------------------------------------

@@ -533,7 +533,7 @@ def test_a_step_that_failed_half_way_is_told_until_a_state_is_loaded(overlap: An
         train(ours, optimizer, range(2))
         optimizer.wait()
         saved = copy.deepcopy([ours.state_dict(), optimizer.state_dict()])
-        Failing.left = 3
+        Failing.left = 2
         with pytest.raises(OSError, match="the drive is gone"):
             train(ours, optimizer, range(2, 4))  # behind a step it is told by what comes next
         Failing.left = 1_000_000
