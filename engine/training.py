@@ -23,10 +23,10 @@ from .config.resolve import BatchSizes
 from .data.accumulation import Accumulation, Counters
 from .data.loader import TrainingLoader
 from .device import labelled
-from .optim.in_backward import PendingUpdate
 from .optim.loss_scale import LossScaler
 from .optim.lr_schedules import LRSchedule
 from .optim.optimizer import ZeroOptimizer
+from .optim.pending import PendingUpdate
 from .optim.state import OptimizerState
 from .optim.stepper import Stepper
 from .optim.update import StepSettings, Update, in_order, read_ahead
@@ -309,7 +309,7 @@ class Training:
 
     def scale_gradient(self, record: ParameterRecord, factor: float) -> None:
         self._require_sharded_gradients("a factor of a gradient")
-        if self.pending.in_backward is not None and not self.pending.can_undo:
+        if self.pending.direct is not None:
             raise UsageError(
                 f"the gradient of parameter {record.name!r} was multiplied by a number between backward() and step(), but with "
                 '"step_overlap": "backward" the parameter is updated already: choose "forward" or "none"'
@@ -346,24 +346,25 @@ class Training:
                     '"zstore": {"non_finite_gradients": "skip"} goes on without such steps'
                 )
             self.before_change()
-            in_backward = self.pending.in_backward
-            if in_backward is not None and in_backward.under_way and in_backward.undo is None:
-                self._change(partial(in_backward.finish, self._settings(1.0)))
+            direct, speculative = self.pending.direct, self.pending.speculative
+            if direct is not None and direct.under_way:
+                self._change(partial(direct.finish, self._settings(1.0)))
             elif overflow:
                 with self.world.agreeing():  # which brings a rank's requests to all, as every update does
-                    self.pending.conclude(None)
+                    if speculative is not None:
+                        speculative.conclude(None)
             else:
                 self._update(self._factor(self.norm))
         finally:
             # Still there: the step failed. What this rank did not change, another did.
-            self.pending.torn |= self.pending.is_in_backward and not self.pending.can_undo
+            self.pending.torn |= self.pending.direct is not None and self.pending.direct.under_way
             self.pending.abandon()
             self.state.drop_ahead()
             self._forget_gradients()
         self._count(overflow)
 
     def _what_changed(self) -> str:
-        if not self.pending.is_in_backward or self.pending.can_undo:
+        if self.pending.direct is None or not self.pending.direct.under_way:
             return "no parameter and no optimizer state was changed"
         return 'with "step_overlap": "backward" parameters were changed before it was known: load a checkpoint'
 
@@ -394,7 +395,8 @@ class Training:
         done: set[ParameterRecord] = set()
 
         def at_once() -> None:
-            done.update(self.pending.conclude(settings))
+            if self.pending.speculative is not None:
+                done.update(self.pending.speculative.conclude(settings))
             records = [record for record in here if record not in done]
             update = Update(self.state, records, settings, self.gradients.take)
             if self.stepper is None:

@@ -19,10 +19,10 @@ from .config.config import Config
 from .data.accumulation import Accumulation
 from .data.loader import TrainingLoader
 from .device import Streams, Transfers, streams_for
-from .optim.in_backward import pending_update
 from .optim.loss_scale import LossScaler
 from .optim.lr_schedules import LRSchedule
 from .optim.optimizer import ZeroOptimizer, group_of_parameters
+from .optim.pending import PendingUpdate
 from .optim.rules import CLIENT, check_client, codec_of, kernels_for, rule_of
 from .optim.state import OptimizerState
 from .optim.updater import StepMode
@@ -110,7 +110,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             gradients.averaged = stepper.averaged
         copies = tier is None or store.budget.limit_bytes is None  # else activations need what is free
         mode, fetcher = StepMode(config.step_overlap), None if hooks is None else hooks.units.fetcher
-        pending = pending_update(model, state, gradients, world, mode, copies=copies, fetcher=fetcher)
+        pending = PendingUpdate(model, state, gradients, world, mode, copies=copies, fetcher=fetcher)
         return Training(
             world=world,
             copy_world=exchanges.world,

@@ -95,7 +95,7 @@ def engine_statistics(
 ) -> EngineStatistics:
     """Return the counters now; `saves_s` has the seconds for which saves delayed training, by their kind."""
     world, state, gradients = training.world, training.state, training.gradients
-    store, in_backward = state.store.statistics(), training.pending.in_backward
+    store, speculative = state.store.statistics(), training.pending.speculative
     return EngineStatistics(
         forward_s=times.forward_s,
         backward_s=times.backward_s,
@@ -106,8 +106,8 @@ def engine_statistics(
         held=held_bytes(state, gradients, units),
         units=None if units is None else units.statistics(),
         overlapped=gradients.overlapped,
-        updated_in_backward=0 if in_backward is None else in_backward.num_kept,
-        undone=0 if in_backward is None else in_backward.num_undone,
+        updated_in_backward=0 if speculative is None else speculative.num_kept,
+        undone=0 if speculative is None else speculative.num_undone,
         store=store,
         utilisation=utilisation,
         activations=activation_statistics(training.activations, training.config),

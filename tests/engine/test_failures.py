@@ -27,15 +27,15 @@ from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 from zstore.testing.ranks import run_ranks
 
 
-def _kill(*_: Any) -> None:
+def _kill(*_: Any, **_keys: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _stop(*_: Any) -> None:
+def _stop(*_: Any, **_keys: Any) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _raise(*_: Any) -> None:
+def _raise(*_: Any, **_keys: Any) -> None:
     raise ValueError("what only this rank sees")
 
 

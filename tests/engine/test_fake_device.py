@@ -22,7 +22,7 @@ from zstore.checkpoint import open_checkpoint
 from zstore.engine import device as device_module
 from zstore.engine.build import takeover
 from zstore.engine.device import D2HQueue, Transfers
-from zstore.engine.optim.in_backward import OptimizerInBackward
+from zstore.engine.optim.in_backward import UpdateInBackward
 from zstore.engine.plan.run import plan_run
 from zstore.engine.zero import norm, spill
 from zstore.errors import NonFiniteError
@@ -121,13 +121,13 @@ def test_the_main_thread_waits_for_no_copy_in_forward_and_backward_and_no_host_m
     zero["offload_param"] = {"device": parameters} | ({"nvme_path": str(nvme)} if parameters == "nvme" else {})
     for section in ("offload_optimizer", "offload_param"):
         zero.setdefault(section, {"device": "none"})["pin_memory"] = True
-    admit, is_over = OptimizerInBackward._admit, threading.Event()
+    admit, is_over = UpdateInBackward._admit, threading.Event()
 
     def admit_late(within: Any, *asked: Any) -> bool:
         # Else the number of gradients that wait for an update in the backward is another in every step.
         return is_over.wait(60) and admit(within, *asked)
 
-    monkeypatch.setattr(OptimizerInBackward, "_admit", admit_late)
+    monkeypatch.setattr(UpdateInBackward, "_admit", admit_late)
     found: list[tuple[int, int]] = []
     with FakeDevice() as device, start(config, _streams=device) as engine:
         gradients = engine.training_state.gradients

@@ -100,11 +100,10 @@ def _engine(nvme: Path, **keys: Any) -> Engine:
 def _backward(engine: Engine, factor: float = 1.0) -> None:
     """Take the backward, and wait until what it brought is updated, as far as it may be before the norm is known."""
     engine.backward(engine(*data(engine.global_steps)) * factor)
-    update = engine.training_state.pending.in_backward
-    assert update is not None
-    with update._changed:
-        assert update._changed.wait_for(lambda: update._ended, timeout=200)
-    assert update._admitted
+    pending = engine.training_state.pending
+    assert pending.speculative is not None
+    pending.updater.wait()
+    assert pending.speculative._admitted
 
 
 def test_settings_that_change_before_the_step(nvme: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zstore.engine.device import Event
-from zstore.engine.optim.in_backward import LEAST_WAITING_BYTES, OptimizerInBackward
+from zstore.engine.optim.in_backward import LEAST_WAITING_BYTES, DirectUpdate
 from zstore.engine.optim.update import StepSettings, Update
 from zstore.engine.optim.updater import Updater
 from zstore.engine.params.record import ParameterRecord
@@ -120,7 +120,7 @@ class InBackward(Stepping):
         self._expected: list[LocalRecord] = []
         """The parameters of the step before, in order."""
         gradients: Any = self  # in place of UnitGradients, as far as the update asks these
-        self._update = OptimizerInBackward(nn.Module(), state.arrays, gradients, self._updater)
+        self._update = DirectUpdate(nn.Module(), state.arrays, gradients, self._updater)
         self._at_start: StepSettings
 
     @property
@@ -130,7 +130,7 @@ class InBackward(Stepping):
     def waiting_bytes(self, record: ParameterRecord) -> int:
         return self._rows[record].nbytes
 
-    def take(self, record: ParameterRecord) -> torch.Tensor | None:
+    def take(self, record: ParameterRecord, *, keep: bool) -> torch.Tensor | None:
         return self._rows.pop(record)
 
     def squares(self, record: ParameterRecord) -> float | None:

@@ -1,0 +1,135 @@
+"""The update under way, wherever it runs, and whether the state is whole."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from zstore.errors import UsageError
+from zstore.ranks.world import World
+
+from ..zero.fetch import Fetcher
+from ..zero.gradients import Gradients
+from ..zero.unit_gradients import UnitGradients
+from .in_backward import DirectUpdate, UpdateInBackward
+from .speculative import SpeculativeUpdate
+from .state import OptimizerState
+from .update import Update
+from .updater import StepMode, Updater
+
+_log = logging.getLogger("zstore")
+
+
+class PendingUpdate:
+    """The update under way, if any, and whether the state is whole: a step that stopped half way leaves a mixture, which must
+    be neither trained nor saved.
+
+    Updates run in the backward if the step mode says so and gradients are final there; `copies` as in `Undo`, and `fetcher`
+    brings the values that gradients are made of, once their update is done."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        state: OptimizerState,
+        gradients: Gradients,
+        world: World,
+        mode: StepMode,
+        *,
+        copies: bool,
+        fetcher: Fetcher | None,
+    ) -> None:
+        self.world = world
+        self.updater = Updater(state.store, state.transfers)
+        self.direct: DirectUpdate | None = None
+        self.speculative: SpeculativeUpdate | None = None
+        if fetcher is not None:
+            fetcher.ready = self.updater.wait_for
+        # Gradients that are reduced once a step (stages 0 and 1 with more ranks) are final at its end alone.
+        if mode is StepMode.BACKWARD and isinstance(gradients, UnitGradients):
+            self.direct = DirectUpdate(model, state, gradients, self.updater, fetcher)
+        if mode is StepMode.SPECULATIVE and isinstance(gradients, UnitGradients):
+            self.speculative = SpeculativeUpdate(model, state, gradients, self.updater, fetcher, copies=copies)
+        self.in_backward: UpdateInBackward | None = self.direct or self.speculative
+        """Updates in the last backward of a step: `direct` or `speculative`; None: there are none."""
+        self.torn = False
+        """Whether a step or a load stopped half way: the state is a mixture until a load replaces it."""
+        self._behind = False
+        """Whether an update was started behind `step()` whose end the ranks have not agreed on yet."""
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether an update in the backward is under way, which `step()` ends."""
+        return self.in_backward is not None and self.in_backward.under_way
+
+    def start_behind(self, update: Update) -> None:
+        """Start an update behind `step()`."""
+        self._behind = True
+        self.updater.start(update)
+
+    def abandon(self) -> bool:
+        """Abandon an update in a failed backward; return whether it changed anything, so that the state is torn."""
+        if self.in_backward is None or not self.in_backward.under_way:
+            return False
+        before, self.torn = self.torn, True  # also if this is interrupted
+        changed = self.in_backward.abandon()
+        self.torn = before or changed
+        return changed
+
+    def complete(self) -> None:
+        """Wait until no update is under way but one in a backward (all ranks).
+
+        Raises, on every rank, the error that ended the update on any, and the state is torn.
+        """
+        if not self.is_in_backward:
+            self.agree(self.wait())
+
+    def wait(self) -> BaseException | None:
+        """Wait for the update that runs behind; return the error that ended it, to be agreed on. Alone, raise it."""
+        error = self.updater.wait() if self._behind else None
+        self.torn |= error is not None
+        if error is not None and self.world.world_size == 1:
+            raise error
+        return error
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raise the error that ended the update behind on any rank on every rank (all ranks)."""
+        if not self._behind:
+            return
+        self._behind = False
+        try:
+            self.world.raise_together(error)
+        except BaseException:
+            self.torn = True
+            raise
+
+    def settle(self) -> None:
+        """Wait until no update runs behind; if one failed on any rank the state is torn on all (all ranks)."""
+        try:
+            self.complete()
+        except Exception as error:
+            _log.warning("the update that was under way failed: %s", error)
+
+    def require_whole(self) -> None:
+        """Raise UsageError if the state is a mixture, which must be neither trained nor saved."""
+        # The error that ended an update in the backward is raised in step(), on every rank.
+        if self.torn or (not self.is_in_backward and self.updater.error is not None):
+            raise UsageError(
+                "a step or a load stopped half way, so that the state is a mixture of two: load a checkpoint before going on"
+            ) from self.updater.error
+
+    def forget(self) -> None:
+        """Wait for the end of an update, and forget its changes: a load replaces the state."""
+        self.abandon()
+        self.updater.forget()
+
+    def close(self) -> None:
+        """End the updater's thread."""
+        # Before all else: an update that waits for a backward would never end.
+        self.abandon()
+        error = self.updater.wait()
+        if error is not None and not self.torn:
+            _log.warning("the last update failed, and nobody had asked for it yet: %s", error)
+        self.updater.close()
+        if self.in_backward is not None:
+            self.in_backward.close()
