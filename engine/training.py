@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import nn
@@ -330,7 +329,8 @@ class Training:
         """Take one optimizer step with the accumulated gradients, or skip it if they are not finite and the config says so.
 
         By default such gradients raise NonFiniteError on every rank, except in fp16, and if the config asks for it parameters
-        without a gradient raise UsageError, before any state is changed; the gradients are dropped.
+        without a gradient raise UsageError, before the update. See [Note: which state is whole] for the state after an error;
+        the gradients are dropped.
         """
         if self.hooks is not None:
             self.hooks.units.values_change(by_step=True)  # the leftovers of a forward without a backward are old now
@@ -348,7 +348,9 @@ class Training:
             self.before_change()
             direct, speculative = self.pending.direct, self.pending.speculative
             if direct is not None and direct.under_way:
-                self._change(partial(direct.finish, self._settings(1.0)))
+                settings = self._settings(1.0)
+                with self.pending.changing(), self._together():
+                    direct.finish(settings)
             elif overflow:
                 with self.world.agreeing():  # which brings a rank's requests to all, as every update does
                     if speculative is not None:
@@ -356,9 +358,7 @@ class Training:
             else:
                 self._update(self._factor(self.norm))
         finally:
-            # Still there: the step failed. What this rank did not change, another did.
-            self.pending.torn |= self.pending.direct is not None and self.pending.direct.under_way
-            self.pending.abandon()
+            self.pending.abandon(in_step=True)  # still there if the step failed
             self.state.drop_ahead()
             self._forget_gradients()
         self._count(overflow)
@@ -391,38 +391,31 @@ class Training:
         """Update everything with a gradient that a speculative update did not; in step modes `forward` and `speculative` here
         what a plain read reaches, the rest behind."""
         here, behind = self._updated()
-        settings = self._settings(factor)
-        done: set[ParameterRecord] = set()
+        settings, speculative = self._settings(factor), self.pending.speculative
+        with self.pending.changing():
+            with self._together():
+                done = set() if speculative is None else speculative.conclude(settings)
+                records = [record for record in here if record not in done]
+                self._carry_out(Update(self.state, records, settings, self.gradients.take))
+            if behind:
+                held = {record: self.gradients.take(record) for record in behind if record not in done}
+                update = Update(self.state, list(held), settings, held.pop)
+                update.note_scalars(list(held))
+                self.pending.start_behind(update)
 
-        def at_once() -> None:
-            if self.pending.speculative is not None:
-                done.update(self.pending.speculative.conclude(settings))
-            records = [record for record in here if record not in done]
-            update = Update(self.state, records, settings, self.gradients.take)
-            if self.stepper is None:
-                update.run()
-            else:
-                self.stepper.run(update)
-            update.note_scalars(records)
+    def _carry_out(self, update: Update) -> None:
+        if self.stepper is None:
+            update.run()
+        else:
+            self.stepper.run(update)
+        update.note_scalars(update.records)
 
-        def later() -> None:
-            held = {record: self.gradients.take(record) for record in behind if record not in done}
-            update = Update(self.state, list(held), settings, held.pop)
-            update.note_scalars(list(held))
-            self.pending.start_behind(update)
-
-        self._change(at_once, later if behind else None)
-
-    def _change(self, change: Callable[[], None], then: Callable[[], None] | None = None) -> None:
-        """Change the state, on every rank or with an error on every rank; resident parameters follow, and then the effects
-        of `then`."""
-        self.pending.torn = True
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Change the state in the block, on every rank or with an error on every rank; resident parameters follow."""
         with self.world.agreeing("The step was applied in part: load a checkpoint before going on."):
-            change()
+            yield
         self.gather_resident(self.trained)
-        if then is not None:
-            then()
-        self.pending.torn = False
 
     def gather_resident(self, records: list[ParameterRecord]) -> None:
         """Bring every rank's rows of resident parameters to all ranks, after their owners changed them."""

@@ -367,10 +367,9 @@ class Access:
         """Change the state in the block, on every rank or with an error on every rank, and then it is torn (all ranks)."""
         if self.units is not None:
             self.units.values_change()
-        self._pending.torn = True
-        with self.world.agreeing("The state was changed in part: load a checkpoint before going on."):
+        note = "The state was changed in part: load a checkpoint before going on."
+        with self._pending.changing(), self.world.agreeing(note):
             yield
-        self._pending.torn = False
 
     @contextmanager
     def averaged_weights(self, gather: Callable[[list[ParameterRecord]], None]) -> Iterator[None]:

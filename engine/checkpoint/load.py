@@ -113,8 +113,6 @@ class Restore:
                 return None, {}
             self._base.check(reader, strict=options.load_module_strict)
             state = self._replace(reader, plan)
-        training.gather_resident(training.state.records)
-        training.pending.torn = False
         if training.world.rank == 0:
             at = "" if training.config.frozen else f"; at step {training.counters.global_steps}"
             _log.info("loaded %s%s", reader.location, at)
@@ -153,16 +151,16 @@ class Restore:
             _log.warning("%s is %s: not carried over: %s", reader.location, reader.kind, "; ".join(reader.notes))
         if training.world.rank == 0 and (kept := converted_moments(training.state, reader, plan)):
             _log.info("moments are converted: %s", kept)
-        training.pending.torn = True
-        if training.hooks is not None:
-            training.hooks.units.values_change()
         state: dict[str, Any] = {}
-        with training.world.agreeing(
-            "The engine now holds a mixture of two states: load another checkpoint before going on."
-        ):
-            state = self._bring_back(reader, plan)
-            if (text := reading_text(reader)) is not None:
-                _log.info("rank %d: %s", training.world.rank, text)
+        note = "The engine now holds a mixture of two states: load another checkpoint before going on."
+        with training.pending.changing():
+            if training.hooks is not None:
+                training.hooks.units.values_change()
+            with training.world.agreeing(note):
+                state = self._bring_back(reader, plan)
+                if (text := reading_text(reader)) is not None:
+                    _log.info("rank %d: %s", training.world.rank, text)
+            training.gather_resident(training.state.records)
         self.report = LoadReport(
             path=reader.location,
             missing=tuple(plan.missing),

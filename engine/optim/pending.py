@@ -1,8 +1,21 @@
-"""The update under way, wherever it runs, and whether the state is whole."""
+"""The update under way, wherever it runs, and whether the state is whole.
+
+[Note: which state is whole]
+What stops half way leaves the state torn: a mixture of two, which is neither trained nor saved until a load replaces it.
+
+| that fails | the state |
+|---|---|
+| a block of `changing`: an update in `step()`, a write of a caller, a load | torn |
+| an update behind `step()` | torn, as soon as somebody waits for it |
+| `step()` before its update, or a backward | that of the step before; a speculative update is undone |
+| the same with a direct update under way | torn: in a backward if it changed anything on any rank, in `step()` always |
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -22,8 +35,7 @@ _log = logging.getLogger("zstore")
 
 
 class PendingUpdate:
-    """The update under way, if any, and whether the state is whole: a step that stopped half way leaves a mixture, which must
-    be neither trained nor saved.
+    """The update under way, if any, and whether the state is whole. See [Note: which state is whole].
 
     Updates run in the backward if the step mode says so and gradients are final there; `copies` as in `Undo`, and `fetcher`
     brings the values that gradients are made of, once their update is done."""
@@ -53,7 +65,7 @@ class PendingUpdate:
         self.in_backward: UpdateInBackward | None = self.direct or self.speculative
         """Updates in the last backward of a step: `direct` or `speculative`; None: there are none."""
         self.torn = False
-        """Whether a step or a load stopped half way: the state is a mixture until a load replaces it."""
+        """Whether the state is a mixture."""
         self._behind = False
         """Whether an update was started behind `step()` whose end the ranks have not agreed on yet."""
 
@@ -67,12 +79,20 @@ class PendingUpdate:
         self._behind = True
         self.updater.start(update)
 
-    def abandon(self) -> bool:
-        """Abandon an update in a failed backward; return whether it changed anything, so that the state is torn."""
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Let the state be torn if the block, which changes it, does not come to its end."""
+        self.torn = True
+        yield
+        self.torn = False
+
+    def abandon(self, *, in_step: bool = False) -> bool:
+        """Abandon the update of a backward or, `in_step`, of a step that failed; return whether that tears the state."""
         if self.in_backward is None or not self.in_backward.under_way:
             return False
         before, self.torn = self.torn, True  # also if this is interrupted
-        changed = self.in_backward.abandon()
+        # What this rank did not change by the end of the backward, another did.
+        changed = self.in_backward.abandon() or (in_step and self.direct is not None)
         self.torn = before or changed
         return changed
 
