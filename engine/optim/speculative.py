@@ -39,7 +39,7 @@ class Undo:
     def keep(self, record: ParameterRecord) -> bool:
         """Keep the state of a parameter as it is now; false if the host budget has no room for a copy, or if all of it is on
         an accelerator, which is done with the update sooner than with a copy."""
-        names = self._state.changed_arrays(record)
+        names = list(self._state.all_arrays(record))
         in_memory = {name: tier for name in names if (tier := self._store.tier_of(name)) != "disk"}
         if not self._state.transfers.streams.device_is_host and list(in_memory.values()).count("device") == len(names):
             return False

@@ -404,8 +404,7 @@ class OptimizerState:
         return self._in_place[record]
 
     def _find_in_place(self, record: ParameterRecord) -> InPlace | None:
-        rests = [record.rest] if record.rest is not None and not self.is_master(record) else []
-        names = self.arrays_of(record) + rests
+        names = list(self.all_arrays(record))
         kernel = self.kernel_of(record)[0]
         takes_lists = isinstance(kernel, FusedAdam | TorchKernel)
         if not takes_lists or not self.codec.is_plain or self.is_split(record):
@@ -417,13 +416,13 @@ class OptimizerState:
             return None
         if isinstance(kernel, TorchKernel) and self.transfers.streams.is_host(arrays[0]):
             return None
-        rest = arrays.pop() if rests else None
+        rest = arrays.pop() if len(arrays) > len(self.arrays_of(record)) else None
         return InPlace(names, arrays[0], arrays[1:], rest, casts=record.rest is None and not self.is_master(record))
 
     def shares_files(self, record: ParameterRecord) -> bool:
         """Return whether arrays of a parameter are in files that small ones share."""
         if record not in self._sharing:
-            self._sharing[record] = any(map(self.store.shares_file, self.changed_arrays(record)))
+            self._sharing[record] = any(map(self.store.shares_file, self.all_arrays(record)))
         return self._sharing[record]
 
     def keep_ahead(self, records: Sequence[ParameterRecord], begun: Sequence[Stream]) -> None:
@@ -459,10 +458,12 @@ class OptimizerState:
             self._names[record] = [model_array(record.name), *split, *slots]
         return list(self._names[record])
 
-    def changed_arrays(self, record: ParameterRecord) -> list[str]:
-        """Return the names of all arrays that an update changes: `arrays_of`, and the parameter's own rows beside them."""
-        names = self.arrays_of(record)
-        return names if record.rest is None or record.rest in names else [*names, record.rest]
+    def all_arrays(self, record: ParameterRecord) -> dict[str, ModeName]:
+        """Return the names of `arrays_of`, and of the parameter's own rows beside them, with their modes in an update."""
+        modes: dict[str, ModeName] = dict.fromkeys(self.arrays_of(record), "update")
+        if record.rest is not None:
+            modes.setdefault(record.rest, "fill")
+        return modes
 
     def rows_in_memory(self) -> dict[str, torch.Tensor]:
         """Return, by the name of its master's array, each parameter's own rows that are cast from it, of those in the host's

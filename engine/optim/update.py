@@ -141,7 +141,7 @@ class _Change:
         here = self._bring(held, slots, tile)
         master = self._state.take_master(here, self._room)
         if self._gradient is None:
-            rows = GradientTiles(self._state.transfers, others.pop(0), self._room)
+            rows = GradientTiles(self._state.transfers, others.pop(), self._room)
             gradient = rows.tile(0, master.numel(), master)
         else:
             gradient = self._gradient.tile(tile.first, tile.stop, master)
@@ -269,18 +269,14 @@ def read_ahead(
     if that fails: then the update will too, with an error on all ranks."""
     first = list(records or behind)
     _, mine = _divided(state, first, behind=not records)
-    if not _any_on_disk(state, mine):
+    if not state.any_on_disk(_arrays(state, mine)[0]):
         return
     begun: list[Stream] = []
     with suppress(ZstoreError):
         for part in _parts(state, mine, behind=not records):
-            groups = [_arrays(state, record) for record in part]
-            begun.append(state.store.read_ahead(groups, modes=_modes(state, part)))
+            groups, modes = _arrays(state, part)
+            begun.append(state.store.read_ahead(groups, modes=modes))
     state.keep_ahead(first, begun)
-
-
-def _any_on_disk(state: OptimizerState, mine: Sequence[ParameterRecord]) -> bool:
-    return state.any_on_disk(_arrays(state, record) for record in mine)
 
 
 @cache
@@ -293,7 +289,7 @@ def num_consumers() -> int:
 def _parts(state: OptimizerState, mine: list[ParameterRecord], *, behind: bool) -> list[list[ParameterRecord]]:
     """Return the parameters that each thread takes of those that pass; neighbours, which may share files, are together."""
     several = not behind and num_consumers() > 1 and all(takes_threads(state.kernel_of(record)[0]) for record in mine)
-    count = num_consumers() if several and _any_on_disk(state, mine) else 1
+    count = num_consumers() if several and state.any_on_disk(_arrays(state, mine)[0]) else 1
     total, before = sum(record.owned_numel for record in mine), 0
     parts: list[list[ParameterRecord]] = [[] for _ in range(count)]
     for record in mine:
@@ -318,22 +314,17 @@ def in_order(state: OptimizerState, records: Sequence[ParameterRecord]) -> list[
     return sorted(records, key=lambda record: not state.shares_files(record))
 
 
-def _arrays(state: OptimizerState, record: ParameterRecord) -> list[str]:
-    """Return the arrays of a parameter that pass together in an update."""
-    names = state.arrays_of(record)
-    if record in state.spilled:
-        names.append(state.spilled[record])
-    if record.rest is not None and record.rest not in names:
-        names.append(record.rest)
-    return names
-
-
-def _modes(state: OptimizerState, records: Sequence[ParameterRecord]) -> dict[str, ModeName]:
-    modes: dict[str, ModeName] = {state.spilled[r]: "read" for r in records if r in state.spilled}
+def _arrays(state: OptimizerState, records: Iterable[ParameterRecord]) -> tuple[list[list[str]], dict[str, ModeName]]:
+    """Return the arrays of each parameter, which pass together in an update, and their modes."""
+    groups: list[list[str]] = []
+    modes: dict[str, ModeName] = {}
     for record in records:
-        if record.rest is not None and record.rest not in state.arrays_of(record):
-            modes[record.rest] = "fill"
-    return modes
+        arrays = state.all_arrays(record)
+        if record in state.spilled:
+            arrays[state.spilled[record]] = "read"
+        groups.append(list(arrays))
+        modes |= arrays
+    return groups, modes
 
 
 class Update:
@@ -397,12 +388,11 @@ class Update:
 
         admitted = None if admit is None else (lambda group, wait: admit(mine[group], wait))
         on_end = None if done is None else ended
-        groups = [_arrays(self._state, record) for record in mine]
+        groups, modes = _arrays(self._state, mine)
         from_disk = self._state.any_on_disk(groups)
         if begun is not None and begun.go_on(admitted, on_end):
             tiles = begun.tiles()
         else:
-            modes = _modes(self._state, mine)
             tiles = self._state.store.stream(groups, "update", modes=modes, admit=admitted, on_end=on_end)
         with labelled("update"), self._state.over(tiles, from_disk=from_disk):
             # Other threads would have tiles of a disk after the next one was asked for, when they are written already.

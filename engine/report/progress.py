@@ -196,9 +196,8 @@ def state_text(settings: ConfigSections, state: OptimizerState, world: World) ->
 
 
 def _record_line(state: OptimizerState, record: ParameterRecord) -> str:
-    arrays = dict.fromkeys([*state.arrays_of(record), *([] if record.rest is None else [record.rest])])
     tiers: dict[str, list[str]] = {}
-    for array in arrays:
+    for array in state.all_arrays(record):
         tiers.setdefault(state.store.tier_of(array), []).append(array.removesuffix(f"/{record.name}"))
     rests = "; ".join(f"{tier}: {', '.join(names)}" for tier, names in tiers.items())
     frozen = ", frozen" if record.group is None else ""
