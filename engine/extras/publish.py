@@ -158,7 +158,7 @@ class WeightsPublisher(Extra):
         if world.rank == 0 if not state.is_sharded else state.records[0].copy in (None, 0):
             path = self._target.room / f".{PREFIX}-{world.rank:05d}"
             self._changes = Changes(path, 2 * sum(record.owned_numel for record in state.records))
-            state.observer = self._changes
+            state.observers.append(self._changes)
 
     def step_ended(self) -> None:
         """Publish a version, unless the step was skipped or the next one is due later."""

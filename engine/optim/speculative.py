@@ -99,7 +99,7 @@ class SpeculativeUpdate(UpdateInBackward):
 
     def _begin(self) -> None:
         """Begin, but not after a step in which it was in vain, nor while somebody watches the tiles of updates."""
-        if not self._waits_for_norm and self._state.observer is None:
+        if not (self._waits_for_norm or self._state.observers):
             super()._begin()
 
     def _may_change(self, record: ParameterRecord) -> bool:

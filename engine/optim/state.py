@@ -113,8 +113,8 @@ class OptimizerState:
         self._sharing: dict[ParameterRecord, bool] = {}
         self._ahead: tuple[Sequence[ParameterRecord], Sequence[Stream]] = (), ()
         """An update's parameters, and the passes that were begun ahead of it."""
-        self.observer: TileObserver | None = None
-        """Sees the tiles of updates."""
+        self.observers: list[TileObserver] = []
+        """They see the tiles of updates."""
         self._own_master: set[ParameterRecord] = set()
         self._own_shapes: dict[str, SlotArray] = {}
         """Arrays that have another shape than their parameter."""

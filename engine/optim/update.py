@@ -147,11 +147,10 @@ class _Change:
             gradient = self._gradient.tile(tile.first, tile.stop, master)
         if self._factor != 1.0:
             gradient.mul_(self._factor)
-        observer = self._state.observer
-        seen = [] if observer is None else observer.before([master])
+        seen = [(observer, observer.before([master])) for observer in self._state.observers]
         self._slots.update(self._step, master, gradient, slots, tile.first)
-        if observer is not None:
-            observer.after([(self.record, tile.first)], [master], seen)
+        for observer, before in seen:
+            observer.after([(self.record, tile.first)], [master], before)
         if len(held) > 1:
             self._state.put_master(master, held, self._room, partial(self._h2d.put, after=self.after))
         elif here is not held:
@@ -189,12 +188,12 @@ _MOST_AT_ONCE, _MOST_BEHIND = 256 * 1024 * 1024, 4 * 1024 * 1024
 class _Portion:
     """Rows of parameters in one memory that are changed by one call of each kernel: they take the same step."""
 
-    def __init__(self, step: ListStep, factor: float, observer: TileObserver | None, *, keep: bool) -> None:
+    def __init__(self, step: ListStep, factor: float, observers: Sequence[TileObserver], *, keep: bool) -> None:
         self.numel = 0
         self._keep = keep
         self._step = step
         self._factor = factor
-        self._observer = observer
+        self._observers = observers
         self._places: list[tuple[ParameterRecord, int]] = []
         self._gradients: list[torch.Tensor] = []
         self._masters: list[torch.Tensor] = []
@@ -227,10 +226,10 @@ class _Portion:
             torch._foreach_copy_(gradients, self._gradients)
         if self._factor != 1.0:
             torch._foreach_mul_(gradients, self._factor)
-        seen = [] if self._observer is None else self._observer.before(self._masters)
+        seen = [(observer, observer.before(self._masters)) for observer in self._observers]
         self._step.tiles(self._masters, gradients, self._slots)
-        if self._observer is not None:
-            self._observer.after(self._places, self._masters, seen)
+        for observer, before in seen:
+            observer.after(self._places, self._masters, before)
         h2d.put_all(self._own, self._masters, [after.get(record) for record, _ in self._places])
 
 
@@ -435,7 +434,7 @@ class Update:
                 stop = min(first + tile, numel)
                 key = step, factor, rows.dtype, on_host
                 if key not in last or last[key].numel + stop - first > most:
-                    last[key] = _Portion(step, factor, self._state.observer, keep=self.settings.keeps_gradients)
+                    last[key] = _Portion(step, factor, self._state.observers, keep=self.settings.keeps_gradients)
                     portions.append(last[key])
                 last[key].add(record, rows, place, own, (first, stop))
         return portions

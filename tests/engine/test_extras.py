@@ -4,12 +4,15 @@ engine."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
 import zstore
+from tests.engine.published import consolidated, publishing, same, served
+from tests.engine.runs import start, step
 from zstore.engine.config.extra import Extra, register, unregister
 from zstore.engine.config.keys import Section, built
 from zstore.engine.config.values import Bool, Positive
@@ -17,6 +20,7 @@ from zstore.engine.optim.kernel import TorchKernel
 from zstore.engine.optim.rules import Rule
 from zstore.engine.optim.rules import register as register_rule
 from zstore.errors import ConfigError, UsageError
+from zstore.publish import Receiver
 
 torch.set_num_threads(1)
 
@@ -43,7 +47,7 @@ class Toy(Extra):
         self.engine, self.factor = engine, section.factor
         self.told: list[str] = []
         self.changes: dict[str, torch.Tensor] = {}
-        engine.training_state.state.observer = self
+        engine.training_state.state.observers.append(self)
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return (args[0] * self.factor,), kwargs
@@ -121,6 +125,18 @@ def test_a_section_of_an_extra_is_checked_as_any_other() -> None:
         assert not engine.extras
     with pytest.raises(UsageError, match="'toy' already"):
         register("toy", lambda: Toy, ToySection)
+
+
+@pytest.mark.usefixtures("toy")
+def test_several_observers_see_the_tiles_of_updates(tmp_path: Path) -> None:
+    to, model = tmp_path / "weights", served()
+    receiver = Receiver(model, to)
+    with start(publishing(to, toy={"enabled": True, "factor": 1})) as engine:
+        for _ in range(2):  # the second version is the changes of tiles
+            step(engine)
+        assert cast("Toy", engine.extras["toy"]).changes
+        receiver.update()
+        assert same(dict(model.state_dict()), consolidated(engine, tmp_path / "ckpt"))
 
 
 def test_without_its_extra_a_section_is_an_unknown_key() -> None:
