@@ -52,6 +52,14 @@ def require_no_closure(client: torch.optim.Optimizer) -> None:
         )
 
 
+def whole_step_error(kind: str, key: str) -> UsageError:
+    """Return the error of a config whose `zstore.<key>` asks an optimizer, a `kind` of the client's own, for steps in tiles."""
+    return UsageError(
+        f"optimizer {kind} is not known to update each element by itself, and steps whole fp32 tensors, all at once: take "
+        f'{key} out of the config\'s "zstore" section'
+    )
+
+
 class ClientStep(Stepper):
     """The client's optimizer at work. See [Note: the client's own step]."""
 

@@ -18,7 +18,7 @@ from zstore.ranks.world import World
 
 from ..config.config import Config
 from ..plan.plan import Slots
-from .client_step import ClientStep, WholeKernel, require_no_closure
+from .client_step import ClientStep, WholeKernel, require_no_closure, whole_step_error
 from .kernel import ELEMENT_WISE, Averaging, FusedAdam, Kernel, SlotCodec, TorchKernel, kernel_for
 from .state import OptimizerState
 from .stepper import Stepper
@@ -118,11 +118,7 @@ def check_client(client: torch.optim.Optimizer, config: Config) -> None:
     for key, unfit in (
         ("step_overlap", StepMode(config.step_overlap).runs_in_backward),
         ("split_master", config.own.split_master),
-        ("moments", config.moments != "fp32"),
         ("ema", config.own.ema is not None),
     ):
         if unfit:
-            raise UsageError(
-                f"optimizer {type(client).__name__} is not known to update each element by itself, and steps whole fp32 "
-                f'tensors, all at once: take {key} out of the config\'s "zstore" section'
-            )
+            raise whole_step_error(type(client).__name__, key)

@@ -1,7 +1,7 @@
 """The parts of the training state that a rank holds, by ZeRO stage, and the types of its gradients. Pure.
 
 [Note: copies]
-With `mics_shard_size` k of N ranks there are N / k copies of the shards, each over a group of k consecutive ranks. A
+With a `copy_size` of k of N ranks there are N / k copies of the shards, each over a group of k consecutive ranks. A
 shard of a copy is N / k neighbouring shards of the grid over all ranks, so that the cuts are those of a run without copies:
 chunks, updates and sums of squares have the same bits. Of its shards, a rank reduces the one with the number of its
 group, and adds up the squares of that one.
@@ -60,7 +60,7 @@ class Sharding:
     parameters: bool
     """Parameters, gathered by unit for forward and backward (stage 3)."""
     copy_size: int
-    """Ranks that hold one copy of the shards: all, or with `mics_shard_size` groups of so many consecutive ones."""
+    """Ranks that hold one copy of the shards: all, or groups of so many consecutive ones."""
 
     @staticmethod
     def of_stage(

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from zstore.format import Grid
-from zstore.ranks.groups import Groups, make_groups
+from zstore.ranks.groups import Groups
 from zstore.ranks.work import Kind, Work
 from zstore.ranks.world import World
 
@@ -122,9 +122,8 @@ class Exchanges:
     """Groups of ranks that hold one copy of the state, or of the parameters; the last ones are for reductions."""
 
 
-Maker = Callable[[Exchanges, Config, Sharding, World, tuple[Groups, ...]], Exchanges]
-"""Returns the exchanges with its replacements; `groups` are those of ranks that hold one copy of state or parameters, the
-last for reductions (all ranks)."""
+Maker = Callable[[Exchanges, Config, Sharding, World], Exchanges]
+"""Returns the exchanges with its replacements (all ranks)."""
 _makers: list[Maker] = []
 
 
@@ -133,19 +132,9 @@ def register(maker: Maker) -> None:
     _makers.append(maker)
 
 
-def _groups(config: Config, sharding: Sharding, world: World) -> tuple[Groups, ...]:
-    """Return the groups of ranks, none if all share one copy (all ranks)."""
-    if sharding.num_copies == 1:
-        return () if config.secondary_size is None else (make_groups(world, config.secondary_size),)
-    groups = make_groups(world, sharding.copy_size)
-    # Gathers come in another order than reductions within a group, which gloo has none of: see CopiesReduction.
-    return (groups,) if world.backend == "gloo" else (groups, make_groups(world, sharding.copy_size))
-
-
 def exchanges_of(config: Config, sharding: Sharding, world: World) -> Exchanges:
     """Return the exchanges of a run (all ranks)."""
-    groups = _groups(config, sharding, world)
-    found = Exchanges(world=world if sharding.num_copies == 1 else groups[0].within, groups=groups)
+    found = Exchanges(world=world)
     for maker in _makers:
-        found = maker(found, config, sharding, world, groups)
+        found = maker(found, config, sharding, world)
     return found

@@ -3,6 +3,7 @@ engine."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,7 @@ import torch
 import zstore
 from tests.engine.published import consolidated, publishing, same, served
 from tests.engine.runs import start, step
+from tests.layout import Layout
 from zstore.engine.config.extra import Extra, register, unregister
 from zstore.engine.config.keys import Section, built
 from zstore.engine.config.values import Bool, Positive
@@ -137,6 +139,19 @@ def test_several_observers_see_the_tiles_of_updates(tmp_path: Path) -> None:
         assert cast("Toy", engine.extras["toy"]).changes
         receiver.update()
         assert same(dict(model.state_dict()), consolidated(engine, tmp_path / "ckpt"))
+
+
+def test_the_core_names_no_extra() -> None:
+    names = (
+        r"one_?bit|1-bit|zero\+\+|zeropp|hpz|mics|hybrid|second(ary)?_size|quantized|\bint8|\.moments|curriculum"
+        r"|sparse_attention|flops|elastic|journal|publisher|whole_tensors"
+    )
+    layout = Layout()
+    found = {
+        name: sorted({word.group() for word in re.finditer(names, layout.source[name], re.IGNORECASE)})
+        for name in layout.core
+    }
+    assert {name: words for name, words in found.items() if words} == {}
 
 
 def test_without_its_extra_a_section_is_an_unknown_key() -> None:

@@ -20,6 +20,7 @@ from zstore.errors import UsageError
 
 from ...config.config import Config
 from ...device import Scratch
+from ...optim.client_step import WholeKernel, whole_step_error
 from ...optim.kernel import Kernel, ParameterStep, SlotArray, SlotCodec, SlotTiles
 from .codes import NUM_WORDS, dequantize, quantize, round_to_bf16, word_of
 
@@ -54,10 +55,12 @@ class MomentCodec(SlotCodec):
 
 def moment_codec(config: Config, kernels: Sequence[Kernel], kind: str) -> SlotCodec | None:
     """Return the codec that `zstore.moments` asks for, None for none. Raises UsageError if an optimizer of a `kind` has no
-    moment that could be in fewer bits."""
+    moment that could be in fewer bits, or takes its own step."""
     moments, slots = config.moments, [kernel.slots for kernel in kernels]
     if moments == "fp32":
         return None
+    if any(isinstance(kernel, WholeKernel) for kernel in kernels):
+        raise whole_step_error(kind, "moments")
     if any(stored_slots(names, moments, (1,)) for names in slots):
         return MomentCodec(moments)
     kept = ", ".join(dict.fromkeys(name for names in slots for name in names)) or "nothing"
