@@ -26,7 +26,8 @@ import torch.utils.checkpoint as torch_checkpoint
 from zstore.errors import UsageError
 
 from ..config.config import Config, load_config, read_config
-from ..config.sections import NOT_PARTITIONED, ActivationCheckpointingSection
+from ..config.inactive import NOT_PARTITIONED
+from ..config.sections import ActivationCheckpointingSection
 from .offload import ActivationOffload, active_offload
 from .rng_tracker import RngTracker, seed_model_parallel
 from .statistics import ActivationStatistics

@@ -3,15 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ValidationError
+from pydantic import BeforeValidator, ValidationError
 
-from .keys import Section, built, no_effect, not_built, refused, type_of
-from .values import Bool, Count, Name, OneOf, Positive, Unread, Whole, Words, expected, show
+from .keys import Section, built, type_of
+from .values import Bool, Count, Name, OneOf, Positive, Whole, Words, expected, show
 
 _Wholes = Annotated[tuple[Whole, ...], Words("a list of whole numbers")]
-_NO_LTD = (
-    "the tokens of middle layers are not dropped; lengthen the sequences by curriculum_learning instead, or remove it"
-)
 _SCHEDULES = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
 
 
@@ -161,7 +158,6 @@ class SamplingCurriculumSection(Section):
 
     enabled: Bool = built(False)
     """Draw so, from the `training_data` of `initialize()`."""
-    data_cluster_path: Unread = no_effect(None, "which samples were drawn is in the checkpoint; no files are written")
     curriculum_metrics: _Metrics = built({})
     """Metrics of samples by name; a sample is drawn if every one of them allows it."""
 
@@ -182,15 +178,6 @@ class DataSamplingSection(Section):
     curriculum_learning: SamplingCurriculumSection = SamplingCurriculumSection()
 
 
-def _no_ltd(value: object) -> object:
-    """Return None if nothing in the section is on."""
-    if isinstance(value, Mapping):
-        inner = value.get("random_ltd")
-        if not value.get("enabled") or (isinstance(inner, Mapping) and not inner.get("enabled")):
-            return None
-    return value
-
-
 class DataEfficiencySection(Section):
     """Which samples are drawn, and which tokens are computed. See docs/data.md."""
 
@@ -201,8 +188,6 @@ class DataEfficiencySection(Section):
     seed: Count = built(1234)
     """Seed of the draws of a curriculum; fixed, so that two runs that say nothing about it agree."""
     data_sampling: DataSamplingSection = DataSamplingSection()
-    data_routing: Annotated[Unread, AfterValidator(_no_ltd)] = refused(None, _NO_LTD)
-    dynamic_batching: Unread = not_built(None, "every step has train_batch_size samples")
 
     @property
     def sampling(self) -> DataSamplingSection | None:

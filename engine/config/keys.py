@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Union, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
+from .inactive import INACTIVE
 from .values import Auto, show
 
 
@@ -59,11 +60,6 @@ class ConfigProblem:
 def built(default: Any, *, stages: tuple[int, ...] = ()) -> Any:
     """A key that acts, at these ZeRO stages alone if any are named."""
     return _key(default, Status.BUILT, stages=stages)
-
-
-def not_built(default: Any, why: str) -> Any:
-    """A key of a missing feature. `why` says what happens in its place, and what to use."""
-    return _key(default, Status.NOT_BUILT, why)
 
 
 def no_effect(default: Any, why: str) -> Any:
@@ -118,6 +114,14 @@ class Section(BaseModel):
     """Keys that hold one of several sections, by the value of the key `type` beside them."""
     switch: ClassVar[str | None] = None
     """The key that turns the section on; if it is off, the other keys have no effect."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        rows = [(Status(status), *row) for status, rows in INACTIVE.items() for row in rows]
+        for status, section, keys, kind, default, why in rows:
+            if section == cls.__name__ and cls.__module__.startswith("zstore."):
+                for key in keys.split():
+                    cls.__annotations__[key] = kind
+                    setattr(cls, key, _key(default, status, why))
 
     @classmethod
     def rewrite(cls, data: object) -> object:

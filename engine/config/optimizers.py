@@ -6,9 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PlainValidator
 from pydantic_core.core_schema import ValidationInfo
 
-from .keys import Section, Status, about, built, no_effect, refused
-from .sections import KERNEL
-from .values import Anything, Auto, BelowOne, Bool, Number, OneOf, Positive, Real, Words
+from .keys import Section, Status, about, built
+from .values import Auto, BelowOne, Bool, Number, OneOf, Positive, Real, Words
 
 _PASS = "to initialize(optimizer=...) and leave this section out"
 _WHOLE = f"pass the object {_PASS}; it works at stage 0 without offload only, for its update needs whole tensors"
@@ -25,7 +24,6 @@ _OTHERS = {
     "lbfgs": "it calls the model again within its step, which the engine cannot do; train with it in plain torch",
     "sparseadam": "it needs sparse gradients, which are not supported",
 }
-_OTHER = "it belongs to another optimizer and has no meaning for Adam; remove it"
 
 Betas = Annotated[tuple[BelowOne, BelowOne], Words("two numbers, each from 0 to below 1")]
 Pair = Annotated[tuple[Real, Real], Words("two numbers of at least 0")]
@@ -43,14 +41,6 @@ class OptimizerParams(Section):
 
     lr: Real | Auto | None = built(None)
     """Learning rate."""
-    max_grad_norm: Real = refused(0.0, "set gradient_clipping at the top of the config instead")
-    fused: Bool = no_effect(True, KERNEL)
-    foreach: Bool = no_effect(False, KERNEL)
-    capturable: Bool = no_effect(False, KERNEL)
-    differentiable: Bool = refused(
-        False, "no gradient passes through the engine's step; write that loop in plain torch"
-    )
-    set_grad_none: Bool = no_effect(True, "the engine owns the gradients")
     fp32_optimizer_states: Bool = built(True)
     """Keep moments in fp32; false: in bf16, as `zstore.moments` "bf16" does."""
 
@@ -83,16 +73,6 @@ class AdamParams(OptimizerParams):
     """Use the largest second moment seen, which is kept too: 4 bytes a parameter more."""
     maximize: Bool = built(False)
     """Ascend."""
-    freeze_step: Anything = no_effect(None, _OTHER)
-    var_freeze_step: Anything = no_effect(None, _OTHER)
-    var_update_scaler: Anything = no_effect(None, _OTHER)
-    local_step_scaler: Anything = no_effect(None, _OTHER)
-    local_step_clipper: Anything = no_effect(None, _OTHER)
-    cuda_aware: Anything = no_effect(None, _OTHER)
-    comm_backend_name: Anything = no_effect(None, _OTHER)
-    max_coeff: Anything = no_effect(None, _OTHER)
-    min_coeff: Anything = no_effect(None, _OTHER)
-    momentum: Anything = no_effect(None, _OTHER)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the class, and `bias_correction` if it is off."""
@@ -135,7 +115,6 @@ class AdagradParams(_Decayed):
     """Initial value of the sum of squares."""
     eps: Real | Auto = built(1e-10)
     """Added to the denominator."""
-    amsgrad: Bool = refused(False, "Adagrad has no such form; remove it")
 
 
 class RMSpropParams(_Decayed):
@@ -258,7 +237,6 @@ class LambParams(OptimizerParams):
     """Largest factor of a tensor's step."""
     min_coeff: Real = built(0.01)
     """Smallest factor of a tensor's step."""
-    amsgrad: Bool = refused(False, "LAMB has no such form; remove it")
 
 
 class AdafactorParams(OptimizerParams):
@@ -302,11 +280,6 @@ class MuonParams(OptimizerParams):
     """Added to Adam's denominator."""
     weight_decay: Real | Auto = built(0.0)
     """Decoupled decay of the weights per step, times the rate, of both."""
-    ns_method: Anything = no_effect(None, "the standard iteration runs; the other gives the same up to rounding")
-
-
-_BACKEND = "the ranks' own backend carries the signs"
-_NO_AMSGRAD = "the 1-bit optimizers have no such form; remove it"
 
 
 class _OneBitParams(OptimizerParams):
@@ -321,9 +294,6 @@ class _OneBitParams(OptimizerParams):
     bias_correction: Bool = built(True)
     """Correct the moments for starting at zero, so that the warm-up is that of the exact optimizer; false: use them as
     they are, which DeepSpeed does whatever this says."""
-    amsgrad: Bool = refused(False, _NO_AMSGRAD)
-    cuda_aware: Anything = no_effect(None, _BACKEND)
-    comm_backend_name: Anything = no_effect(None, _BACKEND)
     weight_decay: Real | Auto = built(0.0)
     """Decoupled decay of the weights per step, times lr."""
 
@@ -334,7 +304,6 @@ class OneBitAdamParams(_OneBitParams):
     freeze_step: Positive = built(100000)
     """Updates that are AdamW's; in later ones the variance stays, and signs are sent. Take 15 to 25% of the run, and not
     less than the warm-up of the rate; the default is DeepSpeed's."""
-    eps_inside_sqrt: Anything = no_effect(None, "DeepSpeed's class does not use it either; eps is added to the root")
 
 
 class ZeroOneAdamParams(_OneBitParams):
@@ -349,7 +318,6 @@ class ZeroOneAdamParams(_OneBitParams):
     """Updates after which the interval between exchanges doubles; it starts at 1."""
     local_step_clipper: Positive = built(16)
     """Longest interval between exchanges, in updates; 1: ranks exchange in every one."""
-    eps_inside_sqrt: Anything = no_effect(None, "DeepSpeed's class does not use it either; eps is added to the root")
 
 
 class OneBitLambParams(_OneBitParams):
@@ -433,7 +401,6 @@ class OptimizerSection(Section):
     other names of Adam, CPUAdagrad of Adagrad, FusedLion and CPULion of Lion, FusedLamb of Lamb: there is one update on
     every device."""
     params: Annotated[OptimizerParams, PlainValidator(_by_type)]
-    legacy_fusion: Bool = no_effect(False, KERNEL)
 
     @classmethod
     def rewrite(cls, data: object) -> object:

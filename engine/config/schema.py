@@ -1,7 +1,7 @@
 """The schema of a config: the DeepSpeed JSON dialect, and our own settings under `zstore`.
 
 Each key is followed by its effect, unit and limits, and the reason for its default; `docs/config.md` is made from this. A
-key's status (`keys.Status`) tells its effect. The default of a key that is not BUILT describes the engine without it.
+key's status (`keys.Status`) tells its effect. Those that do not act are in `inactive.py`.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,10 @@ from zstore.errors import UsageError
 
 from .data import CurriculumSection, DataEfficiencySection
 from .elasticity import ElasticitySection
-from .keys import Section, built, no_effect, not_built, refused
+from .keys import Section, built
 from .optimizers import OptimizerSection
 from .scheduler import SchedulerSection
 from .sections import (
-    KERNEL,
     ActivationCheckpointingSection,
     AioSection,
     AutotuningSection,
@@ -47,17 +46,9 @@ from .values import (
     Positive,
     Real,
     Rules,
-    Unread,
     Words,
 )
 from .zero import ZeroSection
-
-_NO_MONITOR = "no metrics go there; use tensorboard, wandb or csv_monitor"
-_MEAN = (
-    "gradients are averaged in one fixed way, whose bits are tested; against overflow in fp16 lower "
-    "fp16.initial_scale_power, or train in bf16"
-)
-
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -161,27 +152,6 @@ class ZstoreSection(Section):
     publish: PublishSection = PublishSection()
 
 
-_NO_TENSOR = (
-    "there is no tensor parallelism: remove the section and use ZeRO stage 3, with offload_param for models larger than "
-    "memory; to split single tensors, torchtitan, whose checkpoints zstore.dcp saves"
-)
-_NO_PIPELINE = (
-    "there is no pipeline parallelism: remove the section and use ZeRO stage 3, with offload_param for models larger than "
-    "memory"
-)
-_NO_EXPERT = (
-    "there is no expert parallelism: remove the section; experts are parameters like any others, sharded at stage 3"
-)
-_NO_SEQUENCE = (
-    "there is no sequence parallelism: for long sequences use activation_checkpointing, with cpu_checkpointing, or "
-    "zstore.activations"
-)
-_NO_COMPRESSION = (
-    "training does not compress the model: train without it, then zstore consolidate, and quantize or prune the result with "
-    "torchao"
-)
-
-
 class ConfigSections(Section):
     """The whole config."""
 
@@ -224,8 +194,6 @@ class ConfigSections(Section):
     tensorboard: TensorboardSection = TensorboardSection()
     csv_monitor: CsvMonitorSection = CsvMonitorSection()
     wandb: WandbSection = WandbSection()
-    comet: Unread = not_built(None, _NO_MONITOR)
-    trackio: Unread = not_built(None, _NO_MONITOR)
     dataloader_drop_last: Bool = built(False)
     """Drop the last batch of an epoch if it is short."""
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], OneOf()] | None = built(None)
@@ -239,60 +207,12 @@ class ConfigSections(Section):
     communication_data_type: DataType | None = built(None)
     """Type in which gradients are sent to other ranks; their mean is summed in fp32 and rounded to it once (on gloo).
     Unset or "none": the parameters' type."""
-    seq_parallel_comm_data_type: DataType | None = no_effect(None, "there is no sequence parallelism")
-    prescale_gradients: Bool = not_built(False, _MEAN)
-    gradient_predivide_factor: Real = not_built(1.0, _MEAN)
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], OneOf()] = refused(
-        "mean", "gradients are averaged over train_batch_size; multiply the loss instead"
-    )
-    managed_gradient_accumulation: Bool = refused(True, "step() is called after each micro-batch and acts on the last")
-    sparse_gradients: Bool = not_built(
-        False, "gradients of embeddings travel whole; build them with sparse=False, a sparse gradient is an error"
-    )
-    disable_allgather: Bool = no_effect(False, "updated shards are always all-gathered")
-    zero_allow_untested_optimizer: Bool = no_effect(
-        False,
-        "all that a config names work at every stage and tier; one passed as an object that has no place in docs/optimizers.md "
-        "works at stage 0 without offload",
-    )
-    zero_force_ds_cpu_optimizer: Bool = no_effect(True, KERNEL)
-    graph_harvesting: Bool = not_built(
-        False, 'no CUDA graph is captured; engine.compile(mode="reduce-overhead") does, at stages 0 to 2'
-    )
-    use_data_before_expert_parallelism: Bool = no_effect(False, "there is no expert parallelism")
-    vocabulary_size: Unread = no_effect(None, "it follows from the model")
     timers: TimersSection = TimersSection()
-    nebula: Unread = not_built(
-        None,
-        "checkpoints go to the folder or URL of save_checkpoint() only; with wait=False they do not hold up training",
-    )
-    datastates_ckpt: Unread = not_built(
-        None, "checkpoints are written by zstore alone; save_checkpoint(wait=False) does not hold up training"
-    )
     flops_profiler: FlopsProfilerSection = FlopsProfilerSection()
     comms_logger: CommsLoggerSection = CommsLoggerSection()
     elasticity: ElasticitySection = ElasticitySection()
     autotuning: AutotuningSection = AutotuningSection()
-    amp: Unread = refused(None, "Apex's amp is no longer maintained: use bf16 or fp16")
-    torch_autocast: Unread = refused(None, "use bf16 or fp16, or torch.autocast within the model's forward")
     sparse_attention: SparseAttentionSection | None = None
-    compile: Unread = refused(
-        None, "call engine.compile() after initialize(), which is torch.compile, unit by unit at stage 3"
-    )
-    pipeline: Unread = refused(None, _NO_PIPELINE)
-    tensor_parallel: Unread = refused(None, _NO_TENSOR)
-    expert_parallel: Unread = refused(None, _NO_EXPERT)
-    sequence_parallel_size: Positive = refused(1, _NO_SEQUENCE)
-    hybrid_engine: Unread = refused(
-        None, "there is no inference engine: engine.save_16bit_model() writes weights for a server of your choice"
-    )
-    compression_training: Unread = refused(None, _NO_COMPRESSION)
-    quantize_training: Unread = refused(None, _NO_COMPRESSION)
-    weight_quantization: Unread = refused(None, _NO_COMPRESSION)
-    eigenvalue: Unread = refused(None, "it serves quantize_training; remove the section")
-    progressive_layer_drop: Unread = refused(
-        None, "layers are not dropped by the engine: drop them in the model's forward, by engine.global_steps"
-    )
     curriculum_learning: CurriculumSection = CurriculumSection()
     data_efficiency: DataEfficiencySection = DataEfficiencySection()
 

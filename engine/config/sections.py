@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 from zstore.ranks.comms_log import OPERATIONS, operation_named
 from zstore.remote.url import is_url
 
-from .keys import Section, built, no_effect, not_built, refused
+from .keys import Section, built
 from .values import (
     Auto,
     Bool,
@@ -21,18 +21,10 @@ from .values import (
     Position,
     Positive,
     Real,
-    Unread,
     Whole,
     Words,
     show,
 )
-
-FP32 = (
-    "masters are kept in fp32, which takes 4 bytes a parameter; zstore.split_master saves nearly 2 of them, zstore.moments "
-    "up to 6 of the 8 of Adam's moments, and offload_optimizer takes them off the device"
-)
-KERNEL = "there is one update kernel, torch's fused one, on every device"
-_IO = "requests are always submitted singly and overlapped, by threads"
 
 
 def _above_0_if_dynamic(value: float, info: ValidationInfo) -> float:
@@ -68,7 +60,6 @@ class Fp16Section(Section):
     """Raise an error at an overflow with the scale at its minimum; false: skip that step too."""
     auto_cast: Bool = built(False)
     """Cast floating tensors among the arguments of engine(...) to fp16, also in lists, tuples and dicts."""
-    fp16_master_weights_and_grads: Bool = not_built(False, FP32)
 
 
 class Bf16Section(Section):
@@ -78,10 +69,8 @@ class Bf16Section(Section):
 
     enabled: Bool | Auto = built(False)
     """Train in bf16. "auto": if the device computes bf16 natively and fp16 is not on."""
-    immediate_grad_update: Bool = no_effect(False, "gradients are always accumulated as they arrive")
     check_grad_overflow: Bool = built(False)
     """Skip steps whose gradients are not finite; false: such a step is an error that changes nothing."""
-    bf16_master_weights_and_grads: Bool = not_built(False, FP32)
     bf16_optimizer_states: Bool = built(False)
     """Keep the optimizer's moments in bf16: the same as `zstore.moments` "bf16"."""
 
@@ -97,9 +86,6 @@ class AioSection(Section):
     """Requests that may wait for a thread; one more blocks the caller."""
     thread_count: Positive = built(8)
     """I/O threads, and so requests in flight; each waits in the kernel, so there may be more than cores."""
-    single_submit: Bool = no_effect(False, _IO)
-    overlap_events: Bool = no_effect(True, _IO)
-    use_gds: Bool = not_built(False, "offloaded state passes through host memory, where it is checked and updated")
 
 
 def _version_folder(to: str) -> str:
@@ -164,17 +150,10 @@ class WandbSection(Section):
 class CheckpointSection(Section):
     """How checkpoints are written."""
 
-    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], OneOf()] = not_built(
-        "Warn", "where the ranks' tags differ, rank 0's is used, with a warning"
-    )
-    load_universal: Bool = no_effect(False, "every checkpoint loads at any world size")
     use_node_local_storage: Bool = built(False)
     """Save to a drive of each machine's own: the folder that is saved to is another one on each machine. Each has the part
     of its ranks, which loads there at the same world size; for anything else bring the parts together, see docs/saving.md.
     Without it all ranks must see one folder, since that is how they save without waiting for each other."""
-    parallel_write: Unread = no_effect(None, "all ranks write at once")
-    checkpoint_serialization: Bool = no_effect(True, "nothing is pickled")
-    writer: Unread = no_effect(None, "saving does not stall training, with one writer")
 
 
 class DataTypesSection(Section):
@@ -183,27 +162,17 @@ class DataTypesSection(Section):
     grad_accum_dtype: DataType | None = built(None)
     """Type in which gradients accumulate and wait for the update. Unset or "none": fp32 over more than one micro-batch, since
     a sum in 16 bits loses small gradients; over a single one the type in which they are reduced, which loses nothing."""
-    param_dtype: DataType | None = no_effect(None, "it follows from fp16 and bf16")
     buffer_dtype: DataType | None = built(None)
     """Type of the modules' floating buffers. Unset or "none": they keep the types that the model gave them, so that
     frequencies of rotary embeddings and running statistics stay exact beside 16-bit parameters."""
-
-
-NOT_PARTITIONED = (
-    "there is no model parallelism, so each rank keeps the inputs of its blocks whole; cpu_checkpointing takes them off the "
-    "device"
-)
 
 
 class ActivationCheckpointingSection(Section):
     """How blocks that the model computes again in the backward keep their inputs; see docs/activations.md. The model,
     `zstore.checkpointing.checkpoint` or `zstore.gradient_checkpointing` chooses these blocks."""
 
-    partition_activations: Bool = not_built(False, NOT_PARTITIONED)
     cpu_checkpointing: Bool = built(False)
     """Keep activations in host memory: the same as "zstore": {"activations": "host"}, which is used if both are set."""
-    contiguous_memory_optimization: Bool = not_built(False, NOT_PARTITIONED)
-    number_checkpoints: Positive | None = not_built(None, NOT_PARTITIONED)
     synchronize_checkpoint_boundary: Bool = built(False)
     """Wait for the device before and after each block of `zstore.checkpointing.checkpoint`, in both directions. On a CPU
     there is nothing to wait for."""
@@ -241,7 +210,6 @@ class FlopsProfilerSection(Section):
     everything up."""
     module_depth: Position = built(-1)
     """Depth of modules that the report goes down to; 0: the model alone. -1: all of them."""
-    top_modules: Positive = no_effect(1, "the report has every module, and no summary by class")
     detailed: Bool = built(True)
     """Report each module below the totals, down to `module_depth`."""
     output_file: Name | None = built(None)
@@ -275,7 +243,6 @@ class ThroughputSection(Section):
     enabled: Bool = built(False)
     """Add a line of samples a second over all ranks to those of steps_per_print, the mean since the line before. Off, while
     DeepSpeed has it on: the journal has the times of all steps."""
-    synchronized: Bool = no_effect(True, "a line of progress waits for its loss, and so for the device")
 
 
 class TimersSection(Section):
@@ -296,7 +263,6 @@ class ModelInfoSection(Section):
     """Width."""
     num_layers: Positive | None = built(None)
     """Layers."""
-    profile: Bool = no_effect(False, "the sizes are taken as they are written")
 
 
 class AutotuningSection(Section):
@@ -310,8 +276,6 @@ class AutotuningSection(Section):
     metric: Annotated[Literal["throughput", "latency", "flops"], OneOf()] = built("throughput")
     """The goal: most samples a second, least seconds a step, or most floating-point operations a second, which for one
     model is the same as most samples."""
-    fast: Bool = no_effect(False, "only stages, offload and micro-batches are tried, in any case")
-    min_train_batch_size: Positive = no_effect(1, "the micro-batch gives the samples of a step, if the config does not")
     max_train_batch_size: Positive | None = built(None)
     """Most samples of a step, if the config leaves the batch "auto". Unset: no limit."""
     min_train_micro_batch_size_per_gpu: Positive = built(1)
@@ -320,9 +284,6 @@ class AutotuningSection(Section):
     """Largest micro-batch to try."""
     num_tuning_micro_batch_sizes: Positive = built(3)
     """Micro-batches to try for each stage and offload: of the doublings that fit by the plan, the largest."""
-    tuner_type: Annotated[Literal["gridsearch", "random", "model_based"], OneOf()] = no_effect(
-        "model_based", "the fastest by the plan is tried first"
-    )
     tuner_early_stopping: Positive = built(5)
     """Stop after so many trials without a better one."""
     tuner_num_trials: Positive = built(50)
@@ -335,11 +296,7 @@ class AutotuningSection(Section):
     """Folder of the best config and the table of trials."""
     exps_dir: Name = built("autotuning_exps")
     """Folder with a folder for each trial: its config, its output and its journal."""
-    overwrite: Bool = no_effect(False, "each search begins anew")
     arg_mappings: Mappings | None = built(None)
     """Options of a script that repeat keys of the config, as
     {"train_micro_batch_size_per_gpu": "--per_device_train_batch_size"}: each trial sets them too."""
     model_info: ModelInfoSection = ModelInfoSection()
-    model_info_path: Unread = no_effect(None, "nothing about the model is written to a file")
-    metric_path: Unread = no_effect(None, "trials are timed by the journal that each writes")
-    mp_size: Positive = refused(1, "there is no model parallelism; remove the key")

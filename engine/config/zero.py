@@ -3,14 +3,11 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from .keys import Section, built, no_effect, not_built, refused
-from .values import Auto, Bool, Count, Drives, Fraction, Names, OneOf, Position, Positive, Unread, Words
+from .keys import Section, built
+from .values import Auto, Bool, Count, Drives, Fraction, Names, OneOf, Position, Positive, Words
 
 Stage = Annotated[Literal[0, 1, 2, 3], OneOf()]
 Device = Annotated[Literal["none", "cpu", "nvme"], OneOf()]
-
-_ONE_WAY = "parameters are always gathered flat, unit by unit"
-_PIPELINE = "an update always prefetches and writes back in the background, as far as its buffers allow"
 
 
 class OffloadOptimizerSection(Section):
@@ -33,20 +30,10 @@ class OffloadOptimizerSection(Section):
     buffer_size: Positive = built(4 * 1024 * 1024)
     """fp32 elements of one buffer, 4 bytes each; a key that DeepSpeed does not have. A request to the disk is no larger
     (nor than aio.block_size)."""
-    fast_init: Bool = no_effect(False, "new moments are not written at all: what was never written reads as zeros")
     ratio: Fraction | Annotated[Auto, Words('"auto"')] = built(1.0)
     """Share of the optimizer state that is updated off the device, in whole parameters; 0.3 keeps 70 % on it. "auto": as much
     stays on a GPU as it has memory for beside the rest, a micro-batch of the model's longest sequences included. CPU and GPU
     round differently: bits depend on the share, which the log and the checkpoint name."""
-    pipeline_read: Bool = no_effect(False, _PIPELINE)
-    pipeline_write: Bool = no_effect(False, _PIPELINE)
-    super_offload: Bool = not_built(
-        False, "the update of offloaded state is the same on every machine, torch's fused kernel on the CPU"
-    )
-    convert_grad_on_cpu: Bool = no_effect(
-        True, "the update casts what is still in 16 bits, tile by tile, where it runs"
-    )
-    cpuadam_cores_perc: Fraction = not_built(0.8, "the update uses torch's threads: set OMP_NUM_THREADS")
 
 
 class OffloadParamSection(Section):
@@ -141,42 +128,18 @@ class ZeroSection(Section):
     stage3_max_reuse_distance: Count | None = built(None, stages=(3,))
     """Keep a unit gathered that is used again before so many elements of other units are. Unset: 0, which keeps units that
     are used twice in a row and costs no memory; DeepSpeed's default of 1e9 would keep 2 GB of a 16-bit model."""
-    sub_group_size: Positive | None = no_effect(
-        None, "an update streams tiles of 1 MiB at most through a few buffers, whatever the size of the model"
-    )
     stage3_gather_16bit_weights_on_model_save: Bool = built(False)
     """Write the weights, as the model computes with them, into every checkpoint's folder: safetensors that `from_pretrained`
     loads from there. At every stage; in the background, before the checkpoint is committed."""
-    contiguous_gradients: Bool = no_effect(
-        True, "gradients are always reduced from flat buckets, which are freed at once, so memory is not fragmented"
-    )
     reduce_scatter: Bool = built(True, stages=(1, 2))
     """Reduce-scatter gradients; false: all-reduce them, which sends twice as much and gives the same bits (stages 1, 2; at
     stage 3 they are always reduce-scattered, as in DeepSpeed)."""
-    allgather_partitions: Bool = no_effect(
-        True,
-        "updated shards are always all-gathered: a broadcast from each owner would send the same bytes in more calls",
-    )
     overlap_comm: Bool = built(True)
     """Reduce gradients and gather units while the model computes; false: wait for each at once. Reductions of stage 3 are
     not waited for, since they come at different times on different ranks. On by default: it costs a bucket of memory."""
-    round_robin_gradients: Bool = no_effect(False, "each rank copies its own rows, all ranks at once")
     ignore_unused_parameters: Bool = built(True)
     """Leave a parameter as it is if no rank has a gradient for it in a whole step; false: an error that names such
     parameters."""
-    elastic_checkpoint: Bool = no_effect(False, "every checkpoint loads at any world size")
-    load_from_fp32_weights: Bool = not_built(
-        True, "masters are always loaded from the fp32 weights: 16-bit ones would lose precision"
-    )
-    use_multi_rank_bucket_allreduce: Bool = no_effect(True, "a bucket is reduced for all ranks in one collective")
-    compute_grad_norm: Bool = no_effect(True, "the global norm is part of every step's report")
-    parameter_alignment: Bool = no_effect(False, "shards are cut at multiples of 16 elements")
-    stage3_module_granularity_threshold: Count = no_effect(0, _ONE_WAY)
-    stage3_use_all_reduce_for_fetch_params: Bool = no_effect(False, _ONE_WAY)
-    stage3_allgather_sequential: Bool = not_built(
-        False, "a unit is gathered as a whole; against peaks of memory lower stage3_max_live_parameters"
-    )
-    stage3_partition_stream_chunk_size: Count = no_effect(0, "parameters are cut by rows, whatever their size")
     zero_hpz_partition_size: Count = built(1)
     """Ranks that keep a second copy of the parameters among them (ZeRO++ hpZ, stage 3): neighbouring ones, as many as a fast
     link joins. After the first gather of a step, which is from all ranks, parameters are gathered within the group. The same
@@ -186,9 +149,6 @@ class ZeroSection(Section):
     as in 16 bits. Each rank's own rows, masters and checkpoints stay exact. Biases, norms and parameters below the
     persistence threshold travel in their own type, as the second copy of `zero_hpz_partition_size` does. Off by default: it
     changes the numbers that the model computes with."""
-    zero_quantized_nontrainable_weights: Bool = not_built(
-        False, "frozen weights keep the type that the model computes in, and take that memory"
-    )
     zero_quantized_gradients: Bool = built(False)
     """Reduce gradients of matrices as 4-bit integers (ZeRO++ qgZ; stages 2 and 3; `zstore.quantized_gradient_bits` takes 8):
     an all-to-all, the mean in fp32. Of several machines, or groups of `zero_hpz_partition_size` ranks, within each group
@@ -198,25 +158,7 @@ class ZeroSection(Section):
     """Ranks that share one copy of all that the stage shards (MiCS; FSDP's HYBRID_SHARD): neighbouring ones, as many as a
     fast link joins; the other groups hold the same. Stages 1 to 3. The same bits, and parameters are gathered within the
     group alone. -1 and 0: all ranks, which takes the least memory."""
-    mics_hierarchical_params_gather: Bool = no_effect(
-        False,
-        "a group's parameters are gathered in one collective, whose way over nodes is the backend's; with a group of the ranks "
-        "of one node nothing crosses nodes",
-    )
-    memory_efficient_linear: Bool = no_effect(True, "linear layers are torch's own")
-    override_module_apply: Bool = no_effect(True, "modules are not patched")
-    pipeline_loading_checkpoint: Bool = no_effect(False, "each rank reads only the rows that it owns")
-    log_trace_cache_warnings: Bool = not_built(
-        False, "nothing is logged; engine.statistics().units.orders counts the orders of modules that were recorded"
-    )
-    enable_sanity_checks: Bool = no_effect(False, "every transfer is checked always")
-    legacy_stage1: Bool = no_effect(False, "there is one implementation of all stages")
-    save_muon_momentum_buffer_in_memory: Bool = no_effect(False, "it is with all other state: see offload_optimizer")
     leaf_module: LeafModuleSection = LeafModuleSection()
-    cpu_offload_use_pin_memory: Bool = no_effect(
-        False, "without cpu_offload there is nothing to pin; with an offload section, write pin_memory there"
-    )
-    zenflow: Unread = refused(None, "delayed updates would change the result; remove the key")
 
     @classmethod
     def rewrite(cls, data: object) -> object:

@@ -130,7 +130,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizerSection):
     @property
     def pipeline(self) -> bool:
         """Whether the update reads or writes ahead."""
-        return self.pipeline_read or self.pipeline_write
+        return any(self.model_dump(include={"pipeline_read", "pipeline_write"}).values())
 
 
 class DeepSpeedZeroOffloadParamConfig(OffloadParamSection):
