@@ -19,7 +19,7 @@ from torch import nn
 
 from zstore.checkpoint import SaveHandle
 from zstore.errors import CheckpointExistsError, UsageError
-from zstore.io.closing import ClosingInCycle, closing_with
+from zstore.io.closing import ClosingInCycle, closing_with, settle
 from zstore.io.tensors import cast_floating
 from zstore.ranks.world import World
 from zstore.weights.layout import MAX_FILE_BYTES
@@ -785,7 +785,7 @@ class Engine(nn.Module):
         with self.world.calling("save"):
             if save_dir is not None:
                 state = None if client_state is None else present(client_state)
-                self.checkpoints.settle()
+                settle(self.checkpoints.wait, "the save under way failed: ")
                 try:
                     self.save_checkpoint(save_dir, tag, state)
                 except CheckpointExistsError as error:
@@ -793,7 +793,7 @@ class Engine(nn.Module):
                     if self.world.rank == 0:
                         _log.warning("%s; this one is saved as %r", error, other)
                     self.save_checkpoint(save_dir, other, state)
-                self.steps.settle()
+                settle(self.steps.complete)
             self.wait_for_checkpoint()
             self.world.leave_together()
             self.journal.stops("stopped")

@@ -34,6 +34,7 @@ from zstore.checkpoint import (
 )
 from zstore.errors import UsageError, ZstoreError
 from zstore.format import ArraySpec, Grid, numpy_dtype
+from zstore.io.closing import settle
 from zstore.remote.url import is_url
 from zstore.store import PinnedShard, Snapshot
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
@@ -350,13 +351,6 @@ class Checkpoints:
         gradients, self._gradients = self._gradients, {}
         leave_gradients(self._training, gradients)
 
-    def settle(self) -> None:
-        """Complete the save under way, if any; its error is a warning (all ranks)."""
-        try:
-            self.wait()
-        except Exception as error:
-            _log.warning("the save under way failed: %s", error)
-
     def finish(self) -> None:
         """Complete the save under way, if any, without asking the other ranks (at the end of a run)."""
         if (handle := self._pending.handle) is None:
@@ -381,10 +375,11 @@ class Checkpoints:
         """Load a checkpoint by `options`; return its path and the client's state (all ranks)."""
         if self._training.config.frozen:
             options = replace(options, load_module_only=True)
-        self._training.pending.settle()
+        # If the update failed on any rank the state is torn on all.
+        settle(self._training.pending.complete, "the update that was under way failed: ")
         # A save that failed with the update it waited for does not keep the load from repairing it.
         if self._training.pending.torn:
-            self.settle()
+            settle(self.wait, "the save under way failed: ")
         else:
             self.wait()
         started = time.perf_counter()

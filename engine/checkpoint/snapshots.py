@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 from zstore.checkpoint import Keep, KnownFile, SaveHandle, SaveRequest, Spare, TagInfo, save_checkpoint, step_tag
 from zstore.errors import ConfigError, StorageError
 from zstore.io import UnsyncedFiles
+from zstore.io.closing import settle
 
 from .client_state import ClientValues
 from .pending import PendingSave
@@ -243,7 +244,7 @@ class StepSnapshots:
         mine = self._folder
         if mine is None or tag is not None or not options.everything:
             return folder, tag
-        self.settle()
+        settle(self.complete)
         training = self._training
         choose = partial(choose_snapshot, mine, folder, storage_options=training.config.storage_options)
         chosen = choose_together(training.world, choose)
@@ -256,18 +257,11 @@ class StepSnapshots:
             )
         return str(chosen.parent), chosen.name
 
-    def settle(self) -> None:
-        """Complete the snapshot under way; one that failed is a warning."""
-        try:
-            self.complete()
-        except Exception as error:
-            _log.warning("%s", error)
-
     def finish(self) -> None:
         """Complete the snapshot under way, without asking the other ranks (at the end of a run); if the last step was saved
         as a checkpoint too, nothing is kept."""
         training = self._training
-        self.settle()
+        settle(self.complete)
         if self._spare is not None:
             with contextlib.suppress(OSError):
                 self._spare.remove(self._files)

@@ -123,13 +123,6 @@ class PendingUpdate:
             self.torn = True
             raise
 
-    def settle(self) -> None:
-        """Wait until no update runs behind; if one failed on any rank the state is torn on all (all ranks)."""
-        try:
-            self.complete()
-        except Exception as error:
-            _log.warning("the update that was under way failed: %s", error)
-
     def require_whole(self) -> None:
         """Raise UsageError if the state is a mixture, which must be neither trained nor saved."""
         # The error that ended an update in the backward is raised in step(), on every rank.

@@ -21,6 +21,7 @@ import atexit
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import sys
 import threading
@@ -87,6 +88,14 @@ _numbers = itertools.count()
 _open: dict[int, weakref.finalize[..., Any] | _WeakCall] = {}
 """Finalizers that the end of the program calls, in the order in which their owners were opened."""
 _all_completions: list[Completions] = []
+
+
+def settle(complete: Callable[[], None], failed: str = "") -> None:
+    """Complete what runs behind; an error is a warning, after `failed`."""
+    try:
+        complete()
+    except Exception as error:
+        logging.getLogger("zstore").warning("%s%s", failed, error)
 
 
 def closing_with(owner: object, close: Callable[..., object], *args: object) -> weakref.finalize[..., Any]:

@@ -20,7 +20,7 @@ from zstore.engine.device import Streams, Transfers, streams_for
 from zstore.engine.optim.state import OptimizerState
 from zstore.errors import UsageError
 from zstore.io import Files, map_large_blocks
-from zstore.io.closing import Closing, closing_with
+from zstore.io.closing import Closing, closing_with, settle
 from zstore.store import StoreOptions, StoreStatistics, TensorStore
 
 from .arguments import check_kind, check_numbers, check_settings, groups_of, steps_folder_of
@@ -336,7 +336,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
         snapshots = self._snapshots
         if snapshots is None:
             raise UsageError('resume() goes on from snapshots of steps: make the optimizer with durability="step"')
-        snapshots.settle()
+        settle(snapshots.complete, f"the snapshot of step {snapshots.step} failed: ")
         self._stepping.forget()
         resumed = snapshots.resume(self.param_groups, self.load_state_dict)
         if resumed is not None:

@@ -40,6 +40,7 @@ from zstore.engine.checkpoint.snapshot_folder import boot_id, is_whole, tags_of
 from zstore.engine.checkpoint.snapshots import choose_together, make_shared_folder
 from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.io import Files, Ticket, UnsyncedFiles, run_in_thread
+from zstore.io.closing import settle
 from zstore.ranks.world import World
 
 from .block_kernel import BlockKernel
@@ -198,16 +199,9 @@ class Snapshots:
             raise
         self.durable_step = self.step
 
-    def settle(self) -> None:
-        """Complete the snapshot under way; one that failed is a warning."""
-        try:
-            self.complete()
-        except Exception as error:
-            _log.warning("the snapshot of step %d failed: %s", self.step, error)
-
     def close(self) -> None:
         """Complete the snapshot under way, which stays, and release the process group."""
-        self.settle()
+        settle(self.complete, f"the snapshot of step {self.step} failed: ")
         group, self._behind.group = self._behind.group, None
         if group is not None:
             with suppress(ValueError):  # the process group of all ranks, and this one with it, is gone already
