@@ -41,10 +41,9 @@ from .checkpoint.load_plan import LoadOptions, LoadReport
 from .checkpoint.renaming import Names
 from .checkpoint.save import Checkpoints, SaveOptions, save_or_stop
 from .checkpoint.snapshots import ClientState, StepSnapshots, present
-from .config.extra import Extra, Rise, Rising, use_schedules
+from .config.extra import Extra, Rise, Rising, overriding, use_schedules
 from .data.batches import call_with, evaluating, loss_of, mean_loss, repeat, take_batches
 from .data.loader import PostProcess, TrainingLoader
-from .report.journal import RunJournal
 from .report.monitors import Monitors
 from .report.progress import RunReport
 from .report.requests import Requests
@@ -102,7 +101,12 @@ class Engine(nn.Module):
         self.training_state = training
         self.times = PhaseTimes()
         self.report = RunReport(training, self.times, monitors)
-        self.checkpoints = Checkpoints(training, self.report.journal)
+        self.extras: dict[str, Extra] = {}
+        """By the key of their section. See [Note: an extra] in `config.extra`."""
+        self._acting: list[Extra] = []
+        """Those that are on."""
+        self.plug_in({})
+        self.checkpoints = Checkpoints(training, self._acting)
         self._unchecked: list[ClientState] = []
         """Client state of future saves that was not checked yet."""
         self._when_asked: Callable[[], NoReturn] | None = None
@@ -112,19 +116,17 @@ class Engine(nn.Module):
         self._by_block: AccumulationByBlock | None = None
         self._batches: Iterator[Any] | None = None
         """The micro-batches of the engine's own loader, over and over."""
-        self.extras: dict[str, Extra] = {}
-        """By the key of their section. See [Note: an extra] in `config.extra`."""
         self._open_no_syncs = 0
-        self._wait_for_device: Callable[[], object] | None = None
+        waits = settings.wall_clock_breakdown and training.world.device.type == "cuda"
+        self._wait_for_device = functools.partial(torch.cuda.synchronize, training.world.device) if waits else None
         """Called at both ends of each phase, at the price of overlap with the device."""
-        if settings.wall_clock_breakdown and training.world.device.type == "cuda":
-            self._wait_for_device = functools.partial(torch.cuda.synchronize, training.world.device)
         self.monitor = monitors
         """Takes a script's own values: `if engine.monitor.enabled: engine.monitor.write_events([(name, value, sample)])`."""
         training.optimizer.scaler = training.scaler
         self.steps = StepSnapshots(training, self.checkpoints)
-        self.report.journal.saves_s = functools.partial(_saves_s, self.checkpoints, self.steps)
-        # Not a method of this object, which would then never be collected.
+        # Not methods of this object, which would then never be collected.
+        self.saves_s = functools.partial(_saves_s, self.checkpoints, self.steps)
+        """Returns the seconds for which saves held training up, by their kind."""
         self._complete_saves = functools.partial(_complete_saves, self.checkpoints, self.steps)
         units = None if training.hooks is None else training.hooks.units
         self.access = Access(training, units, self._complete_saves)
@@ -145,7 +147,7 @@ class Engine(nn.Module):
         apart = [] if training.pending.in_backward is not None else self.access.apart(training.state.records)
         self.value_sample = ValueSample(apart, self.access.first_of_master)
         self.signals = StopSignals(training.world)
-        self.requests = Requests(training.world, self.report.journal)
+        self.requests = Requests(training.world)
         pause = CollectorPause() if settings.disable_python_gc else None
         ends = (pause.end if pause is not None else None, FrozenObjects().end)
         last = (
@@ -157,6 +159,15 @@ class Engine(nn.Module):
         self._finalizer: weakref.finalize[..., Any] | ClosingInCycle = closing_with(
             self, _close, training, self.checkpoints, self.steps, self.report, self.access, last
         )
+
+    def plug_in(self, extras: Mapping[str, Extra]) -> None:
+        """Take the extras, which were made for this engine."""
+        self.extras.update(extras)
+        self._acting += [extra for extra in extras.values() if extra.acts]
+        # What is called often, of those alone that have their own.
+        self._inputs_of = overriding(self._acting, "inputs")
+        self._around = overriding(self._acting, "around")
+        self._steps_end = overriding(self._acting, "step_ended")
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -173,8 +184,8 @@ class Engine(nn.Module):
         """Return the arguments that the model gets."""
         if self.training_state.config.casts_inputs:
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
-        for extra in self.extras.values() if self.module.training else ():
-            args, kwargs = extra.inputs(args, kwargs)
+        for inputs in self._inputs_of if self.module.training else ():
+            args, kwargs = inputs(args, kwargs)
         self.require_parameters()
         return args, kwargs
 
@@ -254,13 +265,13 @@ class Engine(nn.Module):
         if boundary:
             if self.report.enabled:
                 self.report.step_ended()
+            for ended in self._steps_end:
+                ended()
             while self._unchecked:
                 # Before hours of training, and not at a save that must not fail.
                 check(present(self._unchecked.pop()))
             if self.steps.enabled:
                 self.steps.take()
-            for extra in self.extras.values():
-                extra.step_ended()
             if training.world.heard:
                 self.requests.carry_out(self.carry_out)
             if self._when_asked is not None and self.stop_requested is not None:
@@ -290,8 +301,8 @@ class Engine(nn.Module):
     def _timed(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """Add the block's seconds to those of a phase."""
         timed: contextlib.AbstractContextManager[None] = _time_phase(self.times, phase, self._wait_for_device)
-        for extra in self.extras.values():
-            timed = extra.around(phase, timed)
+        for around in self._around:
+            timed = around(phase, timed)
         return timed if self.report.computation is None else self.report.computation.around(phase, timed)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
@@ -683,9 +694,9 @@ class Engine(nn.Module):
             return self.checkpoints.load(*self.steps.choose(load_dir, tag, chosen), chosen)
 
     @property
-    def journal(self) -> RunJournal:
+    def journal(self) -> Any:
         """The run's journal, which a loop tells things unknown to the engine, with `note(tokens=..., total_steps=...)`."""
-        return self.report.journal
+        return self.extras["zstore.journal"]
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Add numbers of a loop's own to the run's journal, for the step that ended last: an accuracy, an evaluation's loss
@@ -796,8 +807,8 @@ class Engine(nn.Module):
                 settle(self.steps.complete)
             self.wait_for_checkpoint()
             self.world.leave_together()
-            self.journal.stops("stopped")
-            raise SystemExit(STOPPED_EXIT_CODE)
+            self._tell_of_stop(stop := SystemExit(STOPPED_EXIT_CODE))
+            raise stop
 
     # -- queries ----------------------------------------------------------------------------------------------------
 
@@ -900,9 +911,8 @@ class Engine(nn.Module):
 
     def statistics(self) -> EngineStatistics:
         """Return the counters of this rank."""
-        saves_s = _saves_s(self.checkpoints, self.steps)
         utilisation = self.report.utilisation.now()
-        return engine_statistics(self.training_state, self.access.units, self.times, saves_s, utilisation)
+        return engine_statistics(self.training_state, self.access.units, self.times, self.saves_s(), utilisation)
 
     @property
     def global_samples(self) -> int:
@@ -1004,8 +1014,12 @@ class Engine(nn.Module):
         if value is not None:
             self.world.escaped(value)
             if not isinstance(value, SystemExit):
-                self.journal.stops("stopped" if isinstance(value, KeyboardInterrupt) else "failed", value)
+                self._tell_of_stop(value)
         self.close()
+
+    def _tell_of_stop(self, error: BaseException) -> None:
+        for extra in self._acting:
+            extra.stops(error)
 
     def __getattr__(self, name: str) -> Any:
         """Return the model's attribute if the engine has none of that name, as `engine.config`; `generate` of a

@@ -133,7 +133,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     chosen = list(_extras(resolved))
     for _, extra, section in chosen:
         extra.prepare(model, section)
-    world.log = open_comms_log(resolved.settings.comms_logger, world)
+    comms = resolved.settings.comms_logger
+    world.log = open_comms_log(comms, world) if comms.enabled else None
     _say_doubles(model, resolved, world)
     if resolved.stage == 3:
         mark_leaves_of(resolved, model, world)
@@ -151,8 +152,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             engine = _engine(training, monitors)
             if compiler is not None:
                 training.compile(compiler)
-            for key, extra, section in chosen:
-                engine.extras[key] = extra(engine, section)
+            engine.plug_in({key: extra(engine, section) for key, extra, section in chosen})
         except BaseException:
             monitors.close()
             raise
@@ -160,13 +160,13 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         return engine, engine.optimizer, loader, schedule.scheduler
 
 
-def _extras(config: Config) -> Iterator[tuple[str, type[Extra], Section]]:
-    """Yield key, class and section of the extras that a config turns on."""
+def _extras(config: Config) -> Iterator[tuple[str, type[Extra], Any]]:
+    """Yield key, class and section of the extras that a config turns on, or the value of a key that is no section."""
     for key, load in EXTRAS.items():
         section: Any = config.settings
         for name in key.split("."):
             section = getattr(section, name)
-        if section is None or section.is_off:
+        if section is None or (isinstance(section, Section) and section.is_off):
             continue
         extra = load()
         if extra.acts_frozen or not config.frozen:

@@ -17,7 +17,7 @@ import pytest
 from .layout import Layout, circles, floors, inside, per_ten_thousand_words
 
 # Files that a run in the default config passes through (journeys.py).
-JOURNEYS = {"step": 33, "iteration": 40, "save": 56, "load": 69, "reshard": 44, "consolidate": 44, "initialize": 108}
+JOURNEYS = {"step": 32, "iteration": 39, "save": 56, "load": 69, "reshard": 44, "consolidate": 44, "initialize": 108}
 
 
 @cache
@@ -44,16 +44,16 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        99_783,
+        99_837,
     ),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        27_409,
+        26_703,
     ),
     "files of the core": (lambda: len(_layout().core), 37),
     "lines of the core": (lambda: _layout().lines(*_layout().core), 8488),
     "imports of engine and tools from zstore": (lambda: len(_layout().upward()), 0),
-    "widest hub": (lambda: max(map(len, _layout().imports.values())), 35),
+    "widest hub": (lambda: max(map(len, _layout().imports.values())), 34),
     "rooms inside engine": (lambda: _rooms("engine")[0], 21),
     "arrows inside engine": (lambda: _rooms("engine")[1], 119),
     "floors inside engine": (lambda: _rooms("engine")[2], 12),

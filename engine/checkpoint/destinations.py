@@ -15,7 +15,6 @@ from zstore.remote.url import is_url
 from zstore.remote.versions import VersionsFolder
 
 from ..config.config import Config
-from ..report.journal import JournalPlace
 
 _FOLDER = "zstore-uploads"
 
@@ -26,11 +25,6 @@ class Destination:
 
     folder: Path
     upload: UploadOptions | None = None
-
-    @property
-    def journal_place(self) -> JournalPlace:
-        """The place of the journal of a run that saves here."""
-        return JournalPlace(self.folder, None if self.upload is None else self.upload.folder)
 
     @property
     def needs_shared(self) -> bool:

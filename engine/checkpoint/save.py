@@ -8,10 +8,9 @@ here are raised on every rank, and nothing was written. The save itself runs in 
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,22 +28,19 @@ from zstore.checkpoint import (
     SaveSummary,
     new_save_id,
     step_tag,
-    tag_folder,
     tag_text,
 )
 from zstore.errors import UsageError, ZstoreError
 from zstore.format import ArraySpec, Grid, numpy_dtype
 from zstore.io.closing import settle
-from zstore.remote.url import is_url
 from zstore.store import PinnedShard, Snapshot
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 from zstore.weights.layout import MAX_FILE_BYTES, plan_files
 
 from ..build.model import has_config, save_companions, stored_whole
+from ..config.extra import Extra, TellOfSave
 from ..optim.stepper import STATE_KEY
 from ..params.record import ParameterRecord
-from ..report.journal import RunJournal
-from ..report.records import SaveNotes
 from ..runtime.signals import StopSignals
 from . import client_state as client
 from .accumulation import enter_gradients, leave_gradients, require_between_micro_batches, require_last_step
@@ -91,9 +87,10 @@ class SaveOptions:
 class Checkpoints:
     """Saves and loads a run's state. See [Note: saving], and [Note: loading] in `load`."""
 
-    def __init__(self, training: Training, journal: RunJournal) -> None:
+    def __init__(self, training: Training, extras: Iterable[Extra]) -> None:
         self._training = training
-        self._journal = journal
+        self._extras = extras
+        """They are told of saves and loads."""
         self._pending = PendingSave(training.world)
         self._base = BaseWeights(training)
         self._gradients: Mapping[str, Grid] = {}
@@ -140,34 +137,40 @@ class Checkpoints:
         if world.world_size > 1 and not destination.needs_shared and (self._is_local or destination.upload is not None):
             parts = parts_of(world, destination.folder, save_id, may_share=destination.upload is not None)
             share_small(world, small.arrays)
-        notes = self._journal.save_begins(chosen, destination.location_of(tag_folder(chosen)))
+        tell = self._teller(chosen, destination)
         with world.agreeing():
             self._gradients = enter_gradients(self._training) if options.gradients else {}
         try:
             handle = self._pending.begin(
-                lambda: self._begin(options, destination, chosen, small, notes, (save_id, parts))
+                lambda: self._begin(options, destination, chosen, small, tell, (save_id, parts))
             )
         except BaseException as error:
             self._leave_gradients()
-            if notes is not None:
-                notes(error)
+            tell(error)
             raise
-        self._journal.save_began(destination.journal_place)
+        tell(handle)
         self.folder = self.folder or str(options.folder)
         if options.wait or self._gradients:
             self._wait_here(handle)
         handle.stall_s = time.perf_counter() - started
-        if notes is not None:
-            notes.stall_s = handle.stall_s
         self.stall_s += handle.stall_s
         return handle
 
     def note_folder(self, folder: str) -> None:
-        """Note the folder of later checkpoints: the journal is there. Raises UsageError for a URL that no file system opens."""
+        """Note the folder of later checkpoints. Raises UsageError for a URL that no file system opens."""
         self.folder = self.folder or folder
-        if self._journal.enabled:
-            drives = self._training.state.store.options.all_paths
-            self._journal.place(destination_of(folder, self._training.config, drives).journal_place)
+        for extra in self._extras:
+            extra.saves_in(folder)
+
+    def _teller(self, tag: str, destination: Destination) -> TellOfSave:
+        """Tell the extras of a save; return what tells them how it goes on."""
+        wanted = [tell for extra in self._extras if (tell := extra.save_begins(tag, destination)) is not None]
+
+        def tell_all(told: SaveHandle | SaveSummary | BaseException) -> None:
+            for tell in wanted:
+                tell(told)
+
+        return tell_all
 
     @property
     def _is_local(self) -> bool:
@@ -210,7 +213,7 @@ class Checkpoints:
         destination: Destination,
         tag: str,
         small: Small,
-        notes: SaveNotes | None,
+        tell: TellOfSave,
         made: tuple[str, Parts | None],
     ) -> SaveHandle:
         """Pin the store's arrays and hand the save to its thread, which releases them whatever happens; `made` are its id,
@@ -233,7 +236,7 @@ class Checkpoints:
                 overwrite=options.overwrite,
                 before_commit=self._write_beside(weights=parts is None),
                 reserve_bytes=reserve_bytes,
-                told=notes,
+                told=tell,
             )
         )
 
@@ -389,21 +392,13 @@ class Checkpoints:
             self.report, self._known = restore.report, restore.known
             if restore.resumes and self.folder is None:
                 self.folder = path.rpartition("/")[0]
-            self._tell_of_load(path, restore, time.perf_counter() - started)
+            elapsed_s = time.perf_counter() - started
+            for extra in self._extras:
+                extra.loaded(path, restore, elapsed_s)
         kept = state.pop(STATE_KEY, None)
         if self._training.stepper is not None and path is not None and options.optimizer:
             self._training.stepper.load(kept or {})
         return path, state
-
-    def _tell_of_load(self, path: str, restore: Restore, elapsed_s: float) -> None:
-        journal, report = self._journal, restore.report
-        if not journal.enabled or report is None:
-            return
-        journal.loaded(path, restore.tag, elapsed_s, report.read_bytes)
-        above = os.path.dirname(path)
-        # The checkpoint of another run, from which this one begins, is no place for its journal.
-        if restore.resumes and not is_url(path) and os.access(above, os.W_OK):
-            journal.resumed(Path(above))
 
 
 @dataclass(frozen=True)

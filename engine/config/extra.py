@@ -3,7 +3,8 @@
 [Note: an extra]
 The engine knows of its extras what this class says. `initialize` takes those whose section is in the config and is on: each
 may change the model before it is laid out, and is made when the engine is there. It may register optimizers
-(`optim.rules`), watch the tiles of masters that an update changes (`optim.state.TileObserver`), and override what follows.
+(`optim.rules`), watch the tiles of masters that an update changes (`optim.state.TileObserver`), and override what follows. An
+extra whose key is no section, but a value, is always made, and says by `acts` whether it is on.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from zstore.checkpoint import SaveHandle, SaveSummary
 from zstore.errors import UsageError
 
 from .keys import Section
@@ -20,6 +22,8 @@ from .schema import add_section, remove_section
 if TYPE_CHECKING:
     from torch import nn
 
+TellOfSave = Callable[[SaveHandle | SaveSummary | BaseException], None]
+"""Is told of a save's handle when it has begun, of its summary, and of its error, from any thread."""
 Rise = Callable[[int], int]
 """A number at a step; the first step is 1."""
 SEQLEN = "seqlen"
@@ -46,6 +50,8 @@ class Extra:
 
     acts_frozen: ClassVar[bool] = False
     """Whether engines that train nothing have it too."""
+    acts = True
+    """Whether it is on: if not, it is there, and nothing below is called but `close`."""
 
     @classmethod
     def prepare(cls, model: nn.Module, section: Any) -> None:
@@ -70,6 +76,19 @@ class Extra:
     def step_ended(self) -> None:
         """Take the state after an optimizer step, taken or skipped: an update may still run behind it."""
 
+    def saves_in(self, folder: str) -> None:
+        """Note the folder or URL of the run's checkpoints, which a loop names before the first save."""
+
+    def save_begins(self, tag: str, destination: Any) -> TellOfSave | None:
+        """Note a save to a `Destination` of `checkpoint.destinations`; return a function that is told how it goes on, or
+        None."""
+
+    def loaded(self, path: str, load: Any, elapsed_s: float) -> None:
+        """Note that the checkpoint at a path or URL was loaded, by a `Restore` of `checkpoint.load`."""
+
+    def stops(self, error: BaseException) -> None:
+        """Note that the engine is closed next because of an error; of SystemExit, because the run was asked to stop."""
+
     def close(self) -> None:
         """Release everything: the engine is closed."""
 
@@ -80,11 +99,17 @@ EXTRAS: dict[str, Load] = {}
 
 
 def register(key: str, load: Load, section: type[Section] | None = None) -> None:
-    """Let engines have the extra that `load` imports if the config's section at the dotted `key` is on. A `section` that the
+    """Let engines have the extra that `load` imports if the config's section at the dotted `key` is on; see [Note: an extra]
+    for another key. A `section` that the
     schema does not have is added to it, at the top. Raises UsageError for a key that is taken."""
     if section is not None:
         add_section(key, section)
     EXTRAS[key] = load
+
+
+def overriding(extras: Iterable[Extra], name: str) -> list[Any]:
+    """Return the method `name` of the extras that have one of their own."""
+    return [getattr(one, name) for one in extras if getattr(type(one), name) is not getattr(Extra, name)]
 
 
 def unregister(key: str) -> None:

@@ -4,21 +4,17 @@ Those with a section of the config are imported only if it is on.
 """
 
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 
-from ..config.extra import Extra, register
+from ..config.extra import register
 from . import moments as moments
 from . import one_bit as one_bit
 from . import whole_tensors as whole_tensors
 from . import zeropp as zeropp
 
-
-def _load(module: str, name: str) -> type[Extra]:
-    found: type[Extra] = getattr(import_module(f"{__name__}.{module}"), name)
-    return found
-
-
-register("sparse_attention", partial(_load, "sparse_attention", "SparseAttention"))
-register("curriculum_learning", partial(_load, "curriculum.sequences", "SequenceCurriculum"))
-register("flops_profiler", partial(_load, "profiling.step", "StepProfile"))
-register("zstore.publish", partial(_load, "publish", "WeightsPublisher"))
+# First: it notes a step before others take their time.
+register("zstore.journal", partial(resolve_name, f"{__name__}.journal.journal:RunJournal"))
+register("sparse_attention", partial(resolve_name, f"{__name__}.sparse_attention:SparseAttention"))
+register("curriculum_learning", partial(resolve_name, f"{__name__}.curriculum.sequences:SequenceCurriculum"))
+register("flops_profiler", partial(resolve_name, f"{__name__}.profiling.step:StepProfile"))
+register("zstore.publish", partial(resolve_name, f"{__name__}.publish:WeightsPublisher"))

@@ -14,10 +14,8 @@ from ..config.sections import CommsLoggerSection
 _log = logging.getLogger("zstore")
 
 
-def open_comms_log(section: CommsLoggerSection, world: World) -> CommsLog | None:
-    """Return a timer of the collectives of `world`; None if the config does not ask for it."""
-    if not section.enabled:
-        return None
+def open_comms_log(section: CommsLoggerSection, world: World) -> CommsLog:
+    """Return a timer of the collectives of `world`, as the config asks for it."""
     return CommsLog(
         world_size=world.world_size,
         device=world.device,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,8 @@ import torch
 from ..activations.checkpointing import block_times
 from ..config.keys import acting
 from .comms import log_comms_summary
-from .journal import RunJournal
 from .memory import lack_of_memory, memory_statistics
 from .monitors import Monitors
-from .records import StepLosses, value_of
 from .utilisation import ComputationWatch, PhaseTimes, StepUtilisation
 
 if TYPE_CHECKING:
@@ -32,6 +30,54 @@ _log = logging.getLogger("zstore")
 
 _METRICS = "Train/Samples/"
 
+Loss = float | None | Callable[[], float]
+"""A loss, None if it is not known, or a function that waits for it."""
+
+
+class StepLosses:
+    """Collects the losses of a step's micro-batches on this rank."""
+
+    def __init__(self) -> None:
+        self._losses: list[torch.Tensor] = []
+        self._are_parts = False
+
+    def add(self, loss: torch.Tensor, *, is_new: bool, is_part: bool) -> None:
+        """Note the loss of a micro-batch, with which `is_new` begins a step; one that `is_part` of the step's was divided by
+        the number of micro-batches."""
+        if is_new:
+            self._losses.clear()
+        self._losses.append(loss.detach())
+        self._are_parts = is_part
+
+    def take(self) -> torch.Tensor | None:
+        """Return the step's loss, one element, on its device, and forget it; None if it is not known."""
+        losses, self._losses = self._losses, []
+        if not losses:
+            return None
+        if len(losses) == 1:
+            return losses[0]
+        stacked = torch.stack([loss.float().reshape(()) for loss in losses])
+        return stacked.sum() if self._are_parts else stacked.mean()
+
+
+def value_of(loss: torch.Tensor | None) -> Loss:
+    """Return a loss as a number: at once if it is in host memory, else a function that waits for the copy, which any thread
+    may call. The calling thread does not wait."""
+    if loss is None:
+        return None
+    if loss.device.type != "cuda":
+        return float(loss)
+    here = torch.empty((), dtype=torch.float32, pin_memory=True)
+    here.copy_(loss.reshape(()), non_blocking=True)
+    arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    arrived.record(torch.cuda.current_stream(loss.device))
+
+    def wait() -> float:
+        arrived.synchronize()
+        return float(here)
+
+    return wait
+
 
 class RunReport:
     """Is told of every known loss and of every step, and reports as the config asks. See [Note: metrics] in `monitors`.
@@ -44,19 +90,21 @@ class RunReport:
         self._times = times
         self.monitors = monitors
         self.utilisation = StepUtilisation(training)
-        self._writes = self.utilisation.measures = bool(monitors)
-        self.journal = RunJournal(training, times, self.utilisation)
+        self._writes = bool(monitors)
         self._every = training.config.settings.steps_per_print
-        says = self._every > 0 or self._writes or self.journal.enabled
-        self.enabled = training.world.rank == 0 and says
+        self.enabled = False
         """Whether steps are reported at all."""
         self.computation: ComputationWatch | None = None
         """Wraps each phase, for as long as it counts something."""
-        if self.enabled:
-            self._watch_computation()
+        self.loss: Loss = None
+        """Of the last step, as reported."""
+        self.aside_s = 0.0
+        """Seconds of evaluations, which are no step's."""
+        if self._every > 0 or self._writes:
+            self.want(measures=self._writes)
         self._looks = training.world.local_rank == 0
         self._losses = StepLosses()
-        self._aside_s: float | None = None
+        self._aside_since_s: float | None = None
         """When the evaluation under way began."""
         self._last_step = PhaseTimes()
         self._last_line = PhaseTimes()
@@ -71,10 +119,10 @@ class RunReport:
         trains = self._training.model.training or torch.is_grad_enabled()
         now_s = time.perf_counter()
         if not trains:
-            self._aside_s = self._aside_s or now_s
-        elif self._aside_s is not None:
-            aside_s, self._aside_s = now_s - self._aside_s, None
-            self.journal.leave_out(aside_s)
+            self._aside_since_s = self._aside_since_s or now_s
+        elif self._aside_since_s is not None:
+            aside_s, self._aside_since_s = now_s - self._aside_since_s, None
+            self.aside_s += aside_s
             self.utilisation.leave_out(aside_s)
         if self._looks and torch.is_grad_enabled() and self._training.model.training:
             self._looks = False
@@ -86,15 +134,14 @@ class RunReport:
         """Note the loss of a micro-batch, before its backward; one that `is_part` of the step's is divided already."""
         self._losses.add(loss, is_new=self._training.accumulation.is_new, is_part=is_part)
 
-    def _watch_computation(self) -> None:
-        watch = ComputationWatch(self._training, self.utilisation)
-        self.computation = None if watch.is_done else watch
-
-    def want_utilisation(self) -> None:
-        """Have each step's utilisation known at once, on rank 0; call it before the first step."""
-        if self._training.world.rank == 0 and not self.utilisation.measures:
-            self.enabled = self.utilisation.measures = True
-            self._watch_computation()
+    def want(self, *, measures: bool = False) -> None:
+        """Have each step's loss and utilisation known on rank 0, the latter with `measures` at once; call it before the first
+        step."""
+        if self._training.world.rank == 0:
+            self.enabled = True
+            self.utilisation.measures |= measures
+            watch = ComputationWatch(self._training, self.utilisation)
+            self.computation = None if watch.is_done else watch
 
     def step_begins(self) -> None:
         """Let the loss of the step travel to the other ranks with its first message, by which the device has computed it (all
@@ -120,8 +167,7 @@ class RunReport:
                 self._write(number)
             if prints:
                 self._print(number)
-        if self.journal.enabled:
-            self.journal.step_ended(loss)
+        self.loss = loss
 
     def _write(self, loss: float | None) -> None:
         training, times = self._training, replace(self._times)
@@ -179,12 +225,11 @@ class RunReport:
             _log.info("step %d: %s", step, memory_statistics(training.state.store, training.world.device).line())
 
     def close(self) -> None:
-        """Log the table of collectives, if they were timed; close monitors and journal."""
+        """Log the table of collectives, if they were timed; close the monitors."""
         world = self._training.world
         if world.log is not None and world.rank == 0 and world.log.times():
             log_comms_summary(self._training)
         self.monitors.close()
-        self.journal.close()
 
 
 def state_text(settings: ConfigSections, state: OptimizerState, world: World) -> str:

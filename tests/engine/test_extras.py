@@ -21,8 +21,10 @@ from zstore.engine.config.values import Bool, Positive
 from zstore.engine.optim.kernel import TorchKernel
 from zstore.engine.optim.rules import Rule
 from zstore.engine.optim.rules import register as register_rule
-from zstore.errors import ConfigError, UsageError
+from zstore.errors import ConfigError, DiskFullError, UsageError
+from zstore.io import Files
 from zstore.publish import Receiver
+from zstore.testing.faults import Fault, FaultyFiles
 
 torch.set_num_threads(1)
 
@@ -60,6 +62,19 @@ class Toy(Extra):
 
     def step_ended(self) -> None:
         self.told.append(f"step {self.engine.global_steps}")
+
+    def saves_in(self, folder: str) -> None:
+        self.told.append(f"saves in {Path(folder).name}")
+
+    def save_begins(self, tag: str, destination: Any) -> Any:
+        self.told.append(f"saves {tag} in {destination.folder.name}")
+        return lambda told: self.told.append(type(told).__name__)
+
+    def loaded(self, path: str, load: Any, elapsed_s: float) -> None:
+        self.told.append(f"loaded {load.tag}")
+
+    def stops(self, error: BaseException) -> None:
+        self.told.append(f"stops with {type(error).__name__}")
 
     def close(self) -> None:
         self.told.append("closed")
@@ -118,13 +133,34 @@ def test_an_extra_plugs_in_by_its_section() -> None:
 
 
 @pytest.mark.usefixtures("toy")
+def test_an_extra_hears_of_saves_loads_and_the_end(tmp_path: Path) -> None:
+    files: Files = FaultyFiles(faults=(Fault(kind="write", pattern="*/bad.*/model/*", times=None, error_number=28),))
+    config = _config(toy={"enabled": True})
+    with zstore.initialize(model=torch.nn.Linear(1, 1), config=config, _files=files)[0] as engine:
+        toy = cast("Toy", engine.extras["toy"])
+        engine.note_save_folder(str(tmp_path / "ckpt"))
+        engine.save_checkpoint(str(tmp_path / "ckpt"), "good")
+        with pytest.raises(DiskFullError):
+            engine.save_checkpoint(str(tmp_path / "ckpt"), "bad")
+        engine.load_checkpoint(str(tmp_path / "ckpt"))
+        with pytest.raises(SystemExit):
+            engine.save_and_stop(None)
+    assert toy.told[0] == "saves in ckpt"
+    assert toy.told[1] == "saves good in ckpt"
+    assert sorted(toy.told[2:4]) == ["SaveHandle", "SaveSummary"]  # in which order depends on the save's thread
+    assert toy.told[4] == "saves bad in ckpt"
+    assert sorted(toy.told[5:7]) == ["DiskFullError", "SaveHandle"]
+    assert toy.told[7:] == ["loaded good", "stops with SystemExit", "closed"]
+
+
+@pytest.mark.usefixtures("toy")
 def test_a_section_of_an_extra_is_checked_as_any_other() -> None:
     with pytest.raises(ConfigError, match=r"toy.factor: expected a whole number of at least 1, got 0"):
         zstore.initialize(model=torch.nn.Linear(1, 1), config=_config(toy={"enabled": True, "factor": 0}))
     with pytest.raises(ConfigError, match=r"toy.factr: unknown key; did you mean toy.factor\?"):
         zstore.initialize(model=torch.nn.Linear(1, 1), config=_config(toy={"factr": 1}))
     with zstore.initialize(model=torch.nn.Linear(1, 1), config=_config(toy={"factor": 1}))[0] as engine:
-        assert not engine.extras
+        assert "toy" not in engine.extras
     with pytest.raises(UsageError, match="'toy' already"):
         register("toy", lambda: Toy, ToySection)
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.waiting import until
 from zstore.checkpoint.request import SaveSummary
-from zstore.engine.report.records import SaveNotes
+from zstore.engine.extras.journal.beside import SaveNotes
 from zstore.errors import CorruptionError, StorageError, UsageError
 from zstore.journal import journals, read, read_file, read_from, steps
 from zstore.journal.columns import last_steps
@@ -73,10 +73,10 @@ def test_a_save_that_is_committed_while_its_call_still_runs_has_a_stall(tmp_path
     )
     with JournalWriter(failed) as writer:
         writer.open(FileSink(tmp_path / journal_file("a")))
-        notes = SaveNotes(writer, {"kind": "save", "step": 1, "tag": "t", "location": "x"}, lambda: None)
+        notes = SaveNotes(writer, {"kind": "save", "step": 1, "tag": "t", "location": "x"}, print, print)
         notes(summary)
-    (found,) = read_file(tmp_path, journal_file("a"))
-    assert found["state"] == "committed"
+    begun, found = read_file(tmp_path, journal_file("a"))
+    assert (begun["state"], found["state"]) == ("begun", "committed")
     assert found["stall_s"] > 0
 
 

@@ -51,7 +51,7 @@ class TrainLoop:
             loop="train", total_steps=options.steps, tokens=engine.train_batch_size() * position.seq_len
         )
         if options.metrics is not None:
-            engine.report.want_utilisation()
+            engine.report.want(measures=True)
         self._meter = StepMeter(engine, position.seq_len)
 
     def run(self) -> None:

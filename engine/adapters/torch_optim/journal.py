@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from zstore.engine.extras.journal.journal import StepJournal
 from zstore.engine.optim.state import OptimizerState
-from zstore.engine.report.placement import plan_record
-from zstore.engine.report.records import Loss, StepJournal, value_of
+from zstore.engine.report.progress import Loss, value_of
 from zstore.journal import journals, read
 from zstore.journal.names import journal_file
 from zstore.journal.writer import FileSink
@@ -74,8 +74,7 @@ class OptimizerJournal(StepJournal):
         except (OSError, ValueError) as error:
             self._say_failure(f"{type(error).__name__}: {error}")
             return
-        start = self._start_record(run, step=self._step, loop="offloaded", config={"optimizer": self._kind})
-        self.writer.open(sink, [start, plan_record(self._state, None, self._world.device)])
+        self._begin(sink, run, step=self._step, loop="offloaded", config={"optimizer": self._kind})
 
 
 def _value(number: Any) -> Loss:

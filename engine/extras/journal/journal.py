@@ -19,63 +19,172 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from zstore.io import count_memory_kills
+from zstore.checkpoint import tag_folder
+from zstore.io import LinkStatistics, count_memory_kills
 from zstore.journal.names import CHECKPOINT_FOLDER, journal_file
 from zstore.journal.reader import journal_of, read_from
 from zstore.journal.requests import request
-from zstore.journal.writer import FileSink
+from zstore.journal.writer import FileSink, JournalWriter
+from zstore.ranks.world import World
 from zstore.remote.journal_tail import JournalTail
 from zstore.remote.service_upload import ServicePlace
+from zstore.remote.url import is_url
 
-from ..config.keys import acting
-from ..plan.rungs import advice
-from .placement import plan_record
-from .records import Loss, SaveNotes, StepJournal, error_text, number_of
-from .utilisation import PhaseTimes
+from ...checkpoint.destinations import Destination, destination_of
+from ...config.extra import Extra
+from ...config.keys import acting
+from ...plan.rungs import advice
+from ...report.memory import memory_now
+from ...report.statistics import link_statistics
+from ...report.utilisation import PhaseTimes
+from .beside import JournalFailure, RequestFinder, SaveNotes, Warnings, error_text, number_of, uncaught_error
+from .start import plan_record, start_record
 
 if TYPE_CHECKING:
-    from zstore.remote.upload import UploadPlace
-
-    from ..training import Training
-    from .utilisation import StepUtilisation
+    from ...checkpoint.load import Restore
+    from ...optim.state import OptimizerState
+    from ...plan.plan import Plan
+    from ...report.progress import RunReport
+    from ...training import Training
 
 _log = logging.getLogger("zstore")
 
+_SAMPLE_S = 2.0
+_SHARE = 5000
+"""Sampling links and memory takes less than one part in so many of the time."""
+_SAMPLES = 2000
+"""They are sampled at most so often in the time that has passed: journals of long runs stay quick to read."""
 _TAIL_BYTES = 64 * 1024
 """Bytes at the end of a journal that contain its last line."""
 
 
-@dataclass(frozen=True)
-class JournalPlace:
-    """A local folder that journals are in, and the URL that they are sent to besides."""
+class StepJournal(ABC):
+    """Writes the journal of a run over `state`, on rank 0: its start, its steps, warnings, and its end. It fails as monitors
+    do: the first failure is a warning, and training goes on."""
 
-    folder: Path
-    remote: UploadPlace | None = None
+    def __init__(self, world: World, state: OptimizerState, *, enabled: bool, step: int = 0) -> None:
+        self.enabled = enabled and world.rank == 0
+        """Whether anything is written: not on other ranks, nor after `close`."""
+        self._world = world
+        self._state = state
+        # Not a method: the writer's thread has it, and must not hold the model.
+        self._say_failure = JournalFailure()
+        self.writer = JournalWriter(self._say_failure)
+        """Writes its lines."""
+        self.started_at = time.time()
+        self._tokens: int | None = None
+        self._total_steps: int | None = None
+        self._reason = "done"
+        self._error: str | None = None
+        self.saves_s: Callable[[], Mapping[str, float]] = dict
+        """Returns the seconds for which saves delayed training, by their kind."""
+        self._step_ended_s: float | None = None
+        self._began_s = time.perf_counter()
+        self._links: Mapping[str, LinkStatistics] = {}
+        self._sampled_s: float | None = None
+        self._sampled_step = step
+        self._next_sample_s = 0.0
+        """Time of the next sample, by `time.perf_counter`."""
+        self._warnings = Warnings(self.writer)
+        if self.enabled:
+            _log.addFilter(self._warnings)
+
+    @property
+    @abstractmethod
+    def _step(self) -> int:
+        """Number of the last step."""
+
+    def _add(self, kind: str, **values: Any) -> None:
+        self.writer.append({"kind": kind, "at": time.time(), "step": self._step, **values})
+
+    def _add_step(self, now_s: float, *, first_s: float | None = None, aside_s: float = 0.0, **values: Any) -> None:
+        """Record the step that ended at `now_s` of `time.perf_counter`, after `first_s` if none was before it; `aside_s` of its
+        seconds went to something else."""
+        step_s = first_s if self._step_ended_s is None else now_s - self._step_ended_s - aside_s
+        sample = self._sample(now_s) if now_s >= self._next_sample_s else {}
+        self._step_ended_s = now_s
+        self._add("step", tokens=self._tokens, step_s=step_s, **values, **sample)
+
+    def _sample(self, now_s: float) -> dict[str, Any]:
+        """Return the part of a step's record about links, since the last sample, and memory."""
+        statistics = self._state.store.statistics()
+        links = link_statistics(self._world, self._state.store, statistics, self.saves_s())
+        none = LinkStatistics()
+        moved = {name: link.since(self._links.get(name, none)) for name, link in links.items()}
+        found = {
+            "links": {name: found for name, link in moved.items() if (found := _link_record(link)) is not None},
+            "links_s": None if self._sampled_s is None else now_s - self._sampled_s,
+            "links_steps": max(1, self._step - self._sampled_step),
+            "memory": memory_now(statistics, self._world.device),
+        }
+        took_s = time.perf_counter() - now_s
+        self._links, self._sampled_s, self._sampled_step = links, now_s, self._step
+        self._next_sample_s = now_s + max(_SAMPLE_S, _SHARE * took_s, (now_s - self._began_s) / _SAMPLES)
+        return found
+
+    def _begin_anew(self) -> None:
+        """Count links, and the time of a step, from here on."""
+        self._step_ended_s = None
+        self._sample(time.perf_counter())
+        self._sampled_s, self._next_sample_s = None, 0.0
+
+    def _begin(self, sink: FileSink, run: str, *, step: int, loop: str, config: Any, plan: Plan | None = None) -> None:
+        """Begin a file, with records of this process and of the run."""
+        known = {"at": self.started_at, "run": run, "step": step, "total_steps": self._total_steps, "loop": loop}
+        start = start_record(self._world, self._state, known, config)
+        self.writer.open(sink, [start, plan_record(self._state, plan, self._world.device)])
+
+    def close(self) -> None:
+        """Write the end; a second call does nothing."""
+        if not self.enabled:
+            return
+        self.enabled = False
+        _log.removeFilter(self._warnings)
+        if self.writer.is_open:
+            uncaught = uncaught_error() if self._reason == "done" else None
+            reason = "failed" if uncaught else self._reason
+            self._add("end", reason=reason, problem=error_text(uncaught) or self._error)
+        self.writer.close()
+
+
+def _link_record(link: LinkStatistics) -> dict[str, Any] | None:
+    """Return the record of a link; None if it was not used."""
+    stall_s = {cause: round(seconds, 6) for cause, seconds in link.stall_s.items() if seconds > 0}
+    if not link.operations and not stall_s:
+        return None
+    return {"bytes": link.bytes, "busy_s": round(link.busy_s, 6), "stall_s": stall_s}
 
 
 def _run_folder(folder: Path) -> Path:
     return folder.parent if CHECKPOINT_FOLDER.fullmatch(folder.name) else folder
 
 
-class RunJournal(StepJournal):
+class RunJournal(StepJournal, Extra):
     """Writes an engine's journal, on rank 0; on others, and if the config wants none, every call does nothing."""
 
-    def __init__(self, training: Training, times: PhaseTimes, utilisation: StepUtilisation) -> None:
-        self._training = training
-        self._times = times
-        self._utilisation = utilisation
+    acts_frozen = True  # to say that there is none
+
+    def __init__(self, engine: Any, chosen: Path | Literal["auto", False]) -> None:
+        # Not the engine, which ends when nothing else holds it.
+        self._training: Training = engine.training_state
+        training = self._training
+        self._times: PhaseTimes = engine.times
+        self._report: RunReport = engine.report
+        self._aside_s = self._report.aside_s
         self._said_flops: tuple[Any, ...] = ()
-        chosen = training.config.own.journal
         self._first_step = training.counters.global_steps
-        wanted = not training.config.frozen and chosen is not False
-        super().__init__(training.world, training.state, enabled=wanted, step=self._first_step)
-        self._place: JournalPlace | None = JournalPlace(chosen) if isinstance(chosen, Path) else None
+        self.acts = not training.config.frozen and chosen is not False
+        super().__init__(training.world, training.state, enabled=self.acts, step=self._first_step)
+        self._chosen = Destination(chosen) if isinstance(chosen, Path) else None
+        """The place that the config names."""
+        self._place = self._chosen
         self._is_certain = self._place is not None
         self._sink: FileSink | None = None
         self._tail: JournalTail | None = None
@@ -83,7 +192,10 @@ class RunJournal(StepJournal):
         self._run_id = training.run_id
         self._last_times = PhaseTimes()
         self._loop = "engine"
+        self.saves_s = engine.saves_s
         if self.enabled:
+            self._report.want()
+            engine.requests.watch(RequestFinder(self), self._acted)
             for line in training.config.report():  # they were logged before there was a journal
                 self._warnings.note(f"{training.config.source}: {line}", self.started_at)
 
@@ -97,14 +209,14 @@ class RunJournal(StepJournal):
         """Take facts that the engine cannot know: the tokens of a step over all ranks, from the current one until the next
         call; the steps that the run is to have; whose loop it is ("train", "trainer", ...)."""
         self._tokens = self._tokens if tokens is None else tokens
-        self._utilisation.tokens(self._tokens)
+        self._report.utilisation.tokens(self._tokens)
         self._total_steps = self._total_steps if total_steps is None else total_steps
         self._loop = loop or self._loop
 
-    def place(self, place: JournalPlace, *, certain: bool = True) -> None:
-        """Name the folder of checkpoints; the first certain one counts, unless the config names one. See [Note: where the
-        journal goes]."""
-        if not self.enabled or self._is_certain or (self._place is not None and not certain):
+    def _put(self, place: Destination, *, certain: bool = True) -> None:
+        """Take `place` for the journal: the first certain one counts, unless the config names one. See [Note: where the journal
+        goes]."""
+        if self._is_certain or (self._place is not None and not certain):
             return
         before, self._place, self._is_certain = self._place, place, certain
         if before is not None and before != place and self._sink is not None:
@@ -113,10 +225,10 @@ class RunJournal(StepJournal):
     def follow(self, folder: Path | None) -> None:
         """Have the journal in `folder` from now on and in no other, unless the config names one: its file moves along.
         None: records wait until there is a folder."""
-        if not self.enabled or isinstance(self._training.config.own.journal, Path):
+        if not self.enabled or self._chosen is not None:
             return
         former = self._sink
-        self._place, self._is_certain = None if folder is None else JournalPlace(folder), True
+        self._place, self._is_certain = None if folder is None else Destination(folder), True
         if former is None or former.path.parent == folder:
             return
         self._close_file()
@@ -140,16 +252,19 @@ class RunJournal(StepJournal):
 
     # -- from the engine --------------------------------------------------------------------------------------------
 
-    def step_ended(self, loss: Loss) -> None:
-        """Record the step that has just ended."""
-        training = self._training
+    def step_ended(self) -> None:
+        if not self.enabled:
+            return
+        training, report = self._training, self._report
         now_s = time.perf_counter()
+        aside_s, self._aside_s = report.aside_s - self._aside_s, report.aside_s
         times = replace(self._times)
         spent, self._last_times = times - self._last_times, times
         self._add_step(
             now_s,
             first_s=spent.forward_s + spent.backward_s + spent.optimizer_s,
-            loss=loss,
+            aside_s=aside_s,
+            loss=report.loss,
             lr=float(training.optimizer.param_groups[0]["lr"]),
             grad_norm=training.norm,
             samples=training.accumulation.batch.train_batch_size,
@@ -157,7 +272,7 @@ class RunJournal(StepJournal):
             forward_s=spent.forward_s,
             backward_s=spent.backward_s,
             optimizer_s=spent.optimizer_s,
-            mfu=self._utilisation.last,
+            mfu=report.utilisation.last,
             **self._new_flops(),
         )
         if self._sink is None or self._run_id != training.run_id:
@@ -165,7 +280,7 @@ class RunJournal(StepJournal):
 
     def _new_flops(self) -> dict[str, Any]:
         """Return the numbers behind `mfu` and their sources, for the first step that knows them, and when they change."""
-        known = self._utilisation.now()
+        known = self._report.utilisation.now()
         if known is None or (known.source, known.peak_flops) == self._said_flops:
             return {}
         self._said_flops = known.source, known.peak_flops
@@ -173,39 +288,42 @@ class RunJournal(StepJournal):
         peak = {"peak_flops": known.peak_flops, "peak_source": known.peak_source}
         return {"flops": {"step_flops": flops, "source": known.source} | peak}
 
-    def save_begins(self, tag: str, location: str) -> SaveNotes | None:
-        """Record the start of a save; return the notes to which its progress is told; None if nothing is written."""
+    def saves_in(self, folder: str) -> None:
+        if self.enabled:
+            drives = self._state.store.options.all_paths
+            self._put(destination_of(folder, self._training.config, drives))
+
+    def save_begins(self, tag: str, destination: Destination) -> SaveNotes | None:
         if not self.enabled:
             return None
+        location = destination.location_of(tag_folder(tag))
         base = {"kind": "save", "step": self._step, "tag": tag, "location": location}
-        notes = SaveNotes(self.writer, base, self._send)
-        notes.add(state="begun")
-        return notes
+        return SaveNotes(self.writer, base, partial(self._save_began, destination), self._send)
 
-    def save_began(self, place: JournalPlace) -> None:
+    def _save_began(self, place: Destination) -> None:
         """Note the place of a save that has begun well: the journal is there from now on at the latest."""
-        self.place(place)
+        self._put(place)
         self._open()
 
-    def loaded(self, location: str, tag: str, elapsed_s: float, read_bytes: int) -> None:
-        """Record a load."""
-        if not self.enabled:
+    def loaded(self, path: str, load: Restore, elapsed_s: float) -> None:
+        if not self.enabled or load.report is None:
             return
         if self._sink is None and self._step_ended_s is None:
             self._first_step = self._step
-        self._utilisation.begin_anew()
+        self._report.utilisation.begin_anew()
         self._last_times = replace(self._times)
         self._begin_anew()  # the bytes of the load belong to no step
-        self._add("load", tag=tag, location=location, elapsed_s=elapsed_s, read_bytes=read_bytes)
-
-    def resumed(self, folder: Path) -> None:
-        """Take the run's journal to be in `folder`, if it goes on from a checkpoint; report if the process before was
-        killed: its journal has no end."""
-        if self._sink is None:
-            self._tell_of_kill(folder)
-        self.place(JournalPlace(folder), certain=False)
+        read_bytes = load.report.read_bytes
+        self._add("load", tag=load.tag, location=path, elapsed_s=elapsed_s, read_bytes=read_bytes)
+        above = os.path.dirname(path)
+        # The checkpoint of another run, from which this one begins, is no place for its journal.
+        if load.resumes and not is_url(path) and os.access(above, os.W_OK):
+            if self._sink is None:
+                self._tell_of_kill(Path(above))
+            self._put(Destination(Path(above)), certain=False)
 
     def _tell_of_kill(self, folder: Path) -> None:
+        """Report if the process before was killed: its journal in `folder` has no end."""
         try:
             file = journal_of(folder, self._training.run_id)
             records, _ = read_from(folder, file, max(0, (folder / file).stat().st_size - _TAIL_BYTES))
@@ -237,20 +355,15 @@ class RunJournal(StepJournal):
         if self.enabled and found:
             self._add("metrics", values=found)
 
-    def leave_out(self, seconds: float) -> None:
-        """Let so many seconds before now be no part of the step under way."""
-        if self._step_ended_s is not None:
-            self._step_ended_s += seconds
-
-    def acted(self, action: str, request_id: str, problem: str | None = None) -> None:
+    def _acted(self, action: str, request_id: str, problem: str | None = None) -> None:
         """Record that a request was carried out, or why it was not."""
         if self.enabled:
             record = {"kind": "action", "at": time.time(), "action": action, "id": request_id}
             self.writer.append(record | ({} if problem is None else {"problem": problem}))
 
-    def stops(self, reason: str, error: BaseException | None = None) -> None:
-        """Set the reason for the run's end: "done" (by default), "stopped" or "failed", and the error behind it."""
-        self._reason, self._error = reason, error_text(error)
+    def stops(self, error: BaseException) -> None:
+        self._reason = "stopped" if isinstance(error, SystemExit | KeyboardInterrupt) else "failed"
+        self._error = None if isinstance(error, SystemExit) else error_text(error)
 
     # -- the file ---------------------------------------------------------------------------------------------------
 
@@ -261,7 +374,7 @@ class RunJournal(StepJournal):
             return
         steps_folder = self._training.config.step_folder
         if self._place is None and steps_folder is not None:
-            self._place = JournalPlace(steps_folder)
+            self._place = Destination(steps_folder)
         if self._place is None:
             return
         if self._sink is not None:  # another run's checkpoint was loaded
@@ -274,20 +387,20 @@ class RunJournal(StepJournal):
             self._sink = sink
             training = self._training
             config = acting(training.config.settings)
-            start = self._start_record(run_id, step=self._first_step, loop=self._loop, config=config)
-            self.writer.open(sink, [start, plan_record(training.state, training.plan, training.world.device)])
+            self._begin(sink, run_id, step=self._first_step, loop=self._loop, config=config, plan=training.plan)
 
-    def _opened(self, place: JournalPlace) -> FileSink | None:
+    def _opened(self, place: Destination) -> FileSink | None:
         try:
             path = place.folder / journal_file(self._run_id)
             run = _run_folder(place.folder)
             if run.is_dir() and not path.exists() and (former := run / journal_of(run, self._run_id)).exists():
                 os.replace(former, path)  # of a run that was resumed, in one of its checkpoints
             sink = FileSink(path)
-            if isinstance(place.remote, ServicePlace):
+            remote = None if place.upload is None else place.upload.folder
+            if isinstance(remote, ServicePlace):
                 self._tail = JournalTail(
                     sink.path,
-                    place.remote,
+                    remote,
                     self._run_id,
                     sink.begin_bytes,
                     failed=self._say_failure,
@@ -330,17 +443,18 @@ class RunJournal(StepJournal):
 
     def _send(self) -> None:
         """Send the journal as it is to the URL that the run saves to."""
-        place, sink = self._place, self._sink
-        if place is None or place.remote is None or sink is None or isinstance(place.remote, ServicePlace):
+        sink, remote = self._sink, None
+        if self._place is not None and self._place.upload is not None:
+            remote = self._place.upload.folder
+        if remote is None or sink is None or isinstance(remote, ServicePlace):
             return
         self.writer.flush()
         try:
-            place.remote.send(sink.path, sink.path.name, lambda _: None)
+            remote.send(sink.path, sink.path.name, lambda _: None)
         except Exception as error:
-            self._say_failure(f"it was not sent to {place.remote}: {type(error).__name__}: {error}")
+            self._say_failure(f"it was not sent to {remote}: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Write the end; a second call does nothing."""
         if not self.enabled:
             return
         super().close()

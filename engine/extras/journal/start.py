@@ -1,7 +1,11 @@
-"""The places of a run's bytes, planned and measured, for its journal."""
+"""The first records of a journal: of the process, and of the places of the run's bytes, planned and measured."""
 
 from __future__ import annotations
 
+import os
+import platform
+import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,11 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..params.record import Residency
+from zstore._version import __version__
+from zstore.journal.names import pid_namespace
+
+from ...params.record import Residency
 
 if TYPE_CHECKING:
-    from ..optim.state import OptimizerState
-    from ..plan.plan import Plan
+    from zstore.ranks.world import World
+
+    from ...optim.state import OptimizerState
+    from ...plan.plan import Plan
+
+VERSION = 1
+"""Of the journal's format."""
+_PACKAGES = ("transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "trl", "deepspeed")
+"""Packages whose versions are recorded if they are in use."""
 
 _STATE, _MASTERS = "optimizer state", "master weights"
 _KINDS = {"parameters": "parameters", "gradients": "gradients", "master": _MASTERS, "buffers": "buffers"}
@@ -21,6 +35,32 @@ _KINDS = {"parameters": "parameters", "gradients": "gradients", "master": _MASTE
 
 Placed = tuple[str, str, str, int]
 """Name, tier, kind, bytes."""
+
+
+def start_record(world: World, state: OptimizerState, run: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return the journal's record of this process, and of its `run` as the loop knows it."""
+    return {
+        "kind": "start",
+        "version": VERSION,
+        **run,
+        "parameters": sum(record.numel for record in state.records),
+        "config": config,
+        "world_size": world.world_size,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "pid_namespace": pid_namespace(),
+        "versions": _versions(),
+        "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"zstore": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if isinstance(version, str):
+            found[name] = version
+    return found
 
 
 def plan_record(state: OptimizerState, plan: Plan | None, device: torch.device) -> dict[str, Any]:
