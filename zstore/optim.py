@@ -2,9 +2,9 @@
 
 from zstore.engine.adapters.torch_optim import Offloaded, StoredTensor, register
 from zstore.engine.extras.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
-from zstore.engine.optim.classes.lamb import Lamb
-from zstore.engine.optim.classes.lion import Lion
-from zstore.engine.optim.classes.muon import MuonWithAdam, split_for_muon
+from zstore.engine.extras.whole_tensors.muon import MuonWithAdam, split_for_muon
+from zstore.engine.optim.lamb import Lamb
+from zstore.engine.optim.lion import Lion
 
 __all__ = [
     "Lamb",

@@ -18,7 +18,7 @@ import torch
 from zstore.errors import UsageError
 
 from ..plan.plan import ADAM_SLOTS, EMA
-from .classes.lion import Lion
+from .lion import Lion
 
 Scalars = dict[str, float]
 """Numbers that an optimizer keeps of a parameter beside its slots, as the step count or NAdam's product: exact as Python

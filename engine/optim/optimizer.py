@@ -14,11 +14,8 @@ from zstore.errors import ConfigError, UsageError
 
 from ..config.config import OptimizerConfig
 from ..runtime.messages import warn_once
-from .classes.muon import MuonWithAdam, split_for_muon
 from .loss_scale import LossScaler
-from .rules import CLIENT, classes, rule_of
-
-Groups = list[dict[str, Any]]
+from .rules import CLIENT, Groups, classes, rule_of
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -110,11 +107,11 @@ def optimizer_from_config(config: OptimizerConfig, parameters: Any, model: nn.Mo
     Groups keep the settings that they have.
     """
     groups, arguments = _as_groups(model.parameters() if parameters is None else parameters), dict(config.arguments)
-    if config.kind == "Muon":
-        return MuonWithAdam(_muon_groups(groups, arguments, model))
+    kind: Any = classes()[config.kind]
+    if (make := rule_of(kind).make) is not None:
+        return make(groups, arguments, model)
     for group in groups if "bias_correction" in arguments and config.kind != "Lamb" else ():
         group.setdefault("bias_correction", arguments["bias_correction"])
-    kind: Any = classes()[config.kind]
     arguments = {
         name: value for name, value in arguments.items() if name in inspect.signature(kind.__init__).parameters
     }
@@ -123,24 +120,6 @@ def optimizer_from_config(config: OptimizerConfig, parameters: Any, model: nn.Mo
     except ValueError as error:
         raise ConfigError(f"optimizer.params: {config.kind} does not take these arguments: {error}") from error
     return made
-
-
-def _muon_groups(groups: Groups, arguments: Mapping[str, Any], model: nn.Module) -> Groups:
-    """Return each group as two, one for Muon and one for Adam, if it has parameters for both."""
-    rates = {name: arguments[name] or arguments["lr"] for name in ("muon_lr", "adam_lr")}
-    muon = {name: arguments[name] for name in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "weight_decay")}
-    adam = {name: arguments[name] for name in ("betas", "eps", "weight_decay")}
-    found: Groups = []
-    for group in groups:
-        own = {name: value for name, value in group.items() if name != "params"}
-        parts = zip(split_for_muon(model, group["params"]), ((True, muon), (False, adam)), strict=True)
-        for parameters, (uses, settings) in parts:
-            rate = rates["muon_lr" if uses else "adam_lr"]
-            named = {} if rate is None else {"lr": rate}
-            known = {name: value for name, value in own.items() if name in settings or name == "lr"}
-            if parameters:
-                found.append({**settings, **named, **known, "params": parameters, "use_muon": uses})
-    return found
 
 
 def _as_groups(parameters: Iterable[Any]) -> Groups:

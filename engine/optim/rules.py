@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from zstore.errors import UsageError
 from zstore.ranks.world import World
@@ -25,6 +26,8 @@ from .stepper import Stepper
 from .updater import StepMode
 
 Kind = type[torch.optim.Optimizer]
+Groups = list[dict[str, Any]]
+"""Groups of parameters with settings, as torch's optimizers take them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,9 @@ class Rule:
     """Whether every rank keeps whole masters and slots, on its device."""
     slots: Callable[[Kernel, Sequence[int]], Slots] = lambda kernel, _: kernel.slots
     """Gives a kernel's arrays for a parameter of a shape, for the plan."""
+    make: Callable[[Groups, Mapping[str, Any], nn.Module], torch.optim.Optimizer] | None = None
+    """Makes the optimizer of a model from groups, which keep the settings that they have, and a config's arguments. None: the
+    class itself does."""
 
 
 TILES = Rule(kinds=ELEMENT_WISE, kernel=kernel_for)

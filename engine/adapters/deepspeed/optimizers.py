@@ -10,9 +10,9 @@ import torch
 
 from zstore.engine.config.config import load_config
 from zstore.engine.config.scheduler import SCHEDULES
-from zstore.engine.optim.classes.lamb import Lamb
-from zstore.engine.optim.classes.lion import Lion
-from zstore.engine.optim.classes.muon import MuonWithAdam
+from zstore.engine.extras.whole_tensors.muon import MuonWithAdam
+from zstore.engine.optim.lamb import Lamb
+from zstore.engine.optim.lion import Lion
 from zstore.engine.optim.lr_schedules import NamedSchedule, named_schedule
 from zstore.errors import UsageError
 

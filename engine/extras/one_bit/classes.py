@@ -9,7 +9,7 @@ import torch
 
 from zstore.errors import UsageError
 
-from ...optim.classes.lion import called, check_arguments
+from ...optim.lion import called, check_arguments
 
 Betas = tuple[float, float]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...optim.classes.lamb import lamb_root, lamb_step
+from ...optim.lamb import lamb_root, lamb_step
 from .rule import Compressed, Phase, TensorState
 
 

@@ -1,16 +1,17 @@
 """Optimizers whose step needs a whole tensor: Adafactor, LAMB and Muon."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ...optim.classes.lamb import Lamb
-from ...optim.classes.muon import MuonWithAdam
 from ...optim.kernel import Kernel, kernel_for
+from ...optim.lamb import Lamb
 from ...optim.rules import Kind, Rule, register
 from ...plan.plan import Slots, TensorSlot
 from .kernel import TensorKernel
+from .muon import MuonWithAdam, muon_from_config
 from .step import TensorStep
 
 
@@ -26,11 +27,11 @@ def _slots_of(kernel: Kernel, shape: Sequence[int]) -> Slots:
     return kernel.slots
 
 
-register(
-    Rule(
-        kinds=(Lamb, torch.optim.Adafactor, torch.optim.Muon, MuonWithAdam),
-        kernel=_kernel,
-        slots=_slots_of,
-        stepper=lambda _, state, world: TensorStep(state, world),
-    )
+_TENSORS = Rule(
+    kinds=(Lamb, torch.optim.Adafactor, MuonWithAdam),
+    kernel=_kernel,
+    slots=_slots_of,
+    stepper=lambda _, state, world: TensorStep(state, world),
 )
+register(_TENSORS)
+register(replace(_TENSORS, kinds=(torch.optim.Muon,), make=muon_from_config))

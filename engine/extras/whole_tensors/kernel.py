@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ...optim.classes.lamb import Lamb
 from ...optim.kernel import ParameterStep, Scalars, SlotArray, WholeStep, fp32_arrays
+from ...optim.lamb import Lamb
 
 
 def _slots(kind: type[torch.optim.Optimizer], shape: Sequence[int]) -> list[SlotArray]:

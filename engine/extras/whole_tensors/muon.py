@@ -10,7 +10,8 @@ from torch import nn
 
 from zstore.errors import UsageError
 
-from .lion import called
+from ...optim.lion import called
+from ...optim.rules import Groups
 
 _MUON = {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95}
 _ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
@@ -81,3 +82,21 @@ def split_for_muon(
         if parameter.requires_grad:
             (muon if asked else adam).append(parameter)
     return muon, adam
+
+
+def muon_from_config(groups: Groups, arguments: Mapping[str, Any], model: nn.Module) -> MuonWithAdam:
+    """Return an optimizer of each group as two, one for Muon and one for Adam, if it has parameters for both."""
+    rates = {name: arguments[name] or arguments["lr"] for name in ("muon_lr", "adam_lr")}
+    muon = {name: arguments[name] for name in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "weight_decay")}
+    adam = {name: arguments[name] for name in ("betas", "eps", "weight_decay")}
+    found: Groups = []
+    for group in groups:
+        own = {name: value for name, value in group.items() if name != "params"}
+        parts = zip(split_for_muon(model, group["params"]), ((True, muon), (False, adam)), strict=True)
+        for parameters, (uses, settings) in parts:
+            rate = rates["muon_lr" if uses else "adam_lr"]
+            named = {} if rate is None else {"lr": rate}
+            known = {name: value for name, value in own.items() if name in settings or name == "lr"}
+            if parameters:
+                found.append({**settings, **named, **known, "params": parameters, "use_muon": uses})
+    return MuonWithAdam(found)

@@ -1,1 +1,0 @@
-"""Optimizer classes that torch does not have; `zstore.optim` hands them out."""
