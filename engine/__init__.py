@@ -8,6 +8,8 @@ Names are imported when they are first used: `config` and the planners in `plan`
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from . import extras as extras
+
 if TYPE_CHECKING:
     from .access.gather import gather as gather
     from .build.init import Init as Init

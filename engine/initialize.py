@@ -16,7 +16,6 @@ from zstore.errors import ConfigError, UsageError, listed
 from zstore.io import Files
 from zstore.ranks.world import World
 
-from . import extras  # noqa: F401 - registers its parts
 from .build.init import around_block, leave_to_engine
 from .build.model import mark_leaves_of, require_shapes, take_uncompiled
 from .checkpoint.snapshots import require_shared_folder
@@ -28,6 +27,7 @@ from .config.resolve import ResolveContext
 from .data.loader import Collate, TrainingLoader
 from .device import Streams
 from .engine import Engine
+from .extras import moments, one_bit, whole_tensors, zeropp  # noqa: F401 - register their parts
 from .extras.curriculum.sampler import sampler_of
 from .optim.lr_schedules import LRSchedule, named_schedule
 from .optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config

@@ -242,8 +242,8 @@ class Search:
                 f"{options.config}: autotuning.end_profile_step: expected at least start_profile_step "
                 f"{section.start_profile_step}, got {section.end_profile_step}"
             )
-        if settings.elasticity.enabled:
-            raise ConfigError(f"{options.config}: elasticity gives the batch sizes, which tune searches: disable it")
+        if (giver := settings.batch_section) is not None:
+            raise ConfigError(f"{options.config}: {giver} gives the batch sizes, which tune searches: disable it")
         self._num_ranks = options.nproc or max(1, own_gpus()[0])
         self._job = _plan_job(options, section.model_info, self._num_ranks)
         self._is_open = "train_micro_batch_size_per_gpu" in self._job.answers

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from zstore.errors import CheckpointMismatchError, CorruptionError
 
 from ..config.resolve import BatchSizes
-from ..data.accumulation import Counters
 from .accumulation import check_begun, described
 from .client_state import understood
 
@@ -71,7 +70,7 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
     options = plan.options
     if options.progress:
         training.accumulation.batch = batch_for(training, record["batch"], saved_world_size=saved_world_size)
-        training.counters, training.earlier_samples = Counters(**record["counters"]), 0
+        training.counters, training.earlier_samples = type(training.counters)(**record["counters"]), 0
         training.accumulation.restart()
         if (begun := record.get("accumulation")) is not None and not options.optimizer:
             training.counters.micro_steps -= begun["stepped"]  # the step begins anew

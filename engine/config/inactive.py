@@ -113,6 +113,8 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("AutotuningSection", "metric_path", Unread, None, "trials are timed by the journal that each writes"),
     ("SamplingCurriculumSection", "data_cluster_path", Unread, None,
      "which samples were drawn is in the checkpoint; no files are written"),
+    ("ElasticitySection", "min_time", Count, 0,
+     "it tells a cluster's scheduler how long to wait before it changes a job's size"),
 ),
 "not built": (
     ("ConfigSections", "comet trackio", Unread, None, "no metrics go there; use tensorboard, wandb or csv_monitor"),
@@ -186,6 +188,7 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("LambParams", "amsgrad", Bool, False, "LAMB has no such form; remove it"),
     ("_OneBitParams", "amsgrad", Bool, False, "the 1-bit optimizers have no such form; remove it"),
     ("AutotuningSection", "mp_size", Positive, 1, "there is no model parallelism; remove the key"),
+    ("ElasticitySection", "model_parallel_size", Positive, 1, "there is no model parallelism; remove the key"),
     ("DataEfficiencySection", "data_routing", Annotated[Unread, AfterValidator(_none_if_no_ltd)], None,
      ("the tokens of middle layers are not dropped; lengthen the sequences by curriculum_learning instead, or "
       "remove it")),

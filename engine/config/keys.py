@@ -62,16 +62,6 @@ def built(default: Any, *, stages: tuple[int, ...] = ()) -> Any:
     return _key(default, Status.BUILT, stages=stages)
 
 
-def no_effect(default: Any, why: str) -> Any:
-    """A key that never acts, and need not, because of `why`."""
-    return _key(default, Status.NO_EFFECT, why)
-
-
-def refused(default: Any, why: str) -> Any:
-    """A key that is an error with any other value; `why` says what to do instead."""
-    return _key(default, Status.REFUSED, why)
-
-
 def _key(default: Any, status: Status, why: str = "", stages: tuple[int, ...] = ()) -> Any:
     return Field(default=default, json_schema_extra={"status": status.name, "why": why, "stages": [*stages]})
 
@@ -114,6 +104,8 @@ class Section(BaseModel):
     """Keys that hold one of several sections, by the value of the key `type` beside them."""
     switch: ClassVar[str | None] = None
     """The key that turns the section on; if it is off, the other keys have no effect."""
+    gives_batch: ClassVar[bool] = False
+    """Whether the section, if it is on, gives the batch sizes in place of their keys, by `sizes_at`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         rows = [(Status(status), *row) for status, rows in INACTIVE.items() for row in rows]
@@ -153,6 +145,19 @@ class Section(BaseModel):
             asked = str(raw.get("type")).lower()
             return next((kind for value, kind in cls.variants[name].items() if value.lower() == asked), None)
         return section_of(field) if field else None
+
+    def notices(self, settings: Any) -> Iterator[Notice]:
+        """Yield the keys of the config that do not act because the section is on."""
+        return iter(())
+
+    def contradictions(self, settings: Any) -> Iterator[ConfigProblem]:
+        """Yield the errors of the section, which is on, by itself and beside other keys of the config."""
+        return iter(())
+
+    def sizes_at(self, world_size: int) -> tuple[int, int, int]:
+        """Return (train batch, micro-batch, accumulation steps) at a world size. Raises ValueError, with advice, if there are
+        none."""
+        raise NotImplementedError
 
     @property
     def is_off(self) -> bool:

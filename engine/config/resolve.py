@@ -108,8 +108,8 @@ def _divide(train: int, given: str, number: int, world_size: int) -> int:
 
 def _batch(settings: ConfigSections, context: ResolveContext) -> BatchSizes:
     """Return the batch sizes of the config; those that it leaves "auto", or all if it names none, are the caller's."""
-    if settings.elasticity.enabled and not context.frozen:
-        sizes = settings.elasticity.sizes_at(context.world_size)
+    if settings.batch_section is not None and not context.frozen:
+        sizes = getattr(settings, settings.batch_section).sizes_at(context.world_size)
         return BatchSizes(train_batch_size=sizes[0], micro_batch_size=sizes[1], accumulation_steps=sizes[2])
     written = [getattr(settings, key) for key in BATCH_KEYS]
     caller = [context.answers.get(key) for key in BATCH_KEYS]
@@ -151,7 +151,7 @@ def stand_ins(settings: ConfigSections) -> dict[str, Any]:
     without a default. With them the other keys of a config can be checked."""
     found: dict[str, Any] = {key: 1 for key in open_keys(settings) if _field(settings, key).is_required()}
     sizes = (settings.train_batch_size, settings.train_micro_batch_size_per_gpu)
-    if all(size in (None, "auto") for size in sizes) and not settings.elasticity.enabled:
+    if all(size in (None, "auto") for size in sizes) and settings.batch_section is None:
         found["train_micro_batch_size_per_gpu"] = 1
     return found
 

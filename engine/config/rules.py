@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-from .keys import ConfigProblem, Notice, Section, stages_of, type_of
+from .keys import ConfigProblem, Notice, Section, stages_of
 from .optimizers import ONE_BIT, AdamParams
-from .schema import BATCH_KEYS, ConfigSections
-from .values import expected
+from .schema import ConfigSections
 
 
 def idle_keys(settings: ConfigSections) -> Iterator[Notice]:
@@ -38,10 +37,8 @@ def idle_keys(settings: ConfigSections) -> Iterator[Notice]:
     if isinstance(params, AdamParams) and not params.adam_w_mode:
         message = 'no effect: AdamW always decouples weight decay, as in DeepSpeed; write type "Adam" for the other'
         yield Notice("optimizer.params.adam_w_mode", message)
-    if settings.elasticity.enabled and settings.elasticity.ignore_non_elastic_batch_info:
-        for key in BATCH_KEYS:
-            if getattr(settings, key) not in (None, "auto"):
-                yield Notice(key, "no effect: elasticity gives the batch sizes")
+    for _, section in settings.sections_on():
+        yield from section.notices(settings)
     if settings.autotuning.enabled:
         yield Notice(
             "autotuning", "acts in `zstore tune --config FILE` only; this run trains with the config as it is written"
@@ -97,7 +94,8 @@ def contradictions(settings: ConfigSections) -> Iterator[ConfigProblem]:
     yield from _durability_and_activations(settings)
     if settings.checkpoint.use_node_local_storage:
         yield from _local_storage(settings)
-    yield from _elasticity(settings)
+    for _, section in settings.sections_on():
+        yield from section.contradictions(settings)
     yield from _moments(settings)
     zero = settings.zero_optimization
     if settings.zstore.accumulation_order == "block" and zero.stage == 3 and zero.zero_quantized_gradients:
@@ -207,31 +205,3 @@ def _local_storage(settings: ConfigSections) -> Iterator[ConfigProblem]:
     if zero.stage3_gather_16bit_weights_on_model_save:
         message = "no machine has all weights; leave one of them out, and gather the weights with `zstore consolidate`"
         yield ConfigProblem((key, "zero_optimization.stage3_gather_16bit_weights_on_model_save"), message)
-
-
-def _elasticity(settings: ConfigSections) -> Iterator[ConfigProblem]:
-    """Yield the errors of an enabled section `elasticity`, by itself and with the batch sizes beside it."""
-    section = settings.elasticity
-    if not section.enabled:
-        return
-    missing = [key for key in ("max_train_batch_size", "micro_batch_sizes") if getattr(section, key) is None]
-    for key in missing:
-        kind = expected(type_of(type(section).model_fields[key]))
-        yield ConfigProblem((f"elasticity.{key}",), f"the key is missing, and elasticity is enabled; expected {kind}")
-    beside = [key for key in BATCH_KEYS if getattr(settings, key) not in (None, "auto")]
-    if beside and not section.ignore_non_elastic_batch_info:
-        message = (
-            "elasticity gives the batch sizes; remove the key, or write "
-            '"ignore_non_elastic_batch_info": true into the section elasticity'
-        )
-        for key in beside:
-            yield ConfigProblem((key,), message)
-    if section.max_gpus < section.min_gpus:
-        yield ConfigProblem(
-            ("elasticity.min_gpus", "elasticity.max_gpus"), "min_gpus is more than max_gpus; make them a range"
-        )
-    if not missing:
-        try:
-            section.batch()
-        except ValueError as error:
-            yield ConfigProblem(("elasticity",), str(error))

@@ -4,7 +4,7 @@ Each key is followed by its effect, unit and limits, and the reason for its defa
 key's status (`keys.Status`) tells its effect. Those that do not act are in `inactive.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic.fields import FieldInfo
@@ -12,7 +12,6 @@ from pydantic.fields import FieldInfo
 from zstore.errors import UsageError
 
 from .data import CurriculumSection, DataEfficiencySection
-from .elasticity import ElasticitySection
 from .keys import Section, built
 from .optimizers import OptimizerSection
 from .scheduler import SchedulerSection
@@ -210,11 +209,21 @@ class ConfigSections(Section):
     timers: TimersSection = TimersSection()
     flops_profiler: FlopsProfilerSection = FlopsProfilerSection()
     comms_logger: CommsLoggerSection = CommsLoggerSection()
-    elasticity: ElasticitySection = ElasticitySection()
     autotuning: AutotuningSection = AutotuningSection()
     sparse_attention: SparseAttentionSection | None = None
     curriculum_learning: CurriculumSection = CurriculumSection()
     data_efficiency: DataEfficiencySection = DataEfficiencySection()
+
+    def sections_on(self) -> Iterator[tuple[str, Section]]:
+        """Yield the sections at the top that are on, by key."""
+        for name in type(self).model_fields:
+            if isinstance(section := getattr(self, name), Section) and not section.is_off:
+                yield name, section
+
+    @property
+    def batch_section(self) -> str | None:
+        """The key of the section that gives the batch sizes; None: their own keys do."""
+        return next((name for name, section in self.sections_on() if section.gives_batch), None)
 
     @classmethod
     def rewrite(cls, data: object) -> object:
@@ -230,7 +239,8 @@ def add_section(key: str, section: type[Section]) -> None:
     if key in ConfigSections.model_fields:
         raise UsageError(f"the config has a key {key!r} already: give the section another name")
     ConfigSections.model_fields[key] = FieldInfo(annotation=section, default=section())
-    ConfigSections.model_rebuild(force=True)
+    if ConfigSections.__pydantic_complete__:
+        ConfigSections.model_rebuild(force=True)
 
 
 def remove_section(key: str) -> None:

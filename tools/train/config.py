@@ -184,7 +184,7 @@ def answers(options: TrainOptions, config: Config) -> tuple[dict[str, Any], str]
     given: dict[str, Any] = {_TOTAL: options.steps}
     chosen: dict[str, Any] = {}
     sizes = (settings.train_batch_size, settings.train_micro_batch_size_per_gpu)
-    if all(size in (None, "auto") for size in sizes) and not settings.elasticity.enabled:
+    if all(size in (None, "auto") for size in sizes) and settings.batch_section is None:
         chosen[_BATCH] = 1
     if _WARMUP in open_:
         chosen[_WARMUP] = max(1, min(_WARMUP_STEPS, options.steps // 10))

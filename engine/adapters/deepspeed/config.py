@@ -23,6 +23,7 @@ from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.config.schema import ConfigSections
 from zstore.engine.config.sections import Bf16Section, CsvMonitorSection, Fp16Section, TensorboardSection, WandbSection
 from zstore.engine.config.zero import Device, OffloadOptimizerSection, OffloadParamSection, ZeroSection
+from zstore.engine.extras.elasticity import ElasticitySection
 from zstore.engine.report.monitors import monitors_of
 from zstore.errors import ConfigError, ZstoreError
 from zstore.ranks.world import World
@@ -285,14 +286,15 @@ def compute_elastic_config(
     ds_config: Any, target_deepspeed_version: str = "", world_size: int = 0, return_microbatch: bool = False
 ) -> tuple[Any, ...]:
     """Return (train batch, valid world sizes), with a world size or `return_microbatch` followed by the micro-batch (None
-    without a world size), by DeepSpeed's formula: see [Note: the elastic batch] in `zstore.engine.config.elasticity`.
+    without a world size), by DeepSpeed's formula: see [Note: the elastic batch] in `zstore.engine.extras.elasticity`.
 
     Only the section of `ds_config`, a dict or the path of a JSON file, counts. A world size that is not valid is an error
     with version 0.1, and with 0.2 the only one that is valid for the batch returned. Raises ElasticityConfigError if the
     section is wrong or not enabled, ElasticityIncompatibleWorldSize if the world size cannot train.
     """
     try:
-        section = load_config({"elasticity": raw_config(ds_config).get("elasticity")}).settings.elasticity
+        settings = load_config({"elasticity": raw_config(ds_config).get("elasticity")}).settings
+        section: ElasticitySection = vars(settings)["elasticity"]
         if not section.enabled:
             raise ConfigError('expected "elasticity": {"enabled": true, ...}, got none that is enabled')
         found = section.batch()

@@ -13,8 +13,8 @@ from tests.engine.config.elastic_cases import elastic_cases
 from zstore.elasticity import ElasticityConfigError, ElasticityIncompatibleWorldSize, compute_elastic_config
 from zstore.engine.adapters.deepspeed.config import elasticity_enabled
 from zstore.engine.config.config import load_config
-from zstore.engine.config.elasticity import HIGHLY_COMPOSITE, ElasticitySection
 from zstore.engine.config.resolve import ResolveContext
+from zstore.engine.extras.elasticity import HIGHLY_COMPOSITE, ElasticitySection
 from zstore.errors import ConfigError
 
 DOCUMENTED = {

@@ -12,12 +12,14 @@ not valid for this batch gets one of its own, the largest multiple within the ma
 
 import math
 from bisect import bisect_right
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator
 
-from .keys import Section, built, no_effect, refused
-from .values import Bool, Count, OneOf, Positive, Words
+from ..config.keys import ConfigProblem, Notice, Section, built, type_of
+from ..config.schema import BATCH_KEYS
+from ..config.values import Bool, OneOf, Positive, Words, expected
 
 HIGHLY_COMPOSITE = (
     1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160, 25200,
@@ -47,6 +49,7 @@ class ElasticitySection(Section):
     samples. See docs/launch.md."""
 
     switch = "enabled"
+    gives_batch = True
 
     enabled: Bool = built(False)
     """Take train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps from this section and the
@@ -71,8 +74,6 @@ class ElasticitySection(Section):
     micro-batch that fits either way."""
     ignore_non_elastic_batch_info: Bool = built(False)
     """Ignore batch sizes in the config beside this section. false: they are an error."""
-    min_time: Count = no_effect(0, "it tells a cluster's scheduler how long to wait before it changes a job's size")
-    model_parallel_size: Positive = refused(1, "there is no model parallelism; remove the key")
 
     def batch(self, world_size: int | None = None) -> ElasticBatch:
         """Return the batch and the world sizes that are valid, with version 0.2 and a `world_size` that is not valid the
@@ -106,9 +107,35 @@ class ElasticitySection(Section):
             )
         return ElasticBatch(own, (world_size,))
 
+    def notices(self, settings: Any) -> Iterator[Notice]:
+        for key in _beside(settings) if self.ignore_non_elastic_batch_info else ():
+            yield Notice(key, "no effect: elasticity gives the batch sizes")
+
+    def contradictions(self, settings: Any) -> Iterator[ConfigProblem]:
+        missing = [key for key in ("max_train_batch_size", "micro_batch_sizes") if getattr(self, key) is None]
+        for key in missing:
+            kind = expected(type_of(type(self).model_fields[key]))
+            yield ConfigProblem(
+                (f"elasticity.{key}",), f"the key is missing, and elasticity is enabled; expected {kind}"
+            )
+        message = (
+            "elasticity gives the batch sizes; remove the key, or write "
+            '"ignore_non_elastic_batch_info": true into the section elasticity'
+        )
+        for key in () if self.ignore_non_elastic_batch_info else _beside(settings):
+            yield ConfigProblem((key,), message)
+        if self.max_gpus < self.min_gpus:
+            keys = "elasticity.min_gpus", "elasticity.max_gpus"
+            yield ConfigProblem(keys, "min_gpus is more than max_gpus; make them a range")
+        if not missing:
+            try:
+                self.batch()
+            except ValueError as error:
+                yield ConfigProblem(("elasticity",), str(error))
+
     def sizes_at(self, world_size: int) -> tuple[int, int, int]:
-        """Return (train batch, micro-batch, accumulation steps) at a world size: of micro-batches the largest of which every
-        rank takes a whole number. Raises ValueError, which names those that are valid, if it is not and the version is 0.1."""
+        """As the base says: of micro-batches the largest of which every rank takes a whole number. Raises ValueError, which
+        names those that are valid, if the world size is not and the version is 0.1."""
         batch, valid = self.batch(world_size)
         if world_size not in valid:
             listed = ", ".join(map(str, valid)) or f"none from {self.min_gpus} to {self.max_gpus} is valid"
@@ -118,3 +145,8 @@ class ElasticitySection(Section):
         share = batch // world_size
         micro = max(size for size in self.micro_batch_sizes or () if share % size == 0)
         return batch, micro, share // micro
+
+
+def _beside(settings: Any) -> list[str]:
+    """Return the keys of batch sizes that a config sets."""
+    return [key for key in BATCH_KEYS if getattr(settings, key) not in (None, "auto")]
