@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from zstore.attention import attend
-from zstore.attention.patterns import pattern_of
+from zstore.engine.extras.sparse_attention.patterns import pattern_of
 
 MODES: dict[str, dict[str, object]] = {
     "fixed": {"num_local_blocks": 4},

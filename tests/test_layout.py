@@ -44,11 +44,11 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        99_864,
+        99_865,
     ),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        26_473,
+        26_406,
     ),
     "files of the core": (lambda: len(_layout().core), 35),
     "lines of the core": (lambda: _layout().lines(*_layout().core), 8389),
@@ -58,7 +58,7 @@ LIMITS = {
     "arrows inside engine": (lambda: _rooms("engine")[1], 119),
     "floors inside engine": (lambda: _rooms("engine")[2], 12),
     "rooms inside zstore": (lambda: _rooms("zstore")[0], 31),
-    "arrows inside zstore": (lambda: _rooms("zstore")[1], 76),
+    "arrows inside zstore": (lambda: _rooms("zstore")[1], 75),
     "floors inside zstore": (lambda: _rooms("zstore")[2], 8),
     "circles of files": (lambda: len(circles(_layout().graph(lambda name: name))), 0),
     "class names with several meanings": (_classes_with_several_meanings, 4),

@@ -31,7 +31,6 @@ from .sections import (
     TimersSection,
     WandbSection,
 )
-from .sparse_attention import SparseAttentionSection
 from .values import (
     Auto,
     BelowOne,
@@ -210,7 +209,6 @@ class ConfigSections(Section):
     flops_profiler: FlopsProfilerSection = FlopsProfilerSection()
     comms_logger: CommsLoggerSection = CommsLoggerSection()
     autotuning: AutotuningSection = AutotuningSection()
-    sparse_attention: SparseAttentionSection | None = None
     curriculum_learning: CurriculumSection = CurriculumSection()
     data_efficiency: DataEfficiencySection = DataEfficiencySection()
 
@@ -235,10 +233,12 @@ class ConfigSections(Section):
 
 
 def add_section(key: str, section: type[Section]) -> None:
-    """Let configs have a section of an extra at the top. Raises UsageError for a key that is taken."""
+    """Let configs have a section of an extra at the top; one without a switch is on if it is there. Raises UsageError for a
+    key that is taken."""
     if key in ConfigSections.model_fields:
         raise UsageError(f"the config has a key {key!r} already: give the section another name")
-    ConfigSections.model_fields[key] = FieldInfo(annotation=section, default=section())
+    kind: Any = section if section.switch is not None else section | None
+    ConfigSections.model_fields[key] = FieldInfo(annotation=kind, default=section() if kind is section else None)
     if ConfigSections.__pydantic_complete__:
         ConfigSections.model_rebuild(force=True)
 

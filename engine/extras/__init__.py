@@ -10,11 +10,17 @@ from pkgutil import resolve_name
 from ..config.extra import register
 from ..config.schema import add_section
 from .elasticity import ElasticitySection
+from .sparse_attention.section import SparseAttentionSection
 
-# First: it notes a step before others take their time.
-register("zstore.journal", partial(resolve_name, f"{__name__}.journal.journal:RunJournal"))
-register("sparse_attention", partial(resolve_name, f"{__name__}.sparse_attention:SparseAttention"))
-register("curriculum_learning", partial(resolve_name, f"{__name__}.curriculum.sequences:SequenceCurriculum"))
-register("flops_profiler", partial(resolve_name, f"{__name__}.profiling.step:StepProfile"))
-register("zstore.publish", partial(resolve_name, f"{__name__}.publish:WeightsPublisher"))
+_HOMES = {
+    "zstore.journal": "journal.journal:RunJournal",  # first: it notes a step before others take their time
+    "sparse_attention": "sparse_attention.models:SparseAttention",
+    "curriculum_learning": "curriculum.sequences:SequenceCurriculum",
+    "flops_profiler": "profiling.step:StepProfile",
+    "zstore.publish": "publish:WeightsPublisher",
+}
+
+for _key, _home in _HOMES.items():
+    register(_key, partial(resolve_name, f"{__name__}.{_home}"))
 add_section("elasticity", ElasticitySection)
+add_section("sparse_attention", SparseAttentionSection)

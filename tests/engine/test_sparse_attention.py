@@ -28,8 +28,8 @@ from zstore.attention import (
     block_mask,
     dense_mask,
 )
-from zstore.attention.patterns import pattern_of
 from zstore.engine.config.config import load_config
+from zstore.engine.extras.sparse_attention.patterns import pattern_of
 from zstore.errors import ConfigError, UsageError
 from zstore.tools.sample.models import Attention, Gpt, GptConfig
 

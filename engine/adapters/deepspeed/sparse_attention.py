@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zstore.attention import attend
-from zstore.attention.patterns import Pattern, pattern_of
+from zstore.engine.extras.sparse_attention.attend import attend
+from zstore.engine.extras.sparse_attention.patterns import Pattern, pattern_of
 from zstore.errors import UsageError
 
 from .names import by_place

@@ -6,11 +6,11 @@ from pydantic import model_validator
 
 from zstore.errors import ConfigError
 
-from .keys import Section, built
-from .values import Bool, Count, OneOf, Positive, Words
+from ...config.keys import Section, built
+from ...config.values import Bool, Count, OneOf, Positive, Words
 
 if TYPE_CHECKING:
-    from zstore.attention.patterns import Pattern
+    from .patterns import Pattern
 
 _Blocks = Annotated[list[Count], Words("a list of whole numbers")]
 _Sizes = Annotated[list[Positive], Words("a list of whole numbers of at least 1")]
@@ -53,7 +53,7 @@ class SparseAttentionSection(Section):
 
     def pattern(self) -> "Pattern":
         """Return the pattern that the section describes."""
-        from zstore.attention.patterns import pattern_of  # loads torch
+        from .patterns import pattern_of  # loads torch
 
         given = {name: value for name, value in self.model_dump(exclude={"mode"}).items() if value is not None}
         return pattern_of(self.mode, **given)

@@ -4,9 +4,9 @@
 `block_mask` makes a pattern's mask for `torch.nn.attention.flex_attention`.
 """
 
-from .attend import attend, block_mask, dense_mask
-from .models import TakesAttention, apply
-from .patterns import BigBird, BSLongformer, Dense, Fixed, Pattern, Variable
+from zstore.engine.extras.sparse_attention.attend import attend, block_mask, dense_mask
+from zstore.engine.extras.sparse_attention.models import TakesAttention, apply
+from zstore.engine.extras.sparse_attention.patterns import BigBird, BSLongformer, Dense, Fixed, Pattern, Variable
 
 __all__ = [
     "BSLongformer",

@@ -11,8 +11,10 @@ from torch import nn
 
 from zstore.errors import UsageError
 
+from ...config.extra import Extra
 from .attend import attend
 from .patterns import Pattern
+from .section import SparseAttentionSection
 
 Attend = Callable[..., torch.Tensor]
 """`attend(query, key, value, is_causal=..., mask=None, dropout_p=0.0, scale=None)`; see `zstore.attention.attend`."""
@@ -109,3 +111,14 @@ def _transformers_attention(pattern: Pattern) -> Callable[..., tuple[torch.Tenso
         return mixed.transpose(1, 2).contiguous(), None
 
     return forward
+
+
+class SparseAttention(Extra):
+    """Gives the config's pattern to a model."""
+
+    acts_frozen = True
+
+    @classmethod
+    def prepare(cls, model: nn.Module, section: SparseAttentionSection) -> None:
+        """Let the model's attention follow the pattern. Raises UsageError for a model of another kind."""
+        apply(model, section.pattern())
