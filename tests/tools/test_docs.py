@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import pkgutil
 import re
 import shlex
+import textwrap
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import typer
 
 from bench import plots
 from tests.layout import per_ten_thousand_words
+from zstore.engine.config.jsonc import load_jsonc
 from zstore.tools import cli
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +107,7 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
     assert [name for name in named if not any(ROOT.glob(name.rstrip("/")))] == []
 
 
+FENCE = re.MULTILINE | re.DOTALL
 MOST_IN_10_000_WORDS = {
     r"\bwhere\b": 15,
     r"\bwhat (is|are|was|were|has|it|they|the)\b": 10,
@@ -118,10 +123,41 @@ def test_pages_are_plain(words: str) -> None:
     assert per_ten_thousand_words(" ".join(texts.values()), words) <= MOST_IN_10_000_WORDS[words], found.most_common(10)
 
 
+def blocks(language: str) -> list[str]:
+    """The blocks of code of all pages in a language."""
+    texts = (page.read_text(encoding="utf-8") for page in PAGES)
+    return [
+        textwrap.dedent(code) for text in texts for code in re.findall(rf"^ *```{language}\n(.*?)^ *```", text, FENCE)
+    ]
+
+
+@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.partition("\n")[0])
+def test_printed_python_can_be_read_and_imports_names_that_are_there(code: str) -> None:
+    """Most of it is run by the tests of the page's subject."""
+    for node in ast.walk(compile(code, "page", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zstore"):
+            for alias in node.names:
+                pkgutil.resolve_name(f"{node.module}:{alias.name}")
+
+
+def test_the_reference_names_what_is_there() -> None:
+    """Sphinx, which reads the docstrings too, runs in `make docs`."""
+    texts = [page.read_text(encoding="utf-8") for page in DOCS.glob("reference/*.md")]
+    named = [name for text in texts for name in re.findall(r"^\.\. auto\w+:: ([\w.]+)", text, re.MULTILINE)]
+    assert len(named) > 15
+    for name in named:
+        pkgutil.resolve_name(name)
+
+
+@pytest.mark.parametrize("code", blocks("json"))
+def test_printed_json_can_be_read(code: str) -> None:
+    load_jsonc(code if code.startswith("{") else f"{{{code}}}", "page")
+
+
 def commands() -> list[list[str]]:
-    """The commands that README and the page of commands print, as words."""
-    pages = (ROOT / "README.md").read_text(encoding="utf-8") + (DOCS / "commands.md").read_text(encoding="utf-8")
-    return [shlex.split(line, comments=True) for line in re.findall(r"^zstore .*$", pages, re.MULTILINE)]
+    """The commands that pages print, as words."""
+    lines = "\n".join([*blocks("bash"), *blocks("sh")]).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("zstore ")]
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
@@ -129,6 +165,8 @@ def test_a_printed_command_is_one(words: list[str]) -> None:
     group = typer.main.get_command(cli.app)
     assert isinstance(group, cli.Commands)
     _, command, _ = group.resolve_command(group.make_context("zstore", words[1:2]), words[1:2])
-    script = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
+    script = next(
+        (at for at, word in enumerate(words) if word in ("--", "--module") or word.endswith(".py")), len(words)
+    )
     known = {option for parameter in command.params for option in parameter.opts}
     assert {word for word in words[2:script] if word.startswith("--")} <= known
