@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from zstore.errors import ConfigError, UsageError, listed
+from zstore.errors import ConfigError, UsageError
 from zstore.io import Files
 from zstore.ranks.world import World
 
 from .build.init import around_block, leave_to_engine
-from .build.model import mark_leaves_of, require_shapes, take_uncompiled
+from .build.model import mark_leaves_of, require_shapes, take_uncompiled, warn_of_doubles
 from .checkpoint.snapshots import require_shared_folder
 from .config.answers import read_answers
 from .config.config import Config, load_config
@@ -33,7 +33,7 @@ from .optim.lr_schedules import LRSchedule, named_schedule
 from .optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from .optim.rules import steps_tiles
 from .plan.activations import hidden_size
-from .plan.rates import MatmulRates, find_rates, tell_choice, warn_of_slow
+from .plan.rates import find_rates, say_precision
 from .plan.rungs import leave_advice
 from .report.comms import open_comms_log
 from .report.monitors import open_monitors
@@ -42,9 +42,6 @@ from .runtime.messages import show_messages
 from .wiring import wire
 
 _log = logging.getLogger("zstore")
-
-_NAMED = 5
-"""Parameters that a message names."""
 
 
 @around_block()
@@ -123,7 +120,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         for line in resolved.report():
             _log.warning("%s: %s", resolved.source, line)
         if rates is not None:
-            _say_precision(loaded, resolved, rates)
+            say_precision(loaded, resolved.precision, rates)
         if "gradient_clipping" not in loaded.settings.model_fields_set and not resolved.frozen and not resolved.one_bit:
             _log.info(
                 "%s: gradient_clipping is not set: gradients are clipped to a norm of %g, DeepSpeed's default; 0 turns it off",
@@ -135,7 +132,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         extra.prepare(model, section)
     comms = resolved.settings.comms_logger
     world.log = open_comms_log(comms, world) if comms.enabled else None
-    _say_doubles(model, resolved, world)
+    warn_of_doubles(model, resolved, world)
     if resolved.stage == 3:
         mark_leaves_of(resolved, model, world)
     with _watched(world, resolved.own.silent_rank_s or None):
@@ -185,27 +182,6 @@ def _names_no_optimizer(config: Config, optimizer: Any, scheduler: Any, world: W
             config.source,
         )
     return True
-
-
-def _say_doubles(model: nn.Module, config: Config, world: World) -> None:
-    """Warn of float64 parameters, which have another type from now on."""
-    doubles = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
-    if doubles and world.rank == 0:
-        _log.warning(
-            "%s: parameters that are float64 are cast to %s, the type that the config says: %s",
-            config.source,
-            config.precision,
-            listed(doubles, _NAMED),
-        )
-
-
-def _say_precision(loaded: Config, resolved: Config, rates: MatmulRates) -> None:
-    """Log the types that "auto" resolved to, or warn of a demanded type that this device is slow in."""
-    choice, warning = tell_choice(loaded, resolved.precision, rates), warn_of_slow(loaded, rates)
-    if choice is not None:
-        _log.info("%s", choice)
-    if warning is not None:
-        _log.warning("%s", warning)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,15 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from zstore.errors import UsageError
+from zstore.checkpoint import CheckpointReader
+from zstore.errors import UsageError, listed
 from zstore.format import buffer_array, model_array
 from zstore.io import Files
 from zstore.ranks.world import World
 from zstore.weights.companions import is_companion
+from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
+from zstore.weights.layout import MAX_FILE_BYTES, plan_files
+from zstore.weights.writer import Lost
 
 from ..config.config import Config
 from ..params.units import mark_leaves, of_classes
@@ -155,12 +159,24 @@ def save_config(model: nn.Module, folder: Path) -> None:
             config.save_pretrained(folder)
 
 
-def has_config(model: nn.Module) -> bool:
-    """Return whether `save_config` writes anything."""
-    return callable(getattr(getattr(model, "config", None), "save_pretrained", None))
+def files_beside(model: nn.Module, config: Config, *, whole: bool) -> Callable[[CheckpointReader], list[str]] | None:
+    """Return a writer of the model's config, and of its weights as it computes with them if the config asks for them, beside
+    the arrays of a checkpoint (rank 0), which are all there if it is `whole`; None if there is neither."""
+    gathers = whole and config.zero.stage3_gather_16bit_weights_on_model_save
+
+    def write(reader: CheckpointReader) -> list[str]:
+        lost: Sequence[Lost] = ()
+        if gathers:
+            layouts = plan_files(list_weights(reader, DTYPES[config.precision]), MAX_FILE_BYTES)
+            lost = write_weights(reader, layouts, reader.path, overflow="inf", advance=lambda _: None)
+        unfit = f"values do not fit {config.precision}: infinite in the weights"
+        return [*(f"{one.name}: {one.count} {unfit}" for one in lost), *_save_companions(model, reader.path)]
+
+    has_config = callable(getattr(getattr(model, "config", None), "save_pretrained", None))
+    return write if gathers or has_config else None
 
 
-def save_companions(model: nn.Module, folder: Path) -> list[str]:
+def _save_companions(model: nn.Module, folder: Path) -> list[str]:
     """Write the model's config, and copy the tokenizer from the folder that the model was loaded from, durably; return
     warnings about files that could not be written."""
     before = set(folder.iterdir())
@@ -203,6 +219,18 @@ def stored_whole(model: nn.Module, known: Iterable[nn.Parameter]) -> Iterator[tu
     for name, parameter in model.named_parameters():
         if parameter not in others:
             yield model_array(name), parameter.detach()
+
+
+def warn_of_doubles(model: nn.Module, config: Config, world: World) -> None:
+    """Warn of float64 parameters, which have another type from now on."""
+    doubles = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
+    if doubles and world.rank == 0:
+        _log.warning(
+            "%s: parameters that are float64 are cast to %s, the type that the config says: %s",
+            config.source,
+            config.precision,
+            listed(doubles, 5),
+        )
 
 
 def mark_leaves_of(config: Config, model: nn.Module, world: World) -> None:

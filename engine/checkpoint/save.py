@@ -20,7 +20,6 @@ import numpy as np
 from zstore.checkpoint import (
     ABSENT_KEY,
     LATEST_KEY,
-    CheckpointReader,
     KnownFile,
     Parts,
     SaveHandle,
@@ -34,10 +33,8 @@ from zstore.errors import UsageError, ZstoreError
 from zstore.format import ArraySpec, Grid, numpy_dtype
 from zstore.io.closing import settle
 from zstore.store import PinnedShard, Snapshot
-from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
-from zstore.weights.layout import MAX_FILE_BYTES, plan_files
 
-from ..build.model import has_config, save_companions, stored_whole
+from ..build.model import files_beside, stored_whole
 from ..config.extra import Extra, TellOfSave
 from ..optim.stepper import STATE_KEY
 from ..params.record import ParameterRecord
@@ -234,7 +231,7 @@ class Checkpoints:
                 parts=parts,
                 keep=training.config.own.keep,
                 overwrite=options.overwrite,
-                before_commit=self._write_beside(weights=parts is None),
+                before_commit=files_beside(training.model, training.config, whole=parts is None),
                 reserve_bytes=reserve_bytes,
                 told=tell,
             )
@@ -307,24 +304,6 @@ class Checkpoints:
         except BaseException:
             Snapshot(0, pins).release()
             raise
-
-    def _write_beside(self, *, weights: bool) -> Callable[[CheckpointReader], list[str]] | None:
-        """Return a writer of the model's config, and of `weights` if they are requested, beside the arrays of a checkpoint;
-        None if there is neither."""
-        gathers = weights and self._training.config.zero.stage3_gather_16bit_weights_on_model_save
-        if not gathers and not has_config(self._training.model):
-            return None
-        return lambda reader: [
-            *(self._write_weights(reader) if gathers else ()),
-            *save_companions(self._training.model, reader.path),
-        ]
-
-    def _write_weights(self, reader: CheckpointReader) -> list[str]:
-        """Write the weights, as the model computes with them, beside the arrays of a checkpoint (rank 0)."""
-        precision = self._training.config.precision
-        layouts = plan_files(list_weights(reader, DTYPES[precision]), MAX_FILE_BYTES)
-        lost = write_weights(reader, layouts, reader.path, overflow="inf", advance=lambda _: None)
-        return [f"{each.name}: {each.count} values do not fit {precision}: infinite in the weights" for each in lost]
 
     def wait(self) -> None:
         """Complete the save under way, if any (all ranks)."""

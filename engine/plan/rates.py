@@ -9,6 +9,7 @@ counts. A type that turns out slow on small matrices is not tried on large ones.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -22,6 +23,8 @@ from zstore.ranks.world import World
 from ..config.config import Config
 from ..device import one_thread
 from ..params.record import PRECISIONS
+
+_log = logging.getLogger("zstore")
 
 SLOW_RATIO = 4.0
 """A 16-bit type that fp32 outruns by more is worth a warning if a config demands it."""
@@ -169,6 +172,15 @@ def warn_of_slow(config: Config, rates: MatmulRates) -> str | None:
                 "which takes it only where it is fast, or false"
             )
     return None
+
+
+def say_precision(config: Config, chosen: str, rates: MatmulRates) -> None:
+    """Log the precision that "auto" resolved to, or warn of a demanded type that this device is slow in."""
+    choice, warning = tell_choice(config, chosen, rates), warn_of_slow(config, rates)
+    if choice is not None:
+        _log.info("%s", choice)
+    if warning is not None:
+        _log.warning("%s", warning)
 
 
 def _switches(config: Config) -> dict[str, bool | str]:
