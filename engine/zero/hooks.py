@@ -21,6 +21,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -31,10 +32,21 @@ from torch.utils.hooks import RemovableHandle
 from zstore.errors import UsageError
 
 from ..params.record import ParameterRecord, Residency
-from .unshard import ShardedUnit, ShardedUnits
+from .unshard import Elsewhere, ShardedUnit, ShardedUnits
 
 _Given = dict[int, Any]
 _NOT_GIVEN = object()
+
+
+class Phase(Enum):
+    """What the call of a module is part of."""
+
+    FORWARD = "forward"
+    """A forward whose backward may come, or one that runs before that."""
+    INFERENCE = "inference"
+    """A forward that is an iteration by itself."""
+    BACKWARD = "backward"
+    """Recomputation in a backward."""
 
 
 class UnitHooks:
@@ -42,18 +54,12 @@ class UnitHooks:
 
     def __init__(self, model: nn.Module, sharded: ShardedUnits) -> None:
         self.units = sharded
-        self._gathered: list[ShardedUnit] = []
-        """Those in use."""
-        self._stray_are_old = False
-        """Whether the strays had their backward, so that a forward begins anew; a second backward needs them again."""
         self._units_of: dict[ParameterRecord, list[ShardedUnit]] = {}
         self._record_of: dict[nn.Parameter, ParameterRecord] = {}
         self._given: dict[nn.Module, _Given] = {}
         """Tensors that a module under way was called with, by id, and the nodes that made them."""
         self._forwards = 0
-        self._in_backward = False
-        self._ends_with_forward = False
-        """Whether the iteration under way has no backward."""
+        self._phase = Phase.FORWARD
         self._handles: list[RemovableHandle] = []
         for unit in sharded.all:
             if unit.records:
@@ -107,45 +113,51 @@ class UnitHooks:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._forwards += 1
-        if self._forwards == 1 and not self._in_backward:
-            if self._stray_are_old and torch.is_grad_enabled():
-                self._forget_strays()
-                self._stray_are_old = False
-            kind = "training" if torch.is_grad_enabled() else "inference"
-            if self.units.begin(f"{kind} of {type(module).__name__} {id(module)}"):
-                self._ends_with_forward = not torch.is_grad_enabled()
+        if self._forwards == 1 and self._phase is not Phase.BACKWARD:
+            trains = torch.is_grad_enabled()
+            if trains:
+                self._change_reads({Elsewhere.OLD: Elsewhere.NO})
+            kind = "training" if trains else "inference"
+            if self.units.begin(f"{kind} of {type(module).__name__} {id(module)}") and not trains:
+                self._phase = Phase.INFERENCE
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._forwards -= 1
-        if self._forwards == 0 and not self._in_backward:
+        if self._forwards == 0 and self._phase is not Phase.BACKWARD:
             for unit in self.units.all:
-                if unit.was_read:
-                    unit.was_read, unit.is_stray = False, unit.is_stray or torch.is_grad_enabled()
-                    self._release(unit)
-            ends, self._ends_with_forward = self._ends_with_forward, False
+                if unit.is_in_use and unit.read is not Elsewhere.NO:
+                    self.units.reshard(unit)
+            self._change_reads({Elsewhere.NOW: Elsewhere.BEFORE if torch.is_grad_enabled() else Elsewhere.NO})
+            phase, self._phase = self._phase, Phase.FORWARD
             if output is None:
                 # A forward that raised has no output; its order is not recorded, and the other ranks may be elsewhere.
                 self.units.abandon()
-            elif ends:
+            elif phase is Phase.INFERENCE:
                 self.units.end()
 
+    def _change_reads(self, changes: Mapping[Elsewhere, Elsewhere]) -> None:
+        for unit in self.units.all:
+            unit.read = changes.get(unit.read, unit.read)
+
     def _before_forward(self, unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any) -> None:
+        in_backward = self._phase is Phase.BACKWARD
         if not unit.is_in_use:
-            self._gather_unit(unit, None if self._in_backward else module)
+            self.units.unshard(unit)
+            unit.holder = None if in_backward else module
         if unit.holder is None or unit.holder is module:
-            unit.called_within.update(other for other in self._gathered if other.holder is not None)
-        if torch.is_grad_enabled() and (self._in_backward or unit.holder is module):
+            unit.called_within.update(other for other in self.units.in_use if other.holder is not None)
+        if torch.is_grad_enabled() and (in_backward or unit.holder is module):
             self._given[module] = {id(tensor): tensor.grad_fn for tensor in tensors_in((args, kwargs))}
 
     def _after_forward(self, unit: ShardedUnit, module: nn.Module, args: Any, output: Any) -> None:
         given = self._given.pop(module, {})
-        if self._in_backward:
+        if self._phase is Phase.BACKWARD:
             self._watch(unit, output, given)
             return
         if not unit.is_in_use or unit.holder is not module:
             return
         if not torch.is_grad_enabled() or self._watch(unit, output, given):
-            self._release(unit)
+            self.units.reshard(unit)
         else:
             unit.holder = None
 
@@ -154,11 +166,9 @@ class UnitHooks:
         record = self._record_of.get(parameter)
         if record is not None and self._forwards and record.residency is Residency.RELEASED:
             unit = self._units_of[record][0]
-            if self._in_backward:
-                unit.is_stray = True
-            else:
-                unit.was_read = True
-            self._gather_unit(unit, None)
+            if unit.read is Elsewhere.NO:
+                unit.read = Elsewhere.BEFORE if self._phase is Phase.BACKWARD else Elsewhere.NOW
+            self.units.unshard(unit)
 
     @contextmanager
     def _whole(self, parameters: list[nn.Parameter], *, gathers: bool) -> Iterator[None]:
@@ -194,12 +204,12 @@ class UnitHooks:
 
     def _before_backward(self, unit: ShardedUnit, gradient: torch.Tensor) -> None:
         if not unit.is_in_use:
-            self._gather_unit(unit, None)
+            self.units.unshard(unit)
         if unit.due is not None:
             return
-        for other in list(self._gathered):
+        for other in list(self.units.in_use):
             if other.due is not None and not other.is_stray and not _nested(unit, other):
-                self._release(other)
+                self.units.reshard(other)
         self._open(unit)
 
     def _open(self, unit: ShardedUnit) -> None:
@@ -207,12 +217,12 @@ class UnitHooks:
 
     def start_backward(self) -> None:
         """Gather the units read from elsewhere; forwards from here on are recomputation (the engine's call)."""
-        self._in_backward = True
+        self._phase = Phase.BACKWARD
         self.units.fill_lent()
         for unit in self.units.all:
             if unit.is_stray:
                 if not unit.is_in_use:
-                    self._gather_unit(unit, None)
+                    self.units.unshard(unit)
                 self._open(unit)
 
     def arrived(self, record: ParameterRecord) -> None:
@@ -221,43 +231,27 @@ class UnitHooks:
             if unit.due is not None:
                 unit.due.discard(record)
                 if not unit.due:
-                    self._release(unit)
+                    self.units.reshard(unit)
 
     def end_backward(self, *, more: bool = False) -> None:
         """Release whatever is still gathered (the engine's call, all ranks). With `more`, the backward that trains is still
         ahead."""
         self._release_all()
-        self._stray_are_old = self._stray_are_old or not more
+        if not more:
+            self._change_reads({Elsewhere.BEFORE: Elsewhere.OLD})
         self.units.end()
 
     def abandon(self) -> None:
         """Release whatever is gathered after a backward that failed (the engine's call)."""
         self._release_all()
-        self._forget_strays()
+        self._change_reads(dict.fromkeys(Elsewhere, Elsewhere.NO))
         self.units.abandon()
 
-    def _forget_strays(self) -> None:
-        for unit in self.units.all:
-            unit.is_stray = unit.was_read = False
-
     def _release_all(self) -> None:
-        self._in_backward = False
-        for unit in list(self._gathered):
-            self._release(unit)
-        self.units.empty_lent()
-
-    # -- gathering --------------------------------------------------------------------------------------------------
-
-    def _gather_unit(self, unit: ShardedUnit, holder: nn.Module | None) -> None:
-        self.units.unshard(unit)
-        unit.holder = holder
-        self._gathered.append(unit)
-
-    def _release(self, unit: ShardedUnit) -> None:
-        unit.due = None
-        if unit.is_in_use:
-            self._gathered.remove(unit)
+        self._phase = Phase.FORWARD
+        for unit in list(self.units.in_use):
             self.units.reshard(unit)
+        self.units.empty_lent()
 
     def remove(self) -> None:
         """Remove the hooks from the modules, and end gathers ahead of use."""

@@ -77,6 +77,18 @@ _COUNTED = {UnitState.AHEAD: "gathered_ahead", UnitState.KEPT: "kept", UnitState
 """Counter of a unit that is needed, by its state before."""
 
 
+class Elsewhere(Enum):
+    """Whether a parameter of a unit was read from elsewhere than the unit's modules."""
+
+    NO = "no"
+    NOW = "now"
+    """In the forward under way, at whose end the unit is released."""
+    BEFORE = "before"
+    """In a forward whose backward may come, or in a backward: the whole backward needs the unit."""
+    OLD = "old"
+    """As before, and the backward is over: a second one needs it again, but not the next forward that trains."""
+
+
 @dataclass(eq=False, kw_only=True)
 class ShardedUnit:
     """A unit, its state, and what the hooks know of it."""
@@ -96,10 +108,7 @@ class ShardedUnit:
     """Units in whose forwards its module was called."""
     due: set[ParameterRecord] | None = None
     """Gathered for the backward: its parameters whose gradients are still missing."""
-    was_read: bool = False
-    """Whether the forward under way has read one of its parameters from elsewhere."""
-    is_stray: bool = False
-    """Whether a forward whose backward may come has."""
+    read: Elsewhere = Elsewhere.NO
 
     @property
     def numel(self) -> int:
@@ -110,6 +119,11 @@ class ShardedUnit:
     def is_in_use(self) -> bool:
         """Whether its parameters have their values."""
         return self.state in (UnitState.IN_USE, UnitState.IN_USE_AND_AHEAD)
+
+    @property
+    def is_stray(self) -> bool:
+        """Whether whole backwards need it."""
+        return self.read in (Elsewhere.BEFORE, Elsewhere.OLD)
 
 
 @dataclass(eq=False)
@@ -140,6 +154,8 @@ class ShardedUnits:
         self._overlap = overlap
         self.all = tuple(_sharded_unit(number, unit) for number, unit in enumerate(units))
         """In the order of the model."""
+        self.in_use: list[ShardedUnit] = []
+        """Few of them, in the order in which they were gathered."""
         self._values = {record: _Values() for unit in self.all for record in unit.records}
         self._stuck: list[Fetch] = []
         """Fetches that never end, with the memory that they write to."""
@@ -237,6 +253,7 @@ class ShardedUnits:
                 self._read_slots(number + 1)
             self._complete(unit)
             unit.state, unit.fetch = UnitState.IN_USE, None
+            self.in_use.append(unit)
             for record in unit.records:
                 values = self._values[record]
                 values.users += 1
@@ -251,8 +268,10 @@ class ShardedUnits:
                 self.forget()
 
     def reshard(self, unit: ShardedUnit) -> None:
-        """End the use of the unit: release it, or keep it if it is used again soon."""
+        """End the use of a unit: release it, or keep it if it is used again soon."""
         with labelled("reshard", unit.unit.name):
+            self.in_use.remove(unit)
+            unit.holder = unit.due = None
             keeps = self._recorder.end_use(unit.number)
             if unit.state is UnitState.IN_USE_AND_AHEAD:
                 unit.state = UnitState.AHEAD
