@@ -59,6 +59,8 @@ class UnitHooks:
         self._given: dict[nn.Module, _Given] = {}
         """Tensors that a module under way was called with, by id, and the nodes that made them."""
         self._forwards = 0
+        self._former: list[ShardedUnit] = []
+        """Units that were in use before the forward under way."""
         self._phase = Phase.FORWARD
         self._handles: list[RemovableHandle] = []
         for unit in sharded.all:
@@ -114,7 +116,7 @@ class UnitHooks:
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._forwards += 1
         if self._forwards == 1 and self._phase is not Phase.BACKWARD:
-            trains = torch.is_grad_enabled()
+            self._former, trains = list(self.units.in_use), torch.is_grad_enabled()
             if trains:
                 self._change_reads({Elsewhere.OLD: Elsewhere.NO})
             kind = "training" if trains else "inference"
@@ -131,6 +133,8 @@ class UnitHooks:
             phase, self._phase = self._phase, Phase.FORWARD
             if output is None:
                 # A forward that raised has no output; its order is not recorded, and the other ranks may be elsewhere.
+                for unit in [unit for unit in self.units.in_use if unit not in self._former]:
+                    self.units.reshard(unit)
                 self.units.abandon()
             elif phase is Phase.INFERENCE:
                 self.units.end()

@@ -14,6 +14,7 @@ import torch
 
 import zstore
 import zstore.store.store
+from tests.engine import step_modes
 from tests.engine.bits import Case, compare_all, engine_digests
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, state_of, step
@@ -448,6 +449,36 @@ def test_a_forward_without_a_backward_leaves_nothing_old(nvme: Path, tier: str) 
 
     assert losses(tier) == losses("none")
     assert len(set(losses(tier))) > 1
+
+
+def test_a_forward_that_fails_leaves_nothing_old(nvme: Path, tmp_path: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("in the middle")
+
+    def try_forward() -> None:
+        handle = engine.module.blocks[1].register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="in the middle"):
+            engine(*step_modes.data(0))
+        handle.remove()
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float(engine(*step_modes.data(0)))
+
+    with start(step_modes.config("none", nvme), step_modes.make_model()) as engine:
+        step_modes.step(engine)
+        engine.save_checkpoint(str(tmp_path))
+        before = loss()
+        for _ in range(3):
+            step_modes.step(engine)
+        try_forward()
+        engine.load_checkpoint(str(tmp_path))
+        assert loss() == before
+        engine.backward(engine(*step_modes.data(1)))
+        try_forward()
+        engine.step()
+        step_modes.step(engine)
+        assert state_of(engine) == step_modes.expected(3)
 
 
 def _torn(rank: int, steps_before: int, order: list[int]) -> str:
