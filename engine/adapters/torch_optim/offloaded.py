@@ -104,7 +104,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
         and text, as they are at the end of each `step()`, or a function that is called there. Each rank has its own."""
         params, first = groups_of(params)
         streams = _streams or streams_for(first.device)
-        options = _options(device, path, host_budget_bytes, first.device, streams)
+        options = _options(path, host_budget_bytes, first.device, streams)
         ending = ExitStack()  # without the optimizer, whose end closes it
         self._end = closing_with(self, ending.close)
         try:
@@ -374,9 +374,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
             )
 
 
-def _options(
-    device: str, path: Any, host_budget_bytes: int | None, where: torch.device, streams: Streams
-) -> StoreOptions:
+def _options(path: Any, host_budget_bytes: int | None, where: torch.device, streams: Streams) -> StoreOptions:
     if path is not None:
         map_large_blocks()
     return StoreOptions(
@@ -384,7 +382,6 @@ def _options(
         host_budget_bytes=host_budget_bytes,
         device=str(where),
         pin_buffers=not streams.device_is_host,
-        pin_state=not streams.device_is_host and device == "cpu",
     )
 
 
