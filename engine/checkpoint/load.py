@@ -122,7 +122,12 @@ class Restore:
         """Return the plan of the load. Raises as `plan_load` does, and UsageError if a mixture would stay one."""
         training = self._training
         plan = plan_load(training.model, training.state, reader, options)
-        if (training.pending.torn or training.pending.is_in_backward) and not plan.is_whole:
+        if training.pending.is_in_backward and not plan.is_whole:
+            raise UsageError(
+                'a load of a part of a checkpoint between backward() and step(): with "step_overlap": "backward" or '
+                '"speculative" the state is being changed then; call step() first, or load a whole one, without options'
+            )
+        if training.pending.torn and not plan.is_whole:
             raise UsageError(
                 "a step or a load stopped half way, so that the state is a mixture of two: load a whole checkpoint, without "
                 "options"

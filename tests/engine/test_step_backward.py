@@ -159,6 +159,10 @@ def test_what_a_loop_must_not_do_within_the_step(nvme: Path, tmp_path: Path) -> 
         step(engine)
         assert state_of(engine) == expected(2)
         engine.backward(engine(*data(2)))
+        with pytest.raises(
+            UsageError, match=r"a part of a checkpoint between backward\(\) and step\(\): .* call step\(\)"
+        ):
+            engine.load_checkpoint(str(tmp_path), load_module_only=True)
         engine.load_checkpoint(str(tmp_path))  # between backward and step
         assert state_of(engine) == expected(1)
     unused = config("backward", nvme)
