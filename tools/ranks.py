@@ -27,7 +27,7 @@ _MEET = timedelta(minutes=30)
 _LONGEST = timedelta(days=30)
 """How long a rank waits for others that have more to do. Ranks that are gone are noticed by the watch."""
 _SILENT_S = 30.0
-"""How long a rank may give no sign of life before its machine counts as lost or stopped."""
+"""How long a rank may send no heartbeat before its machine counts as lost or stopped."""
 
 
 def by_all_ranks(command: Callable[..., int | None]) -> Callable[..., int | None]:

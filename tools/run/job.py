@@ -79,7 +79,7 @@ class RunJob:
 
 
 ALIVE_EVERY_S = 10.0
-"""Time between a launcher's signs of life."""
+"""Time between a launcher's heartbeats."""
 _SILENCE_S = 120.0
 
 

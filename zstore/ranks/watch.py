@@ -2,12 +2,12 @@
 
 [Note: the watch]
 Each rank has a thread that alone talks to the store of the process group: twice a second it looks whether somebody raised the
-alarm, and now and then it leaves a sign of life and looks for its neighbour's. The alarm is raised by a rank with an escaped
-error, with a failed collective (a process at the other end died), or whose neighbour gives no sign. Then every rank's thread
-reports where its rank is, whatever its main thread does, and each comes to the same outcome (`incident`). If the run is broken,
-connections are cut: whoever waits in a collective, here or elsewhere, gets its error at once and raises RankError with the
-reports. Nothing hangs afterwards, not even the end of the process. Time without a sign is counted in the rank's own looks, so
-that a machine that was asleep accuses nobody.
+alarm, and now and then it sends a heartbeat and looks for its neighbour's. The alarm is raised by a rank with an escaped
+error, with a failed collective (a process at the other end died), or whose neighbour sends no heartbeat. Then every rank's
+thread reports where its rank is, whatever its main thread does, and each comes to the same outcome (`incident`). If the run is
+broken, connections are cut: whoever waits in a collective, here or elsewhere, gets its error at once and raises RankError with
+the reports. Nothing hangs afterwards, not even the end of the process. Time without a heartbeat is counted in the rank's own
+looks, so that a machine that was asleep accuses nobody.
 
 A slow rank is no failure: its thread lives. One that hangs for good while its thread lives is found by the process
 group's own timeout.
@@ -42,7 +42,8 @@ _log = logging.getLogger("zstore")
 _LOOK_S = 0.5
 _PAUSE_S = 0.05
 _ANSWER_S = ABSENT_S + SAME_S + 5
-_MOST_SIGNS_MISSED = 9
+_MOST_MISSED = 9
+"""Heartbeats after which a rank counts as lost."""
 _GONE = "it does not answer: its process was killed, or its machine is lost or stopped"
 
 
@@ -50,7 +51,7 @@ class Watch:
     """This rank's part of the watch; see [Note: the watch]. Made on all ranks in the same order.
 
     `store` is the process group's, `cut` ends all communication of this rank. `silent_s` is how long a rank
-    may give no sign of life; None: for ever.
+    may send no heartbeat; None: for ever.
     """
 
     def __init__(
@@ -64,17 +65,15 @@ class Watch:
         silent_s: float | None,
     ) -> None:
         self._rank, self._world_size, self._activity, self._cut = rank, world_size, activity, cut
-        own: Store = store.clone()  # type: ignore[attr-defined]
+        connection: Store = store.clone()  # type: ignore[attr-defined]
         self._pause_s = _PAUSE_S * max(1.0, world_size / 64)
-        self._prefix = f"zstore/watch/{own.add(f'zstore/watches/{rank}', 1)}"
+        self._prefix = f"zstore/watch/{connection.add(f'zstore/watches/{rank}', 1)}"
         self._shared = store
-        self._store = self._prefixed(own)
-        self._sign_s = None if silent_s is None else silent_s / _MOST_SIGNS_MISSED
+        self._store = self._prefixed(connection)
+        self._heartbeats: Heartbeats | None = None
         if silent_s is not None:
             give_up_after(store_port(store), silent_s)
-        self._signs, self._next_sign = 0, 0.0
-        self._seen: tuple[int, bytes] = (-1, b"")
-        self._missed = 0
+            self._heartbeats = Heartbeats(rank, world_size, self._store, silent_s)
         self._last_at = self._told_at = ""
         self._incident = 0
         self._reports: dict[int, RankReport] = {}
@@ -199,12 +198,15 @@ class Watch:
         try:
             while self._broken is None:
                 with self._changed:
-                    pause_s = _LOOK_S if self._sign_s is None else min(_LOOK_S, self._sign_s)
+                    pause_s = _LOOK_S if self._heartbeats is None else min(_LOOK_S, self._heartbeats.period_s)
                     self._changed.wait_for(lambda: self._closing or self._mine is not None, pause_s)
                 if self._closing and self._mine is None:
                     self._store.set(f"left/{self._rank}", str(self._activity.entered))
                     return
-                self._give_and_look_for_signs()
+                if self._heartbeats is not None and (lost := self._heartbeats.look()) is not None:
+                    found = self._present(lost=lost)
+                    with self._changed:
+                        self._mine = self._mine or found
                 self._say_where()
                 if self._mine is not None or self._store.check([f"alarm/{self._incident}"]):
                     self._resolve()
@@ -216,27 +218,6 @@ class Watch:
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
-
-    def _give_and_look_for_signs(self) -> None:
-        """Leave a sign of life when it is time, and note a report if the next rank that has not left gives none."""
-        now = time.monotonic()
-        if self._sign_s is None or now < self._next_sign:
-            return
-        self._next_sign = now + self._sign_s
-        self._signs += 1
-        self._store.set(f"sign/{self._rank}", str(self._signs))
-        others = [(self._rank + distance) % self._world_size for distance in range(1, self._world_size)]
-        neighbour = next((other for other in others if not self._store.check([f"left/{other}"])), None)
-        if neighbour is None:
-            return
-        sign = self._store.get(f"sign/{neighbour}") if self._store.check([f"sign/{neighbour}"]) else b""
-        self._missed = self._missed + 1 if self._seen == (neighbour, sign) else 0
-        self._seen = neighbour, sign
-        if self._missed >= _MOST_SIGNS_MISSED:
-            silent_s = self._sign_s * _MOST_SIGNS_MISSED
-            found = self._present(lost=f"rank {neighbour} gave no sign of life for {silent_s:.0f} s")
-            with self._changed:
-                self._mine = self._mine or found
 
     def _say_where(self) -> None:
         """Post the place of this rank, once for each place that it stays at; see `meeting`."""
@@ -323,6 +304,36 @@ class Watch:
             del self._reports[0]
         cut_to(store_port(self._shared))  # the main thread, or one that saves, may wait for its answer
         self._break()
+
+
+class Heartbeats:
+    """Heartbeats of this rank, and of the next one that has not left, which counts as lost after `silent_s` without one."""
+
+    def __init__(self, rank: int, world_size: int, store: Store, silent_s: float) -> None:
+        self.period_s = silent_s / _MOST_MISSED
+        self._rank, self._store = rank, store
+        self._others = [(rank + distance) % world_size for distance in range(1, world_size)]
+        self._sent, self._next_at = 0, 0.0
+        self._seen: tuple[int, bytes] = (-1, b"")
+        """The neighbour, and its latest one."""
+        self._missed = 0
+
+    def look(self) -> str | None:
+        """Send one when it is time, and look for the neighbour's; return how that was lost, if it was."""
+        now = time.monotonic()
+        if now < self._next_at:
+            return None
+        self._next_at = now + self.period_s
+        self._sent += 1
+        self._store.set(f"heartbeat/{self._rank}", str(self._sent))
+        neighbour = next((other for other in self._others if not self._store.check([f"left/{other}"])), None)
+        if neighbour is None:
+            return None
+        key = f"heartbeat/{neighbour}"
+        seen = neighbour, self._store.get(key) if self._store.check([key]) else b""
+        self._missed, self._seen = self._missed + 1 if seen == self._seen else 0, seen
+        lost = self._missed >= _MOST_MISSED
+        return f"rank {neighbour} sent no heartbeat for {self.period_s * _MOST_MISSED:.0f} s" if lost else None
 
 
 def store_port(store: Store) -> int | None:

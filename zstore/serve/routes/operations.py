@@ -44,7 +44,7 @@ _WRITE_BYTES = 1024 * 1024
 """Bytes of a file that are collected before they are written."""
 _MOST_TEXT = 4096
 HEARTBEAT_S = 15.0
-"""Between two signs of life of an event stream."""
+"""Between two heartbeats of an event stream."""
 
 Values = Mapping[str, Any]
 """The parameters of a query, by name; None: not given."""

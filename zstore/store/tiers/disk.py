@@ -11,7 +11,7 @@ A chunk that was never written has no checksum in the table and reads as zeros w
 A checkpoint's shard file that is laid out alike can be adopted: linked here, it is the present version, and was published.
 Its chunks are verified like all others, when they are read.
 
-Small shards share files, and have parts of them in place of files: see [Note: packs].
+Small shards share files, and have parts of them in place of files: see [Note: shared files].
 """
 
 from __future__ import annotations

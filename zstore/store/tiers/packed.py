@@ -1,4 +1,4 @@
-"""Transfers of shards that share files: neighbours in a file go in one request. See [Note: packs]."""
+"""Transfers of shards that share files: neighbours in a file go in one request. See [Note: shared files]."""
 
 from __future__ import annotations
 
