@@ -164,7 +164,7 @@ class Engine(nn.Module):
         """Take the extras, which were made for this engine."""
         self.extras.update(extras)
         self._acting += [extra for extra in extras.values() if extra.acts]
-        # What is called often, of those alone that have their own.
+        # Methods that are called often, of those that have their own.
         self._inputs_of = overriding(self._acting, "inputs")
         self._around = overriding(self._acting, "around")
         self._steps_end = overriding(self._acting, "step_ended")

@@ -39,7 +39,7 @@ _NOT_GIVEN = object()
 
 
 class Phase(Enum):
-    """What the call of a module is part of."""
+    """Parts of an iteration in which modules are called."""
 
     FORWARD = "forward"
     """A forward whose backward may come, or one that runs before that."""
