@@ -19,10 +19,9 @@ from zstore.ranks.world import World
 
 from ..config.config import Config
 from ..plan.plan import Slots
-from .client_step import ClientStep, WholeKernel, require_no_closure, whole_step_error
 from .kernel import ELEMENT_WISE, Averaging, FusedAdam, Kernel, SlotCodec, TorchKernel, kernel_for
 from .state import OptimizerState
-from .stepper import Stepper
+from .stepper import ClientStep, Stepper, WholeKernel, require_no_closure, whole_step_error
 from .updater import StepMode
 
 Kind = type[torch.optim.Optimizer]

@@ -1,17 +1,29 @@
-"""Steppers: they take the steps of an optimizer whose update does not run over tiles."""
+"""Steppers: they take the steps of an optimizer whose update does not run over tiles, as the client's own object does.
+
+[Note: the client's own step]
+An optimizer that is not known to update each element by itself cannot run over tiles. If all state is whole on every
+rank's device (stage 0 without offload) its own object takes the step. Meanwhile each parameter with a gradient is its
+fp32 master, and its gradient is the averaged one in fp32, unscaled and clipped; then the master is cast
+into the parameter's memory. The optimizer's state is its own, so that it may have any shape; a checkpoint has it
+beside the client's state, by parameter name. Every rank takes the same step.
+"""
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from zstore.errors import UsageError
+from zstore.format import model_array
 
 from ..device import GradientTiles
 from ..params.record import ParameterRecord
+from .kernel import ParameterStep, Scalars, SlotArray, WholeStep
 from .state import OptimizerState
 from .update import Update
 
@@ -69,3 +81,103 @@ def whole_gradient(
     gradient = GradientTiles(state.transfers, rows).tile(0, master.numel(), master)
     factor = update.settings.factor_of(record)
     return gradient if factor == 1.0 else gradient.mul_(factor)
+
+
+class WholeKernel:
+    """Kernel of parameters that the client's own object updates: nothing of its state is in the store."""
+
+    slots: tuple[str, ...] = ()
+
+    def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
+        return ()
+
+    def initial(self) -> Scalars:
+        return {"updates": 0.0}
+
+    def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
+        return WholeStep({"updates": scalars["updates"] + 1})
+
+
+def require_no_closure(client: torch.optim.Optimizer) -> None:
+    """Raise UsageError for an optimizer whose step needs a closure: the engine has run forward and backward by then."""
+    closure = inspect.signature(type(client).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"optimizer {type(client).__name__} is not known to update each element by itself, and takes its step with a "
+            "closure, which the engine cannot call: use one whose step() needs none"
+        )
+
+
+def whole_step_error(kind: str, key: str) -> UsageError:
+    """Return the error of a config whose `zstore.<key>` asks an optimizer, a `kind` of the client's own, for steps in tiles."""
+    return UsageError(
+        f"optimizer {kind} is not known to update each element by itself, and steps whole fp32 tensors, all at once: take "
+        f'{key} out of the config\'s "zstore" section'
+    )
+
+
+class ClientStep(Stepper):
+    """The client's optimizer at work. See [Note: the client's own step]."""
+
+    keeps_state = needs_saved = True
+
+    def __init__(self, client: torch.optim.Optimizer, state: OptimizerState) -> None:
+        self._client = client
+        self._state = state
+        self.name = type(client).__name__
+
+    @property
+    def records(self) -> list[ParameterRecord]:
+        """The parameters that it updates."""
+        return list(self._state.scalars)
+
+    def run(self, update: Update) -> None:
+        """Carry out an update."""
+        mine = [record for record in update.records if record.numel]
+        groups = [[model_array(record.name)] for record in mine]
+        self._state.change_whole(groups, lambda: self._step(mine, update))
+
+    def _step(self, records: Sequence[ParameterRecord], update: Update) -> None:
+        masters = [self._state.whole_master(record) for record in records]
+        gradients = [whole_gradient(self._state, update, *each) for each in zip(records, masters, strict=True)]
+        parameters = [record.parameter for record in records]
+        own = [parameter.data for parameter in parameters]
+        try:
+            for parameter, master, gradient in zip(parameters, masters, gradients, strict=True):
+                shape = parameter.shape
+                parameter.data = master.view(shape)
+                parameter.grad = gradient.view(shape)
+            self._client.step()
+            for parameter, master in zip(parameters, masters, strict=True):
+                if parameter.data.data_ptr() != master.data_ptr():  # it was replaced, not changed
+                    master.copy_(parameter.data.reshape(-1))
+        finally:
+            for parameter, values in zip(parameters, own, strict=True):
+                parameter.grad = None
+                parameter.data = values
+        for record, master in zip(records, masters, strict=True):
+            if not self._state.is_master(record):
+                self._state.transfers.copy_into(record.owned(), master)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return the optimizer's state, by parameter name, for a checkpoint to copy."""
+        return {r.name: dict(self._client.state[r.parameter]) for r in self._state.scalars if self._kept(r.parameter)}
+
+    def _kept(self, parameter: nn.Parameter) -> bool:
+        return bool(self._client.state.get(parameter))
+
+    def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace the optimizer's state by the `state` of a former run."""
+        for record in self._state.scalars:
+            kept = {name: self._placed(record, value) for name, value in saved.get(record.name, {}).items()}
+            self._client.state.pop(record.parameter, None)
+            if kept:
+                self._client.state[record.parameter] = kept
+
+    def _placed(self, record: ParameterRecord, value: Any) -> Any:
+        """Return a value of the state on the device that the optimizer expects: torch's scalars stay in host memory."""
+        if isinstance(value, torch.Tensor) and value.dim():
+            return value.to(record.parameter.device)
+        return value

@@ -20,8 +20,8 @@ from zstore.errors import UsageError
 
 from ...config.config import Config
 from ...device import Scratch
-from ...optim.client_step import WholeKernel, whole_step_error
 from ...optim.kernel import Kernel, ParameterStep, SlotArray, SlotCodec, SlotTiles
+from ...optim.stepper import WholeKernel, whole_step_error
 from .codes import NUM_WORDS, dequantize, quantize, round_to_bf16, word_of
 
 _PIECE_NUMEL = 1 << 16
