@@ -189,9 +189,18 @@ class Engine(nn.Module):
         self.require_parameters()
         return args, kwargs
 
-    def _around_forward(self) -> contextlib.AbstractContextManager[None]:
-        activations = self.training_state.activations
-        return contextlib.nullcontext() if activations is None else activations.around_forward()
+    @contextlib.contextmanager
+    def _around_forward(self) -> Iterator[None]:
+        activations, hooks = self.training_state.activations, self.training_state.hooks
+        with contextlib.nullcontext() if activations is None else activations.around_forward():
+            try:
+                yield
+            except Exception:
+                raise
+            except BaseException:  # Ctrl-C, after which torch calls no hooks
+                if hooks is not None:
+                    hooks.end_interrupted()
+                raise
 
     @_phase("backward")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:

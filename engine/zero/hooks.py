@@ -123,7 +123,7 @@ class UnitHooks:
             if self.units.begin(f"{kind} of {type(module).__name__} {id(module)}") and not trains:
                 self._phase = Phase.INFERENCE
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module | None, args: Any, output: Any) -> None:
         self._forwards -= 1
         if self._forwards == 0 and self._phase is not Phase.BACKWARD:
             for unit in self.units.all:
@@ -138,6 +138,12 @@ class UnitHooks:
                 self.units.abandon()
             elif phase is Phase.INFERENCE:
                 self.units.end()
+
+    def end_interrupted(self) -> None:
+        """End a forward that Ctrl-C interrupted as one that raised (the engine's call)."""
+        self._forwards = min(self._forwards, 1)
+        if self._forwards:
+            self._leave(None, None, None)
 
     def _change_reads(self, changes: Mapping[Elsewhere, Elsewhere]) -> None:
         for unit in self.units.all:

@@ -451,13 +451,14 @@ def test_a_forward_without_a_backward_leaves_nothing_old(nvme: Path, tier: str) 
     assert len(set(losses(tier))) > 1
 
 
-def test_a_forward_that_fails_leaves_nothing_old(nvme: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_a_forward_that_fails_leaves_nothing_old(kind: type[BaseException], nvme: Path, tmp_path: Path) -> None:
     def fail(*_: Any) -> None:
-        raise ValueError("in the middle")
+        raise kind("in the middle")
 
     def try_forward() -> None:
         handle = engine.module.blocks[1].register_forward_pre_hook(fail)
-        with pytest.raises(ValueError, match="in the middle"):
+        with pytest.raises(kind, match="in the middle"):
             engine(*step_modes.data(0))
         handle.remove()
 
