@@ -14,6 +14,7 @@ import pytest
 
 from tests.checkpoint.object_store import ObjectFileSystem, RequestFault
 from tests.engine.runs import ADAM, make_config, start, state_of, step
+from tests.waiting import until
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.errors import CheckpointError, CheckpointNotFoundError, RankError, UsageError
 from zstore.journal.names import run_of
@@ -173,6 +174,7 @@ def _die_while_uploading(rank: int, tmp_path: Path) -> str:
     if rank == 0:
 
         def die() -> Exception:
+            until((tmp_path / "begun").exists)  # else the other's call of the save fails
             os.kill(os.getpid(), signal.SIGKILL)
             raise AssertionError
 
@@ -180,8 +182,11 @@ def _die_while_uploading(rank: int, tmp_path: Path) -> str:
         store.faults.append(RequestFault(kind="write", pattern="*/zarr.json", first=1, error=die))
     engine = start(config)
     step(engine)
+    handle = engine.save_checkpoint(URL, wait=False)
+    if rank == 1:
+        (tmp_path / "begun").touch()
     try:
-        engine.save_checkpoint(URL, wait=False).wait()
+        handle.wait()
     except CheckpointError as error:
         return str(error)
     return "no error"
