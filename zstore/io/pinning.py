@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import os
+import sys
 import threading
 import weakref
 from functools import partial
@@ -17,7 +17,7 @@ from ..format.arrays import Bytes
 from ..format.partition import round_up
 from .allocator import HUGE_PAGE_BYTES
 from .buffers import make_slab
-from .pool import Workers
+from .pool import Workers, num_cores
 
 _MOST_THREADS = 8
 _LEAST_PART_BYTES = 32 * HUGE_PAGE_BYTES
@@ -90,7 +90,7 @@ class PinnedSlabs:
 def _make_pages(slab: Bytes) -> None:
     """Let several threads make the pages of a large slab, which is most of the time of registering it: a sixth of a second a
     gigabyte in one."""
-    count = min(_MOST_THREADS, len(os.sched_getaffinity(0)), slab.nbytes // _LEAST_PART_BYTES)
+    count = min(_MOST_THREADS, num_cores(), slab.nbytes // _LEAST_PART_BYTES)
     if count > 1:
         part = round_up(-(-slab.nbytes // count), HUGE_PAGE_BYTES)
         places = [(first, min(part, slab.nbytes - first)) for first in range(0, slab.nbytes, part)]
@@ -100,7 +100,8 @@ def _make_pages(slab: Bytes) -> None:
 
 def _populate(address: int, nbytes: int) -> None:
     """Make the pages of memory, if the kernel can (from Linux 5.14 on); whoever writes to it makes the others."""
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
 
 
 def _let_forks_have(address: int, nbytes: int, shared: bool) -> None:
