@@ -1,4 +1,4 @@
-"""All parts of one training run, and the steps that change it. The engine is the face of this."""
+"""All parts of one training run, and the steps that change it. The engine is the public face of it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _log = logging.getLogger("zstore")
 
 
 def _nothing() -> None:
-    """Nothing needs to have seen the state of the step before."""
+    """Do nothing before a change of the state."""
 
 
 @dataclass(kw_only=True)
@@ -333,7 +333,7 @@ class Training:
         the gradients are dropped.
         """
         if self.hooks is not None:
-            self.hooks.units.values_change(by_step=True)  # the leftovers of a forward without a backward are old now
+            self.hooks.units.values_change(by_step=True)  # those of a forward without a backward are stale now
         try:
             self.gradients.adopt()
             norm = self.measure(begin=True)

@@ -68,8 +68,8 @@ class ReadGuard:
         if self.changed and not self.changed.isdisjoint(own):
             raise UsageError(
                 f"module {name!r} is called after the backward updated parameters of it, and before step(): with "
-                '"step_overlap": "backward" or "speculative" neither a forward between backward() and step() nor a '
-                'recomputation after the parameter\'s last gradient has the values of before; set it to "forward" or "none"'
+                '"step_overlap": "backward" or "speculative" a forward between backward() and step(), and a '
+                'recomputation after the parameter\'s last gradient, would see updated values; set it to "forward" or "none"'
             )
 
     def remove(self) -> None:

@@ -84,7 +84,7 @@ class PendingUpdate:
         """Let the state be torn if the block, which changes it, does not come to its end."""
         self.torn = True
         yield
-        self.torn = False
+        self.torn = False  # not after an error
 
     def abandon(self, *, in_step: bool = False) -> bool:
         """Abandon the update of a backward or, `in_step`, of a step that failed; return whether that tears the state."""

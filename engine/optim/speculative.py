@@ -47,8 +47,8 @@ class Undo:
         free_bytes = self._store.budget.free_bytes
         if (in_memory and not self._copies) or (free_bytes is not None and nbytes > free_bytes):
             return False
-        self._store.budget.take(nbytes)
         self._kept[record] = snapshot = self._store.snapshot(names)
+        self._store.budget.take(nbytes)
         snapshot.move_out(self._rooms)
         return True
 
@@ -98,7 +98,7 @@ class SpeculativeUpdate(UpdateInBackward):
         """Whether the last update was undone, or would have been: then the next one waits for the norm."""
 
     def _begin(self) -> None:
-        """Begin, but not after a step in which it was in vain, nor while somebody watches the tiles of updates."""
+        """Begin, but not after a step whose update was undone, nor while an observer sees the tiles of updates."""
         if not (self._waits_for_norm or self._state.observers):
             super()._begin()
 

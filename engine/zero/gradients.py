@@ -224,7 +224,7 @@ class Gradients(ABC):
         on disk (all ranks)."""
 
     def take_up(self, held: Iterable[tuple[ParameterRecord, torch.Tensor]], backwards: int) -> None:
-        """Go on with a step that had so many backwards, of which `held` was kept, in memory of its own, on the CPU."""
+        """Resume a step after so many `backwards`, of whose gradients `held` was kept, in memory of its own, on the CPU."""
         self._backwards, self._several = backwards, True
         for record, rows in held:
             self._take_up(record, rows)

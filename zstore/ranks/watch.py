@@ -7,7 +7,7 @@ error, with a failed collective (a process at the other end died), or whose neig
 thread reports where its rank is, whatever its main thread does, and each comes to the same outcome (`incident`). If the run is
 broken, connections are cut: whoever waits in a collective, here or elsewhere, gets its error at once and raises RankError with
 the reports. Nothing hangs afterwards, not even the end of the process. Time without a heartbeat is counted in the rank's own
-looks, so that a machine that was asleep accuses nobody.
+looks, so that a machine that was asleep reports no loss.
 
 A slow rank is no failure: its thread lives. One that hangs for good while its thread lives is found by the process
 group's own timeout.
