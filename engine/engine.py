@@ -1027,8 +1027,8 @@ class Engine(nn.Module):
         self.close()
 
     def _tell_of_stop(self, error: BaseException) -> None:
-        for extra in self._acting:
-            extra.stops(error)
+        for extra in self._acting:  # the engine is closed all the same, and its own error is raised
+            settle(functools.partial(extra.stops, error), f"{type(extra).__name__}.stops: ")
 
     def __getattr__(self, name: str) -> Any:
         """Return the model's attribute if the engine has none of that name, as `engine.config`; `generate` of a
@@ -1049,8 +1049,9 @@ class Engine(nn.Module):
 
 
 def _end_extras(extras: Mapping[str, Extra]) -> None:
-    for extra in extras.values():
-        extra.close()
+    with contextlib.ExitStack() as first_to_last:  # all of them, whichever fails
+        for extra in reversed([*extras.values()]):
+            first_to_last.callback(extra.close)
 
 
 def _saves_s(checkpoints: Checkpoints, steps: StepSnapshots) -> dict[str, float]:

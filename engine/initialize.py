@@ -149,7 +149,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             engine = _engine(training, monitors)
             if compiler is not None:
                 training.compile(compiler)
-            engine.plug_in({key: extra(engine, section) for key, extra, section in chosen})
+            for key, extra, section in chosen:  # each at once: if a later one fails the engine closes it
+                engine.plug_in({key: extra(engine, section)})
         except BaseException:
             monitors.close()
             raise

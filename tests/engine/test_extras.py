@@ -3,6 +3,8 @@ engine."""
 
 from __future__ import annotations
 
+import gc
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -154,6 +156,50 @@ def test_an_extra_hears_of_saves_loads_and_the_end(tmp_path: Path) -> None:
     assert toy.told[4] == "saves bad in ckpt"
     assert sorted(toy.told[5:7]) == ["DiskFullError", "SaveHandle"]
     assert toy.told[7:] == ["loaded good", "stops with SystemExit", "closed"]
+
+
+class Failing(Extra):
+    """Fails in every way."""
+
+    def __init__(self, engine: zstore.Engine, section: ToySection) -> None:
+        if section.factor == 1:
+            raise UsageError("a factor of 1")
+
+    def stops(self, error: BaseException) -> None:
+        raise ValueError("cannot stop")
+
+    def close(self) -> None:
+        raise ValueError("cannot close")
+
+
+@pytest.fixture
+def failing() -> Iterator[None]:
+    register("failing", lambda: Failing, type("FailingSection", (ToySection,), {}))
+    register("toy", lambda: Toy, ToySection)
+    yield
+    unregister("toy")
+    unregister("failing")
+
+
+@pytest.mark.usefixtures("failing")
+def test_the_others_end_after_one_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    config = _config(failing={"enabled": True}, toy={"enabled": True})
+    engine = zstore.initialize(model=torch.nn.Linear(1, 1), config=config)[0]
+    toy = cast("Toy", engine.extras["toy"])
+    with pytest.raises(ValueError, match="cannot close"), engine:
+        raise KeyError("of the loop")
+    assert "Failing.stops: cannot stop" in caplog.text
+    assert toy.told == ["stops with KeyError", "closed"]
+
+
+@pytest.mark.usefixtures("failing")
+def test_extras_made_before_one_that_fails_are_closed() -> None:
+    config = _config(failing={"enabled": True, "factor": 1})
+    before = list(logging.getLogger("zstore").filters)
+    with pytest.raises(UsageError, match="a factor of 1"):
+        zstore.initialize(model=torch.nn.Linear(1, 1), config=config)
+    gc.collect()
+    assert logging.getLogger("zstore").filters == before  # the journal's is gone
 
 
 @pytest.mark.usefixtures("toy")
