@@ -58,7 +58,8 @@ class UnitHooks:
         self._record_of: dict[nn.Parameter, ParameterRecord] = {}
         self._given: dict[nn.Module, _Given] = {}
         """Tensors that a module under way was called with, by id, and the nodes that made them."""
-        self._forwards = 0
+        self._entered: list[nn.Module] = []
+        """Modules that hold units, or modules with them, and are under way."""
         self._former: list[ShardedUnit] = []
         """Units that were in use before the forward under way."""
         self._phase = Phase.FORWARD
@@ -114,8 +115,8 @@ class UnitHooks:
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._forwards += 1
-        if self._forwards == 1 and self._phase is not Phase.BACKWARD:
+        self._entered.append(module)
+        if len(self._entered) == 1 and self._phase is not Phase.BACKWARD:
             self._former, trains = list(self.units.in_use), torch.is_grad_enabled()
             if trains:
                 self._change_reads({Elsewhere.OLD: Elsewhere.NO})
@@ -123,9 +124,11 @@ class UnitHooks:
             if self.units.begin(f"{kind} of {type(module).__name__} {id(module)}") and not trains:
                 self._phase = Phase.INFERENCE
 
-    def _leave(self, module: nn.Module | None, args: Any, output: Any) -> None:
-        self._forwards -= 1
-        if self._forwards == 0 and self._phase is not Phase.BACKWARD:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module not in self._entered:  # a hook ahead of `_enter` raised, or it was interrupted
+            return
+        self._entered.remove(module)
+        if not self._entered and self._phase is not Phase.BACKWARD:
             for unit in self.units.all:
                 if unit.is_in_use and unit.read is not Elsewhere.NO:
                     self.units.reshard(unit)
@@ -141,9 +144,9 @@ class UnitHooks:
 
     def end_interrupted(self) -> None:
         """End a forward that Ctrl-C interrupted as one that raised (the engine's call)."""
-        self._forwards = min(self._forwards, 1)
-        if self._forwards:
-            self._leave(None, None, None)
+        del self._entered[1:]
+        for module in list(self._entered):
+            self._leave(module, None, None)
 
     def _change_reads(self, changes: Mapping[Elsewhere, Elsewhere]) -> None:
         for unit in self.units.all:
@@ -174,7 +177,7 @@ class UnitHooks:
     def _read(self, parameter: nn.Parameter) -> None:
         """Gather the unit of a parameter that is read from elsewhere, until the end of the outermost forward."""
         record = self._record_of.get(parameter)
-        if record is not None and self._forwards and record.residency is Residency.RELEASED:
+        if record is not None and self._entered and record.residency is Residency.RELEASED:
             unit = self._units_of[record][0]
             if unit.read is Elsewhere.NO:
                 unit.read = Elsewhere.BEFORE if self._phase is Phase.BACKWARD else Elsewhere.NOW

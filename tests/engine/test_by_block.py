@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -51,7 +56,7 @@ def test_the_bits_are_those_of_a_plain_loop(world_size: int) -> None:
         assert failed == []
 
 
-def start(model: nn.Module, order: str = "block", **own: Any) -> Engine:
+def start(model: nn.Module, order: str = "block", zero: dict[str, Any] | None = None, **own: Any) -> Engine:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": COUNT,
@@ -62,6 +67,7 @@ def start(model: nn.Module, order: str = "block", **own: Any) -> Engine:
             "offload_optimizer": {"device": "cpu"},
             "offload_param": {"device": "cpu"},
             "stage3_param_persistence_threshold": 0,
+            **(zero or {}),
         },
         "steps_per_print": 0,
         "zstore": {"accumulation_order": order, "journal": False, **own},
@@ -302,6 +308,38 @@ def test_an_error_in_a_micro_batch_is_raised_and_the_step_can_be_taken_again() -
         engine.train_batch(ids_of(2, micro) for micro in range(COUNT))
         train(usual, 3)
         assert engine.micro_steps == usual.micro_steps
+        found, expected = values(engine), values(usual)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class Tied(Base):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return loss_of(F.linear(self.norm(x), self.embed.weight), ids)
+
+
+def test_ctrl_c_in_a_forward_leaves_nothing_behind() -> None:
+    came: list[int] = []
+
+    def interrupt(*_: Any) -> None:
+        came.append(0)
+        if len(came) == COUNT:  # the other forwards wait at the next block, and end before this one
+            left, deadline = threading.active_count() - (COUNT - 1), time.monotonic() + 60
+            os.kill(os.getpid(), signal.SIGINT)
+            while threading.active_count() > left and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+    model, zero = make(kind=Tied), {"stage3_max_live_parameters": 0}
+    with start(copy.deepcopy(model), "micro_batch", zero) as usual, start(model, "block", zero) as engine:
+        train(engine, 2)
+        handle = model.blocks[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.train_batch(ids_of(2, micro) for micro in range(COUNT))
+        handle.remove()
+        engine.train_batch(ids_of(2, micro) for micro in range(COUNT))
+        train(usual, 3)
         found, expected = values(engine), values(usual)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 

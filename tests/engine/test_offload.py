@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import zstore
 import zstore.store.store
@@ -480,6 +482,45 @@ def test_a_forward_that_fails_leaves_nothing_old(kind: type[BaseException], nvme
         engine.step()
         step_modes.step(engine)
         assert state_of(engine) == step_modes.expected(3)
+
+
+class Tied(nn.Module):
+    """Reads the embedding from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(50, 24), nn.Sequential(nn.Linear(24, 24), nn.Tanh())
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(self.body(self.embed(ids)), self.embed.weight)
+        return F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+
+
+def test_a_forward_that_fails_ahead_of_the_engines_hooks_leaves_nothing(nvme: Path) -> None:
+    """torch calls the hooks at the end of a module all the same."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError("ahead")
+
+    def losses(*, fails: bool) -> list[float]:
+        torch.manual_seed(0)
+        config = offloaded(nvme, "cpu") | {"gradient_accumulation_steps": 1}
+        config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+        found = []
+        with start(config, Tied()) as engine:
+            for step in range(4):
+                if fails and step == 2:
+                    handle = engine.module.register_forward_pre_hook(fail, prepend=True)
+                    with pytest.raises(ValueError, match="ahead"):
+                        engine(torch.ones(2, 6, dtype=torch.long))
+                    handle.remove()
+                loss = engine(torch.arange(12).view(2, 6) + step)
+                engine.backward(loss)
+                engine.step()
+                found.append(float(loss.detach()))
+        return found
+
+    assert losses(fails=True) == losses(fails=False)
 
 
 def _torn(rank: int, steps_before: int, order: list[int]) -> str:
