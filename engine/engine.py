@@ -1024,7 +1024,12 @@ class Engine(nn.Module):
             self.world.escaped(value)
             if not isinstance(value, SystemExit):
                 self._tell_of_stop(value)
-        self.close()
+        try:
+            self.close()
+        except BaseException as error:
+            if error is not value:
+                error.__context__ = error.__context__ or value  # an ExitStack leaves it out
+            raise
 
     def _tell_of_stop(self, error: BaseException) -> None:
         for extra in self._acting:  # the engine is closed all the same, and its own error is raised

@@ -186,8 +186,9 @@ def test_the_others_end_after_one_that_fails(caplog: pytest.LogCaptureFixture) -
     config = _config(failing={"enabled": True}, toy={"enabled": True})
     engine = zstore.initialize(model=torch.nn.Linear(1, 1), config=config)[0]
     toy = cast("Toy", engine.extras["toy"])
-    with pytest.raises(ValueError, match="cannot close"), engine:
+    with pytest.raises(ValueError, match="cannot close") as raised, engine:
         raise KeyError("of the loop")
+    assert isinstance(raised.value.__context__, KeyError)  # is shown with it
     assert "Failing.stops: cannot stop" in caplog.text
     assert toy.told == ["stops with KeyError", "closed"]
 
