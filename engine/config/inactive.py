@@ -1,6 +1,6 @@
 """The keys of a config that do not act, in one table.
 
-`keys.Section` adds them to the sections, after the keys that act, so that all are checked, reported and documented alike.
+`keys.Section` adds them to the sections, after the own keys of each, so that all are checked, reported and documented alike.
 """
 
 from collections.abc import Mapping
