@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -113,6 +114,7 @@ class RowReader:
             reading.copies.append(self._transfers.begin(target, source, after=reading.start))
             self.read_bytes += target.nbytes
         under_way: list[Copy] = []
+        began = 0.0
         groups = [[name] for name, _ in others]
         with closing(self._store.stream(groups, "read", pool=self._pool, ahead=reading.ahead)) as tiles:
             try:
@@ -120,6 +122,7 @@ class RowReader:
                     target = others[tile.group][1][tile.first : tile.stop]
                     source = as_torch(tile.views[0])
                     if self._transfers.link(source, target) is not None:
+                        began = began if under_way else time.perf_counter()
                         under_way.append(self._transfers.begin(target, source, after=reading.start))
                     else:
                         # One memcpy, without torch's threads, which the computation has. A numpy array over the target
@@ -127,24 +130,24 @@ class RowReader:
                         ctypes.memmove(target.data_ptr(), tile.views[0].ctypes.data, target.nbytes)
                     self.read_bytes += target.nbytes
                     if tile.ends_buffer:
-                        _finish(under_way)
+                        self._finish(under_way, began)
                     if reading.cancelled:
                         break
             finally:
-                _finish(under_way)
+                self._finish(under_way, began)
+
+    def _finish(self, copies: list[Copy], began: float) -> None:
+        """Wait for copies to the device, which end in the order in which they began, and count their time."""
+        if copies:
+            copies[-1].wait()
+            self._store.links.busy("host_to_device", time.perf_counter() - began)
+            copies.clear()
 
     def close(self) -> None:
         """End the thread after the pending requests."""
         if self._workers is not None:
             self._workers.close()
             self._workers = None
-
-
-def _finish(copies: list[Copy]) -> None:
-    """Wait for copies, which end in the order in which they began."""
-    if copies:
-        copies[-1].wait()
-        copies.clear()
 
 
 @dataclass(eq=False)

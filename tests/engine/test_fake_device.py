@@ -163,6 +163,8 @@ def test_rows_from_disk_are_waited_for_once_a_request(nvme: Path) -> None:
         assert engine.statistics().store.disk_read_bytes > read_before
         chunks = device.copies - copies
         assert 2 <= device.waits["up"] - before < chunks / 2
+        link = engine.statistics().links["host_to_device"]
+        assert link.busy_s > 0
 
 
 def test_no_step_makes_tensors_of_numbers_on_the_device() -> None:
