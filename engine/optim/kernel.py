@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -51,12 +52,17 @@ class ParameterStep(Protocol):
         """Return the parameter's scalars after the step; no tile need have come before."""
 
 
-class ListStep(ParameterStep, Protocol):
-    """A step that parameters with the same scalars share."""
+class ListStep(ABC):
+    """A `ParameterStep` that parameters with the same scalars share."""
 
-    changes_gradients: bool
+    changes_gradients: ClassVar[bool]
     """Whether gradients may be changed."""
 
+    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
+        """Update one tile in place."""
+        self.tiles([master], [gradient], [slots])
+
+    @abstractmethod
     def tiles(
         self,
         masters: Sequence[torch.Tensor],
@@ -64,6 +70,10 @@ class ListStep(ParameterStep, Protocol):
         slots: Sequence[Sequence[torch.Tensor]],
     ) -> None:
         """Update tiles of several parameters of one device at once; each gets the bits that `tile` gives it."""
+
+    @abstractmethod
+    def scalars(self) -> Scalars:
+        """Return the scalars of each of the parameters after the step."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +218,7 @@ class FusedAdam:
         return last
 
 
-class FusedAdamStep:
+class FusedAdamStep(ListStep):
     """A step by torch's fused kernel, which takes the step count as a tensor on the device."""
 
     changes_gradients = False
@@ -219,9 +229,6 @@ class FusedAdamStep:
         self._kernel = kernel
         self._counted = counted
         self._counts: dict[torch.device, torch.Tensor] = {}
-
-    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
-        self.tiles([master], [gradient], [slots])
 
     def tiles(
         self,
@@ -391,7 +398,7 @@ class TorchKernel:
         return torch.full_like(like, value) if isinstance(like, torch.Tensor) else type(like)(value)
 
 
-class _TorchStep:
+class _TorchStep(ListStep):
     """A step by a TorchKernel of parameters with the same scalars."""
 
     changes_gradients = True
@@ -400,9 +407,6 @@ class _TorchStep:
         self._kernel = kernel
         self._before = scalars
         self._after = scalars
-
-    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
-        self.tiles([master], [gradient], [slots])
 
     def tiles(
         self,

@@ -23,7 +23,6 @@ import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -116,7 +115,7 @@ class RowReader:
         under_way: list[Copy] = []
         began = 0.0
         groups = [[name] for name, _ in others]
-        with closing(self._store.stream(groups, "read", pool=self._pool, ahead=reading.ahead)) as tiles:
+        with contextlib.closing(self._store.stream(groups, "read", pool=self._pool, ahead=reading.ahead)) as tiles:
             try:
                 for tile in tiles:
                     target = others[tile.group][1][tile.first : tile.stop]
