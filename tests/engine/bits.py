@@ -155,11 +155,12 @@ def compare(
     world_size: int,
     steps: int = STEPS,
     *,
+    between: Callable[[Engine], object] = lambda engine: None,
     end: Callable[[Engine], object] = lambda engine: None,
     **given: Any,
 ) -> list[str]:
-    """Return what differs between engine and plain loop, after each of so many steps; `end` is called with the engine after
-    them, and `given` goes to `initialize`."""
+    """Return what differs between engine and plain loop, after each of so many steps; `between` is called with the engine
+    between each backward and `step()`, `end` after all steps, and `given` goes to `initialize`."""
     differences: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         engine, *_ = zstore.initialize(model=case.make(), config=case.config(world_size, folder), **given)
@@ -193,6 +194,7 @@ def compare(
                     loss = engine(*micro[rank])
                     losses.append(float(loss.detach()))
                     engine.backward(loss)
+                    between(engine)
                     engine.step()
                     if case.resumes == (step, number):
                         engine = _resumed(engine, case, folder, running)
