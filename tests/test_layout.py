@@ -17,7 +17,7 @@ import pytest
 from .layout import Layout, circles, floors, inside, per_ten_thousand_words
 
 # Files that a run in the default config passes through (journeys.py).
-JOURNEYS = {"step": 32, "iteration": 39, "save": 56, "load": 69, "reshard": 44, "consolidate": 44, "initialize": 108}
+JOURNEYS = {"step": 33, "iteration": 40, "save": 56, "load": 70, "reshard": 44, "consolidate": 44, "initialize": 109}
 
 
 @cache
@@ -44,7 +44,7 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        99_906,
+        99_904,
     ),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
@@ -62,7 +62,7 @@ LIMITS = {
     "floors inside zstore": (lambda: _rooms("zstore")[2], 8),
     "circles of files": (lambda: len(circles(_layout().graph(lambda name: name))), 0),
     "class names with several meanings": (_classes_with_several_meanings, 4),
-    "classes over 300 lines": (lambda: sum(lines > 300 for _, lines in _layout().classes), 16),
+    "classes over 300 lines": (lambda: sum(lines > 300 for _, lines in _layout().classes), 15),
     "files over 500 lines": (lambda: sum(text.count("\n") > 500 for text in _layout().source.values()), 1),
     '"where" in 10,000 words of prose': (lambda: per_ten_thousand_words(_layout().prose, r"\bwhere\b"), 6),
     '"what is" in 10,000 words of prose': (

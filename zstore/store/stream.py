@@ -23,84 +23,20 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
-
-from ..format.arrays import Bytes
-from ..io.buffers import Buffer, Pool
-from ..io.queue import Priority, Ticket
-from .spans import Batch, SpanPlan, plan_batches
-from .tiers import DiskTier, LocalShard, MemoryTier, Mode, Tier, Tile
-from .tiers.base import Piece, View
-from .tiers.packed import load_packed, save_packed
+from ..io.buffers import Buffer
+from ..io.queue import Ticket
+from .batch import Admit, Batch, BatchInMemory, Pass, tile_in_memory
+from .spans import plan_batches
+from .tiers import LocalShard, MemoryTier, Mode, Tier, Tile
 
 __all__ = ["Pass", "Stream", "StreamCounters", "Tile"]
 
 _MOST_LOADED_SPANS = 64
 _MOST_LOADS_AHEAD = 32
 """Before a pass: the queue has room for them, so nobody waits."""
-
-Admit = Callable[[int, bool], bool]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pass:
-    """The arrays of a stream, and their modes."""
-
-    groups: Sequence[Sequence[str]]
-    """Arrays that are loaded together; those of a group share one layout, or have a bit for each element of it
-    or a value for each block (`Grid.packed`). The first has one value an element: tiles count in its elements."""
-    mode: Mode
-    pool: Pool
-    """Source of the buffers."""
-    modes: Mapping[str, Mode] = field(default_factory=dict)
-    """Other modes for single arrays: a group may update some, only read others, and fill yet others."""
-    chunks: tuple[int, int] | None = None
-    """Limits a reading pass to chunks `[first, stop)` of each shard."""
-    priority: Priority = Priority.READ
-    """Of the loads."""
-    admit: Admit | None = None
-    """Asked before a group is begun, with its number and whether to wait; false: not yet, after a wait: leave it out."""
-    on_end: Callable[[int], None] | None = None
-    """Told the number of each group whose new version is the present one, in the consumer's thread."""
-
-    def mode_of(self, name: str) -> Mode:
-        """Return the mode of an array."""
-        return self.modes.get(name, self.mode)
-
-    @property
-    def names(self) -> list[str]:
-        """All arrays, in order."""
-        return [name for group in self.groups for name in group]
-
-    @property
-    def reads(self) -> bool:
-        """Whether anything is loaded."""
-        return any(self.mode_of(name) is not Mode.FILL for name in self.names)
-
-    def changed(self, names: Iterable[str]) -> list[str]:
-        """Return those of `names` that get a new version."""
-        return [name for name in names if self.mode_of(name) is not Mode.READ]
-
-
-@dataclass
-class _Loaded:
-    """Spans with their memory and their loads under way."""
-
-    batch: Batch
-    buffer: Buffer | None
-    pieces: list[Piece]
-    """Of all arrays, group by group."""
-    tickets: list[Ticket[None]]
-    on_disk: dict[str, Iterator[View]] = field(default_factory=dict)
-    """Views of data from a disk, by array: of the version that was read, whichever is the present one by then."""
-
-    @property
-    def memory(self) -> Bytes:
-        """The pieces' memory."""
-        return NO_BYTES if self.buffer is None else self.buffer.bytes
 
 
 @dataclass
@@ -111,9 +47,6 @@ class StreamCounters:
     write_wait_s: float = 0.0
     pool_wait_s: float = 0.0
     pin_wait_s: float = 0.0
-
-
-NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
 
 
 class Stream:
@@ -135,12 +68,10 @@ class Stream:
         self._tiers = tiers
         self._shards = shards
         self._counters = counters
-        self._loaded: deque[_Loaded] = deque()
+        self._loaded: deque[BatchInMemory] = deque()
         self._in_memory = self._memory_tiers()
         if batches is None:
-            batches = plan_batches(
-                self._groups, tiers=tiers, shards=shards, pool_bytes=what.pool.nbytes, chunks=what.chunks
-            )
+            batches = plan_batches(what, tiers=tiers, shards=shards)
         self.batches = batches
         self._plans = deque([] if self._in_memory else batches)
         self._begun: dict[str, Tier] = {}
@@ -163,17 +94,13 @@ class Stream:
                 tiers[name] = tier
         return tiers
 
-    def _numel_per_value(self, name: str, first: str) -> int:
-        """Return how many elements of the group's first array a value of another one is for."""
-        return self._shards[first].grid.numel_per_value(self._shards[name].grid) or 1
-
     def read_ahead(self) -> None:
         """Queue the loads of the first spans, as far as memory is free; `go_on` or `drop` comes next.
 
         Raises UsageError while another pass changes one of their shards in place.
         """
         try:
-            while self._plans and sum(len(loaded.tickets) for loaded in self._loaded) < _MOST_LOADS_AHEAD:
+            while self._plans and sum(len(loaded.loads) for loaded in self._loaded) < _MOST_LOADS_AHEAD:
                 for name in self._names(self._plans[0]):
                     if name not in self._ahead and self._pass.mode_of(name) is not Mode.FILL:
                         self._tiers[name].begin(name, Mode.READ)
@@ -204,7 +131,7 @@ class Stream:
         while self._loaded:
             loaded = self._loaded.pop()
             if loaded.buffer is not None:
-                _release_after(loaded.buffer, loaded.tickets)
+                _release_after(loaded.buffer, loaded.loads)
 
     def _begin_ahead(self) -> None:
         """Begin the groups that were read ahead; if one cannot be begun without waiting, start over."""
@@ -230,9 +157,7 @@ class Stream:
                 if plan.group in skipped:
                     continue
                 self._begin(names)
-                tiers = [(self._in_memory[name], name, self._numel_per_value(name, names[0])) for name in names]
-                first, stop = self._shards[names[0]].span_range(plan.span)
-                yield Tile(plan.group, first, stop, _views(tiers, first, stop))
+                yield tile_in_memory(plan, {name: self._in_memory[name] for name in names}, self._shards)
                 if plan.ends_group and on_end is not None:
                     self._end(names, True)
                     on_end(plan.group)
@@ -242,7 +167,7 @@ class Stream:
 
     def _tiles_of_all(self) -> Generator[Tile, None, None]:
         ok = False
-        current: _Loaded | None = None
+        current: BatchInMemory | None = None
         try:
             self._begin_ahead()
             while True:
@@ -250,8 +175,8 @@ class Stream:
                 if not self._loaded:
                     break
                 current = self._loaded.popleft()
-                self._counters.read_wait_s += _wait_all(current.tickets)
-                yield from self._tiles_of(current)
+                self._counters.read_wait_s += _wait_all(current.loads)
+                yield from current.tiles()
                 done, current = current, None
                 self._save(done)
                 self._end_groups(wait=False)
@@ -283,33 +208,19 @@ class Stream:
 
     def _load_next(self, *, wait: bool) -> bool:
         """Queue the loads of the next batch; false if there is no memory for it."""
-        batch = self._plans[0]
-        pieces, total = self._lay_out(batch)
-        buffer = self._take(total, wait=wait)
-        if buffer is None and total > 0:
+        batch = BatchInMemory(self._plans[0], self._pass, tiers=self._tiers, shards=self._shards)
+        buffer = self._take(batch.nbytes, wait=wait)
+        if buffer is None and batch.nbytes:
             return False
         self._plans.popleft()
         try:
-            self._loaded.append(self._start(batch, pieces, buffer))
+            batch.load(buffer)
         except BaseException:
             if buffer is not None:
                 buffer.release()
             raise
+        self._loaded.append(batch)
         return True
-
-    def _lay_out(self, batch: Batch) -> tuple[list[Piece], int]:
-        """Return the places of a batch's arrays in a buffer, group by group, and its bytes: shards that share a file are laid
-        out as they are there."""
-        spans = [(name, plan.span) for plan in batch for name in self._groups[plan.group]]
-        first, total = [0] * len(spans), 0
-        sizes = [self._tiers[name].span_bytes(name, span.num_chunks) for name, span in spans]
-        for number in sorted(
-            range(len(spans)), key=lambda number: self._tiers[spans[number][0]].place(spans[number][0])
-        ):
-            first[number] = total
-            total += sizes[number]
-        pieces = [Piece(name, span, at, size) for (name, span), at, size in zip(spans, first, sizes, strict=True)]
-        return pieces, total
 
     def _admit(self, group: int) -> bool | None:
         """Ask whether the group may be begun; while nothing is loaded, wait for the answer. None: never."""
@@ -349,79 +260,14 @@ class Stream:
             return None
         return self._pool.try_acquire(nbytes)
 
-    def _start(self, batch: Batch, pieces: list[Piece], buffer: Buffer | None) -> _Loaded:
-        loaded = _Loaded(batch, buffer, pieces, [])
-        moved = [piece for piece in pieces if self._pass.mode_of(piece.name) is not Mode.FILL]
+    def _save(self, loaded: BatchInMemory) -> None:
+        saves: list[Ticket[None]] = []
         try:
-            for piece in moved:
-                tier, mode = self._tiers[piece.name], self._pass.mode_of(piece.name)
-                if isinstance(tier, DiskTier):
-                    loaded.on_disk[piece.name] = tier.views(piece.name, piece.span, piece.of(loaded.memory), mode)
-                if not _is_packed(tier, piece.name):
-                    ticket = tier.load(piece.name, piece.span, piece.of(loaded.memory), mode, self._pass.priority)
-                    loaded.tickets += [] if ticket is None else [ticket]
-            for tier, packed in self._packed(moved):
-                loaded.tickets += load_packed(tier, packed, loaded.memory, self._pass.priority)
-        except BaseException:
-            for under_way in loaded.tickets:
-                under_way.error()
-            raise
-        return loaded
-
-    def _packed(self, pieces: Sequence[Piece]) -> Iterator[tuple[DiskTier, list[Piece]]]:
-        """Yield the pieces of shards that share files, with their tier."""
-        found: dict[DiskTier, list[Piece]] = {}
-        for piece in pieces:
-            tier = self._tiers[piece.name]
-            if isinstance(tier, DiskTier) and tier.is_packed(piece.name):
-                found.setdefault(tier, []).append(piece)
-        yield from found.items()
-
-    def _tiles_of(self, loaded: _Loaded) -> Iterator[Tile]:
-        pieces = iter(loaded.pieces)
-        for plan in loaded.batch:
-            names = self._groups[plan.group]
-            parts = [next(pieces).of(loaded.memory) for _ in names]
-            yield from self._tiles_of_group(plan, names, parts, loaded)
-
-    def _tiles_of_group(
-        self, plan: SpanPlan, names: Sequence[str], parts: Sequence[Bytes], loaded: _Loaded
-    ) -> Iterator[Tile]:
-        shard = self._shards[names[0]]
-        in_memory = [
-            (tier, name, self._numel_per_value(name, names[0]))
-            for name in names
-            if isinstance(tier := self._tiers[name], MemoryTier)
-        ]
-        if len(in_memory) == len(names):
-            first, stop = shard.span_range(plan.span)
-            yield Tile(plan.group, first, stop, _views(in_memory, first, stop))
-            return
-        columns = [
-            loaded.on_disk.get(name) or self._tiers[name].views(name, plan.span, part, self._pass.mode_of(name))
-            for name, part in zip(names, parts, strict=True)
-        ]
-        # Strict: asks each column for one view more than it has, which seals its last chunk.
-        for chunk, *views in zip(plan.span.chunks, *columns, strict=True):
-            first, stop = shard.chunk_range(chunk)
-            ends = plan is loaded.batch[-1] and chunk == plan.span.chunks[-1]
-            yield Tile(plan.group, first, stop, tuple(views), ends)
-
-    def _save(self, loaded: _Loaded) -> None:
-        tickets: list[Ticket[None]] = []
-        changed = [piece for piece in loaded.pieces if self._pass.mode_of(piece.name) is not Mode.READ]
-        try:
-            for piece in changed:
-                tier = self._tiers[piece.name]
-                if not _is_packed(tier, piece.name):
-                    ticket = tier.save(piece.name, piece.span, piece.of(loaded.memory))
-                    tickets += [] if ticket is None else [ticket]
-            for tier, packed in self._packed(changed):
-                tickets += save_packed(tier, packed, loaded.memory)
+            loaded.save(saves)
         finally:
             if loaded.buffer is not None:
-                _release_after(loaded.buffer, tickets)
-            self._saves.extend(tickets)
+                _release_after(loaded.buffer, saves)
+            self._saves.extend(saves)
         while self._saves and self._saves[0].done():
             self._saves.popleft().wait()
         ended = [plan.group for plan in loaded.batch if plan.ends_group]
@@ -441,9 +287,9 @@ class Stream:
                 self._end(self._groups[group], True)
                 self._pass.on_end(group)
 
-    def _finish(self, current: _Loaded | None, ok: bool) -> None:
+    def _finish(self, current: BatchInMemory | None, ok: bool) -> None:
         for loaded in [*([current] if current is not None else []), *self._loaded]:
-            for ticket in loaded.tickets:
+            for ticket in loaded.loads:
                 ticket.error()
             if loaded.buffer is not None:
                 loaded.buffer.release()
@@ -463,15 +309,6 @@ class Stream:
                 errors.append(error)
         if errors and ok:
             raise errors[0]
-
-
-def _is_packed(tier: Tier, name: str) -> bool:
-    return isinstance(tier, DiskTier) and tier.is_packed(name)
-
-
-def _views(tiers: Sequence[tuple[MemoryTier, str, int]], first: int, stop: int) -> tuple[View, ...]:
-    """Return views of elements `[first, stop)`; each array comes with the number of elements for one of its values."""
-    return tuple([tier.view(name, first // numel, -(-stop // numel)) for tier, name, numel in tiers])
 
 
 def _wait_all(tickets: Iterable[Ticket[None]]) -> float:
