@@ -17,7 +17,7 @@ import pytest
 from .layout import Layout, circles, floors, inside, per_ten_thousand_words
 
 # Files that a run in the default config passes through (journeys.py).
-JOURNEYS = {"step": 33, "iteration": 40, "save": 56, "load": 70, "reshard": 44, "consolidate": 44, "initialize": 109}
+JOURNEYS = {"step": 32, "iteration": 39, "save": 56, "load": 69, "reshard": 44, "consolidate": 44, "initialize": 108}
 
 
 @cache
@@ -44,7 +44,7 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        99_904,
+        99_909,
     ),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),

@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from ..errors import UsageError
-from .batch import Batch, Pass, SpanPlan
 from .tiers import ChunkSpan, DiskTier, LocalShard, MemoryTier, Tier
 
 _LEAST_SPANS_IN_POOL = 3
 _BATCH_BYTES = 4 * 1024 * 1024
 """Bytes of small groups that share a buffer, about."""
 
+Groups = Sequence[tuple[str, ...]]
 
-def plan_batches(what: Pass, *, tiers: Mapping[str, Tier], shards: Mapping[str, LocalShard]) -> list[Batch]:
-    """Return the batches of a pass, in order. Raises UsageError for groups that no pass goes over."""
-    _check_groups(what.groups, shards)
-    planner = _Planner(what.groups, tiers, shards, what.pool.nbytes)
+
+@dataclass(frozen=True)
+class SpanPlan:
+    """A span of a group before it has memory."""
+
+    group: int
+    span: ChunkSpan
+    starts_group: bool
+    ends_group: bool
+
+
+Batch = tuple[SpanPlan, ...]
+"""Spans that share a buffer: one of a group, or groups that are small, each of them whole."""
+
+
+def plan_batches(
+    groups: Groups,
+    *,
+    tiers: Mapping[str, Tier],
+    shards: Mapping[str, LocalShard],
+    pool_bytes: int,
+    chunks: tuple[int, int] | None = None,
+) -> list[Batch]:
+    """Return the batches of a pass over `groups`, in order, through a pool of `pool_bytes`; of chunks `[first, stop)`
+    of each shard if `chunks` are given. Raises UsageError for groups that no pass goes over."""
+    _check_groups(groups, shards)
+    planner = _Planner(groups, tiers, shards, pool_bytes)
     batches: list[Batch] = []
     small: list[SpanPlan] = []
-    for plan in planner.plans(what.chunks):
+    for plan in planner.plans(chunks):
         if plan.starts_group and plan.ends_group and planner.is_small(plan.group):
             small.append(plan)
         else:
@@ -28,7 +52,7 @@ def plan_batches(what: Pass, *, tiers: Mapping[str, Tier], shards: Mapping[str, 
     return [*batches, *planner.cut(small)]
 
 
-def _check_groups(groups: Sequence[Sequence[str]], shards: Mapping[str, LocalShard]) -> None:
+def _check_groups(groups: Groups, shards: Mapping[str, LocalShard]) -> None:
     seen: set[str] = set()
     num_seen = 0
     for group in groups:
@@ -47,11 +71,7 @@ class _Planner:
     """Cuts a pass into batches."""
 
     def __init__(
-        self,
-        groups: Sequence[Sequence[str]],
-        tiers: Mapping[str, Tier],
-        shards: Mapping[str, LocalShard],
-        pool_bytes: int,
+        self, groups: Groups, tiers: Mapping[str, Tier], shards: Mapping[str, LocalShard], pool_bytes: int
     ) -> None:
         self._groups = groups
         self._tiers = tiers

@@ -18,11 +18,11 @@ from ..io.links import LinkCounters
 from ..io.pinning import PinnedSlabs
 from ..io.queue import IoQueue, Priority, Ticket
 from ..io.shards import IoResources
-from .batch import Batch
 from .options import StoreOptions
 from .order import ArrayOrder
 from .runfolder import RunFolders
 from .snapshot import Snapshot
+from .spans import Batch
 from .statistics import StoreStatistics
 from .stream import Pass, Stream, StreamCounters
 from .tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, MemoryTier, Mode, Tier, Tile

@@ -23,20 +23,66 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from ..io.buffers import Buffer
-from ..io.queue import Ticket
-from .batch import Admit, Batch, BatchInMemory, Pass, tile_in_memory
-from .spans import plan_batches
-from .tiers import LocalShard, MemoryTier, Mode, Tier, Tile
+import numpy as np
+
+from ..format.arrays import Bytes
+from ..io.buffers import Buffer, Pool
+from ..io.queue import Priority, Ticket
+from .spans import Batch, SpanPlan, plan_batches
+from .tiers import DiskTier, LocalShard, MemoryTier, Mode, Tier, Tile
+from .tiers.base import Piece, View
+from .tiers.packed import load_packed, save_packed
 
 __all__ = ["Pass", "Stream", "StreamCounters", "Tile"]
 
 _MOST_LOADED_SPANS = 64
 _MOST_LOADS_AHEAD = 32
 """Before a pass: the queue has room for them, so nobody waits."""
+
+Admit = Callable[[int, bool], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """The arrays of a stream, and their modes."""
+
+    groups: Sequence[Sequence[str]]
+    """Arrays that are loaded together; those of a group share one layout, or have a bit for each element of it
+    or a value for each block (`Grid.packed`). The first has one value an element: tiles count in its elements."""
+    mode: Mode
+    pool: Pool
+    """Source of the buffers."""
+    modes: Mapping[str, Mode] = field(default_factory=dict)
+    """Other modes for single arrays: a group may update some, only read others, and fill yet others."""
+    chunks: tuple[int, int] | None = None
+    """Limits a reading pass to chunks `[first, stop)` of each shard."""
+    priority: Priority = Priority.READ
+    """Of the loads."""
+    admit: Admit | None = None
+    """Asked before a group is begun, with its number and whether to wait; false: not yet, after a wait: leave it out."""
+    on_end: Callable[[int], None] | None = None
+    """Told the number of each group whose new version is the present one, in the consumer's thread."""
+
+    def mode_of(self, name: str) -> Mode:
+        """Return the mode of an array."""
+        return self.modes.get(name, self.mode)
+
+    @property
+    def names(self) -> list[str]:
+        """All arrays, in order."""
+        return [name for group in self.groups for name in group]
+
+    @property
+    def reads(self) -> bool:
+        """Whether anything is loaded."""
+        return any(self.mode_of(name) is not Mode.FILL for name in self.names)
+
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Return those of `names` that get a new version."""
+        return [name for name in names if self.mode_of(name) is not Mode.READ]
 
 
 @dataclass
@@ -47,6 +93,124 @@ class StreamCounters:
     write_wait_s: float = 0.0
     pool_wait_s: float = 0.0
     pin_wait_s: float = 0.0
+
+
+_NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
+
+
+class _Loaded:
+    """A batch of a pass in memory: laid out in a buffer of `nbytes` that the caller takes and gives back (none for 0 bytes),
+    loaded, given out tile by tile, and saved."""
+
+    def __init__(
+        self, batch: Batch, what: Pass, *, tiers: Mapping[str, Tier], shards: Mapping[str, LocalShard]
+    ) -> None:
+        self.batch = batch
+        self._pass = what
+        self._tiers = tiers
+        self._shards = shards
+        self.buffer: Buffer | None = None
+        self.loads: list[Ticket[None]] = []
+        """Loads that were begun."""
+        self._pieces, self.nbytes = self._lay_out()
+        self._on_disk: dict[str, Iterator[View]] = {}
+        """Views of data from a disk, by array: of the version that was read, whichever is the present one by then."""
+
+    def _lay_out(self) -> tuple[list[Piece], int]:
+        """Return the places of the arrays in the buffer, group by group, and its bytes: shards that share a file are laid
+        out as they are there."""
+        spans = [(name, plan.span) for plan in self.batch for name in self._pass.groups[plan.group]]
+        first, total = [0] * len(spans), 0
+        sizes = [self._tiers[name].span_bytes(name, span.num_chunks) for name, span in spans]
+        for number in sorted(
+            range(len(spans)), key=lambda number: self._tiers[spans[number][0]].place(spans[number][0])
+        ):
+            first[number] = total
+            total += sizes[number]
+        pieces = [Piece(name, span, at, size) for (name, span), at, size in zip(spans, first, sizes, strict=True)]
+        return pieces, total
+
+    @property
+    def _memory(self) -> Bytes:
+        return _NO_BYTES if self.buffer is None else self.buffer.bytes
+
+    def load(self, buffer: Buffer | None) -> None:
+        """Begin to load the arrays into `buffer`. After an error nothing is read into it any more."""
+        self.buffer = buffer
+        moved = [piece for piece in self._pieces if self._pass.mode_of(piece.name) is not Mode.FILL]
+        try:
+            for piece in moved:
+                tier, mode = self._tiers[piece.name], self._pass.mode_of(piece.name)
+                if isinstance(tier, DiskTier):
+                    self._on_disk[piece.name] = tier.views(piece.name, piece.span, piece.of(self._memory), mode)
+                if not _is_packed(tier, piece.name):
+                    ticket = tier.load(piece.name, piece.span, piece.of(self._memory), mode, self._pass.priority)
+                    self.loads += [] if ticket is None else [ticket]
+            for tier, packed in self._packed(moved):
+                self.loads += load_packed(tier, packed, self._memory, self._pass.priority)
+        except BaseException:
+            for under_way in self.loads:
+                under_way.error()
+            raise
+
+    def tiles(self) -> Iterator[Tile]:
+        """Yield the tiles, once the loads are done: the consumer changes one before it asks for the next, or for the end."""
+        pieces = iter(self._pieces)
+        for plan in self.batch:
+            names = self._pass.groups[plan.group]
+            parts = [next(pieces).of(self._memory) for _ in names]
+            yield from self._tiles_of_group(plan, names, parts)
+
+    def _tiles_of_group(self, plan: SpanPlan, names: Sequence[str], parts: Sequence[Bytes]) -> Iterator[Tile]:
+        in_memory = {name: tier for name in names if isinstance(tier := self._tiers[name], MemoryTier)}
+        if len(in_memory) == len(names):
+            yield _tile_in_memory(plan, in_memory, self._shards)
+            return
+        columns = [
+            self._on_disk.get(name) or self._tiers[name].views(name, plan.span, part, self._pass.mode_of(name))
+            for name, part in zip(names, parts, strict=True)
+        ]
+        # Strict: asks each column for one view more than it has, which seals its last chunk.
+        for chunk, *views in zip(plan.span.chunks, *columns, strict=True):
+            first, stop = self._shards[names[0]].chunk_range(chunk)
+            ends = plan is self.batch[-1] and chunk == plan.span.chunks[-1]
+            yield Tile(plan.group, first, stop, tuple(views), ends)
+
+    def save(self, saves: list[Ticket[None]]) -> None:
+        """Begin to save the changes; each save is added to `saves` as it begins."""
+        changed = [piece for piece in self._pieces if self._pass.mode_of(piece.name) is not Mode.READ]
+        for piece in changed:
+            tier = self._tiers[piece.name]
+            if not _is_packed(tier, piece.name):
+                ticket = tier.save(piece.name, piece.span, piece.of(self._memory))
+                saves += [] if ticket is None else [ticket]
+        for tier, packed in self._packed(changed):
+            saves += save_packed(tier, packed, self._memory)
+
+    def _packed(self, pieces: Sequence[Piece]) -> Iterator[tuple[DiskTier, list[Piece]]]:
+        """Yield the pieces of shards that share files, with their tier."""
+        found: dict[DiskTier, list[Piece]] = {}
+        for piece in pieces:
+            tier = self._tiers[piece.name]
+            if isinstance(tier, DiskTier) and tier.is_packed(piece.name):
+                found.setdefault(tier, []).append(piece)
+        yield from found.items()
+
+
+def _tile_in_memory(plan: SpanPlan, tiers: Mapping[str, MemoryTier], shards: Mapping[str, LocalShard]) -> Tile:
+    """Return a span of a group as one tile; `tiers` has its arrays, which are all in memory, in order."""
+    leader = shards[next(iter(tiers))]
+    first, stop = leader.span_range(plan.span)
+    views = []
+    for name, tier in tiers.items():
+        # A value of another array may be for several elements of the first.
+        numel = leader.grid.numel_per_value(shards[name].grid) or 1
+        views.append(tier.view(name, first // numel, -(-stop // numel)))
+    return Tile(plan.group, first, stop, tuple(views))
+
+
+def _is_packed(tier: Tier, name: str) -> bool:
+    return isinstance(tier, DiskTier) and tier.is_packed(name)
 
 
 class Stream:
@@ -68,10 +232,12 @@ class Stream:
         self._tiers = tiers
         self._shards = shards
         self._counters = counters
-        self._loaded: deque[BatchInMemory] = deque()
+        self._loaded: deque[_Loaded] = deque()
         self._in_memory = self._memory_tiers()
         if batches is None:
-            batches = plan_batches(what, tiers=tiers, shards=shards)
+            batches = plan_batches(
+                self._groups, tiers=tiers, shards=shards, pool_bytes=what.pool.nbytes, chunks=what.chunks
+            )
         self.batches = batches
         self._plans = deque([] if self._in_memory else batches)
         self._begun: dict[str, Tier] = {}
@@ -157,7 +323,7 @@ class Stream:
                 if plan.group in skipped:
                     continue
                 self._begin(names)
-                yield tile_in_memory(plan, {name: self._in_memory[name] for name in names}, self._shards)
+                yield _tile_in_memory(plan, {name: self._in_memory[name] for name in names}, self._shards)
                 if plan.ends_group and on_end is not None:
                     self._end(names, True)
                     on_end(plan.group)
@@ -167,7 +333,7 @@ class Stream:
 
     def _tiles_of_all(self) -> Generator[Tile, None, None]:
         ok = False
-        current: BatchInMemory | None = None
+        current: _Loaded | None = None
         try:
             self._begin_ahead()
             while True:
@@ -208,7 +374,7 @@ class Stream:
 
     def _load_next(self, *, wait: bool) -> bool:
         """Queue the loads of the next batch; false if there is no memory for it."""
-        batch = BatchInMemory(self._plans[0], self._pass, tiers=self._tiers, shards=self._shards)
+        batch = _Loaded(self._plans[0], self._pass, tiers=self._tiers, shards=self._shards)
         buffer = self._take(batch.nbytes, wait=wait)
         if buffer is None and batch.nbytes:
             return False
@@ -260,7 +426,7 @@ class Stream:
             return None
         return self._pool.try_acquire(nbytes)
 
-    def _save(self, loaded: BatchInMemory) -> None:
+    def _save(self, loaded: _Loaded) -> None:
         saves: list[Ticket[None]] = []
         try:
             loaded.save(saves)
@@ -287,7 +453,7 @@ class Stream:
                 self._end(self._groups[group], True)
                 self._pass.on_end(group)
 
-    def _finish(self, current: BatchInMemory | None, ok: bool) -> None:
+    def _finish(self, current: _Loaded | None, ok: bool) -> None:
         for loaded in [*([current] if current is not None else []), *self._loaded]:
             for ticket in loaded.loads:
                 ticket.error()

@@ -274,7 +274,7 @@ class DiskTier(Tier):
         return ("", 0) if shard.pack is None else (str(shard.current.path), shard.current.base)
 
     def is_packed(self, name: str) -> bool:
-        """Return whether the shard shares its file with others, and is transferred with them."""
+        """Return whether the shard shares its file with others: `tiers.packed` transfers it."""
         return self._shards[name].pack is not None
 
     def part(self, name: str, *, write: bool) -> tuple[DiskShard, DiskFile]:
