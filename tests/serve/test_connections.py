@@ -22,7 +22,7 @@ from tests.checkpoint.checkpoints import save_arrays
 from tests.serve.raw import Answer, ask, connect, read_all
 from tests.waiting import until
 from zstore.errors import UsageError
-from zstore.serve.files import transfers
+from zstore.serve.files import downloads
 from zstore.serve.guard.connections import ConnectionLimits
 from zstore.serve.guard.guard import HEADERS
 from zstore.serve.guard.tls import make_context
@@ -63,7 +63,7 @@ def test_a_large_file_comes_whole_and_the_connection_goes_on(
     sendfile = os.sendfile
     monkeypatch.setattr(os, "sendfile", lambda *given: sent.append(sendfile(*given)) or sent[-1])
     if cached is not None:
-        monkeypatch.setattr(transfers, "_is_cached", lambda *_: cached)
+        monkeypatch.setattr(downloads, "_is_cached", lambda *_: cached)
     values = np.random.default_rng(0).standard_normal(6 * 2**20).astype(np.float32)
     file = save_arrays(tmp_path / "one", {"model/a": values}) / "model/a/c.0"
     with serving(Settings(roots=(Root.parse(str(tmp_path)),), port=0)) as url, connect(url) as connection:

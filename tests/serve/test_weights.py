@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import subprocess
@@ -28,7 +27,8 @@ from tests.serve.conftest import Serve
 from tests.serve.raw import connect
 from tests.waiting import GUARD_S, until
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.serve.files.downloads import UNIT_BYTES, BusyError, Downloads
+from zstore.serve.files.castings import Castings
+from zstore.serve.files.downloads import BLOCK_BYTES
 from zstore.serve.routes import weights as routes
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
@@ -188,7 +188,7 @@ def test_values_that_do_not_fit_end_the_download_and_are_named_at_the_next(
     save_arrays(tmp_path / "one", {"model/a": np.ones((1024, 1024), np.float32), "model/large": large})
     # 1 MiB in all: blocks of 1 MiB, so that the first ones are sent before the last is made.
     cache = tmp_path / ".cache" if keeps else None
-    url = f"{serve(tmp_path, memory_bytes=4 * UNIT_BYTES, cache=cache)}/weights/one/latest/{FILE}"
+    url = f"{serve(tmp_path, memory_bytes=4 * BLOCK_BYTES, cache=cache)}/weights/one/latest/{FILE}"
     with pytest.raises(urllib3.exceptions.ProtocolError, match="IncompleteRead"):
         get(url)
     answer = get(url)
@@ -204,7 +204,7 @@ def test_values_that_do_not_fit_end_the_download_and_are_named_at_the_next(
 def test_a_damaged_or_replaced_checkpoint_gives_no_wrong_byte(tmp_path: Path, serve: Serve) -> None:
     values = np.ones((1024, 1500), np.float32)
     save_arrays(tmp_path / "one", {"model/a": values, "model/b": values})
-    url = f"{serve(tmp_path, memory_bytes=4 * UNIT_BYTES)}/weights/one/step-00000001/{FILE}?dtype=fp32"
+    url = f"{serve(tmp_path, memory_bytes=4 * BLOCK_BYTES)}/weights/one/step-00000001/{FILE}?dtype=fp32"
     whole = get(url)
     shard = tmp_path / "one/step-00000001/model/b/c.0.0"
     data = bytearray(shard.read_bytes())
@@ -242,13 +242,13 @@ def test_a_file_is_made_once_for_all_who_download_it_and_then_kept(
 
     monkeypatch.setattr(routes, "read_block", read)
     joined: list[object] = []
-    casting = Downloads.casting
+    original = Castings.join
 
     def join(*given: Any) -> Any:
-        joined.append(casting(*given))
+        joined.append(original(*given))
         return joined[-1]
 
-    monkeypatch.setattr(Downloads, "casting", join)
+    monkeypatch.setattr(Castings, "join", join)
     cache = tmp_path / "cache"
     url = f"{serve(tmp_path, cache=cache)}/weights/one/step-00000001/{FILE}?dtype=bf16"
     with ThreadPoolExecutor(5) as threads:
@@ -269,7 +269,7 @@ def test_a_file_is_made_once_for_all_who_download_it_and_then_kept(
 def test_a_file_that_nobody_downloads_any_more_is_given_up(tmp_path: Path, serve: Serve) -> None:
     save_arrays(tmp_path / "one", {"model/a": np.zeros((2048, 8192), np.float32)})
     cache = tmp_path / "cache"
-    base = serve(tmp_path, cache=cache, memory_bytes=8 * UNIT_BYTES)
+    base = serve(tmp_path, cache=cache, memory_bytes=8 * BLOCK_BYTES)
     shard = tmp_path / "one/step-00000001/model/a/c.0.0"
     data = bytearray(shard.read_bytes())
     data[-5000] ^= 1
@@ -343,51 +343,3 @@ def test_slow_clients_hold_their_blocks_and_no_more(tmp_path: Path) -> None:
         assert len(get(f"{base}/weights/one/latest/{FILE}?dtype=fp32").data) > 2**25
         for client in slow:
             client.close()
-
-
-def test_memory_of_downloads_is_bounded_and_given_back() -> None:
-    """Clients that take nothing, some that go away, and more than there is room for."""
-    gate = threading.Event()
-
-    async def play() -> None:
-        shared = Downloads(16 * UNIT_BYTES, wait_s=0.05)
-
-        def cut(block_bytes: int) -> Iterator[object]:
-            return iter([lambda number=number: bytes([number]) for number in range(20)])
-
-        async def stall(begun: asyncio.Event) -> None:
-            async with shared.download(cut) as download:
-                await download.next()
-                begun.set()
-                await asyncio.Event().wait()
-
-        stalled = []
-        for _ in range(6):  # one with large blocks, then small ones
-            begun = asyncio.Event()
-            task = asyncio.create_task(stall(begun))
-            stalled.append(task)
-            done, _pending = await asyncio.wait(
-                {task, asyncio.create_task(begun.wait())}, return_when="FIRST_COMPLETED"
-            )
-            if task in done:
-                with pytest.raises(BusyError):
-                    task.result()
-        assert 8 * UNIT_BYTES < shared.peak_bytes <= 16 * UNIT_BYTES
-        for task in stalled:
-            task.cancel()
-        await asyncio.gather(*stalled, return_exceptions=True)
-        async with shared.download(cut) as download:
-            found = []
-            while (block := await download.next()) is not None:
-                found.append(block[0])
-        assert found == list(range(20))
-        # One whose thread is at work when it ends keeps its memory until that is done.
-        async with shared.download(lambda _: iter([gate.wait])) as download:
-            task = asyncio.create_task(download.next())
-            await asyncio.sleep(0)
-        task.cancel()
-        gate.set()
-        while shared.taken_bytes:  # noqa: ASYNC110 - nothing tells when a thread is done
-            await asyncio.sleep(0.001)
-
-    asyncio.run(asyncio.wait_for(play(), 30))

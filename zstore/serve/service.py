@@ -10,9 +10,10 @@ import anyio
 from starlette.requests import Request
 
 from .auth import Permissions, require_token
-from .files.downloads import Downloads, Plans
+from .files.castings import Castings
+from .files.downloads import Downloads
+from .files.layouts import Layouts
 from .files.opened import RemoteSizes
-from .files.transfers import FileTransfers
 from .inbox.inbox import Inbox
 from .inbox.publishers import Publishers
 from .jobs import Jobs
@@ -57,9 +58,9 @@ class Service(Library):
         self.streams = EventStreams()
         self.metrics = Metrics()
         self.remote_sizes = RemoteSizes()
-        self.transfers = FileTransfers(self.memory.files_bytes)
-        self.downloads = Downloads(self.memory.weights_bytes)
-        self.plans = Plans()
+        self.downloads = Downloads(self.memory.downloads_bytes)
+        self.castings = Castings(self.downloads, self.runs.kept)
+        self.layouts = Layouts()
         self.jobs = Jobs(next(filter(Path.is_dir, self.runs.local_roots()), None), settings.files)
         self.inbox = Inbox(
             self.runs, self.jobs, keep_last=settings.keep_last, run_quota=settings.run_quota, files=settings.files
@@ -85,7 +86,7 @@ class Service(Library):
         """End all work; blocks."""
         self.webhooks.close()
         self.jobs.close()
-        self.transfers.close()
+        self.downloads.close()
         super().close()
 
 

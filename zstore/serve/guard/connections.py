@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, cast
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from ..auth import network_of
-from ..files.transfers import ZERO_COPY
+from ..files.downloads import ZERO_COPY
 from ..models import Problem
 from .guard import HEADERS
 

@@ -66,7 +66,7 @@ def routes() -> list[BaseRoute]:
         except IsFolderError:
             return with_slash(request)
         part = choose(request.method, headers_of(request), opened.etag, opened.size)
-        return FileResponse(opened, part, service.transfers, data[part.start : part.stop])
+        return FileResponse(opened, part, service.downloads, data[part.start : part.stop])
 
     return [Route("/xarray/{run}", run_without_slash), Route("/xarray/{run}/{path:path}", answer)]
 

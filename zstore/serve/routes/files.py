@@ -21,10 +21,10 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from ...errors import CheckpointNotFoundError
+from ..files.downloads import ZERO_COPY, Downloads
 from ..files.listing import Listing, list_place
 from ..files.opened import IsFolderError, Opened, open_local
 from ..files.ranges import Part, choose
-from ..files.transfers import ZERO_COPY, FileTransfers
 from ..files.visible import Place
 from ..service import Service, runs_of, service_of
 
@@ -37,8 +37,8 @@ _T = TypeVar("_T")
 class FileResponse(Response):
     """Part of a file; `data` are its bytes if they were read already. Reading ends when the client has gone."""
 
-    def __init__(self, opened: Opened, part: Part, transfers: FileTransfers, data: bytes | None = None) -> None:
-        self._opened, self._part, self._transfers, self._data = opened, part, transfers, data
+    def __init__(self, opened: Opened, part: Part, downloads: Downloads, data: bytes | None = None) -> None:
+        self._opened, self._part, self._downloads, self._data = opened, part, downloads, data
         self.status_code = part.status
         self.background = None
         headers = {"Accept-Ranges": "bytes", "Cache-Control": "private, no-cache", **part.headers}
@@ -63,7 +63,7 @@ class FileResponse(Response):
         if scope["method"] == "GET" and self._part.nbytes:
             gone = asyncio.create_task(disconnected(receive))
             try:
-                await send_part(self._transfers, self._opened, self._part, scope, send, gone)
+                await send_part(self._downloads, self._opened, self._part, scope, send, gone)
                 if gone.done():
                     return
             finally:
@@ -72,16 +72,17 @@ class FileResponse(Response):
 
 
 async def send_part(
-    transfers: FileTransfers, opened: Opened, part: Part, scope: Scope, send: Send, gone: asyncio.Task[None]
+    downloads: Downloads, opened: Opened, part: Part, scope: Scope, send: Send, gone: asyncio.Task[None]
 ) -> None:
     """Send bytes of a file that belong to an answer that was begun, until the client has gone."""
-    async for block in transfers.blocks(opened, part, cached=ZERO_COPY in scope.get("extensions", {})):
-        if gone.done():
-            return
-        message: Message = {"type": "http.response.body", "body": block}
-        if isinstance(block, range):
-            message = {"type": ZERO_COPY, "file": opened.file, "offset": block.start, "count": len(block)}
-        await send({**message, "more_body": True})
+    with downloads.read(opened, part, cached=ZERO_COPY in scope.get("extensions", {})) as blocks:
+        async for block in blocks:
+            if gone.done():
+                return
+            message: Message = {"type": "http.response.body", "body": block}
+            if isinstance(block, range):
+                message = {"type": ZERO_COPY, "file": opened.file, "offset": block.start, "count": len(block)}
+            await send({**message, "more_body": True})
 
 
 async def disconnected(receive: Receive) -> None:
@@ -116,7 +117,7 @@ async def answer_file(request: Request) -> Response:
             opened, part, data = await run_in_threadpool(_open, request, parts)
     except IsFolderError:
         return with_slash(request)
-    return FileResponse(opened, part, service.transfers, data)
+    return FileResponse(opened, part, service.downloads, data)
 
 
 def parts_of(request: Request) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ from ...weights.companions import companions, is_companion
 from ...weights.from_checkpoint import DTYPES
 from ...weights.layout import MAX_FILE_BYTES, SUFFIX, FileLayout, index_document, index_file
 from ...weights.parts import cut_blocks, read_block
-from ..files.downloads import BusyError, Casting, Download, Make
+from ..files.downloads import BusyError, Make
 from ..files.opened import Opened
 from ..files.ranges import Part, choose
 from ..files.visible import Place
@@ -52,8 +52,6 @@ _VERSION = 1
 """Raised when the same checkpoint would give other bytes."""
 _DEFAULT_DTYPE = "fp16"
 """As `zstore consolidate` has it."""
-_STALL_S = 120.0
-"""How long a client may take for a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +173,8 @@ def _answer(request: Request, checkpoint: str, name: str, wanted: Wanted) -> Res
         )
     if file is None:
         opened = _companion(source, name)
-        return FileResponse(opened, choose(request.method, headers, opened.etag, opened.size), source.service.transfers)
-    reason = source.service.plans.refused(source.reader, wanted.dtype) if wanted.overflow == "error" else None
+        return FileResponse(opened, choose(request.method, headers, opened.etag, opened.size), source.service.downloads)
+    reason = source.service.layouts.refused(source.reader, wanted.dtype) if wanted.overflow == "error" else None
     if reason is not None:
         raise CheckpointMismatchError(reason)
     part = choose(request.method, headers, file.etag, file.size)
@@ -190,9 +188,9 @@ def _answer(request: Request, checkpoint: str, name: str, wanted: Wanted) -> Res
     if file.layout is None:
         return Response(file.data[part.start : part.stop], part.status, own, _media_type(name))
     work = _Work(source, file.layout, file.etag, part, wanted)
-    if (kept := work.kept()) is None:
+    if (kept := source.service.castings.open(file.etag)) is None:
         return _WeightsResponse(work, own)
-    response = FileResponse(kept, part, source.service.transfers)
+    response = FileResponse(work.opened(kept), part, source.service.downloads)
     response.headers["Content-Location"] = place
     return response
 
@@ -208,7 +206,7 @@ def _media_type(name: str) -> str:
 
 def _files(source: _Source, wanted: Wanted) -> Iterator[_File]:
     """Yield the safetensors files, the index last if there are several."""
-    layouts = source.service.plans.layouts(source.reader, wanted.dtype, wanted.max_file_bytes)
+    layouts = source.service.layouts.files(source.reader, wanted.dtype, wanted.max_file_bytes)
     for layout in layouts:
         etag = _etag(source, wanted, layout.header)
         yield _File(name=layout.name, size=layout.file_bytes, etag=etag, layout=layout)
@@ -253,25 +251,6 @@ class _Work:
         for block in cut_blocks(reader, self.layout, self.part.start, self.part.stop, block_bytes):
             yield partial(read_block, reader, block, overflow)
 
-    def kept(self) -> Opened | None:
-        """Return the file if it is kept."""
-        kept = self.source.service.runs.kept
-        if kept is None or (place := kept.get(kept.place("weights", self.etag))) is None:
-            return None
-        try:
-            return self.opened(place.open("rb", buffering=0))
-        except FileNotFoundError:  # it went meanwhile
-            return None
-
-    def casting(self) -> Casting | None:
-        """Return the file that is made for all who download it, if there is one to be kept, and the part is not far ahead."""
-        kept, size = self.source.service.runs.kept, self.layout.file_bytes
-        if kept is None or (kept.most_bytes is not None and size > kept.most_bytes):
-            return None
-        whole = replace(self, part=replace(self.part, start=0, stop=size))
-        place = kept.place("weights", self.etag)
-        return self.source.service.downloads.casting(kept, place, size, self.part.start, whole.cut)
-
     def opened(self, file: BinaryIO) -> Opened:
         """Return the kept file, or one that is being made, for reading."""
         size = self.layout.file_bytes
@@ -280,7 +259,7 @@ class _Work:
     def failed(self, error: Exception) -> None:
         """Remember that the weights do not fit; say in the log why a download ends."""
         if isinstance(error, CheckpointMismatchError):
-            self.source.service.plans.refuse(self.source.reader, self.wanted.dtype, str(error))
+            self.source.service.layouts.refuse(self.source.reader, self.wanted.dtype, str(error))
         _log.warning("a download of %s from %s ended: %s", self.layout.name, self.source.reader.location, error)
 
 
@@ -302,13 +281,21 @@ class _WeightsResponse(Response):
             at = await self._send_cast(scope, send, gone)
             if at < work.part.stop and not gone.done():
                 rest = replace(work, part=replace(work.part, start=at))
-                async with work.source.service.downloads.download(rest.cut) as download:
-                    await self._send_made(download, scope, receive, send, gone)
-            elif not gone.done():
+                async with work.source.service.downloads.cast(rest.cut) as blocks:
+                    async for block in blocks:
+                        await self._begin(send)
+                        if gone.done():
+                            return
+                        await send({"type": "http.response.body", "body": block, "more_body": True})
+            if not gone.done():
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except BusyError as error:
             if not self._begun:
                 await problem(503, f"{error}: try again", {"Retry-After": "10"})(scope, receive, send)
+        except (ZstoreError, OSError) as error:
+            work.failed(error)
+            if not self._begun:
+                await problem(status_of(error), str(error))(scope, receive, send)
         finally:
             gone.cancel()
 
@@ -320,33 +307,15 @@ class _WeightsResponse(Response):
     async def _send_cast(self, scope: Scope, send: Send, gone: asyncio.Task[None]) -> int:
         """Send the bytes that are made for all who want them, if they are; return where that ended."""
         work, part, service = self._work, self._work.part, self._work.source.service
-        at = part.start
-        if (casting := work.casting()) is None:
+        at, size = part.start, work.layout.file_bytes
+        whole = replace(work, part=replace(part, start=0, stop=size))
+        if (casting := service.castings.join(work.etag, size, at, whole.cut)) is None:
             return at
         with casting.reading():
             opened = work.opened(casting.file)
             while at < part.stop and not gone.done() and (there := await casting.more(at)) > at:
                 await self._begin(send)
                 some = replace(part, start=at, stop=min(there, part.stop))
-                await send_part(service.transfers, opened, some, scope, send, gone)
+                await send_part(service.downloads, opened, some, scope, send, gone)
                 at = some.stop
         return at
-
-    async def _send_made(
-        self, download: Download, scope: Scope, receive: Receive, send: Send, gone: asyncio.Task[None]
-    ) -> None:
-        """Send the bytes of a download to its end."""
-        try:
-            block = await download.next()
-            await self._begin(send)
-            while block is not None and not gone.done():
-                async with asyncio.timeout(_STALL_S):
-                    await send({"type": "http.response.body", "body": block, "more_body": True})
-                block = await download.next()
-        except (ZstoreError, OSError) as error:  # a TimeoutError is an OSError
-            self._work.failed(error)
-            if not self._begun:
-                await problem(status_of(error), str(error))(scope, receive, send)
-            return
-        if not gone.done():
-            await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -3,8 +3,7 @@
 [Note: memory of the service]
 `Settings.memory_bytes` is divided once, here:
 
-    1/4     files on their way to clients
-    1/4     weights on their way to clients
+    1/2     files and weights on their way to clients, see [Note: memory of downloads]
     1/8     metadata of open checkpoints
     1/8     the pool of buffers of all requests that read values, 8 to 64 MiB
     1/8     reading ahead by the two of these that run at a time
@@ -44,8 +43,7 @@ _MOST_POOL_BYTES = 64 * _MIB
 class Memory:
     """The memory of each part of the service. See [Note: memory of the service]."""
 
-    files_bytes: int
-    weights_bytes: int
+    downloads_bytes: int
     metadata_bytes: int
     pool_bytes: int
     """Of the pool that requests share."""
@@ -56,8 +54,7 @@ class Memory:
     def divide(cls, memory_bytes: int) -> Memory:
         """Return the parts of so much memory."""
         return cls(
-            files_bytes=memory_bytes // 4,
-            weights_bytes=memory_bytes // 4,
+            downloads_bytes=memory_bytes // 2,
             metadata_bytes=memory_bytes // 8,
             pool_bytes=max(_LEAST_POOL_BYTES, min(_MOST_POOL_BYTES, memory_bytes // 8)),
             verification_bytes=max(_LEAST_POOL_BYTES, min(_MOST_POOL_BYTES // 2, memory_bytes // 16)),
