@@ -204,10 +204,14 @@ def test_errors_leave_nothing_behind(tmp_path: Path, expected: dict[str, Any]) -
         files.heal()
         files.inject(Fault(kind="write", error_number=errno.EIO, times=1))
         files.paths.clear()
-        losses = [engine(data(0))]  # held, since nothing is written for a loss that is gone
-        until(lambda: any(kind == "write" for kind, _ in files.paths), "nothing was written")
+        losses: list[Any] = []  # held, since nothing is written for a loss that is gone
+
+        def forward() -> None:
+            losses.append(engine(data(0)))
+            until(lambda: any(kind == "write" for kind, _ in files.paths), "nothing was written")
+
         with pytest.raises(StorageError) as raised:
-            until(lambda: losses.append(engine(data(0))), "no call told of the failure")
+            until(forward, "no call told of the failure")
         losses.clear()
         assert any("activation" in note for note in raised.value.__notes__)
         files.heal()
