@@ -95,7 +95,7 @@ def _blocks(engines: ExitStack, options: argparse.Namespace, config: dict[str, A
     engine, *_ = zstore.initialize(model=build_model(options.model, options.tokens), config=config)
     engines.enter_context(engine)
     while True:
-        held, processor, started = engine.steps.stall_s, time.process_time(), time.perf_counter()
+        held, processor, started = engine.steps.order.stall_s, time.process_time(), time.perf_counter()
         for _ in range(options.steps):
             generator = torch.Generator().manual_seed(engine.global_steps)
             ids = torch.randint(0, 256, (1, options.tokens), generator=generator)
@@ -104,7 +104,7 @@ def _blocks(engines: ExitStack, options: argparse.Namespace, config: dict[str, A
         engine.wait_for_checkpoint()
         sums = {
             "step_s": time.perf_counter() - started,
-            "held_s": engine.steps.stall_s - held,
+            "held_s": engine.steps.order.stall_s - held,
             "processor_s": time.process_time() - processor,
         }
         yield {name: value / options.steps for name, value in sums.items()}

@@ -738,7 +738,7 @@ class Engine(nn.Module):
     @property
     def durable_step(self) -> int | None:
         """The last step that survives a kill, by the snapshots of this engine; None if there is none yet."""
-        return self.steps.committed_step
+        return self.steps.order.committed_step
 
     # -- stopping ---------------------------------------------------------------------------------------------------
 
@@ -813,7 +813,7 @@ class Engine(nn.Module):
                     if self.world.rank == 0:
                         _log.warning("%s; this one is saved as %r", error, other)
                     self.save_checkpoint(save_dir, other, state)
-                settle(self.steps.complete)
+                settle(self.steps.order.complete)
             self.wait_for_checkpoint()
             self.world.leave_together()
             self._tell_of_stop(stop := SystemExit(STOPPED_EXIT_CODE))
@@ -1061,13 +1061,13 @@ def _end_extras(extras: Mapping[str, Extra]) -> None:
 
 def _saves_s(checkpoints: Checkpoints, steps: StepSnapshots) -> dict[str, float]:
     """Return the seconds for which saves held training up, by their kind."""
-    return {"save called": checkpoints.stall_s, "step snapshot": steps.stall_s}
+    return {"save called": checkpoints.stall_s, "step snapshot": steps.order.stall_s}
 
 
 def _complete_saves(checkpoints: Checkpoints, steps: StepSnapshots) -> None:
     """Complete the save under way (all ranks)."""
     checkpoints.wait()
-    steps.complete()
+    steps.order.complete()
 
 
 def _close(

@@ -18,7 +18,7 @@ from zstore.ranks.world import World
 
 from .build.init import around_block, leave_to_engine
 from .build.model import mark_leaves_of, require_shapes, take_uncompiled, warn_of_doubles
-from .checkpoint.snapshots import require_shared_folder
+from .checkpoint.snapshot_folder import require_shared_folder
 from .config.answers import read_answers
 from .config.config import Config, load_config
 from .config.extra import EXTRAS, Extra

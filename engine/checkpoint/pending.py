@@ -1,11 +1,13 @@
-"""One save that runs behind training: begun by all ranks or by none, and given up if a rank fails."""
+"""The save that runs behind training, one at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, Generic, TypeVar
 
 from zstore.checkpoint import SaveHandle
+from zstore.io import Ticket
 from zstore.io.closing import start_threads
 from zstore.ranks.world import World
 
@@ -15,12 +17,41 @@ _END_WELL_S = 5.0
 """How long a save may go on after a rank failed: it may end well, if all ranks did their part before."""
 
 
-class PendingSave:
+Handle = TypeVar("Handle", SaveHandle, Ticket[None])
+"""A save that was begun; one that a thread carries out is a ticket."""
+
+
+class Pending(Generic[Handle]):
     """The save under way, if any, of those that follow each other."""
 
+    def __init__(self) -> None:
+        self.handle: Handle | None = None
+
+    def begin(self, start: Callable[[], Handle]) -> Handle:
+        """Begin a save. Ctrl-C before it is known would leave pins that no save releases, or a save for which nobody waits."""
+        with interrupts_wait():
+            handle = self.handle = start()
+        return handle
+
+    def complete(self) -> Any:
+        """Return the result of the save under way once it has ended, None if there is none; raise its error.
+
+        The wait may be interrupted: the save goes on, and the next call waits again.
+        """
+        handle = self.handle
+        if handle is None:
+            return None
+        handle.wait_for_end()
+        self.handle = None
+        return handle.wait()
+
+
+class PendingSave(Pending[SaveHandle]):
+    """A save of all ranks: begun by all of them or by none, and given up if a rank fails."""
+
     def __init__(self, world: World) -> None:
+        super().__init__()
         self._world = world
-        self.handle: SaveHandle | None = None
         world.when_broken.append(self._give_up_later)
 
     def begin(self, start: Callable[[], SaveHandle]) -> SaveHandle:
@@ -28,9 +59,7 @@ class PendingSave:
         error: Exception | None = None
         handle: SaveHandle | None = None
         try:
-            # Ctrl-C here would leave pins that no save releases, or a save that nobody knows of.
-            with interrupts_wait():
-                handle = self.handle = start()
+            handle = super().begin(start)
         except Exception as raised:
             error = raised
         try:

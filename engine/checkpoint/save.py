@@ -307,16 +307,13 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Complete the save under way, if any (all ranks)."""
-        handle = self._pending.handle
-        if handle is None:
+        if self._pending.handle is None:
             return
         error: Exception | None = None
         try:
-            self._note(handle.wait())
+            self._note(self._pending.complete())
         except Exception as raised:
             error = raised
-        # Not before: a save whose wait was interrupted is still under way.
-        self._pending.handle = None
         self._leave_gradients()
         self._training.world.raise_together(error)
 
@@ -335,15 +332,13 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Complete the save under way, if any, without asking the other ranks (at the end of a run)."""
-        if (handle := self._pending.handle) is None:
+        if self._pending.handle is None:
             return
         try:
-            self._note(handle.wait())  # meanwhile it is pending: a rank that is lost gives it up
+            self._note(self._pending.complete())
         except Exception:
             self._training.world.require_others()  # else the error of a save that was given up hides the rank that was lost
             raise
-        finally:
-            self._pending.handle = None
 
     def _note(self, summary: SaveSummary) -> None:
         # The earlier file of an array that a save left out stays known.

@@ -16,14 +16,21 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zstore.checkpoint import CheckpointReader, Record, TagInfo, discard, tags, verify_checkpoint
-from zstore.errors import CheckpointNotFoundError, ZstoreError
+from zstore.errors import CheckpointNotFoundError, ConfigError, StorageError, ZstoreError
 from zstore.io import Files
 from zstore.open.sources import open_source
+
+if TYPE_CHECKING:
+    from zstore.ranks.world import World
+
+    from ..config.config import Config
 
 _log = logging.getLogger("zstore")
 
@@ -49,6 +56,45 @@ def place_of(folder: str) -> str:
     return folder if "://" in folder else os.path.realpath(folder)
 
 
+def require_shared_folder(config: Config, world: World) -> None:
+    """Make the folder of step snapshots, if there are to be any; see `make_shared_folder` (all ranks)."""
+    folder = config.step_folder
+    # An `nvme_path` that is missing is an error of its own.
+    if folder is None or not (config.own.durability_path is not None or folder.parent.parent.is_dir()):
+        return
+    make_shared_folder(folder, world, "zstore.durability_path")
+
+
+def make_shared_folder(folder: Path, world: World, setting: str) -> None:
+    """Make the folder of step snapshots, which `setting` names, and see that all ranks have the same (all ranks).
+
+    Raises ConfigError, on every rank, for one that is local to a machine, StorageError if it cannot be written.
+    """
+    mark = world.broadcast_object(f"shared-{uuid.uuid4().hex}")
+    with world.agreeing():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if world.rank == 0:
+                (folder / mark).touch()
+        except OSError as error:
+            raise StorageError(
+                'the folder of step snapshots ("durability": "step") cannot be written; give one that this user may write '
+                f"in {setting}",
+                path=str(folder),
+                errno=error.errno,
+            ) from error
+    try:
+        with world.agreeing():
+            if not (folder / mark).exists():
+                raise ConfigError(
+                    f'"durability": "step": rank {world.rank} does not see what rank 0 wrote in {folder}: the folder is '
+                    f"local to a machine; give one that all ranks share in {setting}"
+                )
+    finally:
+        if world.rank == 0:
+            (folder / mark).unlink(missing_ok=True)
+
+
 def snapshots(folder: Path) -> list[TagInfo]:
     """Return the step snapshots of all runs in `folder`, the oldest first."""
     return [info for info in tags_of(folder) if KEY in info.record.state]
@@ -60,6 +106,15 @@ def tags_of(folder: Path) -> list[TagInfo]:
         return tags(folder)
     except CheckpointNotFoundError:
         return []
+
+
+def choose_together(world: World, choose: Callable[[Collection[str]], TagInfo | None]) -> Path | None:
+    """Return the folder of the snapshot that rank 0 chooses, given the boots of all machines (all ranks)."""
+    boots = set(world.all_gather_object(boot_id()))
+    with world.agreeing():
+        found = choose(boots) if world.rank == 0 else None
+    chosen: str | None = world.broadcast_object(None if found is None else str(found.path))
+    return None if chosen is None else Path(chosen)
 
 
 def choose_snapshot(
@@ -81,14 +136,8 @@ def choose_snapshot(
     saved = _newest_record(checkpoints, storage_options)
     if isinstance(saved, str):
         return None
-    for info in reversed(found):
-        if not _belongs(info.record, checkpoints, saved):
-            continue
-        if saved is not None and not _is_newer(info.record, saved):
-            return None
-        if is_whole(info, boots):
-            return info
-    return None
+    own = (info for info in reversed(found) if _belongs(info.record, checkpoints, saved))
+    return first_whole(takewhile(lambda info: saved is None or _is_newer(info.record, saved), own), boots)
 
 
 def _newest_record(checkpoints: str, storage_options: Mapping[str, Any] | None) -> Record | str | None:
@@ -128,17 +177,20 @@ def _made_in(reader: CheckpointReader) -> set[Any]:
     return {reader.rank_state(rank).get(BOOT) for rank in range(reader.record.world_size)}
 
 
-def is_whole(info: TagInfo, boots: Collection[str], made_in: Callable[[CheckpointReader], set[Any]] = _made_in) -> bool:
-    """Return whether a snapshot, which the boots of `made_in` wrote, is of these boots alone, or complete."""
-    try:
-        with CheckpointReader(info) as reader:
-            if made_in(reader) <= set(boots) or not (faults := verify_checkpoint(reader)):
-                return True
-            why = str(faults[0])
-    except (ZstoreError, OSError) as error:
-        why = str(error)
-    _log.warning("the snapshot %s is incomplete, as after a power cut, and is left out: %s", info.path, why)
-    return False
+def first_whole(
+    found: Iterable[TagInfo], boots: Collection[str], made_in: Callable[[CheckpointReader], set[Any]] = _made_in
+) -> TagInfo | None:
+    """Return the first snapshot that these boots wrote alone, by `made_in`, or that is complete."""
+    for info in found:
+        try:
+            with CheckpointReader(info) as reader:
+                if made_in(reader) <= set(boots) or not (faults := verify_checkpoint(reader)):
+                    return info
+                why = str(faults[0])
+        except (ZstoreError, OSError) as error:
+            why = str(error)
+        _log.warning("the snapshot %s is incomplete, as after a power cut, and is left out: %s", info.path, why)
+    return None
 
 
 def superseded(found: Iterable[TagInfo], folders: Iterable[str] = ()) -> list[TagInfo]:

@@ -1,17 +1,7 @@
 """`durability: "step"`: a snapshot after every step, so that a killed run resumes at its last finished step.
 
-[Note: step snapshots]
-A snapshot is a checkpoint in all but name: the same pins, the same save in the background, the same commit, in a folder
-of its own, made without waiting for the drive. Its own part is an order:
-
-    step() of step t     decides, changes the state to version t, and pins it; the ranks agree that all could
-    behind               each rank publishes its part; rank 0 commits when all have, and removes the snapshot of t-1
-    step t+1             before its first change each rank waits until the snapshot of t is committed
-
-So version t-1 is whole on all ranks until version t is, and a kill takes back only the step under way, and the one before
-it if that was not committed yet. Slow ranks delay rank 0's commit, and rank 0 the others: no rank changes
-version t before all have reported it. State in memory is written while it is pinned, and state on disk goes on in new
-files. If a snapshot fails, as on a full disk, the next step raises that before it changes anything.
+A snapshot is saved as a checkpoint is: the same pins, the same save in the background, the same commit. State in memory is
+written while it is pinned, and state on disk goes on in new files. `SnapshotOrder` has the order of snapshots and steps.
 """
 
 from __future__ import annotations
@@ -19,27 +9,23 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zstore.checkpoint import Keep, KnownFile, SaveHandle, SaveRequest, Spare, TagInfo, save_checkpoint, step_tag
-from zstore.errors import ConfigError, StorageError
+from zstore.checkpoint import Keep, KnownFile, SaveHandle, SaveRequest, SaveSummary, Spare, save_checkpoint, step_tag
 from zstore.io import UnsyncedFiles
 from zstore.io.closing import settle
 
 from .client_state import ClientValues
 from .pending import PendingSave
-from .snapshot_folder import BOOT, KEY, boot_id, choose_snapshot, place_of, snapshots, sweep
+from .snapshot_folder import BOOT, KEY, boot_id, choose_snapshot, choose_together, place_of, snapshots, sweep
+from .snapshot_order import SnapshotOrder
 
 if TYPE_CHECKING:
-    from zstore.ranks.world import World
-
-    from ..config.config import Config
     from ..training import Training
     from .load_plan import LoadOptions
     from .save import Checkpoints
@@ -56,56 +42,8 @@ def present(state: ClientState) -> ClientValues:
     return state() if callable(state) else state
 
 
-def require_shared_folder(config: Config, world: World) -> None:
-    """Make the folder of step snapshots, if there are to be any; see `make_shared_folder` (all ranks)."""
-    folder = config.step_folder
-    # An `nvme_path` that is missing is an error of its own.
-    if folder is None or not (config.own.durability_path is not None or folder.parent.parent.is_dir()):
-        return
-    make_shared_folder(folder, world, "zstore.durability_path")
-
-
-def make_shared_folder(folder: Path, world: World, setting: str) -> None:
-    """Make the folder of step snapshots, which `setting` names, and see that all ranks have the same (all ranks).
-
-    Raises ConfigError, on every rank, for one that is local to a machine, StorageError if it cannot be written.
-    """
-    mark = world.broadcast_object(f"shared-{uuid.uuid4().hex}")
-    with world.agreeing():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if world.rank == 0:
-                (folder / mark).touch()
-        except OSError as error:
-            raise StorageError(
-                'the folder of step snapshots ("durability": "step") cannot be written; give one that this user may write '
-                f"in {setting}",
-                path=str(folder),
-                errno=error.errno,
-            ) from error
-    try:
-        with world.agreeing():
-            if not (folder / mark).exists():
-                raise ConfigError(
-                    f'"durability": "step": rank {world.rank} does not see what rank 0 wrote in {folder}: the folder is '
-                    f"local to a machine; give one that all ranks share in {setting}"
-                )
-    finally:
-        if world.rank == 0:
-            (folder / mark).unlink(missing_ok=True)
-
-
-def choose_together(world: World, choose: Callable[[Collection[str]], TagInfo | None]) -> Path | None:
-    """Return the folder of the snapshot that rank 0 chooses, given the boots of all machines (all ranks)."""
-    boots = set(world.all_gather_object(boot_id()))
-    with world.agreeing():
-        found = choose(boots) if world.rank == 0 else None
-    chosen: str | None = world.broadcast_object(None if found is None else str(found.path))
-    return None if chosen is None else Path(chosen)
-
-
 class StepSnapshots:
-    """Takes a snapshot after every step, if the config asks for it. See [Note: step snapshots]."""
+    """Takes a snapshot after every step, if the config asks for it. See [Note: step snapshots] in `snapshot_order`."""
 
     def __init__(self, training: Training, checkpoints: Checkpoints) -> None:
         self._training = training
@@ -120,21 +58,15 @@ class StepSnapshots:
         """Snapshots begun; with the above it gives each an id that all ranks know."""
         self._folders: list[str] = []
         """The run's folder of checkpoints."""
-        self._pending = PendingSave(training.world)
-        self._pinned_step: int | None = None
-        """Step of the snapshot that was begun last."""
+        self.order = SnapshotOrder(pending=PendingSave(training.world), committed=self._note)
         self._said: set[str] = set()
         self._known: Mapping[str, KnownFile] = {}
         """Files of the last snapshot, which the next one may link. Not a checkpoint: they are not made durable."""
         self._spare: Spare | None = None
         """The folder of the last snapshot but one, on rank 0."""
         self.client_state: ClientState = {}
-        self.committed_step: int | None = None
-        """Step of the last snapshot that is committed."""
-        self.stall_s = 0.0
-        """Seconds for which snapshots delayed training."""
         if self.enabled:
-            training.before_change = self.complete
+            training.before_change = self.order.complete
         self._look_after_folder()
 
     def _look_after_folder(self) -> None:
@@ -151,15 +83,9 @@ class StepSnapshots:
 
     def take(self) -> None:
         """Begin the snapshot of the step that ended (all ranks). Raises, on every rank, if one cannot."""
-        folder = self._folder
-        if folder is None:
-            return
-        started = time.perf_counter()
-        self.complete()
-        step = self._training.counters.global_steps
-        self._pending.begin(lambda: self._begin(folder, step))
-        self._pinned_step = step
-        self.stall_s += time.perf_counter() - started
+        folder, step = self._folder, self._training.counters.global_steps
+        if folder is not None:
+            self.order.begin(step, lambda: self._begin(folder, step))
 
     def _check_first(self, folder: Path) -> None:
         """Check once that the drives hold a second generation of the state."""
@@ -173,7 +99,7 @@ class StepSnapshots:
 
     def _begin(self, folder: Path, step: int) -> SaveHandle:
         try:
-            if self._pinned_step is None:
+            if not self._count:
                 self._check_first(folder)
             return save_checkpoint(self._request(folder, step))
         except Exception as error:
@@ -204,29 +130,9 @@ class StepSnapshots:
             most_pause_s=_MOST_PAUSE_S,
         )
 
-    def complete(self) -> None:
-        """Return when the snapshot under way is committed; raise its error on every rank."""
-        handle = self._pending.handle
-        if handle is None:
-            return
-        started = time.perf_counter()
-        # May be interrupted: the snapshot goes on, and the next call waits again.
-        error: BaseException | None = None
-        try:
-            summary = handle.wait()
-            messages, self._known, self._spare = summary.messages, summary.known, summary.spare
-        except Exception as raised:
-            raised.add_note(
-                f"This happened while the snapshot of step {self._pinned_step} was taken; nothing has changed since, and the "
-                "snapshot before it is intact."
-            )
-            error, messages = raised, ()
-        self._pending.handle = None
-        self.stall_s += time.perf_counter() - started
-        if error is not None:
-            raise error
-        self.committed_step = self._pinned_step
-        for message in messages:
+    def _note(self, summary: SaveSummary) -> None:
+        self._known, self._spare = summary.known, summary.spare
+        for message in summary.messages:
             if message not in self._said:
                 self._said.add(message)
                 _log.warning("%s", message)
@@ -244,7 +150,7 @@ class StepSnapshots:
         mine = self._folder
         if mine is None or tag is not None or not options.everything:
             return folder, tag
-        settle(self.complete)
+        settle(self.order.complete)
         training = self._training
         choose = partial(choose_snapshot, mine, folder, storage_options=training.config.storage_options)
         chosen = choose_together(training.world, choose)
@@ -261,12 +167,12 @@ class StepSnapshots:
         """Complete the snapshot under way, without asking the other ranks (at the end of a run); if the last step was saved
         as a checkpoint too, nothing is kept."""
         training = self._training
-        settle(self.complete)
+        settle(self.order.complete)
         if self._spare is not None:
             with contextlib.suppress(OSError):
                 self._spare.remove(self._files)
             self._spare = None
-        if self._folder is None or self._pinned_step is None or training.world.rank > 0:
+        if self._folder is None or not self._count or training.world.rank > 0:
             return
         sweep(self._folder, self._files, self._folders)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,13 @@ import torch
 from tests.engine.runs import make_config, start, state_of, step, whole
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.engine import Engine
+from zstore.engine.checkpoint.pending import Pending
+from zstore.engine.checkpoint.snapshot_order import SnapshotOrder
 from zstore.engine.config.config import load_config
 from zstore.errors import ConfigError, DiskFullError, RankError, StorageError, UsageError
 from zstore.io.files import Files
+from zstore.io.pool import run_in_thread
+from zstore.io.queue import Ticket
 from zstore.journal.names import run_of
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 from zstore.testing.ranks import run_ranks
@@ -112,6 +118,29 @@ def test_nothing_is_taken_unless_asked_for(nvme: Path) -> None:
         assert not steps_of(nvme).exists()
 
 
+def test_a_wait_for_a_snapshot_is_counted_once(nvme: Path) -> None:
+    with trained(nvme, 1) as engine:
+        engine.wait_for_checkpoint()
+        before_s, began_s = engine.saves_s()["step snapshot"], time.perf_counter()
+        for _ in range(5):
+            engine.steps.take()  # it waits for the one before, as after a step that was skipped
+        assert engine.saves_s()["step snapshot"] - before_s <= time.perf_counter() - began_s
+
+
+def test_a_snapshot_that_ctrl_c_met_at_its_beginning_is_waited_for() -> None:
+    order: SnapshotOrder[Ticket[None]] = SnapshotOrder(pending=Pending())
+
+    def start() -> Ticket[None]:
+        signal.raise_signal(signal.SIGINT)
+        return run_in_thread(lambda: None, "snapshot")
+
+    with pytest.raises(KeyboardInterrupt):
+        order.begin(1, start)
+    assert order.committed_step is None
+    order.complete()
+    assert order.committed_step == 1
+
+
 def test_the_folder_of_the_last_snapshot_but_one_is_used_again(nvme: Path, tmp_path: Path) -> None:
     def written() -> dict[str, Path]:
         (info,) = tags(steps_of(nvme))
@@ -189,7 +218,7 @@ def test_a_later_snapshot_counts_though_an_earlier_save_was_committed_after_it(n
         files.arrived(1)
         for _ in range(2):
             step(engine)
-        engine.steps.complete()
+        engine.steps.order.complete()
         files.open_gate()
         engine.wait_for_checkpoint()
         expected = state_of(engine)
@@ -250,7 +279,7 @@ def test_a_snapshot_of_before_a_power_cut_counts_where_it_is_whole(
         engine.save_checkpoint(ckpt)
         step(engine)
         abandon(engine)
-    monkeypatch.setattr("zstore.engine.checkpoint.snapshots.boot_id", lambda: "another")
+    monkeypatch.setattr("zstore.engine.checkpoint.snapshot_folder.boot_id", lambda: "another")
     with trained(nvme, 0) as engine:
         engine.load_checkpoint(ckpt)
         assert engine.global_steps == 2

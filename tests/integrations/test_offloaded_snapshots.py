@@ -173,7 +173,7 @@ def test_after_a_power_cut_a_snapshot_counts_where_it_is_whole(
     loop = Loop.make(Run(), folder, durable=True)
     loop.step()
     loop.optimizer.close()
-    monkeypatch.setattr("zstore.engine.checkpoint.snapshots.boot_id", lambda: "another")
+    monkeypatch.setattr("zstore.engine.checkpoint.snapshot_folder.boot_id", lambda: "another")
     loop = Loop.make(Run(), folder, durable=True)
     assert loop.resume() == 1
     loop.optimizer.close()

@@ -20,7 +20,7 @@ from zstore.engine.device import Streams, Transfers, streams_for
 from zstore.engine.optim.state import OptimizerState
 from zstore.errors import UsageError
 from zstore.io import Files, map_large_blocks
-from zstore.io.closing import Closing, closing_with, settle
+from zstore.io.closing import Closing, closing_with
 from zstore.store import StoreOptions, StoreStatistics, TensorStore
 
 from .arguments import check_kind, check_numbers, check_settings, groups_of, steps_folder_of
@@ -317,13 +317,13 @@ class Offloaded(torch.optim.Optimizer, Closing):
     @property
     def durable_step(self) -> int | None:
         """Step of the last snapshot that is known to be committed, counted in calls of `step()`; None before the first."""
-        return None if self._snapshots is None else self._snapshots.durable_step
+        return None if self._snapshots is None else self._snapshots.order.committed_step
 
     def wait_for_snapshot(self) -> None:
         """Wait until the snapshot of the last step is committed; raise its error, on every rank."""
         self._require_open()
         if self._snapshots is not None:
-            self._snapshots.complete()
+            self._snapshots.order.complete()
 
     def resume(self) -> Resumed | None:
         """Load parameters, state and settings of groups from the newest snapshot, in place (all ranks).
@@ -336,8 +336,6 @@ class Offloaded(torch.optim.Optimizer, Closing):
         snapshots = self._snapshots
         if snapshots is None:
             raise UsageError('resume() goes on from snapshots of steps: make the optimizer with durability="step"')
-        settle(snapshots.complete, f"the snapshot of step {snapshots.step} failed: ")
-        self._stepping.forget()
         resumed = snapshots.resume(self.param_groups, self.load_state_dict)
         if resumed is not None:
             if self.journal is not None:

@@ -2,17 +2,10 @@
 
 [Note: an optimizer's snapshots]
 A snapshot is a checkpoint of zstore's format, saved by torch.distributed.checkpoint through `zstore.dcp.Writer` as any
-other: weights under "model", the optimizer under "optim", and the loop's own state of each rank under "loop". It is made
-without waiting for the drive.
-
-    step() of step t     changes the state to version t, and notes the groups' settings and the loop's state
-    behind               waits for an update under way; links files on disk, writes the other state; rank 0 commits, and
-                         removes the snapshot of t-1
-    step t+1             before its first change each rank waits until the snapshot of t is committed
-
-So nothing that a snapshot reads changes under it, and version t-1 is whole until version t is. The ranks talk on a
-process group of their own, since the loop's collectives go on meanwhile. A power cut may leave a snapshot with its record
-but without its data: one of another boot of a machine counts only if every chunk of it has its checksum.
+other: weights under "model", the optimizer under "optim", and the loop's own state of each rank under "loop". `SnapshotOrder`
+has the order of snapshots and steps. `step()` notes the groups' settings and the loop's state; the rest is done behind it: the
+update under way is waited for, files on disk are linked, other state is written. The ranks talk on a process group of their
+own, since the loop's collectives go on meanwhile.
 """
 
 from __future__ import annotations
@@ -21,10 +14,9 @@ import copy
 import io
 import logging
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,10 +26,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-from zstore.checkpoint import CheckpointReader, Keep, TagInfo, discard, open_checkpoint, retire, step_tag
+from zstore.checkpoint import CheckpointReader, Keep, discard, open_checkpoint, retire, step_tag
 from zstore.dcp import Reader, Writer
-from zstore.engine.checkpoint.snapshot_folder import boot_id, is_whole, tags_of
-from zstore.engine.checkpoint.snapshots import choose_together, make_shared_folder
+from zstore.engine.checkpoint.pending import Pending
+from zstore.engine.checkpoint.snapshot_folder import boot_id, choose_together, first_whole, make_shared_folder, tags_of
+from zstore.engine.checkpoint.snapshot_order import SnapshotOrder
 from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.io import Files, Ticket, UnsyncedFiles, run_in_thread
 from zstore.io.closing import settle
@@ -83,11 +76,8 @@ class Snapshots:
         """Tags of an earlier process, which nobody resumed yet."""
         group = torch_dist.new_group(backend="gloo") if self._world.world_size > 1 else None
         self._behind = replace(self._world, group=group, backend="gloo", device=torch.device("cpu"))
-        self._running: Ticket[None] | None = None
-        self.step = 0
-        """Number of steps that were finished."""
-        self.durable_step: int | None = None
-        """Step of the last snapshot that is known to be committed."""
+        self.order: SnapshotOrder[Ticket[None]] = SnapshotOrder(pending=Pending())
+        """Its steps are the `step()` calls that were finished."""
         self._has_room = False
 
     # -- one step -----------------------------------------------------------------------------------------------------
@@ -102,30 +92,28 @@ class Snapshots:
                 f"{self._folder} has the snapshot {self._left[-1]!r} of an earlier process: call optimizer.resume() before the "
                 "first step to go on from it, or remove the folder to begin anew"
             )
-        self.complete()
+        self.order.complete()
 
     def take(self, groups: Groups, loop_state: LoopState) -> None:
         """Begin the snapshot of the step that ended (all ranks). Raises UsageError for a loop's state that cannot be kept,
         DiskFullError if the next step would have no room."""
-        self.complete()
-        self.step += 1
         error: Exception | None = None
         small: dict[str, Any] = {}
+        step, context = self.order.step + 1, self._state.arrays.transfers.stream_context()
         try:
             self._check_room()
-            small = self._small(groups, loop_state)
+            small = self._small(step, groups, loop_state)
         except Exception as raised:
             error = raised
-        step, context = self.step, self._state.arrays.transfers.stream_context()
 
         def work() -> None:
             with context():
                 self._save(step, small, error)
 
-        self._running = run_in_thread(work, "zstore-snapshot")
+        self.order.begin(step, lambda: run_in_thread(work, "zstore-snapshot"))
         if error is not None:
             with suppress(Exception):
-                self.complete()
+                self.order.complete()
             raise error
 
     def _check_room(self) -> None:
@@ -136,10 +124,10 @@ class Snapshots:
             arrays.store.require_room(names, num_stores=self._world.local_world_size)
             self._has_room = True
 
-    def _small(self, groups: Groups, loop_state: LoopState) -> dict[str, Any]:
+    def _small(self, step: int, groups: Groups, loop_state: LoopState) -> dict[str, Any]:
         kept = _encoded(loop_state() if callable(loop_state) else loop_state)
         return {
-            "step": self.step,
+            "step": step,
             "loop": {str(self._world.rank): {"boot": boot_id(), "state": kept}},
             "optim": {"param_groups": [copy.deepcopy(group) for group in self._named(groups)]},
             "model": self._weights(),
@@ -182,26 +170,13 @@ class Snapshots:
             ):
                 _log.warning("%s", message)
 
-    def complete(self) -> None:
-        """Wait until the snapshot under way is committed; raise its error, on every rank."""
-        if self._running is None:
-            return
-        # May be interrupted: the snapshot goes on, and the next call waits again.
-        self._running.wait_for_end()
-        running, self._running = self._running, None
-        try:
-            running.wait()
-        except Exception as error:
-            error.add_note(
-                f"This happened while the snapshot of step {self.step} was taken; nothing has changed since, and the snapshot "
-                "before it is intact."
-            )
-            raise
-        self.durable_step = self.step
+    def _finish(self) -> None:
+        """Complete the snapshot under way; an error is a warning."""
+        settle(self.order.complete, f"the snapshot of step {self.order.step} failed: ")
 
     def close(self) -> None:
         """Complete the snapshot under way, which stays, and release the process group."""
-        settle(self.complete, f"the snapshot of step {self.step} failed: ")
+        self._finish()
         group, self._behind.group = self._behind.group, None
         if group is not None:
             with suppress(ValueError):  # the process group of all ranks, and this one with it, is gone already
@@ -216,7 +191,9 @@ class Snapshots:
         `load` takes the state dict of the optimizer. Raises CheckpointMismatchError, before anything is changed, if the
         snapshot is of other parameters.
         """
-        path = choose_together(self._world, partial(_newest_whole, self._folder))
+        self._finish()
+        self._stepping.forget()
+        path = choose_together(self._world, lambda boots: first_whole(reversed(tags_of(self._folder)), boots, _made_in))
         self._left = []
         if path is None:
             return None
@@ -232,7 +209,7 @@ class Snapshots:
         except BaseException as error:
             self._stepping.torn = error
             raise
-        self.step = self.durable_step = progress.step
+        self.order.step = self.order.committed_step = progress.step
         return progress
 
     def _check_names(self, path: Path) -> None:
@@ -271,10 +248,6 @@ def _encoded(loop_state: Any) -> bytes:
             f"weights_only=True): {error}"
         ) from error
     return stream.getvalue()
-
-
-def _newest_whole(folder: Path, boots: Collection[str]) -> TagInfo | None:
-    return next((info for info in reversed(tags_of(folder)) if is_whole(info, boots, _made_in)), None)
 
 
 def _made_in(reader: CheckpointReader) -> set[str]:
