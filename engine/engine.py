@@ -260,7 +260,7 @@ class Engine(nn.Module):
         training.was_applied = False
         try:
             if boundary:
-                if self.requests.finder is not None and self.requests.finder.found is not None:
+                if self.requests.finder is not None and self.requests.finder.found:
                     self.requests.tell()
                 if self.world_size > 1:
                     self.report.step_begins()

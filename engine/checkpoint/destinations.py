@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zstore.checkpoint import ArraySource, SaveHandle, SaveRequest, save_checkpoint
+from zstore.checkpoint import SaveHandle, SaveRequest, save_checkpoint
 from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.upload import place_of
 from zstore.remote.url import is_url
@@ -57,9 +57,3 @@ def _chosen_folder(drives: Sequence[Path]) -> Path:
         return drives[0] / _FOLDER
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / _FOLDER
-
-
-def reading_text(source: ArraySource) -> str | None:
-    """Return the bytes read of a checkpoint behind a URL, and those of them that were requested; None for local ones."""
-    done = source.reading()
-    return f"read {source.location}: {done.text()}" if done is not None and done.requests else None

@@ -46,7 +46,6 @@ from ..device import one_thread
 from ..runtime.messages import warn_once
 from . import client_state as client
 from .accumulation import take_up
-from .destinations import reading_text
 from .load_plan import (
     LoadedArray,
     LoadOptions,
@@ -163,8 +162,8 @@ class Restore:
                 training.hooks.units.values_change()
             with training.world.agreeing(note):
                 state = self._bring_back(reader, plan)
-                if (text := reading_text(reader)) is not None:
-                    _log.info("rank %d: %s", training.world.rank, text)
+                if (done := reader.reading()) is not None and done.requests:  # it is behind a URL
+                    _log.info("rank %d: read %s: %s", training.world.rank, reader.location, done.text())
             training.gather_resident(training.state.records)
         self.report = LoadReport(
             path=reader.location,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -26,7 +27,7 @@ Taker = Callable[[str], str | None]
 class Finder(Protocol):
     """Finds requests, in a thread of its own."""
 
-    found: Request | None
+    found: deque[Request]
     """The last one, until it is taken."""
 
 
@@ -51,8 +52,8 @@ class Requests:
 
     def tell(self) -> None:
         """Let all ranks know of the request that was found, with the next update (rank 0)."""
-        if self.finder is not None and self.finder.found is not None:
-            found, self.finder.found = self.finder.found, None
+        if self.finder is not None and self.finder.found:
+            found = self.finder.found.pop()
             self._world.asks = json.dumps([found.action, found.id])
 
     def carry_out(self, usual: Taker) -> None:

@@ -17,6 +17,7 @@ import torch
 from tests import warm
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, step
+from tests.interrupting import between
 from tests.waiting import until
 from zstore.engine import Engine
 from zstore.errors import ConfigError, DiskFullError
@@ -173,7 +174,8 @@ def test_a_load_names_the_folder_and_the_first_save_another(tmp_path: Path) -> N
     with start() as engine:
         engine.load_checkpoint(str(tmp_path / "one"))
         step(engine)
-        assert engine.journal.open_at == (tmp_path / "one", engine.training_state.run_id)
+        opened = engine.journal.file.current
+        assert (opened.run_folder, opened.run_id) == (tmp_path / "one", engine.training_state.run_id)
         engine.save_checkpoint(str(tmp_path / "two"))
         step(engine)
     one, two = read(tmp_path / "one")[len(before) :], read(tmp_path / "two")
@@ -188,7 +190,28 @@ def test_a_load_names_the_folder_and_the_first_save_another(tmp_path: Path) -> N
     with start() as engine:  # weights of another run to begin with
         engine.load_checkpoint(str(tmp_path / "two"), load_module_only=True)
         step(engine)
-        assert engine.journal.open_at is None
+        assert engine.journal.file.current is None
+
+
+def test_no_warning_is_lost_while_the_journal_moves(tmp_path: Path) -> None:
+    with start() as engine:
+        engine.save_checkpoint(str(tmp_path / "one"))
+    said: list[str] = []
+
+    def warn() -> None:  # as any thread may
+        said.append(f"warning {len(said)}")
+        logging.getLogger("zstore").warning(said[-1])
+        engine.journal.writer.flush()  # as its own thread does, whenever it likes
+
+    with start() as engine:
+        engine.load_checkpoint(str(tmp_path / "one"))
+        step(engine)
+        folder = "/extras/journal/"
+        with between("line", lambda code: folder in code.co_filename, warn):
+            engine.note_save_folder(str(tmp_path / "two"))
+    found = [r["text"] for r in of_kind(tmp_path / "two", "warning")]
+    assert len(said) > 20
+    assert [text for text in found if text in said] == said
 
 
 def test_a_failed_save_is_written_down_and_the_refused_one_makes_no_journal(tmp_path: Path) -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.engine.asking import actions, ask
 from tests.engine.runs import make_config, start, step, whole
+from tests.interrupting import between
 from tests.waiting import until
 from zstore.checkpoint.reader import open_checkpoint
+from zstore.engine.report.requests import Requests
 from zstore.errors import CheckpointExistsError
 from zstore.journal import read
 from zstore.journal.names import request_file
+from zstore.journal.requests import Request
+from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
 
 
@@ -91,3 +98,34 @@ def test_a_request_that_cannot_be_carried_out_stops_nothing(tmp_path: Path) -> N
         run_id = engine.training_state.run_id
     (record,) = [r for r in read(tmp_path, run_id) if r["kind"] == "action"]
     assert "CheckpointExistsError" in record["problem"]
+
+
+class _Finder:
+    """Finds requests as a journal's thread does."""
+
+    def __init__(self) -> None:
+        self.found: deque[Request] = deque(maxlen=1)
+
+
+def test_a_request_that_comes_while_another_is_told_is_not_lost() -> None:
+    finder, world = _Finder(), World()
+    requests = Requests(world)
+    requests.watch(finder, print)
+    first, second = (Request(id=name, action="save", at=0.0) for name in ("first", "second"))
+    places = 0
+    for place in itertools.count():
+        finder.found.append(first)
+        passed = itertools.count()
+
+        def second_comes(passed: Iterator[int] = passed, place: int = place) -> None:
+            if next(passed) == place:
+                finder.found.append(second)
+
+        with between("opcode", lambda code: code is Requests.tell.__code__, second_comes):
+            requests.tell()
+        if next(passed) <= place:
+            break  # it has no more instructions
+        places += 1
+        requests.tell()
+        assert json.loads(world.asks) == ["save", "second"], place
+    assert places > 10

@@ -157,8 +157,8 @@ class JournalWriter(Closing):
             self._has_failed = True
             self._failed(f"{type(error).__name__}: {error}")
 
-    def close_sink(self) -> None:
-        """Write the waiting records and give the sink back; records wait from here on."""
+    def close(self) -> None:
+        """Write the waiting records and close the sink; from here on records wait for another one."""
         threads, self._threads = self._threads, []
         if os.getpid() == self._pid:
             self._ending.set()
@@ -168,6 +168,3 @@ class JournalWriter(Closing):
             sink, self._sink = self._sink, None
             if sink is not None:
                 sink.close()
-
-    def close(self) -> None:
-        self.close_sink()

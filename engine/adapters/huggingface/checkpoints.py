@@ -122,13 +122,13 @@ def begin_folder(engine: Engine, folder: Path) -> None:
     """Put the run's journal into the folder of a checkpoint, and files that other Trainers refuse (rank 0)."""
     for name in _STAND_INS:
         (folder / name).write_text(_STAND_IN, encoding="utf-8")
-    engine.journal.follow(folder)
+    engine.journal.file.follow(folder)
 
 
 def move_journal(engine: Engine | None, folder: Path) -> None:
     """Have the run's journal in a folder, if there is one."""
-    if engine is not None and engine.journal.open_at is not None:
-        engine.journal.follow(folder)
+    if engine is not None and engine.journal.file.current is not None:
+        engine.journal.file.follow(folder)
 
 
 def _oldest(folder: str, limit: int, best: str | None) -> list[str]:

@@ -202,7 +202,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
     def _begin_journal(self) -> None:
         """Let the run's journal be in the newest `checkpoint-N`: people count the entries of `output_dir`."""
         if (engine := self.engine) is not None:
-            engine.journal.follow(None)
+            engine.journal.file.follow(None)
             self.remove_callback(RunCallback)
             self.add_callback(RunCallback(engine))
 

@@ -63,17 +63,17 @@ def journal_taken_along(engine: Engine, checkpoint: Path) -> Iterator[None]:
     """Save a checkpoint in the block; the run's journal is in it after that, not beside it: people list the folder."""
     keep_journal(engine, checkpoint)
     yield
-    place = engine.journal.open_at
+    opened = engine.journal.file.current
     named = CHECKPOINT_FOLDER.fullmatch(checkpoint.name) is not None
-    if named and place is not None and place[0].resolve() == checkpoint.parent.resolve():
-        engine.journal.follow(checkpoint)
+    if named and opened is not None and opened.run_folder.resolve() == checkpoint.parent.resolve():
+        engine.journal.file.follow(checkpoint)
 
 
 def keep_journal(engine: Engine, checkpoint: Path) -> None:
     """Have the run's journal beside a checkpoint that is replaced or removed, if it is in it."""
-    place = engine.journal.open_at
-    if place is not None and (checkpoint / journal_file(place[1])).is_file():
-        engine.journal.follow(checkpoint.parent)
+    opened = engine.journal.file.current
+    if opened is not None and (checkpoint / journal_file(opened.run_id)).is_file():
+        engine.journal.file.follow(checkpoint.parent)
 
 
 def _total_steps(trainer: Any) -> int | None:

@@ -74,7 +74,8 @@ class OptimizerJournal(StepJournal):
         except (OSError, ValueError) as error:
             self._say_failure(f"{type(error).__name__}: {error}")
             return
-        self._begin(sink, run, step=self._step, loop="offloaded", config={"optimizer": self._kind})
+        first = self._start(run, step=self._step, loop="offloaded", config={"optimizer": self._kind})
+        self.writer.open(sink, first)
 
 
 def _value(number: Any) -> Loss:

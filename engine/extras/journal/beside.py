@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from zstore.checkpoint import SaveHandle, SaveSummary
 from zstore.journal.names import request_file
 from zstore.journal.requests import Request, read_request
 from zstore.journal.writer import JournalWriter
+
+from .file import RunFile
 
 _log = logging.getLogger("zstore")
 
@@ -129,25 +131,24 @@ class SaveNotes:
 
 
 class RequestFinder:
-    """Looks for requests twice a second, in the thread of a RunJournal (rank 0). Knows nothing of the engine, which may
+    """Looks for requests twice a second, in the writer's thread of a journal (rank 0). Knows nothing of the engine, which may
     end before the thread. See [Note: carrying out a request] in `report.requests`."""
 
-    def __init__(self, journal: Any) -> None:
-        self._journal, self._started_at = weakref.ref(journal), journal.started_at
+    def __init__(self, file: RunFile, started_at: float) -> None:
+        self._file, self._started_at = file, started_at
         self._path = ""
         self._last_id = ""
         self._problem_said = False
-        self.found: Request | None = None
+        self.found: deque[Request] = deque(maxlen=1)
         """The last one, until the engine takes it."""
-        journal.writer.beside = self.look
+        file.writer.beside = self.look
 
     def look(self) -> None:
         """Take up the request that is there, if any."""
-        journal = self._journal()
-        open_at = None if journal is None else journal.open_at
-        if open_at is None:
+        opened = self._file.current
+        if opened is None:
             return
-        path = os.path.join(open_at[0], request_file(open_at[1]))
+        path = os.path.join(opened.run_folder, request_file(opened.run_id))
         if path != self._path:
             self._path = path
             self._forget_old()
@@ -161,7 +162,8 @@ class RequestFinder:
             if found is None:
                 _log.warning("%s was no request, and is removed", self._path)
             elif found.id != self._last_id:  # of a file that cannot be removed
-                self.found, self._last_id = found, found.id
+                self.found.append(found)
+                self._last_id = found.id
             os.unlink(self._path)
             self._problem_said = False
         except OSError as error:

@@ -1,13 +1,5 @@
 """The journal of a run, as an engine writes it: steps, saves, loads, warnings. See [Note: the journal] in `zstore.journal`.
 
-[Note: where the journal goes]
-It is beside the checkpoints, in the folder that a loop names at its start (`place`), else in that of the first save. A load
-that resumes a run names a folder for the time being, if it is writable, and so do snapshots of steps: the first save to
-another one takes this process's records along. The file is opened at the first step or save, so that a process that only
-loads leaves none. Until then records wait (see `zstore.journal.writer`). Of a run that saves to a URL the journal is in the
-local folder that its saves go through, and is sent along with each of them, and at the end; to a service of zstore its
-lines are sent about once a second.
-
 [Note: the cost of a step's record]
 The training thread makes a dict of numbers that it has at hand. Counters of links and memory are sampled every two seconds
 at most, and so seldom that it takes a five-thousandth of the time; the longer a run goes on, the more seldom. On CUDA the
@@ -28,13 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zstore.checkpoint import tag_folder
 from zstore.io import LinkStatistics, count_memory_kills
-from zstore.journal.names import CHECKPOINT_FOLDER, journal_file
 from zstore.journal.reader import journal_of, read_from
-from zstore.journal.requests import request
-from zstore.journal.writer import FileSink, JournalWriter
+from zstore.journal.writer import JournalWriter
 from zstore.ranks.world import World
-from zstore.remote.journal_tail import JournalTail
-from zstore.remote.service_upload import ServicePlace
 from zstore.remote.url import is_url
 
 from ...checkpoint.destinations import Destination, destination_of
@@ -45,6 +33,7 @@ from ...report.memory import memory_now
 from ...report.statistics import link_statistics
 from ...report.utilisation import PhaseTimes
 from .beside import JournalFailure, RequestFinder, SaveNotes, Warnings, error_text, number_of, uncaught_error
+from .file import Namer, RunFile
 from .start import plan_record, start_record
 
 if TYPE_CHECKING:
@@ -101,8 +90,11 @@ class StepJournal(ABC):
     def _step(self) -> int:
         """Number of the last step."""
 
+    def _record(self, kind: str, **values: Any) -> dict[str, Any]:
+        return {"kind": kind, "at": time.time(), "step": self._step, **values}
+
     def _add(self, kind: str, **values: Any) -> None:
-        self.writer.append({"kind": kind, "at": time.time(), "step": self._step, **values})
+        self.writer.append(self._record(kind, **values))
 
     def _add_step(self, now_s: float, *, first_s: float | None = None, aside_s: float = 0.0, **values: Any) -> None:
         """Record the step that ended at `now_s` of `time.perf_counter`, after `first_s` if none was before it; `aside_s` of its
@@ -135,11 +127,11 @@ class StepJournal(ABC):
         self._sample(time.perf_counter())
         self._sampled_s, self._next_sample_s = None, 0.0
 
-    def _begin(self, sink: FileSink, run: str, *, step: int, loop: str, config: Any, plan: Plan | None = None) -> None:
-        """Begin a file, with records of this process and of the run."""
+    def _start(self, run: str, *, step: int, loop: str, config: Any, plan: Plan | None = None) -> list[dict[str, Any]]:
+        """Return the first records of a file: of this process and of the run."""
         known = {"at": self.started_at, "run": run, "step": step, "total_steps": self._total_steps, "loop": loop}
         start = start_record(self._world, self._state, known, config)
-        self.writer.open(sink, [start, plan_record(self._state, plan, self._world.device)])
+        return [start, plan_record(self._state, plan, self._world.device)]
 
     def close(self) -> None:
         """Write the end; a second call does nothing."""
@@ -162,10 +154,6 @@ def _link_record(link: LinkStatistics) -> dict[str, Any] | None:
     return {"bytes": link.bytes, "busy_s": round(link.busy_s, 6), "stall_s": stall_s}
 
 
-def _run_folder(folder: Path) -> Path:
-    return folder.parent if CHECKPOINT_FOLDER.fullmatch(folder.name) else folder
-
-
 class RunJournal(StepJournal, Extra):
     """Writes an engine's journal, on rank 0; on others, and if the config wants none, every call does nothing."""
 
@@ -182,20 +170,14 @@ class RunJournal(StepJournal, Extra):
         self._first_step = training.counters.global_steps
         self.acts = not training.config.frozen and chosen is not False
         super().__init__(training.world, training.state, enabled=self.acts, step=self._first_step)
-        self._chosen = Destination(chosen) if isinstance(chosen, Path) else None
-        """The place that the config names."""
-        self._place = self._chosen
-        self._is_certain = self._place is not None
-        self._sink: FileSink | None = None
-        self._tail: JournalTail | None = None
-        """Sends the file to a service, if the run saves to one."""
-        self._run_id = training.run_id
+        place, namer = (Destination(chosen), Namer.CONFIG) if isinstance(chosen, Path) else (None, Namer.NOBODY)
+        self.file = RunFile(writer=self.writer, failed=self._say_failure, place=place, namer=namer)
         self._last_times = PhaseTimes()
         self._loop = "engine"
         self.saves_s = engine.saves_s
         if self.enabled:
             self._report.want()
-            engine.requests.watch(RequestFinder(self), self._acted)
+            engine.requests.watch(RequestFinder(self.file, self.started_at), self._acted)
             for line in training.config.report():  # they were logged before there was a journal
                 self._warnings.note(f"{training.config.source}: {line}", self.started_at)
 
@@ -212,43 +194,6 @@ class RunJournal(StepJournal, Extra):
         self._report.utilisation.tokens(self._tokens)
         self._total_steps = self._total_steps if total_steps is None else total_steps
         self._loop = loop or self._loop
-
-    def _put(self, place: Destination, *, certain: bool = True) -> None:
-        """Take `place` for the journal: the first certain one counts, unless the config names one. See [Note: where the journal
-        goes]."""
-        if self._is_certain or (self._place is not None and not certain):
-            return
-        before, self._place, self._is_certain = self._place, place, certain
-        if before is not None and before != place and self._sink is not None:
-            self._move(self._sink)
-
-    def follow(self, folder: Path | None) -> None:
-        """Have the journal in `folder` from now on and in no other, unless the config names one: its file moves along.
-        None: records wait until there is a folder."""
-        if not self.enabled or self._chosen is not None:
-            return
-        former = self._sink
-        self._place, self._is_certain = None if folder is None else Destination(folder), True
-        if former is None or former.path.parent == folder:
-            return
-        self._close_file()
-        if self._place is None:
-            return
-        try:
-            os.replace(former.path, self._place.folder / former.path.name)
-        except OSError as error:
-            self._say_failure(f"{type(error).__name__}: {error}")
-        self._sink = self._opened(self._place)
-        if self._sink is not None:
-            self.writer.open(self._sink)
-
-    @property
-    def open_at(self) -> tuple[Path, str] | None:
-        """The local folder of the run, and its id; None if the journal is not open. The journal is in that folder, or in a
-        loop's checkpoint in it."""
-        if self._sink is None:
-            return None
-        return _run_folder(self._sink.path.parent), self._run_id
 
     # -- from the engine --------------------------------------------------------------------------------------------
 
@@ -275,8 +220,7 @@ class RunJournal(StepJournal, Extra):
             mfu=report.utilisation.last,
             **self._new_flops(),
         )
-        if self._sink is None or self._run_id != training.run_id:
-            self._open()
+        self._open()
 
     def _new_flops(self) -> dict[str, Any]:
         """Return the numbers behind `mfu` and their sources, for the first step that knows them, and when they change."""
@@ -291,24 +235,24 @@ class RunJournal(StepJournal, Extra):
     def saves_in(self, folder: str) -> None:
         if self.enabled:
             drives = self._state.store.options.all_paths
-            self._put(destination_of(folder, self._training.config, drives))
+            self._name(destination_of(folder, self._training.config, drives), Namer.RUN)
 
     def save_begins(self, tag: str, destination: Destination) -> SaveNotes | None:
         if not self.enabled:
             return None
         location = destination.location_of(tag_folder(tag))
         base = {"kind": "save", "step": self._step, "tag": tag, "location": location}
-        return SaveNotes(self.writer, base, partial(self._save_began, destination), self._send)
+        return SaveNotes(self.writer, base, partial(self._save_began, destination), self.file.send)
 
     def _save_began(self, place: Destination) -> None:
         """Note the place of a save that has begun well: the journal is there from now on at the latest."""
-        self._put(place)
+        self._name(place, Namer.RUN)
         self._open()
 
     def loaded(self, path: str, load: Restore, elapsed_s: float) -> None:
         if not self.enabled or load.report is None:
             return
-        if self._sink is None and self._step_ended_s is None:
+        if self.file.current is None and self._step_ended_s is None:
             self._first_step = self._step
         self._report.utilisation.begin_anew()
         self._last_times = replace(self._times)
@@ -318,9 +262,9 @@ class RunJournal(StepJournal, Extra):
         above = os.path.dirname(path)
         # The checkpoint of another run, from which this one begins, is no place for its journal.
         if load.resumes and not is_url(path) and os.access(above, os.W_OK):
-            if self._sink is None:
+            if self.file.current is None:
                 self._tell_of_kill(Path(above))
-            self._put(Destination(Path(above)), certain=False)
+            self._name(Destination(Path(above)), Namer.GUESS)
 
     def _tell_of_kill(self, folder: Path) -> None:
         """Report if the process before was killed: its journal in `folder` has no end."""
@@ -367,97 +311,30 @@ class RunJournal(StepJournal, Extra):
 
     # -- the file ---------------------------------------------------------------------------------------------------
 
+    def _name(self, place: Destination, namer: Namer) -> None:
+        if namer > self.file.namer:
+            self.file.name(place, namer, self._record("end", reason="done"))
+
     def _open(self) -> None:
-        """Open the file of the run, if it is known by now."""
-        run_id = self._training.run_id
-        if not self.enabled or (self._sink is not None and run_id == self._run_id):
+        """Open the file of the run, if its folder is known by now."""
+        file, training = self.file, self._training
+        if not self.enabled or (file.current is not None and file.current.run_id == training.run_id):
             return
-        steps_folder = self._training.config.step_folder
-        if self._place is None and steps_folder is not None:
-            self._place = Destination(steps_folder)
-        if self._place is None:
-            return
-        if self._sink is not None:  # another run's checkpoint was loaded
+        if file.current is not None:  # another run's checkpoint was loaded
             self._add("end", reason="stopped")
-            self._close_file()
+            file.close()
             self._first_step = self._step
-        self._run_id = run_id
-        sink = self._opened(self._place)
-        if sink is not None:
-            self._sink = sink
-            training = self._training
+
+        def first() -> list[dict[str, Any]]:
             config = acting(training.config.settings)
-            self._begin(sink, run_id, step=self._first_step, loop=self._loop, config=config, plan=training.plan)
+            return self._start(
+                training.run_id, step=self._first_step, loop=self._loop, config=config, plan=training.plan
+            )
 
-    def _opened(self, place: Destination) -> FileSink | None:
-        try:
-            path = place.folder / journal_file(self._run_id)
-            run = _run_folder(place.folder)
-            if run.is_dir() and not path.exists() and (former := run / journal_of(run, self._run_id)).exists():
-                os.replace(former, path)  # of a run that was resumed, in one of its checkpoints
-            sink = FileSink(path)
-            remote = None if place.upload is None else place.upload.folder
-            if isinstance(remote, ServicePlace):
-                self._tail = JournalTail(
-                    sink.path,
-                    remote,
-                    self._run_id,
-                    sink.begin_bytes,
-                    failed=self._say_failure,
-                    asked=partial(request, place.folder, self._run_id),
-                )
-            return sink
-        except OSError as error:
-            self._say_failure(f"{type(error).__name__}: {error}")
-            return None
-
-    def _move(self, former: FileSink) -> None:
-        """Go on in another folder, with the records of this process. See [Note: where the journal goes]."""
-        self.writer.flush()
-        try:
-            with open(former.path, "rb") as file:
-                file.seek(former.begin_bytes)
-                lines = file.read()
-        except OSError:
-            lines = b""
-        self._add("end", reason="done")
-        self._close_file()
-        self._sink = None if self._place is None else self._opened(self._place)
-        if self._sink is None:
-            return
-        try:
-            self._sink.append(lines)
-        except OSError as error:
-            self._say_failure(f"{type(error).__name__}: {error}")
-        self.writer.open(self._sink)
-
-    def _close_file(self) -> None:
-        self.writer.close_sink()
-        self._sink = None
-        self._close_tail()
-
-    def _close_tail(self) -> None:
-        tail, self._tail = self._tail, None
-        if tail is not None:
-            tail.close()
-
-    def _send(self) -> None:
-        """Send the journal as it is to the URL that the run saves to."""
-        sink, remote = self._sink, None
-        if self._place is not None and self._place.upload is not None:
-            remote = self._place.upload.folder
-        if remote is None or sink is None or isinstance(remote, ServicePlace):
-            return
-        self.writer.flush()
-        try:
-            remote.send(sink.path, sink.path.name, lambda _: None)
-        except Exception as error:
-            self._say_failure(f"it was not sent to {remote}: {type(error).__name__}: {error}")
+        file.open(training.run_id, first, training.config.step_folder)
 
     def close(self) -> None:
-        if not self.enabled:
-            return
-        super().close()
-        self._send()
-        self._sink = None
-        self._close_tail()
+        if self.enabled:
+            super().close()
+            self.file.send()
+            self.file.close()
