@@ -9,7 +9,7 @@ in a collective that a failed one will never enter, or if a rank has not failed 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..errors import RankError
@@ -65,6 +65,11 @@ class RankReport:
     """It closed its engine."""
     final: bool = False
     """Nobody will handle the error."""
+
+    def joined(self, later: RankReport) -> RankReport:
+        """Return the report of both: an error stays known when a collective fails because of it."""
+        first = self if self.cause is not None else later
+        return replace(first, lost=self.lost or later.lost, final=self.final or later.final)
 
 
 def judge(reports: Mapping[int, RankReport], world_size: int, waited_s: float) -> Outcome | None:

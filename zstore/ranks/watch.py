@@ -11,6 +11,15 @@ looks, so that a machine that was asleep reports no loss.
 
 A slow rank is no failure: its thread lives. One that hangs for good while its thread lives is found by the process
 group's own timeout.
+
+[Note: the watch's threads]
+A thread of the rank (the trainer's; any that has a collective fail) hands its report over as `_alarm`, and waits until it was
+answered: `_alarm` is None then, or the run is broken, or the watch's thread ended. Reports that meet are joined; one that comes
+while the outcome of another is clear already is the next incident's.
+
+    the watch's thread alone    `_store`, `_heartbeats`, `_last_at`, `_told_at`, `_incident`
+    all, under `_changed`       `_alarm`, `_what_others_said`, `_closing`, `_ended`, `_broken`, which is set once
+    all, without it             `_broken` and `_reports` are read, as wholes; `_agreed` and `_told` choose an error's text
 """
 
 from __future__ import annotations
@@ -22,7 +31,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -48,7 +57,7 @@ _GONE = "it does not answer: its process was killed, or its machine is lost or s
 
 
 class Watch:
-    """This rank's part of the watch; see [Note: the watch]. Made on all ranks in the same order.
+    """This rank's part of the watch; see both notes. Made on all ranks in the same order.
 
     `store` is the process group's, `cut` ends all communication of this rank. `silent_s` is how long a rank
     may send no heartbeat; None: for ever.
@@ -76,12 +85,13 @@ class Watch:
             self._heartbeats = Heartbeats(rank, world_size, self._store, silent_s)
         self._last_at = self._told_at = ""
         self._incident = 0
-        self._reports: dict[int, RankReport] = {}
-        self._mine: RankReport | None = None
-        self._what_others_said = ""
         self._changed = threading.Condition()
-        self._closing = self._ended = self._agreed = self._told = False
+        self._alarm: RankReport | None = None
+        self._reports: dict[int, RankReport] = {}
+        self._what_others_said = ""
+        self._closing = self._ended = False
         self._broken: RankError | None = None
+        self._agreed = self._told = False
         self._trainer = threading.get_ident()
         self._threads = start_threads(1, self._serve, f"zstore-watch-{rank}")
         if not self._threads:  # the interpreter ends
@@ -127,11 +137,7 @@ class Watch:
         if self._broken is None:
             cause = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
             details = "".join(traceback.format_exception(error))
-            self._raise_alarm(
-                RankReport(
-                    at=str(self._activity), entered=self._activity.entered, cause=cause, details=details, final=final
-                )
-            )
+            self._raise_alarm(self._report(cause=cause, details=details, final=final))
         if self._broken is None and isinstance(error, RankError):
             # It may name the rank alone, without its error.
             error.add_note(self._what_others_said)
@@ -143,13 +149,9 @@ class Watch:
     def lost(self, error: BaseException) -> RankError:
         """Return the error to raise for a collective that failed."""
         if self._broken is None:
-            lost = f"{type(error).__name__}: {error}"
-            self._raise_alarm(RankReport(at=str(self._activity), entered=self._activity.entered, lost=lost))
+            self._raise_alarm(self._report(lost=f"{type(error).__name__}: {error}"))
         self._told = True
-        broken = self._broken
-        if broken is None:  # every other rank is gone by itself
-            broken = self._break()
-        return broken
+        return self._break({})  # if it is not broken, every other rank is gone by itself
 
     def close(self) -> None:
         """End the watch."""
@@ -184,35 +186,41 @@ class Watch:
         prefixed: Store = torch_dist.PrefixStore(self._prefix, store)  # type: ignore[attr-defined]
         return prefixed
 
+    def _report(self, **more: Any) -> RankReport:
+        return RankReport(at=str(self._activity), entered=self._activity.entered, **more)
+
     def _raise_alarm(self, report: RankReport) -> None:
         with self._changed:
-            self._mine = report
+            self._alarm = report if self._alarm is None else self._alarm.joined(report)
             self._changed.notify_all()
-            answered = self._changed.wait_for(lambda: self._mine is None or self._ended, _ANSWER_S)
-        if (self._ended or not answered) and not self.broken:
+            self._changed.wait_for(lambda: self._alarm is None or self._ended, _ANSWER_S)
+            unanswered = self._alarm if self._broken is None else None
+        if unanswered is not None:
             self._without_store()
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
+            pause_s = _LOOK_S if self._heartbeats is None else min(_LOOK_S, self._heartbeats.period_s)
             while self._broken is None:
                 with self._changed:
-                    pause_s = _LOOK_S if self._heartbeats is None else min(_LOOK_S, self._heartbeats.period_s)
-                    self._changed.wait_for(lambda: self._closing or self._mine is not None, pause_s)
-                if self._closing and self._mine is None:
+                    self._changed.wait_for(lambda: self._closing or self._alarm is not None, pause_s)
+                    leaves = self._closing and self._alarm is None
+                if leaves:
                     self._store.set(f"left/{self._rank}", str(self._activity.entered))
                     return
                 if self._heartbeats is not None and (lost := self._heartbeats.look()) is not None:
                     found = self._present(lost=lost)
                     with self._changed:
-                        self._mine = self._mine or found
+                        self._alarm = self._alarm or found
                 self._say_where()
-                if self._mine is not None or self._store.check([f"alarm/{self._incident}"]):
-                    self._resolve()
+                if self._alarm is not None or self._store.check([f"alarm/{self._incident}"]):
+                    self._resolve(self._incident)
+                    self._incident += 1
         except RuntimeError:
             # The store is gone, with the process that held it. Calls that need the others will fail.
-            if self._mine is not None:
+            if self._alarm is not None:
                 self._without_store()
         finally:
             with self._changed:
@@ -234,63 +242,70 @@ class Watch:
         """Return the present place of this rank."""
         frame = sys._current_frames().get(self._trainer)
         details = "" if frame is None else "it is at\n" + "".join(traceback.format_stack(frame))
-        return RankReport(at=str(self._activity), entered=self._activity.entered, details=details, lost=lost)
+        return self._report(details=details, lost=lost)
 
-    def _resolve(self) -> None:
+    def _resolve(self, number: int) -> None:
         """Report until the outcome of the incident is clear."""
-        started, number = time.monotonic(), self._incident
-        outcome: Outcome | None = None
+        started = time.monotonic()
         last: RankReport | None = None
-        while outcome is None:
-            report = self._mine or self._present()
+        while True:
+            alarm = self._alarm
+            report = alarm or self._present()
             if report != last:
                 self._store.set(f"report/{number}/{self._rank}", json.dumps(asdict(report)))
                 last = report
             self._store.set(f"alarm/{number}", "1")
-            self._collect(number)
-            outcome = judge(self._reports, self._world_size, time.monotonic() - started)
-            if outcome is None and self._store.check([f"broken/{number}"]):
-                outcome = Outcome.BROKEN
-            if outcome is None:
-                time.sleep(self._pause_s)
-        if outcome is Outcome.SOUND:
-            others = {rank: report for rank, report in self._reports.items() if rank != self._rank}
-            self._what_others_said = "\n".join(
-                f"--- rank {rank}, in {report.at} ---\n{report.details.rstrip()}" for rank, report in others.items()
-            )
-        if outcome is Outcome.BROKEN:
-            self._store.set(f"broken/{number}", "1")
-            self._wait_for_readers(number)
-            self._break()
+            reports = self._reports = self._collected(number)
+            outcome = judge(reports, self._world_size, time.monotonic() - started)
+            if outcome is Outcome.BROKEN or (outcome is None and self._store.check([f"broken/{number}"])):
+                self._store.set(f"broken/{number}", "1")
+                self._wait_for_readers(number, sum(not report.left for report in reports.values()))
+                self._break(reports)
+                return
+            if outcome is Outcome.SOUND:
+                break
+            time.sleep(self._pause_s)
         with self._changed:
-            self._incident += 1
-            self._reports, self._mine = {}, None
+            self._what_others_said = "\n".join(
+                f"--- rank {rank}, in {report.at} ---\n{report.details.rstrip()}"
+                for rank, report in reports.items()
+                if rank != self._rank
+            )
+            self._reports = {}
+            if self._alarm is alarm:
+                self._alarm = None
             self._changed.notify_all()
 
-    def _collect(self, number: int) -> None:
+    def _collected(self, number: int) -> dict[int, RankReport]:
+        reports: dict[int, RankReport] = {}
         for rank in range(self._world_size):
             if self._store.check([f"report/{number}/{rank}"]):
-                self._reports[rank] = RankReport(**json.loads(self._store.get(f"report/{number}/{rank}")))
+                reports[rank] = RankReport(**json.loads(self._store.get(f"report/{number}/{rank}")))
             elif self._store.check([f"left/{rank}"]):
                 entered = int(self._store.get(f"left/{rank}"))
-                self._reports[rank] = RankReport(at="the end", entered=entered, left=True)
+                reports[rank] = RankReport(at="the end", entered=entered, left=True)
+        return reports
 
-    def _wait_for_readers(self, number: int) -> None:
+    def _wait_for_readers(self, number: int, readers: int) -> None:
         """Keep the store, which may be in this process, until all that reported have read."""
         self._store.add(f"read/{number}", 1)
         end = time.monotonic() + ABSENT_S
-        readers = sum(not report.left for report in self._reports.values())
         while time.monotonic() < end and self._store.add(f"read/{number}", 0) < readers:
             time.sleep(self._pause_s)
 
-    def _break(self) -> RankError:
+    # -- the end of the run, by whichever thread finds it first -------------------------------------------------------
+
+    def _break(self, reports: Mapping[int, RankReport]) -> RankError:
         """End the run: nobody waits for this rank any more, nor this rank for anybody."""
-        reports = dict(self._reports)
-        if self._mine is not None:
-            reports[self._rank] = self._mine
-        at = reports[self._rank].at if self._rank in reports else str(self._activity)
-        broken = self._broken = explain(reports, self._world_size, self._rank, at, _GONE)
-        if self._mine is None and not self._activity.phase:
+        with self._changed:
+            if self._broken is not None:
+                return self._broken
+            alarm = self._alarm
+            if alarm is not None:
+                reports = {**reports, self._rank: alarm}
+            at = reports[self._rank].at if self._rank in reports else str(self._activity)
+            broken = self._broken = explain(reports, self._world_size, self._rank, at, _GONE)
+        if alarm is None and not self._activity.phase:
             # Perhaps in a collective of the training loop, whose error does not say so.
             _log.error("%s", str(broken).splitlines()[0])
         self._cut()
@@ -299,11 +314,11 @@ class Watch:
     def _without_store(self) -> None:
         """End the run when nobody can be asked for the cause."""
         unknown = RankReport(at="an unknown place", entered=0)
-        self._reports = dict.fromkeys(range(self._world_size), unknown) | self._reports
+        reports = dict.fromkeys(range(self._world_size), unknown) | self._reports
         if _in_rank_0(self._store):
-            del self._reports[0]
+            del reports[0]
         cut_to(store_port(self._shared))  # the main thread, or one that saves, may wait for its answer
-        self._break()
+        self._break(reports)
 
 
 class Heartbeats:
