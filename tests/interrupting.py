@@ -12,7 +12,7 @@ from typing import Any
 @contextmanager
 def between(event: str, is_meant: Callable[[CodeType], bool], happens: Callable[[], None]) -> Iterator[None]:
     """Call `happens` in this thread at each `event`, "opcode" or "line", of functions whose code `is_meant`: whatever another
-    thread does there, it may do."""
+    thread does there, it may do. From Python 3.13 on the first call under "opcode" of a function passes unseen."""
 
     def within(frame: FrameType, what: str, argument: object) -> Any:
         if what == event:
@@ -26,6 +26,9 @@ def between(event: str, is_meant: Callable[[CodeType], bool], happens: Callable[
         return within
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = (
+        event == "opcode"
+    )  # Python 3.12 asks when tracing begins whether any frame wants them
     sys.settrace(enters)
     try:
         yield
