@@ -30,8 +30,8 @@ from .params.record import PRECISIONS, named_parameters
 from .params.sharding import GradientTypes, Sharding
 from .params.units import Unit, find_units
 from .training import Training
-from .zero.exchanges import Exchanges, exchanges_of
-from .zero.gradients import GradientRules, Gradients, WholeGradients, agree_any
+from .zero.exchanges import Exchanges, GradientRules, exchanges_of
+from .zero.gradients import Gradients, WholeGradients, agree_any
 from .zero.hooks import UnitHooks
 from .zero.spill import GradientSpill
 from .zero.unit_gradients import UnitGradients
@@ -163,7 +163,7 @@ def _gradients(
         # Those of the disk go by way of host memory: sums of squares have the same bits then, wherever gradients wait.
         to_host=frozenset(state.gradients_on_host.union(state.spilled)),
         spills=agree_any(world, [bool(state.spilled)])[0],
-        keeps_rows=config.offload_optimizer.device == "none",
+        keeps_rows=config.offload_optimizer.device == "none" and world.world_size > 1,
         squares_at_once=in_backward,
         copies=sharding.num_copies,
         exchanges=exchanges,

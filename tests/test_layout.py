@@ -44,14 +44,14 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        99_944,
+        100_048,
     ),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        26_483,
+        26_589,
     ),
     "files of the core": (lambda: len(_layout().core), 34),
-    "lines of the core": (lambda: _layout().lines(*_layout().core), 8405),
+    "lines of the core": (lambda: _layout().lines(*_layout().core), 8510),
     "imports of engine and tools from zstore": (lambda: len(_layout().upward()), 0),
     "widest hub": (lambda: max(map(len, _layout().imports.values())), 34),
     "rooms inside engine": (lambda: _rooms("engine")[0], 21),
@@ -62,7 +62,7 @@ LIMITS = {
     "floors inside zstore": (lambda: _rooms("zstore")[2], 8),
     "circles of files": (lambda: len(circles(_layout().graph(lambda name: name))), 0),
     "class names with several meanings": (_classes_with_several_meanings, 4),
-    "classes over 300 lines": (lambda: sum(lines > 300 for _, lines in _layout().classes), 15),
+    "classes over 300 lines": (lambda: sum(lines > 300 for _, lines in _layout().classes), 14),
     "files over 500 lines": (lambda: sum(text.count("\n") > 500 for text in _layout().source.values()), 1),
     '"where" in 10,000 words of prose': (lambda: per_ten_thousand_words(_layout().prose, r"\bwhere\b"), 6),
     '"what is" in 10,000 words of prose': (

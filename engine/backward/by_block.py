@@ -321,9 +321,10 @@ class AccumulationByBlock:
             for parameter in piece.parameters:
                 first.setdefault(parameter, number)
         kept: list[dict[nn.Parameter, torch.Tensor]] = [{} for _ in batches]
-        if self._expected != self._gradients.arrivals.expected.keys():
+        expected = set(self._gradients.expected)
+        if self._expected != expected:
             self._of_piece.clear()  # the step before brought others than the one in which they were agreed on
-            self._expected = set(self._gradients.arrivals.expected)
+            self._expected = expected
         for number in reversed(range(len(batches[0].pieces))):
             for micro_batch, batch in enumerate(batches):
                 piece = batch.pieces.pop()

@@ -28,6 +28,7 @@ from torch import nn
 
 from zstore.errors import UsageError
 
+from ..device import Event
 from ..params.record import ParameterRecord
 from ..runtime.signals import interrupts_wait
 from ..zero.fetch import Fetcher
@@ -166,6 +167,8 @@ class UpdateInBackward(ABC):
         self._guard = ReadGuard(model, {record.parameter: record for record in state.scalars})
         self._settings = StepSettings(step=0, factor=1.0, groups=())
         self._final = FinalGradients(0)
+        self._last_reads: dict[ParameterRecord, Event] = {}
+        """When each gradient was final: from then on nothing may read the parameter."""
         self._admitted: set[ParameterRecord] = set()
 
     def start(self, settings: StepSettings) -> None:
@@ -181,7 +184,7 @@ class UpdateInBackward(ABC):
     def _begin(self) -> None:
         most_bytes = max(LEAST_WAITING_BYTES, _UNITS_WAITING * self._gradients.largest_unit_bytes)
         self._final = FinalGradients(math.inf if self.keeps_gradients else most_bytes)
-        self._admitted = set()
+        self._admitted, self._last_reads = set(), {}
         with interrupts_wait():
             self._gradients.on_final = self._note_final
             self._gradients.comes_in_parts = self._guard.recomputes
@@ -190,7 +193,7 @@ class UpdateInBackward(ABC):
             self.under_way = True
 
     def _update(self, records: list[ParameterRecord]) -> Update:
-        return Update(self._state, records, self._settings, self._take, self._gradients.taken)
+        return Update(self._state, records, self._settings, self._take, self._last_reads)
 
     # -- the backward's thread --------------------------------------------------------------------------------------
 
@@ -198,7 +201,7 @@ class UpdateInBackward(ABC):
         self._guard.changed.add(record)
         torch.autograd.graph.increment_version(record.parameter)
         record.version += 1
-        self._gradients.taken[record] = self._state.transfers.streams.record()  # from here on a read is an error
+        self._last_reads[record] = self._state.transfers.streams.record()  # from here on a read is an error
         num_unseen = 0 if self._fetcher is None else self._fetcher.num_unseen
         self._final.put(record, num_unseen, self._gradients.waiting_bytes(record))
 
@@ -274,7 +277,7 @@ class DirectUpdate(UpdateInBackward):
         Raises UsageError if the settings `now` differ from those that the update began with.
         """
         self._updater.complete()
-        self._gradients.taken.clear()  # who called the backward may have read parameters since
+        self._last_reads = {}  # who called the backward may have read parameters since
         used = [record for record in self._final.records if record in self._admitted or self._may_change(record)]
         self._update([record for record in used if record not in self._admitted]).run()
         self._update(used).note_scalars(used)

@@ -127,8 +127,7 @@ def plan_buckets(
 
 
 def pack(bucket: Bucket, world_size: int, values: Callable[[ParameterRecord], torch.Tensor | None]) -> torch.Tensor:
-    """Return the matrix [world, cols] of whole parameters or gradients; `values` gives them 1-D [numel], None for
-    zeros."""
+    """Return the matrix [world, cols] of whole parameters or gradients; `values` gives them contiguous, None for zeros."""
     device = bucket.segments[0].record.full.device
     matrix = torch.empty(world_size, bucket.cols, dtype=bucket.dtype, device=device)
     for segment in bucket.segments:
@@ -137,11 +136,12 @@ def pack(bucket: Bucket, world_size: int, values: Callable[[ParameterRecord], to
         if source is None:
             target.zero_()
             continue
+        flat = source.view(-1)
         for rows, rest, part in _pieces(segment, world_size):
             if rest == 0:
-                target[rows] = source[part].view(-1, segment.shard_numel)[:, segment.first : segment.stop]
+                target[rows] = flat[part].view(-1, segment.shard_numel)[:, segment.first : segment.stop]
             else:
-                target[rows.start, :rest] = source[part]
+                target[rows.start, :rest] = flat[part]
                 target[rows.start, rest:] = 0
         target[_present_rows(segment, world_size) :] = 0
     return matrix

@@ -7,8 +7,9 @@ that hold one copy of the state. `register` takes replacements: `engine/extras` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -20,11 +21,24 @@ from zstore.ranks.world import World
 
 from ..config.config import Config
 from ..params.record import ParameterRecord
-from ..params.sharding import Sharding
-from .collectives import Bucket, Reduce, Reducing, Reduction, TypeOf
+from ..params.sharding import GradientTypes, Sharding
+from .collectives import (
+    Bucket,
+    Reduce,
+    Reducing,
+    Reduction,
+    Segment,
+    TypeOf,
+    bucket_limit,
+    pack,
+    plan_buckets,
+    put_rows,
+)
 
 Rows = Callable[[ParameterRecord], torch.Tensor]
 """Gives this rank's rows of a parameter with padding, 1-D [shard_numel]."""
+Put = Callable[[Segment, slice, torch.Tensor], None]
+"""Takes the mean of some of this rank's rows; see `put_rows`."""
 
 
 class Gathering(Protocol):
@@ -138,3 +152,93 @@ def exchanges_of(config: Config, sharding: Sharding, world: World) -> Exchanges:
     for maker in _makers:
         found = maker(found, config, sharding, world)
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientRules:
+    """How gradients are averaged over the ranks and where they wait for the update. The bits depend on `types` and `exchanges`
+    alone."""
+
+    bucket_numel: int
+    """Most elements of one reduction."""
+    scatter: bool = True
+    """Each rank gets its rows of a sharded gradient alone; else all of it. This and `overlap` may be chosen if nothing
+    else is gathered in a backward (stages 1 and 2): otherwise a rank that waits for a reduction might hold up the gather
+    that another one waits for."""
+    overlap: bool = True
+    """Go on while a reduction is under way."""
+    types: GradientTypes[torch.dtype] = field(default_factory=lambda: GradientTypes(summed=torch.float32))
+    to_host: frozenset[ParameterRecord] = frozenset()
+    """Parameters whose rows wait in host memory, wherever the device is."""
+    spills: bool = False
+    """Whether gradients wait on disk on some rank: then all ranks learn of an error there before the norm is taken."""
+    keeps_rows: bool = True
+    """Keep the rows' memory from step to step; else it is freed as soon as an update took it."""
+    exchanges: Exchanges
+    copies: int = 1
+    """Number of shards of the grid over all ranks in a rank's rows: one of each copy of the state."""
+    squares_at_once: bool = False
+    """Take sums of squares as gradients become final: an update may take them before the norm is needed."""
+
+    def reduced(self, record: ParameterRecord) -> torch.dtype:
+        """Return the type in which a gradient is exchanged between ranks."""
+        return self.types.reduced(record.dtype)
+
+
+class Reductions:
+    """Reductions of gradients under way, the oldest first, on a process group of their own."""
+
+    def __init__(self, world: World, rules: GradientRules) -> None:
+        self._world = world.second()
+        self._rules = rules
+        self._under_way: deque[tuple[Reducing, Put]] = deque()
+
+    def start(self, values: dict[ParameterRecord, torch.Tensor | None], put: Put) -> Iterator[Bucket]:
+        """Begin to reduce gradients, None for zeros, and forget `values` (all ranks, in one order); yield each bucket that is
+        under way. `put` gets this rank's rows when it is done."""
+        for reduction in self._begin(values):
+            self._under_way.append((reduction, put))
+            yield reduction.bucket
+            if not (self._rules.overlap and self._rules.scatter):
+                self._finish_oldest()
+        values.clear()
+        while self._under_way and self._under_way[0][0].done():
+            self._finish_oldest()
+
+    def _begin(self, values: Mapping[ParameterRecord, torch.Tensor | None]) -> Iterator[Reducing]:
+        """Begin the reductions of gradients, bucket by bucket."""
+        rules, world_size = self._rules, self._world.world_size
+        kind: Kind = "reduce_scatter" if rules.scatter else "all_reduce"
+        reduce: Reduce = rules.exchanges.reduce if rules.scatter else Reduction
+        limit = bucket_limit(self._world, rules.bucket_numel)
+        records = list(values)
+        if (reducer := rules.exchanges.reducer) is not None:
+            taken = [record for record in records if reducer.takes(record)]
+            for bucket in reducer.buckets(taken, world_size, limit, rules.reduced):
+                yield reducer.start(bucket, pack(bucket, world_size, values.__getitem__), kind)
+            records = [record for record in records if not reducer.takes(record)]
+        for bucket in plan_buckets(records, world_size, limit, rules.reduced):
+            yield reduce(self._world, bucket, pack(bucket, world_size, values.__getitem__), kind)
+
+    def _finish_oldest(self) -> None:
+        reduction, put = self._under_way.popleft()
+        mean = reduction.finish()
+        if not self._rules.scatter:
+            everyone = mean.new_empty(self._world.world_size, mean.shape[1])
+            self._world.all_gather(everyone.view(-1), mean[0], kind="all_reduce")
+            first = reduction.bucket.segments[0].record.state_shard * self._rules.copies
+            mean = everyone[first : first + self._rules.copies]
+        put_rows(reduction.bucket, mean, put)
+
+    def drain(self) -> None:
+        """Wait until none is under way."""
+        while self._under_way:
+            self._finish_oldest()
+
+    def drop(self) -> None:
+        """Forget those under way."""
+        self._under_way.clear()
+
+    def release(self) -> None:
+        """Destroy the process group, once nothing is under way."""
+        self._world.release()

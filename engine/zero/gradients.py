@@ -9,7 +9,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,44 +18,13 @@ from zstore.errors import UsageError, listed
 from zstore.ranks.world import World, on_device
 
 from ..params.record import ParameterRecord
-from ..params.sharding import GradientTypes, add_in, is_narrower
+from ..params.sharding import add_in, is_narrower
 from .collectives import reduce_whole
-from .exchanges import Exchanges
+from .exchanges import GradientRules
 from .sharded_gradient import GradientActs, ShardedGradient
 
 _NAMED = 5
 """Parameters that an error names."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientRules:
-    """How gradients are averaged over the ranks and where they wait for the update. The bits depend on `types` and `exchanges`
-    alone."""
-
-    bucket_numel: int
-    """Most elements of one reduction."""
-    scatter: bool = True
-    """Each rank gets its rows of a sharded gradient alone; else all of it. This and `overlap` may be chosen if nothing
-    else is gathered in a backward (stages 1 and 2): otherwise a rank that waits for a reduction might hold up the gather
-    that another one waits for."""
-    overlap: bool = True
-    """Go on while a reduction is under way."""
-    types: GradientTypes[torch.dtype] = field(default_factory=lambda: GradientTypes(summed=torch.float32))
-    to_host: frozenset[ParameterRecord] = frozenset()
-    """Parameters whose rows wait in host memory, wherever the device is."""
-    spills: bool = False
-    """Whether gradients wait on disk on some rank: then all ranks learn of an error there before the norm is taken."""
-    keeps_rows: bool = True
-    """Keep the rows' memory from step to step; else it is freed as soon as an update took it."""
-    exchanges: Exchanges
-    copies: int = 1
-    """Number of shards of the grid over all ranks in a rank's rows: one of each copy of the state."""
-    squares_at_once: bool = False
-    """Take sums of squares as gradients become final: an update may take them before the norm is needed."""
-
-    def reduced(self, record: ParameterRecord) -> torch.dtype:
-        """Return the type in which a gradient is exchanged between ranks."""
-        return self.types.reduced(record.dtype)
 
 
 INCOMPLETE = (
@@ -86,8 +54,8 @@ class Gradients(ABC):
         """Reductions that overlapped with other work of this rank."""
         self._backwards = 0
         """Backwards of this step, the one under way included."""
-        self._several = False
-        """Whether this step has more than one backward, as far as is known."""
+        self._last = False
+        """Whether the last backward of this step has begun."""
         self._handles: list[RemovableHandle] = []
         self.waits = False
         """Whether backwards leave each rank's own sums in `.grad`, to be reduced as those of one backward."""
@@ -108,7 +76,12 @@ class Gradients(ABC):
         self.adopt()
         self._shown.clear()
         self._backwards += 1
-        self._several = self._several or not last or self._backwards > 1
+        self._last = last
+
+    @property
+    def _several(self) -> bool:
+        """Whether this step has more than one backward, as far as is known."""
+        return self._backwards > 1 or not self._last
 
     def _total(self, record: ParameterRecord) -> torch.dtype:
         """Return the type of the sum of the gradients so far and the new ones."""
@@ -225,7 +198,7 @@ class Gradients(ABC):
 
     def take_up(self, held: Iterable[tuple[ParameterRecord, torch.Tensor]], backwards: int) -> None:
         """Resume a step after so many `backwards`, of whose gradients `held` was kept, in memory of its own, on the CPU."""
-        self._backwards, self._several = backwards, True
+        self._backwards, self._last = backwards, False
         for record, rows in held:
             self._take_up(record, rows)
 
@@ -235,7 +208,7 @@ class Gradients(ABC):
 
     def drop(self) -> None:
         """Forget all gradients."""
-        self._backwards, self._several, self.sums = 0, False, None
+        self._backwards, self._last, self.sums = 0, False, None
         self.scales.clear()
         self.clipped.clear()
         self._shown.clear()
@@ -286,13 +259,12 @@ class WholeGradients(Gradients):
         self._fired: Counter[ParameterRecord] = Counter()
         self._expected: Counter[ParameterRecord] = Counter(dict.fromkeys(records, 1))
         """How often each gradient came in the last backward in which it was counted."""
-        self._last = False
         self._is_reduced = False
         """Whether the held gradients are the mean over ranks."""
 
     def start_backward(self, *, last: bool) -> None:
         super().start_backward(last=last)
-        self._last, self._is_reduced = last, False
+        self._is_reduced = False
         self._fired.clear()
         self._folded = {record for record in self._records if self._is_folded(record)}
         if self._folded and not self._handles:

@@ -8,8 +8,8 @@ if a step turns out to accumulate in a wider one, a wider array takes its place 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import MutableMapping
-from contextlib import closing
+from collections.abc import Iterator, MutableMapping
+from contextlib import closing, contextmanager
 
 import torch
 
@@ -41,6 +41,8 @@ class GradientSpill:
         """Those with a gradient in this step."""
         self._squares: dict[ParameterRecord, float | SumOfSquares] = {}
         """The sum of squares of each that was written."""
+        self.lost: Exception | None = None
+        """Why a gradient of this step is not on disk, if that was found within `keeping_error`."""
 
     def __contains__(self, record: ParameterRecord) -> bool:
         return record in self._arrays
@@ -109,6 +111,21 @@ class GradientSpill:
         while self._under_way:
             self._under_way.popleft()[0].wait()
 
+    @contextmanager
+    def keeping_error(self) -> Iterator[None]:
+        """Let an error within the block wait in `lost`: in a backward this rank alone has it, and the others go on."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note("This happened to a gradient that waits on disk for the update.")
+            self.lost = self.lost or error
+
+    def finish(self) -> Exception | None:
+        """Wait until everything is on disk; return why a gradient of this step is not."""
+        with self.keeping_error():
+            self.drain()
+        return self.lost
+
     def squares(self, record: ParameterRecord) -> float | None:
         """Return the sum of squares of a gradient of this step, None if there is none."""
         found = self._squares.get(record)
@@ -125,6 +142,7 @@ class GradientSpill:
         """Forget this step's gradients; errors of their writes with them."""
         while self._under_way:
             self._under_way.popleft()[0].error()
+        self.lost = None
         self._present.clear()
         self._squares.clear()
 

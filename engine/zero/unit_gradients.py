@@ -12,82 +12,240 @@ A gradient is complete when it came as often as in the backward before: recomput
 several parts. In the last backward of a step it is final then, which an update in the backward waits for. Before
 any backward nothing is known, and gradients are final at the end.
 
-Rows of gradients that the host budget cannot hold go to disk when they are complete, and come back to be added to; their
-sum of squares is taken on the way.
+[Note: the life of a gradient]
+In each step a gradient goes through these states in this order. Its rows are the sum over the backwards so far.
+
+| state | begins | rows |
+|---|---|---|
+| EMPTY | with the step | none, or memory of the step before |
+| HELD | when its first values are sent | whole while no segment is under way; later backwards add to them |
+| FINAL | when it is complete in the step's last backward, or that ends | those of the step: an update may take them |
+
+Whether any rank had it (`is_agreed`) is no part of this order: that is known when a backward ends, before or after the
+gradient is final. Rows that the host budget cannot hold go to disk each time they are whole, and are added up there.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property, partial
 
 import torch
 
 from zstore.errors import UsageError
-from zstore.ranks.work import Kind
 from zstore.ranks.world import World
 
-from ..device import Add, D2HQueue, Event, Transfers, labelled
+from ..device import D2HQueue, Transfers, labelled
 from ..params.record import ParameterRecord
 from ..params.sharding import add_in, is_narrower
 from ..params.units import Unit
-from .collectives import Reduce, Reducing, Reduction, Segment, bucket_limit, pack, plan_buckets, put_rows
-from .gradients import INCOMPLETE, GradientRules, Gradients, agree_any, forget_gradients, take_gradient, watch_gradient
+from .collectives import Segment
+from .exchanges import GradientRules, Reductions
+from .gradients import INCOMPLETE, Gradients, agree_any, forget_gradients, take_gradient, watch_gradient
 from .norm import SumOfSquares, counted
 from .spill import GradientSpill
 
-Told = Callable[[ParameterRecord], None]
+
+class GradientState(Enum):
+    """How far a gradient came in its step. See [Note: the life of a gradient]."""
+
+    EMPTY = "empty"
+    """No value of this step was sent yet."""
+    HELD = "held"
+    """Values of this step are in the rows, or on their way there."""
+    FINAL = "final"
+    """Nothing is to be added in this step."""
+
+
+class BackwardPhase(Enum):
+    """Parts of a backward."""
+
+    OVER = "over"
+    """None is under way: a gradient that comes now is of one that the engine does not know of."""
+    RUNNING = "running"
+    """Autograd brings gradients."""
+    CLOSING = "closing"
+    """Autograd is done, and the ranks agree on which gradients there are: until then no further one is final."""
+
+
+class ArrivingGradient:
+    """The gradient of one parameter, and this rank's rows of it. See [Note: the life of a gradient]."""
+
+    def __init__(
+        self, record: ParameterRecord, rules: GradientRules, transfers: Transfers, spill: GradientSpill | None
+    ) -> None:
+        self.record = record
+        self.state = GradientState.EMPTY
+        self.is_agreed = False
+        """Whether any rank had it in a backward of this step that is over."""
+        self.came = 0
+        """How often it, or a part of it, came in this backward."""
+        self.expected = 1
+        """How often it came in the backward before; at least once if it came on any rank."""
+        self.segments_left = 0
+        """Segments that were sent and are not in the rows yet."""
+        self.rows: torch.Tensor | None = None
+        """1-D; None: they have no memory yet, are on disk, or an update took them."""
+        self._squares: SumOfSquares | None = None
+        """That of the rows, once it was begun."""
+        self._spill = spill if spill is not None and record in spill else None
+        """Has the rows on disk; None: they wait in memory."""
+        self._rules = rules
+        self._transfers = transfers
+
+    def note_sent(self) -> bool:
+        """Note that values of a backward are on their way; return whether they are to be added to the rows in memory."""
+        adds = self.state is not GradientState.EMPTY if self._spill is None else self.segments_left > 0
+        if self.state is GradientState.EMPTY:
+            self.state = GradientState.HELD
+        return adds
+
+    def type_of_rows(self, arriving: torch.dtype, of_step: torch.dtype) -> torch.dtype:
+        """Return the type of the rows in memory for values of one that arrive, whose sum over the step has another."""
+        return of_step if self._spill is None else arriving
+
+    def make_room(self, part: torch.Tensor, of_step: torch.dtype, *, add: bool) -> torch.Tensor:
+        """Return the rows, on the tier on which they wait for the update, with room for values like `part` or, to `add` them,
+        for sums with their own."""
+        held, dtype = self.rows, self.type_of_rows(part.dtype, of_step)
+        if add:
+            self._squares = None
+        if held is not None and not is_narrower(held.dtype, dtype):
+            return held
+        if self.record in self._rules.to_host:
+            # Of those that are used as they arrive few are there at a time, in memory that they share.
+            what = "" if self._rules.squares_at_once else self.record.name
+            rows = self._transfers.empty_host(self.record.owned_numel, dtype, what)
+        else:
+            rows = torch.empty(self.record.owned_numel, dtype=dtype, device=self.record.full.device)
+        self.rows = rows if held is None or not add else rows.copy_(held)
+        return rows
+
+    def begin_squares(self, rows: torch.Tensor) -> None:
+        """Begin to take the sum of squares of this rank's `rows`, or of what they become."""
+        one_by_one = self._rules.squares_at_once
+        self._squares = SumOfSquares(counted(self.record, rows), self._transfers, one_by_one=one_by_one)
+
+    def note_whole(self, total: torch.dtype) -> None:
+        """Note that all that was sent is in the rows, a sum of the type `total`: take them to disk if they belong there."""
+        if self._spill is not None and self.rows is not None:
+            rows, squares, self.rows, self._squares = self.rows, self._squares, None, None
+            with self._spill.keeping_error():
+                self._spill.add(self.record, rows, total, squares)
+
+    def finish(self, *, for_update: bool) -> None:
+        """Note that the gradient is final; with `for_update` one uses it at once."""
+        self.state = GradientState.FINAL
+        if self._rules.squares_at_once and self.rows is not None and self._squares is None:
+            self.begin_squares(self.rows)
+        if for_update and self._spill is not None:
+            self._spill.finish()
+
+    def owned(self) -> torch.Tensor | None:
+        """Return the rows, or a copy of those on disk."""
+        return self.rows if self._spill is None else self._spill.owned(self.record)
+
+    def take(self, *, keep: bool) -> torch.Tensor | None:
+        """Return the rows for an update, and with `keep` keep their values; None if it reads them from disk itself."""
+        rows = self.rows
+        if not keep and not self._rules.keeps_rows:
+            self.rows = None
+        return rows
+
+    def take_up(self, rows: torch.Tensor, of_step: torch.dtype) -> None:
+        """Hold the values of `rows` as those of this step so far, whose sum has the type `of_step`."""
+        self.state, self.is_agreed = GradientState.HELD, True
+        if self._spill is None:
+            self.make_room(rows, of_step, add=False).copy_(rows)
+        else:
+            self._spill.add(self.record, rows, rows.dtype)
+            self._spill.drain()
+
+    def replace(self, values: torch.Tensor, of_step: torch.dtype) -> None:
+        """Use other `values` of the rows in place of those of this step."""
+        if self._spill is not None:
+            raise UsageError(
+                f"the gradient of parameter {self.record.name!r} waits on disk and cannot be set: keep offload_optimizer in "
+                'host memory ("device": "cpu"), or change the loss'
+            )
+        rows = self.make_room(values, of_step, add=False).copy_(values)
+        if self._squares is not None:
+            self.begin_squares(rows)
+
+    def squares(self, others: Iterable[ArrivingGradient]) -> float | None:
+        """Return the sum of squares of the rows, None if it was not begun. The host waits for it once for all `others`."""
+        if self._spill is not None:
+            return self._spill.squares(self.record)
+        if self._squares is None:
+            return None
+        return self._squares.value(other._squares for other in others if other._squares is not None)
+
+    def drop(self) -> None:
+        """Forget the values of this step."""
+        self.state, self.is_agreed, self.segments_left, self._squares = GradientState.EMPTY, False, 0, None
+        if not self._rules.keeps_rows:
+            self.rows = None
+
+
+@dataclass(eq=False)
+class ArrivingUnit:
+    """Gradients that are reduced together."""
+
+    name: str
+    gradients: list[ArrivingGradient]
+    num_due: int = 0
+    """How many of the expected ones have not come as often as expected."""
 
 
 class Arrivals:
     """Which gradients came in a backward, in which order the units are reduced, and which of them may be by now."""
 
-    def __init__(self, units: Sequence[Unit], records: Sequence[ParameterRecord]) -> None:
-        self.units = [unit for unit in reversed(units) if any(record.group is not None for record in unit.owned)]
+    def __init__(self, units: Sequence[Unit], gradients: Mapping[ParameterRecord, ArrivingGradient]) -> None:
+        found = [(unit.name, [gradients[one] for one in unit.owned if one in gradients]) for unit in reversed(units)]
+        self.units = [ArrivingUnit(name, some) for name, some in found if some]
         """In the order in which they are reduced."""
-        self._unit_of = {record: unit for unit in self.units for record in unit.owned}
-        self.counts: Counter[ParameterRecord] = Counter()
-        """How often each gradient came in this backward."""
-        self.expected: Counter[ParameterRecord] = Counter(dict.fromkeys(records, 1))
-        """How often each came in the backward before, on any rank at least once."""
+        self._unit_of = {gradient: unit for unit in self.units for gradient in unit.gradients}
         self.order_is_agreed = False
         self.sent = 0
         """Units that were handed out."""
-        self._due: dict[Unit, set[ParameterRecord]] = {}
+        self._came: list[ArrivingGradient] = []
+        """Those of this backward, in their order, until that of the units is agreed on."""
 
     def start(self) -> None:
         """Prepare for a backward."""
-        self.counts.clear()
         self.sent = 0
-        self._due = {unit: {record for record in unit.owned if self.expected[record]} for unit in self.units}
+        self._came.clear()
+        for unit in self.units:
+            unit.num_due = sum(gradient.expected > 0 for gradient in unit.gradients)
+            for gradient in unit.gradients:
+                gradient.came = 0
 
-    def note(self, record: ParameterRecord) -> bool:
+    def note(self, gradient: ArrivingGradient) -> bool:
         """Note that a gradient, or a part of it, came; return whether it came as often as expected."""
-        self.counts[record] += 1
-        is_complete = self.counts[record] >= self.expected[record]
-        if is_complete:
-            self._due[self._unit_of[record]].discard(record)
-        return is_complete
+        gradient.came += 1
+        if gradient.came == gradient.expected:
+            self._unit_of[gradient].num_due -= 1
+        if gradient.came == 1 and not self.order_is_agreed:
+            self._came.append(gradient)
+        return gradient.came >= gradient.expected
 
     def ready(self, *, rest: bool = False) -> Iterator[list[ParameterRecord]]:
         """Hand out the expected gradients of each unit that has them all, up to the first that has not; or of the `rest`."""
-        while self.sent < len(self.units) and (rest or not self._due[self.units[self.sent]]):
+        while self.sent < len(self.units) and (rest or not self.units[self.sent].num_due):
             self.sent += 1
-            yield [record for record in self.units[self.sent - 1].owned if self.expected[record]]
-
-    def expect(self, records: Iterable[ParameterRecord]) -> None:
-        """Expect in later backwards the gradients that came in this one on some rank, as often as here."""
-        self.expected = Counter({record: max(self.counts[record], 1) for record in records})
+            yield [gradient.record for gradient in self.units[self.sent - 1].gradients if gradient.expected]
 
     def end_parts(self, count: int) -> None:
         """Note that all units were sent, and came in `count` backwards."""
         self.sent = len(self.units)
-        self.counts = Counter({record: -(-came // count) for record, came in self.counts.items()})
+        for gradient in self._unit_of:
+            gradient.came = -(-gradient.came // count)
 
     def agree_on_order(self, world: World) -> None:
         """Take the order in which rank 0's units were complete in this backward (all ranks)."""
-        complete = dict.fromkeys(self._unit_of[record].name for record in reversed(self.counts))
+        complete = dict.fromkeys(self._unit_of[gradient].name for gradient in reversed(self._came))
         names: list[str] = world.broadcast_object(list(reversed(complete)))
         by_name = {unit.name: unit for unit in self.units}
         self.units = [by_name[name] for name in dict.fromkeys((*names, *by_name))]
@@ -106,37 +264,23 @@ class UnitGradients(Gradients):
         transfers: Transfers,
         *,
         spill: GradientSpill | None = None,
-        arrived: Told | None = None,
+        arrived: Callable[[ParameterRecord], None] | None = None,
     ) -> None:
         records = [record for unit in units for record in unit.owned if record.group is not None]
         super().__init__(records, others, world, rules)
-        self.arrivals = Arrivals(units, records)
-        self._reduce_world = world.second()
+        self._of = {record: ArrivingGradient(record, rules, transfers, spill) for record in records}
+        self.arrivals = Arrivals(units, self._of)
+        self._reductions = Reductions(world, rules) if world.world_size > 1 else None
         self._transfers = transfers
         self._d2h = D2HQueue(transfers)
         self._spill = spill
         self._tell = arrived
         self._reducer = rules.exchanges.reducer
-        self.on_final: Told | None = None
+        self.on_final: Callable[[ParameterRecord], None] | None = None
         """Called with each record whose gradient is complete in the last backward of a step."""
         self.comes_in_parts = True
         """Whether a gradient may come in several parts in the first backward, before it is known how often each comes."""
-        self.taken: dict[ParameterRecord, Event] = {}
-        """When each gradient of an update in the backward was final: from then on nothing may read the parameter."""
-        self._rows: dict[ParameterRecord, torch.Tensor] = {}
-        self._filled: set[ParameterRecord] = set()
-        """Records whose rows have values of this step."""
-        self._agreed: set[ParameterRecord] = set()
-        self._squares: dict[ParameterRecord, SumOfSquares] = {}
-        self._final: set[ParameterRecord] = set()
-        self._lost: Exception | None = None
-        """Why a gradient that belongs on disk is not there."""
-        self._in_backward = False
-        self._last = False
-        self._closing = False
-        """The backward is over, and its remaining gradients are being agreed on."""
-        self._under_way: deque[tuple[Reducing, set[ParameterRecord]]] = deque()
-        self._segments_left: Counter[ParameterRecord] = Counter()
+        self._phase = BackwardPhase.OVER
         self._handles = [watch_gradient(record, self._arrived) for record in records]
 
     # -- for the update in the backward -----------------------------------------------------------------------------
@@ -144,18 +288,17 @@ class UnitGradients(Gradients):
     @property
     def expected(self) -> list[ParameterRecord]:
         """The records that had a gradient in the backward before, in the order in which they are expected."""
-        return [record for unit in self.arrivals.units for record in unit.owned if self.arrivals.expected[record]]
+        return [gradient.record for unit in self.arrivals.units for gradient in unit.gradients if gradient.expected]
 
     @cached_property
     def largest_unit_bytes(self) -> int:
         """Bytes of this rank's rows of the gradients of one unit, at most."""
-        planned = self._rules.types.planned
-        records = [[record for record in unit.owned if record.group is not None] for unit in self.arrivals.units]
-        return max((sum(r.owned_numel * planned(r.dtype).itemsize for r in unit) for unit in records), default=0)
+        nbytes = {r: r.owned_numel * self._rules.types.planned(r.dtype).itemsize for r in self._records}
+        return max((sum(nbytes[one.record] for one in unit.gradients) for unit in self.arrivals.units), default=0)
 
     def waiting_bytes(self, record: ParameterRecord) -> int:
         """Return the bytes of a gradient that waits in memory for the update; 0 if it does not."""
-        rows = self._rows.get(record)
+        rows = self._of[record].rows
         return 0 if rows is None else rows.nbytes
 
     @property
@@ -167,20 +310,18 @@ class UnitGradients(Gradients):
 
     def start_backward(self, *, last: bool) -> None:
         super().start_backward(last=last)
-        forget_gradients([record.parameter for record in self._agreed])
-        self._in_backward = True
-        self._last = last
-        self._closing = False
+        forget_gradients([record.parameter for record in self._records if self.has(record)])
+        self._phase = BackwardPhase.RUNNING
         self.arrivals.start()
         if self._reducer is not None:
             self._reducer.begin_backward()
 
     def _arrived(self, record: ParameterRecord) -> None:
-        if not self._in_backward:
+        if self._phase is BackwardPhase.OVER:
             raise UsageError(
                 "a backward that the engine does not know of: call the engine and not its module, or engine.backward(loss)"
             )
-        is_complete = self.arrivals.note(record)
+        is_complete = self.arrivals.note(self._of[record])
         if self._world.world_size > 1 and not self.waits:
             for records in self.arrivals.ready():
                 self.send(records)
@@ -191,29 +332,32 @@ class UnitGradients(Gradients):
 
     def end_backward(self) -> None:
         self._d2h.drain()
-        self._closing = True
+        self._phase = BackwardPhase.CLOSING
         if self._world.world_size > 1:
             for records in self.arrivals.ready(rest=True):
                 self.send(records)
-        left = [record.parameter.grad is not None for record in self._records]
-        came = agree_any(self._world, [self.arrivals.counts[record] > 0 for record in self._records] + left)
-        self.send([record for record, late in zip(self._records, came[len(left) :], strict=True) if late])
+        gradients = list(self._of.values())
+        here = [(one.came > 0, one.record.parameter.grad is not None) for one in gradients]
+        flags = agree_any(self._world, [flag for both in here for flag in both])
+        self.send([record for record, is_late in zip(self._records, flags[1::2], strict=True) if is_late])
         self.drain()
-        fired = [record for record, any_ in zip(self._records, came[: len(left)], strict=True) if any_]
-        self.arrivals.expect(fired)
-        self._agreed.update(fired)
+        for gradient, has_come in zip(gradients, flags[::2], strict=True):
+            gradient.expected = max(gradient.came, 1) if has_come else 0
+            gradient.is_agreed |= has_come and gradient.state is not GradientState.EMPTY  # a hook may have taken it
         if not self.arrivals.order_is_agreed:
             self.arrivals.agree_on_order(self._world)
         forget_gradients(self._others)
-        self._in_backward = False
+        self._phase = BackwardPhase.OVER
         if self._last:
             # This backward brought nothing to the rows of the others.
-            for record in [record for record in self._records if record in self._agreed - self._final]:
-                self._finish(record)
+            for gradient in gradients:
+                if gradient.is_agreed and gradient.state is not GradientState.FINAL:
+                    self._finish(gradient)
 
     def show(self, *, whole: bool) -> None:
-        for record in self._agreed:
-            self._show(record)
+        for record in self._records:
+            if self.has(record):
+                self._show(record)
 
     # -- a backward of several micro-batches, while `waits` is set: see engine/backward/by_block.py ----------------------------
 
@@ -221,270 +365,134 @@ class UnitGradients(Gradients):
         """Take what is sent from here on as gradients of micro-batch `number` of this step, maybe its `last`."""
         if last or number == 0 or self._spill is not None:
             self.drain()
-        self._backwards, self._last, self._several = number + 1, last, True
+        self._backwards, self._last = number + 1, last
 
     def drain(self) -> None:
         """Wait until the rows have all that was sent."""
-        while self._under_way:
-            self._add_up()
+        if self._reductions is not None:
+            self._reductions.drain()
         self._d2h.drain()
-
-    # -- reduction --------------------------------------------------------------------------------------------------
-
-    def send(self, records: Sequence[ParameterRecord]) -> None:
-        """Start the reduction of these gradients and take them off their parameters."""
-        gradients = {record: take_gradient(record) for record in records}
-        if self._world.world_size == 1:
-            for record, gradient in gradients.items():
-                if gradient is not None:
-                    self._add(record, gradient.view(-1))
-            return
-        # Rows on disk are added when the rows are complete.
-        fresh = {record for record in records if record not in self._filled or self._spill_of(record)}
-        self._filled |= fresh
-        for record in [record for record in records if record not in fresh]:
-            self._widen(record)
-
-        def flat(record: ParameterRecord) -> torch.Tensor | None:
-            gradient = gradients[record]
-            return None if gradient is None else gradient.view(-1)
-
-        with labelled("reduce"):
-            for reduction in self._reductions(records, flat):
-                self._under_way.append((reduction, fresh))
-                for segment in reduction.bucket.segments:
-                    self._segments_left[segment.record] += self._rules.copies
-                if self._rules.overlap and self._rules.scatter:
-                    self.overlapped += 1
-                else:
-                    self._add_up()
-        gradients.clear()
-        while self._under_way and self._under_way[0][0].done():
-            self._add_up()
-
-    def _reductions(
-        self, records: Sequence[ParameterRecord], flat: Callable[[ParameterRecord], torch.Tensor | None]
-    ) -> Iterator[Reducing]:
-        """Begin the reductions of the gradients that `flat` gives, bucket by bucket."""
-        kind: Kind = "reduce_scatter" if self._rules.scatter else "all_reduce"
-        reduce: Reduce = self._rules.exchanges.reduce if self._rules.scatter else Reduction
-        world_size, limit = self._world.world_size, bucket_limit(self._world, self._rules.bucket_numel)
-        if (reducer := self._reducer) is not None:
-            taken = [record for record in records if reducer.takes(record)]
-            for bucket in reducer.buckets(taken, world_size, limit, self._rules.reduced):
-                yield reducer.start(bucket, pack(bucket, world_size, flat), kind)
-            records = [record for record in records if not reducer.takes(record)]
-        for bucket in plan_buckets(records, world_size, limit, self._rules.reduced):
-            yield reduce(self._reduce_world, bucket, pack(bucket, world_size, flat), kind)
-
-    def _add_up(self) -> None:
-        """Wait for the oldest reduction; its rows are the first of the step, or are added to those held."""
-        reduction, fresh = self._under_way.popleft()
-        mean = reduction.finish()
-        if not self._rules.scatter:
-            everyone = mean.new_empty(self._world.world_size, mean.shape[1])
-            self._reduce_world.all_gather(everyone.view(-1), mean[0], kind="all_reduce")
-            first = reduction.bucket.segments[0].record.state_shard * self._rules.copies
-            mean = everyone[first : first + self._rules.copies]
-
-        def put(segment: Segment, rows: slice, part: torch.Tensor) -> None:
-            record = segment.record
-            held = self._rows.get(record)
-            if held is None or is_narrower(held.dtype, self._room(record, part.dtype)):
-                held = self._rows[record] = self._empty(record, part)
-            self._put(record, held[rows], part, add=record not in fresh)
-
-        put_rows(reduction.bucket, mean, put)
 
     # -- rows: see [Note: types of gradients] -------------------------------------------------------------------------
 
-    def _room(self, record: ParameterRecord, arriving: torch.dtype) -> torch.dtype:
-        """Return the type of rows for a gradient that arrives in one."""
-        if self._spill_of(record) is not None:
-            return arriving
-        return self._of_step(record)
-
-    def _empty(self, record: ParameterRecord, like: torch.Tensor) -> torch.Tensor:
-        """Return memory for the rows, on the tier on which they wait for the update."""
-        dtype = self._room(record, like.dtype)
-        if record in self._rules.to_host:
-            # Of those that are used as they arrive few are there at a time, in memory that they share.
-            what = "" if self._rules.squares_at_once else record.name
-            return self._transfers.empty_host(record.owned_numel, dtype, what)
-        return torch.empty(record.owned_numel, dtype=dtype, device=record.full.device)
-
-    def _widen(self, record: ParameterRecord) -> None:
-        """Make room in the rows of earlier backwards for sums in the type of this one."""
-        held = self._rows.get(record)
-        if held is not None and is_narrower(held.dtype, self._total(record)):
-            self._rows[record] = self._empty(record, held).copy_(held)
-
-    def _take_squares(self, record: ParameterRecord, rows: torch.Tensor) -> None:
-        """Begin to take the sum of squares of this rank's rows, or of what they become."""
-        one_by_one = self._rules.squares_at_once
-        self._squares[record] = SumOfSquares(counted(record, rows), self._transfers, one_by_one=one_by_one)
-
-    def _put(self, record: ParameterRecord, rows: torch.Tensor, part: torch.Tensor, *, add: bool) -> None:
-        """Copy a segment of a gradient into its rows, or `add` it to them."""
-        summed: Add | None = partial(add_in, dtype=self._total(record)) if add else None
-        self._d2h.put(rows, part, add=summed, arrived=partial(self._count_segment, record))
-
-    def _count_segment(self, record: ParameterRecord) -> None:
-        """Note that a segment of a gradient is in its rows."""
-        self._segments_left[record] -= 1
-        if not self._segments_left[record]:
-            self._complete(record)
-
-    def _add(self, record: ParameterRecord, gradient: torch.Tensor) -> None:
-        """Add a gradient to the rows, if one rank has all of them."""
-        add = record in self._filled and record in self._rows
-        self._filled.add(record)
-        self._segments_left[record] += 1
-        if not add and (record not in self._rules.to_host or self._transfers.streams.device_is_host):
-            self._rows[record] = gradient.to(self._room(record, gradient.dtype))
-            self._count_segment(record)
+    def send(self, records: Sequence[ParameterRecord]) -> None:
+        """Take these gradients off their parameters, and reduce them into the rows if there are other ranks."""
+        values = {record: take_gradient(record) for record in records}
+        if self._reductions is None:
+            for record, gradient in values.items():
+                if gradient is not None:
+                    self._add(self._of[record], gradient.view(-1))
             return
-        if add:
-            self._widen(record)
-            self._squares.pop(record, None)
-        else:
-            self._rows[record] = self._empty(record, gradient)
-            if gradient.device.type != "cpu" and not self._several:  # there it costs the host nothing
-                self._take_squares(record, gradient)
-        self._put(record, self._rows[record], gradient, add=add)
+        adds = {record: self._of[record].note_sent() for record in records}
 
-    # -- complete rows ----------------------------------------------------------------------------------------------
+        def put(segment: Segment, rows: slice, part: torch.Tensor) -> None:
+            self._put(self._of[segment.record], rows, part, adds=adds[segment.record])
 
-    def _spill_of(self, record: ParameterRecord) -> GradientSpill | None:
-        """Return the object that keeps a gradient on disk; None if it waits in memory."""
-        return self._spill if self._spill is not None and record in self._spill else None
+        with labelled("reduce"):
+            for bucket in self._reductions.start(values, put):
+                for segment in bucket.segments:
+                    self._of[segment.record].segments_left += self._rules.copies
+                self.overlapped += self._rules.overlap and self._rules.scatter
 
-    def _complete(self, record: ParameterRecord) -> None:
-        """The rows of this backward are complete: take them to disk if they belong there."""
-        if (spill := self._spill_of(record)) is not None:
-            rows, squares = self._rows.pop(record), self._squares.pop(record, None)
-            self._on_disk(partial(spill.add, record, rows, self._total(record), squares))
-        if record in self._final and self.on_final is not None:
+    def _add(self, gradient: ArrivingGradient, values: torch.Tensor) -> None:
+        """Add the values of a gradient to the rows, if one rank has all of them."""
+        adds = gradient.note_sent()
+        gradient.segments_left += 1
+        if not adds and (gradient.record not in self._rules.to_host or self._transfers.streams.device_is_host):
+            gradient.rows = values.to(gradient.type_of_rows(values.dtype, self._of_step(gradient.record)))
+            self._count_segment(gradient)
+            return
+        if not adds and values.device.type != "cpu" and not self._several:  # there it costs the host nothing
+            gradient.begin_squares(values)
+        self._put(gradient, slice(None), values, adds=adds)
+
+    def _put(self, gradient: ArrivingGradient, rows: slice, part: torch.Tensor, *, adds: bool) -> None:
+        """Copy a segment of a gradient into its rows, or add it to them."""
+        held = gradient.make_room(part, self._of_step(gradient.record), add=adds)
+        add = partial(add_in, dtype=self._total(gradient.record)) if adds else None
+        self._d2h.put(held[rows], part, add=add, arrived=partial(self._count_segment, gradient))
+
+    def _count_segment(self, gradient: ArrivingGradient) -> None:
+        """Note that a segment of a gradient is in its rows; it may be the last one."""
+        gradient.segments_left -= 1
+        if gradient.segments_left:
+            return
+        record = gradient.record
+        gradient.note_whole(self._total(record))
+        if gradient.state is GradientState.FINAL and self.on_final is not None:
             raise UsageError(
                 f"parameter {record.name!r} got a part of its gradient after its update in this backward had begun: its "
                 'module is used more often than in the step before; set "step_overlap" to "forward" or "none"'
             )
-        if not self._last or self._closing or (self.comes_in_parts and not self.arrivals.order_is_agreed):
-            return  # at the end of a backward it may be no rank's; and nobody knows a first part as one
-        self._finish(record)
+        is_known = self.arrivals.order_is_agreed or not self.comes_in_parts  # else a first part is not known as one
+        if self._last and is_known and self._phase is BackwardPhase.RUNNING:  # in the end it may be no rank's
+            self._finish(gradient)
 
-    def _finish(self, record: ParameterRecord) -> None:
+    def _finish(self, gradient: ArrivingGradient) -> None:
         """Tell that the gradient is final, and there to be used."""
-        if self._rules.squares_at_once and record in self._rows and record not in self._squares:
-            self._take_squares(record, self._rows[record])
-        self._final.add(record)
-        if self.on_final is None:
-            return
-        if (spill := self._spill_of(record)) is not None:
-            self._on_disk(spill.drain)
-        if self._lost is None:
-            self.on_final(record)
-
-    def _on_disk(self, call: Callable[[], None]) -> None:
-        """Do something with gradients on disk. Its error waits for `reduce`: this rank alone has it, and the others are in
-        the same backward."""
-        try:
-            call()
-        except Exception as error:
-            error.add_note("This happened to a gradient that waits on disk for the update.")
-            self._lost = self._lost or error
+        gradient.finish(for_update=self.on_final is not None)
+        if self.on_final is not None and (self._spill is None or self._spill.lost is None):
+            self.on_final(gradient.record)
 
     # -- for the update ---------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        if self._spill is not None:
-            self._on_disk(self._spill.drain)
+        lost = None if self._spill is None else self._spill.finish()
         if self._rules.spills:
-            self._world.raise_together(self._lost)
+            self._world.raise_together(lost)
 
     def has(self, record: ParameterRecord) -> bool:
-        return record in self._agreed
+        return record in self._of and self._of[record].is_agreed
 
     def owned(self, record: ParameterRecord) -> torch.Tensor | None:
-        if record not in self._agreed:
-            return None
-        if (spill := self._spill_of(record)) is not None:
-            return spill.owned(record)
-        return self._rows.get(record)
+        return self._of[record].owned() if self.has(record) else None
 
     def begun(self) -> dict[ParameterRecord, torch.Tensor | None]:
-        if self._spill is not None:
-            self._on_disk(self._spill.drain)
-        if self._lost is not None:
-            raise self._lost
-        agreed = [record for record in self._records if record in self._agreed]
-        return {record: None if self._spill_of(record) else self._rows[record] for record in agreed}
+        lost = None if self._spill is None else self._spill.finish()
+        if lost is not None:
+            raise lost
+        return {record: self._of[record].rows for record in self._records if self.has(record)}
 
     def _take_up(self, record: ParameterRecord, rows: torch.Tensor) -> None:
-        self._agreed.add(record)
-        self._filled.add(record)
-        if (spill := self._spill_of(record)) is not None:
-            spill.add(record, rows, rows.dtype)
-            spill.drain()
-        else:
-            self._rows[record] = self._empty(record, rows).copy_(rows)
+        self._of[record].take_up(rows, self._of_step(record))
 
     def replace(self, record: ParameterRecord, full: torch.Tensor) -> None:
         if not self._last:
             raise UsageError(INCOMPLETE.format(record.name))
-        if self._spill_of(record) is not None:
-            raise UsageError(
-                f"the gradient of parameter {record.name!r} waits on disk and cannot be set: keep offload_optimizer in host "
-                'memory ("device": "cpu"), or change the loss'
-            )
-        self._rows[record].copy_(full[slice(*record.owned_range)])
-        if record in self._squares:
-            self._take_squares(record, self._rows[record])
+        self._of[record].replace(full[slice(*record.owned_range)], self._of_step(record))
 
     def take(self, record: ParameterRecord, *, keep: bool = False) -> torch.Tensor | None:
         """Do as `Gradients.take`; with `keep` the rows stay, not to be changed."""
-        if self._spill_of(record) is not None:
-            return None  # the update reads it from disk itself
-        kept = keep or (self._rules.keeps_rows and self._world.world_size > 1)
-        # Not `owned`: an update in the backward takes gradients that are not agreed on before its end.
-        rows = self._rows.get(record) if kept else self._rows.pop(record, None)
-        return rows if record in self._filled else None
+        return self._of[record].take(keep=keep)
 
     def squares(self, record: ParameterRecord) -> float | None:
-        if (spill := self._spill_of(record)) is not None:
-            return spill.squares(record)
-        begun = self._squares.get(record)
-        return None if begun is None else begun.value(self._squares.values())
+        return self._of[record].squares(self._of.values())
 
     def drop(self) -> None:
         super().drop()
-        self._in_backward = False
+        self._phase = BackwardPhase.OVER
         self._d2h.drop()
-        self._under_way.clear()
-        self._segments_left.clear()
-        self._filled.clear()
-        self._agreed.clear()
-        self._squares.clear()
-        self._final.clear()
-        self.taken.clear()
-        self._lost = None
-        if not self._rules.keeps_rows or self._world.world_size == 1:
-            self._rows.clear()
+        if self._reductions is not None:
+            self._reductions.drop()
+        for gradient in self._of.values():
+            gradient.drop()
         if self._spill is not None:
             self._spill.drop()
 
     def free(self) -> None:
         super().free()
-        self._rows.clear()
+        for gradient in self._of.values():
+            gradient.rows = None
 
     def held_bytes(self) -> int:
         lost = 0 if self._reducer is None else self._reducer.held_bytes
-        # A copy: an update in the backward takes rows meanwhile.
-        return sum(rows.nbytes for rows in list(self._rows.values())) + lost
+        held = [gradient.rows for gradient in self._of.values()]  # an update in the backward takes rows meanwhile
+        return sum(rows.nbytes for rows in held if rows is not None) + lost
 
     def close(self) -> None:
         super().close()
-        self._reduce_world.release()
+        if self._reductions is not None:
+            self._reductions.release()
         if self._reducer is not None:
             self._reducer.release()
         if self._spill is not None:

@@ -23,6 +23,7 @@ from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.engine.data.batches import repeat
+from zstore.engine.zero.sharded_gradient import ShardedGradient
 from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.interop.deepspeed.universal import UniversalFolder
 from zstore.testing.ranks import run_ranks
@@ -191,6 +192,29 @@ def test_data_dropout_and_client_state_go_on_in_the_middle_of_a_step(tmp_path: P
         assert (engine.global_steps, engine.micro_steps) == (2, 7)
         assert train_on(engine, loader, 13) == expected[7:]
         assert all(torch.equal(found, weights[name]) for name, found in engine.module_state_dict().items())
+
+
+def _loaded_after_a_step(rank: int, folder: str) -> None:
+    with start(make_config(0, gradient_accumulation_steps=3, bf16={"enabled": False})) as engine:
+        engine.backward(engine(*batch(0, 0, rank)))
+        engine.step()
+        engine.save_checkpoint(folder, "begun")
+        for micro in (1, 2):
+            engine.backward(engine(*batch(0, micro, rank)))
+            engine.step()
+        expected = state_of(engine)
+        engine.load_checkpoint(folder, "begun")
+        shown = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+        assert shown
+        assert all(isinstance(grad, ShardedGradient) for grad in shown)  # each rank has sums of its own, and no mean
+        for micro in (1, 2):
+            engine.backward(engine(*batch(0, micro, rank)))
+            engine.step()
+        assert state_of(engine) == expected
+
+
+def test_a_step_that_has_begun_is_loaded_after_a_whole_one(tmp_path: Path) -> None:
+    run_ranks(_loaded_after_a_step, 2, str(tmp_path))
 
 
 def _saved_without_gradients(rank: int, folder: str) -> None:

@@ -16,9 +16,10 @@ from zstore.engine.params.record import ParameterRecord, make_record
 from zstore.engine.params.sharding import Sharding
 from zstore.engine.params.units import Unit
 from zstore.engine.zero import spill as spill_module
-from zstore.engine.zero.exchanges import Exchanges
-from zstore.engine.zero.gradients import GradientRules
-from zstore.engine.zero.norm import sum_of_squares
+from zstore.engine.zero import unit_gradients
+from zstore.engine.zero.collectives import Reduction
+from zstore.engine.zero.exchanges import Exchanges, GradientRules
+from zstore.engine.zero.norm import SumOfSquares, sum_of_squares
 from zstore.engine.zero.spill import GradientSpill
 from zstore.engine.zero.unit_gradients import UnitGradients
 from zstore.errors import StorageError
@@ -27,6 +28,7 @@ from zstore.io.links import LinkCounters
 from zstore.ranks.world import World
 from zstore.store import StoreOptions, TensorStore
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
+from zstore.testing.ranks import run_ranks
 
 ROWS, COLS = 300, 257
 """150 KB of bf16, so that a gradient rests on disk, in chunks of which the last is not full."""
@@ -34,17 +36,17 @@ ROWS, COLS = 300, 257
 
 @contextmanager
 def opened(
-    folder: Path, files: Files | None = None, count: int = 3
+    folder: Path, files: Files | None = None, count: int = 3, rank: int = 0, world_size: int = 1
 ) -> Iterator[tuple[GradientSpill, list[ParameterRecord]]]:
     """Give a spill of so many parameters, and their records."""
     with TensorStore(StoreOptions(run_path=folder), files=files) as store:
         arrays: dict[ParameterRecord, str] = {}
         for number in range(count):
             parameter = torch.nn.Parameter(torch.zeros(ROWS, COLS, dtype=torch.bfloat16))
-            sharding = Sharding.of_stage(3, 1, offloads_parameters=True)
-            record = make_record(f"p{number}", (), parameter, group=0, sharding=sharding, rank=0)
+            sharding = Sharding.of_stage(3, world_size, offloads_parameters=True)
+            record = make_record(f"p{number}", (), parameter, group=0, sharding=sharding, rank=rank)
             spec = record.spec("gradient", torch.bfloat16)
-            store.create(spec, grid=record.state_grid, shard=0, tier="disk")
+            store.create(spec, grid=record.state_grid, shard=rank, tier="disk")
             assert store.tier_of(spec.name) == "disk"
             arrays[record] = spec.name
         spill = GradientSpill(store, arrays, Transfers(Streams(), store.links))
@@ -222,3 +224,63 @@ def test_an_error_within_the_backward_waits_for_the_step(nvme: Path) -> None:
                 for number, record in enumerate(records):
                     assert torch.equal(kept(spill, record), torch.full((ROWS * COLS,), 2.0 * (number + 1)).bfloat16())
             gradients.drop()
+
+
+class LastingReduction(Reduction):
+    """One that is under way until somebody waits for it."""
+
+    def done(self) -> bool:
+        return False
+
+
+class DeviceSquares(SumOfSquares):
+    """Takes the sum when it is begun, as a device does."""
+
+    def __init__(self, values: torch.Tensor, transfers: Transfers, *, one_by_one: bool) -> None:
+        super().__init__(values, transfers, one_by_one=one_by_one)
+        self.value()
+
+
+def _in_two_parts(rank: int, folder: str, spills: bool) -> None:
+    unit_gradients.SumOfSquares = DeviceSquares  # type: ignore[misc]
+    with opened(Path(folder) / str(rank), count=1, rank=rank, world_size=2) as (spill, (record,)):
+        world = World.current()
+        unit = Unit("all", (torch.nn.Module(),), (record,), (record,))
+        exchanges = Exchanges(world=world, reduce=LastingReduction)
+        rules = GradientRules(bucket_numel=10**9, spills=spills, squares_at_once=True, exchanges=exchanges)
+        transfers, kept_by = Transfers(Streams(), LinkCounters()), spill if spills else None
+        gradients = UnitGradients([unit], [], world, rules, transfers, spill=kept_by)
+        gradients.comes_in_parts = False  # so that its first part is taken for all of it
+        factors = torch.arange(ROWS * COLS).remainder(7).view(ROWS, COLS)
+        gradients.start_backward(last=True)
+        for part in (1, 2):
+            (record.parameter * factors * part).sum().backward()
+            if part == 1 and not spills:
+                gradients.drain()
+        gradients.end_backward()
+        gradients.reduce()
+        owned = gradients.owned(record)
+        assert owned is not None
+        assert torch.equal(owned, (3 * factors.view(-1)[slice(*record.owned_range)]).bfloat16())
+        assert gradients.squares(record) in (None, sum_of_squares(owned))
+        gradients.close()
+
+
+@pytest.mark.parametrize("spills", [True, False])
+def test_a_late_part_is_added_to_one_that_is_still_being_reduced(spills: bool, tmp_path: Path) -> None:
+    run_ranks(_in_two_parts, 2, str(tmp_path), spills)
+
+
+def test_a_gradient_that_another_hook_took_before_it_was_complete_is_none(nvme: Path) -> None:
+    with opened(nvme, count=1) as (_, (record,)):
+        unit = Unit("all", (torch.nn.Module(),), (record,), (record,))
+        rules = GradientRules(bucket_numel=10**9, exchanges=Exchanges(world=World()))
+        gradients = UnitGradients([unit], [], World(), rules, Transfers(Streams(), LinkCounters()))
+        for parts in (2, 1):
+            gradients.start_backward(last=True)
+            for _ in range(parts):
+                record.parameter.sum().backward()  # type: ignore[no-untyped-call]
+            gradients.end_backward()
+            assert gradients.has(record) == (parts == 2)
+            gradients.drop()
+            record.parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))

@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from zstore.engine.device import Event
 from zstore.engine.optim.in_backward import LEAST_WAITING_BYTES, DirectUpdate
 from zstore.engine.optim.update import StepSettings, Update
 from zstore.engine.optim.updater import Updater
@@ -114,7 +113,6 @@ class InBackward(Stepping):
     def __init__(self, state: LocalState) -> None:
         super().__init__(state)
         self.on_final: Callable[[ParameterRecord], None] | None = None
-        self.taken: dict[ParameterRecord, Event] = {}
         self._rows: dict[ParameterRecord, torch.Tensor] = {}
         self._seen: dict[LocalRecord, None] = {}
         self._expected: list[LocalRecord] = []
