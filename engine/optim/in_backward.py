@@ -276,7 +276,7 @@ class DirectUpdate(UpdateInBackward):
 
         Raises UsageError if the settings `now` differ from those that the update began with.
         """
-        self._updater.complete()
+        self._updater.join_or_raise()
         self._last_reads = {}  # who called the backward may have read parameters since
         used = [record for record in self._final.records if record in self._admitted or self._may_change(record)]
         self._update([record for record in used if record not in self._admitted]).run()
@@ -292,6 +292,6 @@ class DirectUpdate(UpdateInBackward):
 
     def abandon(self) -> bool:
         self.end_backward(drop=True)
-        self._updater.forget()
+        self._updater.reset()
         self._end()
         return bool(self._admitted) or self._gradients.has_sent

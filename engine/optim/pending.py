@@ -9,6 +9,17 @@ What stops half way leaves the state torn: a mixture of two, which is neither tr
 | an update behind `step()` | torn, as soon as somebody waits for it |
 | `step()` before its update, or a backward | that of the step before; a speculative update is undone |
 | the same with a direct update under way | torn: in a backward if it changed anything on any rank, in `step()` always |
+
+[Note: who waits for an update]
+`PendingUpdate` knows of all ranks, and of updates in the backward; `Updater` is this rank's thread.
+
+| call | waits for | an error of the update is |
+|---|---|---|
+| `PendingUpdate.complete` | an update behind `step()`, on all ranks; none in a backward | raised on every rank |
+| `PendingUpdate.wait`, then `agree` | the same: on this rank, then with the others | returned, then raised on every rank |
+| `PendingUpdate.forget` | the end of any update; one in a backward is abandoned | forgotten: the state is replaced |
+| `Updater.wait_for` | the updates of some parameters that are read next | raised |
+| `Updater.join`, `join_or_raise`, `reset` | the end of any update | returned, raised, forgotten |
 """
 
 from __future__ import annotations
@@ -97,16 +108,13 @@ class PendingUpdate:
         return changed
 
     def complete(self) -> None:
-        """Wait until no update is under way but one in a backward (all ranks).
-
-        Raises, on every rank, the error that ended the update on any, and the state is torn.
-        """
+        """Wait until no update is under way but one in a backward (all ranks). See [Note: who waits for an update]."""
         if not self.is_in_backward:
             self.agree(self.wait())
 
     def wait(self) -> BaseException | None:
         """Wait for the update that runs behind; return the error that ended it, to be agreed on. Alone, raise it."""
-        error = self.updater.wait() if self._behind else None
+        error = self.updater.join() if self._behind else None
         self.torn |= error is not None
         if error is not None and self.world.world_size == 1:
             raise error
@@ -134,13 +142,13 @@ class PendingUpdate:
     def forget(self) -> None:
         """Wait for the end of an update, and forget its changes: a load replaces the state."""
         self.abandon()
-        self.updater.forget()
+        self.updater.reset()
 
     def close(self) -> None:
         """End the updater's thread."""
         # Before all else: an update that waits for a backward would never end.
         self.abandon()
-        error = self.updater.wait()
+        error = self.updater.join()
         if error is not None and not self.torn:
             _log.warning("the last update failed, and nobody had asked for it yet: %s", error)
         self.updater.close()

@@ -114,7 +114,7 @@ class SpeculativeUpdate(UpdateInBackward):
         if not self.under_way:
             return set()
         self.end_backward(drop=True)
-        self._updater.complete()
+        self._updater.join_or_raise()
         if holds:
             done = list(self._admitted)
             self._update(done).note_scalars(done)
@@ -134,7 +134,7 @@ class SpeculativeUpdate(UpdateInBackward):
 
     def abandon(self) -> bool:
         self.end_backward(drop=True)
-        self._updater.forget()
+        self._updater.reset()
         self._undo.restore(refresh=True)
         self._end()
         return False

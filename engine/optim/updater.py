@@ -84,7 +84,7 @@ class Updater:
 
         `over` is called from the thread when the update ended, with success or an error.
         """
-        self.complete()
+        self.join_or_raise()
         if self._workers is None:
             # As a daemon thread: the interpreter would wait for another before it closes engines that were left open, whose
             # update may wait for a backward that never comes.
@@ -147,7 +147,7 @@ class Updater:
             if self.error is not None:
                 raise self.error
 
-    def wait(self) -> BaseException | None:
+    def join(self) -> BaseException | None:
         """Wait until no update is under way; return the error that ended the last one early, or None."""
         if self._running is not None:
             # May be interrupted: the update goes on, and the next call waits again.
@@ -155,9 +155,9 @@ class Updater:
             self._running = None
         return self.error
 
-    def complete(self) -> None:
-        """Return when the update under way is done; raise the error that ended it."""
-        error = self.wait()
+    def join_or_raise(self) -> None:
+        """Do as `join`, and raise the error."""
+        error = self.join()
         if error is not None:
             raise error
 
@@ -178,14 +178,14 @@ class Updater:
             waiting += late.values()
             return dict(late)
 
-    def forget(self) -> None:
-        """Wait for the end of an update and forget its error (before a load, which replaces its state)."""
-        self.wait()
+    def reset(self) -> None:
+        """Do as `join`, and forget the error: the state is replaced."""
+        self.join()
         self.error = None
 
     def close(self) -> None:
         """Complete the work under way and end the thread."""
-        self.forget()
+        self.reset()
         if self._workers is not None:
             self._workers.close()
             self._workers = None

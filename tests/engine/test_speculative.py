@@ -58,7 +58,7 @@ def _compare(rank: int, case: Case, world_size: int, waits: int = 3) -> tuple[li
 
     def wait(engine: Engine) -> None:
         if engine.global_steps < waits:
-            engine.training_state.pending.updater.wait()
+            engine.training_state.pending.updater.join()
 
     def count(engine: Engine) -> None:
         found = engine.statistics()
@@ -109,7 +109,7 @@ def _backward(engine: Engine, factor: float = 1.0) -> None:
     engine.backward(engine(*data(engine.global_steps)) * factor)
     pending = engine.training_state.pending
     assert pending.speculative is not None
-    pending.updater.wait()
+    pending.updater.join()
     assert pending.speculative._admitted
 
 

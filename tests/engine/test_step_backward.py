@@ -222,7 +222,7 @@ def test_gradients_are_freed_as_they_are_used(monkeypatch: pytest.MonkeyPatch, n
 def test_close_with_an_update_under_way(mode: str, nvme: Path) -> None:
     with held(mode, nvme) as (engine, files):
         updater = engine.training_state.pending.updater
-        updater.wait = opening(files, updater.wait)  # type: ignore[method-assign]
+        updater.join = opening(files, updater.join)  # type: ignore[method-assign]
         files.close_gate()
         engine.backward(engine(*data(1)))
         if mode == "forward":

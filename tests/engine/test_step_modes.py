@@ -145,7 +145,7 @@ def test_readers_see_the_finished_step(nvme: Path, tmp_path: Path) -> None:
     with start(plain(), make_model()) as other, held("forward", nvme) as (engine, files):
         step(other)
         updater = engine.training_state.pending.updater
-        updater.wait = opening(files, updater.wait)  # type: ignore[method-assign]
+        updater.join = opening(files, updater.join)  # type: ignore[method-assign]
         for name, read in READERS.items():
             engine.training_state.pending.complete()
             files.close_gate()
@@ -168,7 +168,7 @@ def test_statistics_do_not_wait(nvme: Path) -> None:
 def test_ctrl_c_while_waiting(mode: str, nvme: Path) -> None:
     with held(mode, nvme) as (engine, files):
         updater = engine.training_state.pending.updater
-        original, interrupter = updater.wait, threading.Thread(target=_thread.interrupt_main)
+        original, interrupter = updater.join, threading.Thread(target=_thread.interrupt_main)
 
         def interrupted() -> Any:
             if interrupter.ident is None:
@@ -182,7 +182,7 @@ def test_ctrl_c_while_waiting(mode: str, nvme: Path) -> None:
             step(engine)
         else:
             engine.backward(engine(*data(1)))
-        updater.wait = interrupted  # type: ignore[method-assign]
+        updater.join = interrupted  # type: ignore[method-assign]
         # The backward of a loss that gathers nothing, or step(), waits for the update.
         waits = engine.step if mode == "backward" else lambda: engine.backward(torch.zeros((), requires_grad=True))
         with pytest.raises(KeyboardInterrupt):

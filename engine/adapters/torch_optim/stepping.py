@@ -85,7 +85,7 @@ class Stepping:
         """Return when no update of `records` (all by default) is under way; raise the error that ended it."""
         try:
             if records is None:
-                self._updater.complete()
+                self._updater.join_or_raise()
             else:
                 self._updater.wait_for(list(records))
         except BaseException as error:
@@ -95,7 +95,7 @@ class Stepping:
 
     def forget(self) -> None:
         """Forget an update under way, or one that failed: the state is replaced."""
-        self._updater.forget()
+        self._updater.reset()
         self.torn = None
 
     def close(self) -> None:
