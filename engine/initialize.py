@@ -21,19 +21,18 @@ from .build.model import mark_leaves_of, require_shapes, take_uncompiled, warn_o
 from .checkpoint.snapshot_folder import require_shared_folder
 from .config.answers import read_answers
 from .config.config import Config, load_config
-from .config.extra import EXTRAS, Extra
+from .config.extra import EXTRAS, IN_ORDER, Extra
 from .config.keys import Section
 from .config.resolve import ResolveContext
 from .data.loader import Collate, TrainingLoader
 from .device import Streams
 from .engine import Engine
-from .extras import moments, one_bit, whole_tensors, zeropp  # noqa: F401 - register their parts
-from .extras.curriculum.sampler import sampler_of
+from .extras import register_parts
 from .optim.lr_schedules import LRSchedule, named_schedule
 from .optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from .optim.rules import steps_tiles
 from .plan.activations import hidden_size
-from .plan.rates import find_rates, say_precision
+from .plan.rates import MatmulRates, find_rates, say_precision
 from .plan.rungs import leave_advice
 from .report.comms import open_comms_log
 from .report.monitors import open_monitors
@@ -42,6 +41,9 @@ from .runtime.messages import show_messages
 from .wiring import wire
 
 _log = logging.getLogger("zstore")
+
+Chosen = tuple[str, type[Extra], Any]
+"""Key, class and section of an extra, or the value of a key that is no section."""
 
 
 @around_block()
@@ -94,6 +96,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     require_shapes(model)
     model, compiler = take_uncompiled(model)
     show_messages()
+    register_parts()
     answers = read_answers(auto)
     loaded = load_config(_config_source(args, config, config_params)).answered(answers)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
@@ -117,16 +120,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     if resolved.settings.log_level is not None:
         _log.setLevel(resolved.settings.log_level.upper())
     if world.rank == 0:
-        for line in resolved.report():
-            _log.warning("%s: %s", resolved.source, line)
-        if rates is not None:
-            say_precision(loaded, resolved.precision, rates)
-        if "gradient_clipping" not in loaded.settings.model_fields_set and not resolved.frozen and not resolved.one_bit:
-            _log.info(
-                "%s: gradient_clipping is not set: gradients are clipped to a norm of %g, DeepSpeed's default; 0 turns it off",
-                resolved.source,
-                resolved.gradient_clipping,
-            )
+        _say(loaded, resolved, rates)
     chosen = list(_extras(resolved))
     for _, extra, section in chosen:
         extra.prepare(model, section)
@@ -140,7 +134,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         require_shared_folder(resolved, world)
         facade = _optimizer(resolved, optimizer, model_parameters, model)
         schedule = _schedule(resolved, lr_scheduler, facade)
-        loader = None if training_data is None else _loader(resolved, world, training_data, collate_fn)
+        loader = None if training_data is None else _loader(resolved, world, training_data, collate_fn, chosen)
         monitors = open_monitors(resolved, world)
         try:
             training = wire(
@@ -158,8 +152,23 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         return engine, engine.optimizer, loader, schedule.scheduler
 
 
-def _extras(config: Config) -> Iterator[tuple[str, type[Extra], Any]]:
-    """Yield key, class and section of the extras that a config turns on, or the value of a key that is no section."""
+def _say(loaded: Config, resolved: Config, rates: MatmulRates | None) -> None:
+    """Log what the config says that is not as it could be read."""
+    for line in resolved.report():
+        _log.warning("%s: %s", resolved.source, line)
+    if rates is not None:
+        say_precision(loaded, resolved.precision, rates)
+    clips = resolved.gradient_clipping > 0 and not resolved.frozen
+    if clips and "gradient_clipping" not in loaded.settings.model_fields_set:
+        _log.info(
+            "%s: gradient_clipping is not set: gradients are clipped to a norm of %g, DeepSpeed's default; 0 turns it off",
+            resolved.source,
+            resolved.gradient_clipping,
+        )
+
+
+def _extras(config: Config) -> Iterator[Chosen]:
+    """Yield the extras that a config turns on."""
     for key, load in EXTRAS.items():
         section: Any = config.settings
         for name in key.split("."):
@@ -241,8 +250,10 @@ def _schedule(config: Config, client: Any, optimizer: ZeroOptimizer) -> LRSchedu
     )
 
 
-def _loader(config: Config, world: World, data: Dataset[Any], collate_fn: Collate | None) -> TrainingLoader:
-    section = config.settings.data_efficiency
+def _loader(
+    config: Config, world: World, data: Dataset[Any], collate_fn: Collate | None, chosen: list[Chosen]
+) -> TrainingLoader:
+    found = (extra.sampling(section, data) for _, extra, section in chosen)
     return TrainingLoader(
         data,
         batch=config.batch,
@@ -251,6 +262,5 @@ def _loader(config: Config, world: World, data: Dataset[Any], collate_fn: Collat
         seed=config.settings.seed,
         drop_last=config.settings.dataloader_drop_last,
         collate_fn=collate_fn,
-        sampling=section.sampling,
-        sampler=sampler_of(section, data),
+        sampling=next((one for one in found if one is not None), IN_ORDER),
     )

@@ -16,10 +16,9 @@ from zstore.store import RUN_FOLDER
 from .answers import problem_text
 from .jsonc import load_jsonc
 from .keys import Notice
-from .optimizers import ONE_BIT, WHOLE_TENSORS, AdamParams
+from .optimizers import OPTIMIZERS, AdamParams, OptimizerParams
 from .parse import parse
 from .resolve import BatchSizes, ResolveContext, answered, default_weight_decay, resolve_settings
-from .rules import one_bit_problems
 from .scheduler import SchedulerSection
 from .schema import ConfigSections, ZstoreSection
 from .sections import Fp16Section
@@ -76,8 +75,8 @@ class Config:
     """For an engine without an optimizer: there is no state to offload, and no step."""
     whole_tensors: bool = False
     """The optimizer's step needs whole tensors, which ranks exchange."""
-    one_bit: bool = False
-    """The optimizer sends signs; its state is whole on every rank."""
+    keeps_whole: bool = False
+    """Every rank keeps the whole state of the optimizer, and gradients of its own."""
 
     def notices(self) -> list[Notice]:
         """Return each key that was set and does not act, once, with the reason."""
@@ -112,22 +111,21 @@ class Config:
             if passed and getattr(self.settings, key) is not None:
                 notices = [notice for notice in notices if not notice.key.startswith(f"{key}.")]
                 notices.append(Notice(key, f"no effect: the {key} passed to initialize() is used"))
-        named = settings.optimizer is not None and settings.optimizer.type in WHOLE_TENSORS
         kind = context.optimizer_name if settings.optimizer is None else settings.optimizer.type
-        signs = kind in ONE_BIT
+        rule = OPTIMIZERS.get(kind, OptimizerParams)
         clips = "gradient_clipping" in self.settings.model_fields_set and "gradient_clipping" not in defaults
-        if signs and not clips:  # the default is for optimizers that can be clipped
+        if rule.keeps_whole and not clips:  # the default is for optimizers that can be clipped
             settings = settings.model_copy(update={"gradient_clipping": 0.0})
             defaults |= {"gradient_clipping": 0.0} if "gradient_clipping" in defaults else {}
         if defaults:
             notices.append(_defaults_notice(defaults))
         if context.world_size == 1:
             notices += _alone(settings.zero_optimization, {notice.key for notice in notices})
-        if signs and (found := list(one_bit_problems(settings, kind))):
+        if found := list(rule.conflicts(settings, kind)):
             raise ConfigError(problem_text(self.source, [problem.message for problem in found]))
-        whole = named or signs or context.whole_tensors
+        whole, keeps = rule.whole_tensors or context.whole_tensors, rule.keeps_whole
         resolved = replace(
-            self, settings=settings, reported=tuple(notices), resolved=True, whole_tensors=whole, one_bit=signs
+            self, settings=settings, reported=tuple(notices), resolved=True, whole_tensors=whole, keeps_whole=keeps
         )
         more = resolved._overlap_notice(context.world_size), resolved._non_finite_notice()
         return replace(resolved, reported=(*notices, *(notice for notice in more if notice is not None)))
@@ -246,9 +244,9 @@ class Config:
 
     @property
     def stage(self) -> int:
-        """What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Stage 1 is 0 with an optimizer that
-        sends signs, whose state is whole on every rank."""
-        return 0 if self.one_bit and self.zero.stage == 1 else self.zero.stage
+        """What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Stage 1 is 0 with an optimizer
+        whose state is whole on every rank."""
+        return 0 if self.keeps_whole and self.zero.stage == 1 else self.zero.stage
 
     @property
     def offload_optimizer(self) -> OffloadConfig:

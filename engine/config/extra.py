@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from zstore.checkpoint import SaveHandle, SaveSummary
@@ -45,6 +46,40 @@ class Rising(Protocol):
         """Return the number at a step, counted from 1."""
 
 
+class Sampler(Protocol):
+    """Draws the samples of one step after another, by difficulties that rise with the steps."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state for `restore`, with its "step", the batches drawn; a copy."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`. Raises CorruptionError for a malformed state."""
+
+    def draw(self, count: int) -> list[int]:
+        """Return the numbers of the next step's `count` samples."""
+
+    def difficulties(self) -> Mapping[str, Rising]:
+        """Return the difficulties by the names of their metrics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the loader of training data draws samples."""
+
+    sampler: Sampler | None = None
+    """Draws them; None: in the order of a permutation."""
+    num_epochs: int | None = None
+    """Epochs after which the loader is at its end; None: it has none."""
+    num_workers: int = 0
+    """Processes that read ahead; 0: the training process reads."""
+    pin_memory: bool = False
+    """Whether tensors are put into pinned memory."""
+
+
+IN_ORDER = Sampling()
+
+
 class Extra:
     """A feature of one engine. Every rank has it, and calls each method in the same order. See [Note: an extra]."""
 
@@ -56,6 +91,11 @@ class Extra:
     @classmethod
     def prepare(cls, model: nn.Module, section: Any) -> None:
         """Change a model as the section says, before an engine takes it."""
+
+    @classmethod
+    def sampling(cls, section: Any, data: Any) -> Sampling | None:
+        """Return how samples are drawn from `data`, the training data of `initialize`; None: it is not this extra's to say."""
+        return None
 
     def __init__(self, engine: Any, section: Any) -> None:
         """Plug into an engine that was just made."""

@@ -1,13 +1,13 @@
 """The section `optimizer`: optimizers that a config may name, each with its own arguments and their defaults."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, PlainValidator
+from pydantic import PlainValidator
 from pydantic_core.core_schema import ValidationInfo
 
-from .keys import Section, Status, about, built
-from .values import Auto, BelowOne, Bool, Number, OneOf, Positive, Real, Words
+from .keys import ConfigProblem, Section, Status, about, built
+from .values import Auto, BelowOne, Bool, OneOf, Real, Words
 
 _PASS = "to initialize(optimizer=...) and leave this section out"
 _WHOLE = f"pass the object {_PASS}; it works at stage 0 without offload only, for its update needs whole tensors"
@@ -27,7 +27,6 @@ _OTHERS = {
 
 Betas = Annotated[tuple[BelowOne, BelowOne], Words("two numbers, each from 0 to below 1")]
 Pair = Annotated[tuple[Real, Real], Words("two numbers of at least 0")]
-EpsPair = Annotated[tuple[Real | None, Real], Words("two numbers of at least 0; null for the first is fp32's epsilon")]
 
 
 def advice_on(name: object) -> str:
@@ -39,10 +38,20 @@ def advice_on(name: object) -> str:
 class OptimizerParams(Section):
     """Arguments of an optimizer."""
 
+    whole_tensors: ClassVar[bool] = False
+    """Whether its step needs whole tensors, which ranks exchange."""
+    keeps_whole: ClassVar[bool] = False
+    """Whether every rank keeps its whole state, and gradients of its own, of which there is no norm to clip by."""
+
     lr: Real | Auto | None = built(None)
     """Learning rate."""
     fp32_optimizer_states: Bool = built(True)
     """Keep moments in fp32; false: in bf16, as `zstore.moments` "bf16" does."""
+
+    @classmethod
+    def conflicts(cls, settings: Any, kind: str) -> Iterator[ConfigProblem]:
+        """Yield the settings that the optimizer `kind`, with these arguments, cannot be combined with."""
+        return iter(())
 
     def arguments(self) -> dict[str, Any]:
         """Return the keys that act, by name: arguments of the class."""
@@ -218,132 +227,7 @@ class LionParams(OptimizerParams):
     """Ascend."""
 
 
-class LambParams(OptimizerParams):
-    """Arguments of LAMB: Adam whose step is scaled, for each tensor, by the norm of the weights over that of the update."""
-
-    lr: Real | Auto = built(1e-3)
-    """Learning rate; the default is DeepSpeed's."""
-    betas: Betas | Auto = built((0.9, 0.999))
-    """Decay of the two moments."""
-    eps: Real | Auto = built(1e-8)
-    """Added to the denominator."""
-    eps_inside_sqrt: Bool = built(False)
-    """Add eps under the square root."""
-    weight_decay: Real | Auto = built(0.0)
-    """Decay of the weights, a part of the update before it is scaled."""
-    bias_correction: Bool = built(True)
-    """Correct the moments for starting at zero."""
-    max_coeff: Real = built(10.0)
-    """Largest factor of a tensor's step."""
-    min_coeff: Real = built(0.01)
-    """Smallest factor of a tensor's step."""
-
-
-class AdafactorParams(OptimizerParams):
-    """Arguments of Adafactor, as torch has them: of a matrix it keeps one number for each row and each column."""
-
-    lr: Real | Auto = built(1e-2)
-    """Learning rate; the default is torch's. The step is at most 1 / sqrt(steps), times the weights' root mean square."""
-    beta2_decay: Annotated[Number, Field(le=0), Words("a number of at most 0")] = built(-0.8)
-    """The second moment's decay is 1 - step to this power."""
-    eps: EpsPair = built((None, 1e-3))
-    """Least of the second moment, and least root mean square of the weights."""
-    d: Annotated[Real, Field(ge=1), Words("a number of at least 1")] = built(1.0)
-    """Updates with a larger root mean square are scaled down to it."""
-    weight_decay: Real | Auto = built(0.0)
-    """Decoupled decay of the weights per step, times lr."""
-    maximize: Bool = built(False)
-    """Ascend."""
-
-
-class MuonParams(OptimizerParams):
-    """Arguments of Muon for matrices, and of AdamW for embeddings, heads and parameters that are no matrices. A parameter's
-    own attribute `use_muon` decides for it."""
-
-    lr: Real | Auto | None = built(None)
-    """Learning rate of both. Unset: 0.02 for Muon and 0.0003 for Adam, as DeepSpeed has it."""
-    muon_lr: Real | None = built(None)
-    """Learning rate of Muon, in place of lr."""
-    adam_lr: Real | None = built(None)
-    """Learning rate of Adam, in place of lr."""
-    momentum: BelowOne = built(0.95)
-    """Muon's momentum."""
-    nesterov: Bool = built(True)
-    """Nesterov's momentum, which DeepSpeed always uses."""
-    ns_steps: Annotated[Positive, Field(le=99)] = built(5)
-    """Newton-Schulz iterations."""
-    adjust_lr_fn: Annotated[Literal["original", "match_rms_adamw"], OneOf()] = built("original")
-    """How Muon's rate follows a matrix's shape: sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns))."""
-    betas: Betas | Auto = built((0.9, 0.95))
-    """Decay of Adam's moments."""
-    eps: Real | Auto = built(1e-10)
-    """Added to Adam's denominator."""
-    weight_decay: Real | Auto = built(0.0)
-    """Decoupled decay of the weights per step, times the rate, of both."""
-
-
-class _OneBitParams(OptimizerParams):
-    """Arguments that the 1-bit optimizers share."""
-
-    lr: Real | Auto = built(1e-3)
-    """Learning rate; the default is DeepSpeed's."""
-    betas: Betas | Auto = built((0.9, 0.999))
-    """Decay of the two moments."""
-    eps: Real | Auto = built(1e-8)
-    """Added to the denominator."""
-    bias_correction: Bool = built(True)
-    """Correct the moments for starting at zero, so that the warm-up is that of the exact optimizer; false: use them as
-    they are, which DeepSpeed does whatever this says."""
-    weight_decay: Real | Auto = built(0.0)
-    """Decoupled decay of the weights per step, times lr."""
-
-
-class OneBitAdamParams(_OneBitParams):
-    """Arguments of 1-bit Adam, at stages 0 and 1: AdamW that sends its momentum as signs after a warm-up."""
-
-    freeze_step: Positive = built(100000)
-    """Updates that are AdamW's; in later ones the variance stays, and signs are sent. Take 15 to 25% of the run, and not
-    less than the warm-up of the rate; the default is DeepSpeed's."""
-
-
-class ZeroOneAdamParams(_OneBitParams):
-    """Arguments of 0/1 Adam, at stages 0 and 1: AdamW that sends signs from the start, and later not in every step."""
-
-    var_freeze_step: Positive = built(100000)
-    """Last update that may change the variance; after it ranks take steps of their own. The end of the warm-up of the rate
-    is a good one; the default is DeepSpeed's."""
-    var_update_scaler: Positive = built(16)
-    """Updates of the variance after which their interval doubles; it starts at 1."""
-    local_step_scaler: Positive = built(32678)
-    """Updates after which the interval between exchanges doubles; it starts at 1."""
-    local_step_clipper: Positive = built(16)
-    """Longest interval between exchanges, in updates; 1: ranks exchange in every one."""
-
-
-class OneBitLambParams(_OneBitParams):
-    """Arguments of 1-bit LAMB, at stages 0 and 1: LAMB that sends its momentum as signs after a warm-up."""
-
-    weight_decay: Real | Auto = built(0.0)
-    """Decay of the weights, a part of the update before it is scaled."""
-    eps_inside_sqrt: Bool = built(False)
-    """Add eps under the square root."""
-    freeze_step: Positive = built(100000)
-    """Updates that are LAMB's; in later ones the variance stays, and signs are sent. The default is DeepSpeed's."""
-    max_coeff: Real = built(10.0)
-    """Largest factor of a tensor's step in the warm-up."""
-    min_coeff: Real = built(0.01)
-    """Smallest factor of a tensor's step in the warm-up."""
-    coeff_beta: BelowOne = built(0.9)
-    """Decay of the average of factors that later steps take; freeze_step should be well above 1 / (1 - coeff_beta)."""
-    factor_max: Real = built(4.0)
-    """Largest correction of that average."""
-    factor_min: Real = built(0.5)
-    """Smallest correction of that average."""
-    factor_threshold: Real = built(0.1)
-    """Part by which the correction may change in an update."""
-
-
-OPTIMIZERS: Mapping[str, type[OptimizerParams]] = {
+OPTIMIZERS: dict[str, type[OptimizerParams]] = {
     "Adam": AdamParams,
     "AdamW": AdamParams,
     "SGD": SGDParams,
@@ -356,23 +240,8 @@ OPTIMIZERS: Mapping[str, type[OptimizerParams]] = {
     "ASGD": ASGDParams,
     "Rprop": RpropParams,
     "Lion": LionParams,
-    "Lamb": LambParams,
-    "Adafactor": AdafactorParams,
-    "Muon": MuonParams,
-    "OneBitAdam": OneBitAdamParams,
-    "ZeroOneAdam": ZeroOneAdamParams,
-    "OneBitLamb": OneBitLambParams,
 }
-OptimizerName = Literal[
-    "Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "Adamax", "RAdam", "Adadelta", "ASGD", "Rprop",
-    "Lion", "Lamb", "Adafactor", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb",
-]  # fmt: skip
-
-
-WHOLE_TENSORS = ("Lamb", "Adafactor", "Muon")
-"""Those whose step needs whole tensors, which ranks exchange."""
-ONE_BIT = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
-"""Those that send signs."""
+"""By the names of their classes; extras add theirs."""
 
 
 def _by_type(value: object, info: ValidationInfo) -> object:
@@ -396,7 +265,7 @@ class OptimizerSection(Section):
 
     variants: ClassVar[Mapping[str, Mapping[str, "type[Section]"]]] = {"params": OPTIMIZERS}
 
-    type: Annotated[OptimizerName, OneOf(advice_on)]
+    type: Annotated[str, OneOf(advice_on, OPTIMIZERS)]
     """Name of the optimizer. Adam means AdamW unless adam_w_mode is false; FusedAdam, CPUAdam and DeepSpeedCPUAdam are
     other names of Adam, CPUAdagrad of Adagrad, FusedLion and CPULion of Lion, FusedLamb of Lamb: there is one update on
     every device."""
@@ -409,6 +278,9 @@ class OptimizerSection(Section):
             return data
         found = _usual_name(data)
         return found if found.get("params") is not None else found | {"params": {}}
+
+    def contradictions(self, settings: Any) -> Iterator[ConfigProblem]:
+        return self.params.conflicts(settings, self.type)
 
     @classmethod
     def section_at(cls, name: str, raw: object = None) -> SectionType | None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from .keys import ConfigProblem, Notice, Section, stages_of
-from .optimizers import ONE_BIT, AdamParams
+from .optimizers import AdamParams
 from .schema import ConfigSections
 
 
@@ -101,13 +101,6 @@ def contradictions(settings: ConfigSections) -> Iterator[ConfigProblem]:
     if settings.zstore.accumulation_order == "block" and zero.stage == 3 and zero.zero_quantized_gradients:
         message = "errors of quantized gradients are fed back from backward to backward; leave one of them out"
         yield ConfigProblem(("zstore.accumulation_order", "zero_optimization.zero_quantized_gradients"), message)
-    if settings.optimizer is not None and settings.optimizer.type in ONE_BIT:
-        yield from one_bit_problems(settings, settings.optimizer.type)
-    if settings.curriculum_learning.enabled:
-        for key, what in settings.curriculum_learning.problems():
-            yield ConfigProblem((f"curriculum_learning.{key}",), what)
-    for key, what in settings.data_efficiency.problems():
-        yield ConfigProblem((f"data_efficiency.{key}",), what)
     threads, aio = settings.zstore.io_threads, settings.aio
     if threads is not None and "thread_count" in aio.model_fields_set and threads != aio.thread_count:
         message = f"these are the same setting, but one is {threads} and one {aio.thread_count}; keep one"
@@ -158,40 +151,6 @@ def _moments(settings: ConfigSections) -> Iterator[ConfigProblem]:
     }
     for key in (key for key, value in asked.items() if value and own.moments not in (None, "bf16")):
         yield ConfigProblem((key, "zstore.moments"), f'one asks for moments in bf16, one for "{own.moments}"; keep one')
-
-
-def one_bit_problems(settings: ConfigSections, kind: str) -> Iterator[ConfigProblem]:
-    """Yield the settings that the optimizer `kind`, which sends signs, cannot be combined with."""
-    optimizer, zero, own = settings.optimizer, settings.zero_optimization, settings.zstore
-    named = () if optimizer is None else ("optimizer.type",)
-    instead = f'or write type "{"Lamb" if kind == "OneBitLamb" else "AdamW"}" in place of {kind}'
-    if zero.stage > 1:
-        message = (
-            f"every rank sends what it has of whole gradients, which are sharded then; write stage 0 or 1, {instead}"
-        )
-        yield ConfigProblem(("zero_optimization.stage", *named), message)
-    moments, masters = "its moments are kept in fp32", "its masters are kept in fp32"
-    asks = optimizer is not None and not optimizer.params.fp32_optimizer_states
-    beside = {
-        "zero_optimization.offload_optimizer": (zero.offload_optimizer.device != "none", "its state is on the device"),
-        "zero_optimization.mics_shard_size": (zero.mics_shard_size > 0, "all ranks exchange signs as one group"),
-        "gradient_clipping": (
-            "gradient_clipping" in settings.model_fields_set and settings.gradient_clipping not in {0.0, "auto"},
-            "ranks keep their own gradients, of which there is no norm to clip by",
-        ),
-        "zstore.durability": (own.durability == "step", "a step would wait until every rank's errors are gathered"),
-        "checkpoint.use_node_local_storage": (
-            settings.checkpoint.use_node_local_storage,
-            "rank 0 saves what each rank has for itself",
-        ),
-        "zstore.moments": (own.moments not in (None, "fp32"), moments),
-        "bf16.bf16_optimizer_states": (settings.bf16.bf16_optimizer_states, moments),
-        "optimizer.params.fp32_optimizer_states": (asks, moments),
-        "zstore.split_master": (own.split_master, masters),
-    }
-    for key, (asked, why) in beside.items():
-        if asked:
-            yield ConfigProblem((key, *named), f"{why}; leave {key} out, {instead}")
 
 
 def _local_storage(settings: ConfigSections) -> Iterator[ConfigProblem]:

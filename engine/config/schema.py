@@ -7,12 +7,12 @@ key's status (`keys.Status`) tells its effect. Those that do not act are in `ina
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
+from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from zstore.errors import UsageError
 
-from .data import CurriculumSection, DataEfficiencySection
-from .keys import Section, built
+from .keys import Section, Status, about, built
 from .optimizers import OptimizerSection
 from .scheduler import SchedulerSection
 from .sections import (
@@ -24,28 +24,12 @@ from .sections import (
     CommsLoggerSection,
     CsvMonitorSection,
     DataTypesSection,
-    FlopsProfilerSection,
     Fp16Section,
-    PublishSection,
     TensorboardSection,
     TimersSection,
     WandbSection,
 )
-from .values import (
-    Auto,
-    BelowOne,
-    Bool,
-    Count,
-    DataType,
-    Folder,
-    Folders,
-    OneOf,
-    Options,
-    Positive,
-    Real,
-    Rules,
-    Words,
-)
+from .values import Auto, BelowOne, Bool, Count, DataType, Folder, Folders, OneOf, Options, Positive, Real, Rules, Words
 from .zero import ZeroSection
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -147,7 +131,6 @@ class ZstoreSection(Section):
     durability_path: Folders | None = built(None)
     """Folder for the snapshots of "durability": "step", shared by all ranks. Unset: on the first `nvme_path`; needed if
     nothing is offloaded to a drive."""
-    publish: PublishSection = PublishSection()
 
 
 class ConfigSections(Section):
@@ -174,7 +157,7 @@ class ConfigSections(Section):
     optimizers that send signs do not clip, and the Trainers of other libraries have defaults of their own."""
     zero_optimization: ZeroSection = ZeroSection()
     aio: AioSection = AioSection()
-    zstore: ZstoreSection = ZstoreSection()
+    zstore: ZstoreSection = Field(default_factory=ZstoreSection)  # when all extras have added theirs
     seed: Count = built(1234)
     """Seed of the order of training_data, and of random numbers after a resume at another world size. Fixed, so that two runs
     that say nothing about it agree. Initial values and dropout follow torch.manual_seed, which is the script's to call."""
@@ -206,11 +189,8 @@ class ConfigSections(Section):
     """Type in which gradients are sent to other ranks; their mean is summed in fp32 and rounded to it once (on gloo).
     Unset or "none": the parameters' type."""
     timers: TimersSection = TimersSection()
-    flops_profiler: FlopsProfilerSection = FlopsProfilerSection()
     comms_logger: CommsLoggerSection = CommsLoggerSection()
     autotuning: AutotuningSection = AutotuningSection()
-    curriculum_learning: CurriculumSection = CurriculumSection()
-    data_efficiency: DataEfficiencySection = DataEfficiencySection()
 
     def sections_on(self) -> Iterator[tuple[str, Section]]:
         """Yield the sections at the top that are on, by key."""
@@ -233,17 +213,33 @@ class ConfigSections(Section):
 
 
 def add_section(key: str, section: type[Section]) -> None:
-    """Let configs have a section of an extra at the top; one without a switch is on if it is there. Raises UsageError for a
-    key that is taken."""
-    if key in ConfigSections.model_fields:
+    """Let configs have a section of an extra, at the top or, with "zstore." before its key, in that section; one without a
+    switch is on if it is there. Raises UsageError for a key that is taken."""
+    holder, name = _home(key)
+    fields = holder.model_fields
+    if name in fields:
         raise UsageError(f"the config has a key {key!r} already: give the section another name")
     kind: Any = section if section.switch is not None else section | None
-    ConfigSections.model_fields[key] = FieldInfo(annotation=kind, default=section() if kind is section else None)
-    if ConfigSections.__pydantic_complete__:
-        ConfigSections.model_rebuild(force=True)
+    fields[name] = FieldInfo(annotation=kind, default=section() if kind is section else None)
+    for idle in [one for one, field in fields.items() if about(field)[0] is not Status.BUILT]:
+        fields[idle] = fields.pop(idle)  # the last ones, as they were
+    _rebuild(holder)
 
 
 def remove_section(key: str) -> None:
     """Undo `add_section`."""
-    del ConfigSections.model_fields[key]
-    ConfigSections.model_rebuild(force=True)
+    holder, name = _home(key)
+    del holder.model_fields[name]
+    _rebuild(holder)
+
+
+def _home(key: str) -> tuple[type[Section], str]:
+    outer, _, name = key.rpartition(".")
+    return ZstoreSection if outer == "zstore" else ConfigSections, name if outer == "zstore" else key
+
+
+def _rebuild(holder: type[Section]) -> None:
+    kinds: dict[type[Section], None] = dict.fromkeys((holder, ConfigSections))
+    for kind in kinds:
+        if kind.__pydantic_complete__:
+            kind.model_rebuild(force=True)

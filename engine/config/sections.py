@@ -1,30 +1,14 @@
 """The smaller sections of a config: precision, I/O, monitors, checkpoints, activations, profiles, autotuning."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from zstore.ranks.comms_log import OPERATIONS, operation_named
-from zstore.remote.url import is_url
 
 from .keys import Section, built
-from .values import (
-    Auto,
-    Bool,
-    Count,
-    DataType,
-    Name,
-    Number,
-    OneOf,
-    Position,
-    Positive,
-    Real,
-    Whole,
-    Words,
-    show,
-)
+from .values import Auto, Bool, Count, DataType, Name, Number, OneOf, Positive, Real, Whole, Words, show
 
 
 def _above_0_if_dynamic(value: float, info: ValidationInfo) -> float:
@@ -86,27 +70,6 @@ class AioSection(Section):
     """Requests that may wait for a thread; one more blocks the caller."""
     thread_count: Positive = built(8)
     """I/O threads, and so requests in flight; each waits in the kernel, so there may be more than cores."""
-
-
-def _version_folder(to: str) -> str:
-    if not is_url(to) and not Path(to).is_absolute():
-        raise ValueError(f"expected an absolute path, or a URL like http://HOST:8700/RUN/weights; got {show(to)}")
-    return to
-
-
-class PublishSection(Section):
-    """Weights in bf16 for whoever serves them: after steps the changed elements, and now and then all. See docs/publish.md."""
-
-    switch = "to"
-
-    to: Annotated[Name, AfterValidator(_version_folder), Words("an absolute path or a URL")] | None = built(None)
-    """Folder that the versions go to, which all ranks and all readers see; or `http://HOST:PORT/RUN/weights`, a run of a
-    `zstore serve` that takes uploads. Unset: nothing is published."""
-    every: Positive = built(1)
-    """Optimizer steps from one version to the next. A step that publishes waits for its update."""
-    full_every: Positive = built(100)
-    """Versions from one with all weights to the next, for readers that begin or have fallen behind. One whose changes would
-    be larger than all weights is full too. Versions before the last full one but one are removed."""
 
 
 class CsvMonitorSection(Section):
@@ -193,27 +156,6 @@ def _operations(value: Any) -> Any:
 
 
 Operations = Annotated[tuple[Name, ...], BeforeValidator(_operations), Words("a list of names of collectives")]
-
-
-class FlopsProfilerSection(Section):
-    """Count the floating-point operations of one step by module, and report them from rank 0. See docs/metrics.md."""
-
-    switch = "enabled"
-
-    enabled: Bool = built(False)
-    """Profile one step. Off, since the step that is profiled takes longer."""
-    recompute_fwd_factor: Real = built(0.0)
-    """Forwards of the model that its backward repeats: 1.0 if all activations are checkpointed. Used for a backward that
-    the script starts by `loss.backward()`; in one that `engine.backward` runs, repeated forwards are counted."""
-    profile_step: Positive = built(1)
-    """Optimizer steps before the one that is profiled, whose first micro-batch counts. 1, so that the first step has warmed
-    everything up."""
-    module_depth: Position = built(-1)
-    """Depth of modules that the report goes down to; 0: the model alone. -1: all of them."""
-    detailed: Bool = built(True)
-    """Report each module below the totals, down to `module_depth`."""
-    output_file: Name | None = built(None)
-    """File that the report is written to; a relative path is relative to the working folder. Unset: to the log."""
 
 
 class CommsLoggerSection(Section):

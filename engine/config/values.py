@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import NoneType
@@ -46,14 +46,16 @@ class Words:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Of a `Literal`: words are taken in any case, and an error lists the choices."""
+    """Of a `Literal`, or of `names`: words are taken in any case, and an error lists the choices."""
 
     advice: Callable[[object], str] = lambda _: ""
     """Returns the end of the message about any other value."""
+    names: Collection[str] = ()
+    """More may be added later."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return how pydantic reads the value."""
-        options = get_args(source)
+        options = self.names or get_args(source)
 
         def choose(value: object) -> object:
             key = value.lower() if isinstance(value, str) else value
@@ -74,9 +76,9 @@ def expected(kind: Any, about: Iterable[Any] = ()) -> str:
     words = next((one.text for one in about if isinstance(one, Words)), None)
     if words is not None:
         return words
-    if get_origin(kind) is Literal:
-        options = get_args(kind)
-        return ("one of " if options[1:] else "") + ", ".join(map(show, options))
+    options = next((one.names for one in about if isinstance(one, OneOf)), ()) or get_args(kind)
+    if get_origin(kind) is Literal or (kind is str and options):
+        return ("one of " if len(options) > 1 else "") + ", ".join(map(show, options))
     if kind in _SIMPLE:
         return _SIMPLE[kind]
     if kind in (int, float):

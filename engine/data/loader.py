@@ -15,37 +15,19 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from zstore.errors import CheckpointMismatchError, UsageError
 
-from ..config.data import DataSamplingSection
-from ..config.extra import Rising
+from ..config.extra import IN_ORDER, Sampling
 from ..config.resolve import BatchSizes
 
 Collate = Callable[[list[Any]], Any]
 PostProcess = Callable[[Any, dict[str, Any]], Any]
 """Returns a micro-batch from one as it was collated, and the state of the sampling."""
-
-
-class Sampler(Protocol):
-    """Draws the samples of one step after another, by difficulties that rise with the steps."""
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """The state for `restore`, with its "step", the batches drawn; a copy."""
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. Raises CorruptionError for a malformed state."""
-
-    def draw(self, count: int) -> list[int]:
-        """Return the numbers of the next step's `count` samples."""
-
-    def difficulties(self) -> Mapping[str, Rising]:
-        """Return the difficulties by the names of their metrics."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +56,7 @@ class TrainingLoader:
         seed: int,
         drop_last: bool = False,
         collate_fn: Collate | None = None,
-        sampling: DataSamplingSection | None = None,
-        sampler: Sampler | None = None,
+        sampling: Sampling = IN_ORDER,
     ) -> None:
         if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
             raise UsageError(
@@ -91,9 +72,8 @@ class TrainingLoader:
         self._seed = seed
         self._drop_last = drop_last
         self._collate_fn = collate_fn
-        self._num_epochs = None if sampling is None else sampling.num_epochs
-        self._num_workers, self._pins = (0, False) if sampling is None else (sampling.num_workers, sampling.pin_memory)
-        self.curriculum = sampler
+        self._sampling = sampling
+        self.curriculum = sampling.sampler
         """Draws samples by their difficulty; None: in the order of a permutation."""
         self.post_process: PostProcess | None = None
         self.position = 0
@@ -152,21 +132,21 @@ class TrainingLoader:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, first = divmod(self.position, self.samples_per_epoch)
-        if self._num_epochs is not None and epoch >= self._num_epochs:
+        if self._sampling.num_epochs is not None and epoch >= self._sampling.num_epochs:
             return
         handed: deque[_Round] = deque()
         rounds = self._rounds(epoch, first) if self._drawn is None else self._drawn_rounds(self._drawn, epoch)
         # Otherwise each `iter` draws from torch's own, and a resumed run, which begins one more, has other dropout masks.
         generator = torch.Generator()
-        if self._num_workers:
+        if self._sampling.num_workers:
             generator.manual_seed(self._seed + self.position)
         loader: DataLoader[Any] = DataLoader(
             self._data,
             batch_sampler=_Indices(rounds, handed),
             collate_fn=self._collate_fn,
             generator=generator,
-            num_workers=self._num_workers,
-            pin_memory=self._pins,
+            num_workers=self._sampling.num_workers,
+            pin_memory=self._sampling.pin_memory,
         )
         for batch in loader:
             # Counted before it is used: a checkpoint after the step on this batch holds it.

@@ -1,26 +1,49 @@
 """Plug-ins of the engine. `zstore.engine` imports this, so that every config knows the sections of the extras, without torch.
 
-An extra is imported only if its section is on; rules, codecs and exchanges are registered by packages that `initialize`
-imports.
+An extra is imported only if its section is on, and the rules, codecs and exchanges of all before a model is laid out.
 """
 
 from functools import partial
+from importlib import import_module
 from pkgutil import resolve_name
 
 from ..config.extra import register
+from ..config.keys import Section
+from ..config.optimizers import OPTIMIZERS
 from ..config.schema import add_section
+from .curriculum.section import CurriculumSection, DataEfficiencySection
 from .elasticity import ElasticitySection
+from .one_bit.section import OneBitAdamParams, OneBitLambParams, ZeroOneAdamParams
+from .profiling.section import FlopsProfilerSection
+from .publish.section import PublishSection
 from .sparse_attention.section import SparseAttentionSection
+from .whole_tensors.section import AdafactorParams, LambParams, MuonParams
 
-_HOMES = {
-    "zstore.journal": "journal.journal:RunJournal",  # first: it notes a step before others take their time
-    "sparse_attention": "sparse_attention.models:SparseAttention",
-    "curriculum_learning": "curriculum.sequences:SequenceCurriculum",
-    "flops_profiler": "profiling.step:StepProfile",
-    "zstore.publish": "publish:WeightsPublisher",
+_EXTRAS: dict[str, tuple[str, type[Section] | None]] = {
+    "zstore.journal": ("journal.journal:RunJournal", None),  # first: it notes a step before others take their time
+    "curriculum_learning": ("curriculum.sequences:SequenceCurriculum", CurriculumSection),
+    "data_efficiency": ("curriculum.sampler:DrawnSamples", DataEfficiencySection),
+    "flops_profiler": ("profiling.step:StepProfile", FlopsProfilerSection),
+    "zstore.publish": ("publish.publisher:WeightsPublisher", PublishSection),
+    "sparse_attention": ("sparse_attention.models:SparseAttention", SparseAttentionSection),
 }
 
-for _key, _home in _HOMES.items():
-    register(_key, partial(resolve_name, f"{__name__}.{_home}"))
+for _key, (_home, _section) in _EXTRAS.items():
+    register(_key, partial(resolve_name, f"{__name__}.{_home}"), _section)
 add_section("elasticity", ElasticitySection)
-add_section("sparse_attention", SparseAttentionSection)
+OPTIMIZERS.update(
+    {
+        "Lamb": LambParams,
+        "Adafactor": AdafactorParams,
+        "Muon": MuonParams,
+        "OneBitAdam": OneBitAdamParams,
+        "ZeroOneAdam": ZeroOneAdamParams,
+        "OneBitLamb": OneBitLambParams,
+    }
+)
+
+
+def register_parts() -> None:
+    """Register the rules, codecs and exchanges of the extras, with torch."""
+    for name in ("moments", "one_bit.register", "whole_tensors.register", "zeropp"):
+        import_module(f"{__name__}.{name}")

@@ -18,9 +18,9 @@ from torch.utils.data import Dataset
 import zstore
 from zstore.data import analyze
 from zstore.engine.config.config import load_config
-from zstore.engine.config.data import CurriculumSection, MetricSection
 from zstore.engine.extras.curriculum.metrics import Metric
 from zstore.engine.extras.curriculum.schedule import Difficulty
+from zstore.engine.extras.curriculum.section import CurriculumSection, MetricSection
 from zstore.engine.extras.curriculum.sequences import cut
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError
 from zstore.testing.ranks import run_ranks

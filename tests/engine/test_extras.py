@@ -18,7 +18,7 @@ from tests.engine.published import consolidated, publishing, same, served
 from tests.engine.runs import start, step
 from tests.layout import Layout
 from zstore.engine.config.config import load_config
-from zstore.engine.config.extra import Extra, register, unregister
+from zstore.engine.config.extra import Extra, Sampling, register, unregister
 from zstore.engine.config.keys import ConfigProblem, Notice, Section, built
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.config.schema import add_section, remove_section
@@ -57,6 +57,10 @@ class Toy(Extra):
         self.told: list[str] = []
         self.changes: dict[str, torch.Tensor] = {}
         engine.training_state.state.observers.append(self)
+
+    @classmethod
+    def sampling(cls, section: ToySection, data: Any) -> Sampling:
+        return Sampling(num_epochs=section.factor)
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return (args[0] * self.factor,), kwargs
@@ -135,6 +139,28 @@ def test_an_extra_plugs_in_by_its_section() -> None:
         toy = cast("Toy", engine.extras["toy"])
         assert torch.equal(toy.changes["weight"].view(2, 3), model.weight - before)
     assert toy.told == ["forward_s", "backward_s", "optimizer_s", "step 1", "forward_s", "closed"]
+
+
+@pytest.mark.usefixtures("toy")
+def test_an_extra_says_how_training_data_is_drawn() -> None:
+    model, config = torch.nn.Linear(1, 1), _config(toy={"enabled": True, "factor": 2})
+    engine, _, loader, _ = zstore.initialize(model=model, config=config, training_data=torch.ones(8, 1))
+    with engine:
+        assert loader is not None
+        assert [len([*loader]) for _ in range(3)] == [2, 2, 0]
+
+
+def test_a_section_may_be_beside_keys_of_zstore() -> None:
+    register("zstore.toy", lambda: Toy, ToySection)
+    try:
+        config = _config(zstore={"toy": {"enabled": True, "factor": 5}})
+        with zstore.initialize(model=torch.nn.Linear(1, 1), config=config)[0] as engine:
+            assert cast("Toy", engine.extras["zstore.toy"]).factor == 5
+        assert load_config(_config()).settings.zstore.toy.is_off  # type: ignore[attr-defined]
+    finally:
+        unregister("zstore.toy")
+    with pytest.raises(ConfigError, match=r"zstore\.toy: unknown key"):
+        load_config(config)
 
 
 @pytest.mark.usefixtures("toy")
@@ -227,15 +253,26 @@ def test_several_observers_see_the_tiles_of_updates(tmp_path: Path) -> None:
         assert same(dict(model.state_dict()), consolidated(engine, tmp_path / "ckpt"))
 
 
-def test_the_core_names_no_extra() -> None:
-    names = (
-        r"one_?bit|1-bit|zero\+\+|zeropp|hpz|mics|hybrid|second(ary)?_size|quantized|\bint8|\.moments|curriculum"
-        r"|sparse_attention|flops|elastic|journal|publisher|whole_tensors"
-    )
+_NAMES = (
+    r"one_?bit|1-bit|sends signs|sparse_attention|flops_?profiler|elastic|publish(er|section)|sampler_of|data_efficiency"
+    r"|curriculum"
+)
+_OF_THE_CONFIG = rf"{_NAMES}|muon|adafactor"
+_OF_THE_CORE = (
+    rf"{_NAMES}|zero\+\+|zeropp|hpz|mics|hybrid|second(ary)?_size|quantized|\bint8|\.moments|flops|journal|publisher"
+    r"|whole_tensors"
+)
+
+
+def test_the_core_and_the_config_name_no_extra() -> None:
     layout = Layout()
+    # Not the table of keys that do not act, nor the seam itself, which has the name of DeepSpeed's call.
+    others = {"engine/initialize.py"} | {name for name in layout.files if name.startswith("engine/config/")}
+    others -= {"engine/config/inactive.py", "engine/config/extra.py"}
     found = {
         name: sorted({word.group() for word in re.finditer(names, layout.source[name], re.IGNORECASE)})
-        for name in layout.core
+        for files, names in ((layout.core, _OF_THE_CORE), (others, _OF_THE_CONFIG))
+        for name in files
     }
     assert {name: words for name, words in found.items() if words} == {}
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from zstore.engine.config.config import load_config
-from zstore.engine.extras.one_bit import ONE_BIT, OneBitAdam, OneBitLamb, ZeroOneAdam, sign_rule
+from zstore.engine.extras.one_bit.classes import ONE_BIT, OneBitAdam, OneBitLamb, ZeroOneAdam
+from zstore.engine.extras.one_bit.register import sign_rule
 from zstore.engine.extras.one_bit.rule import TensorState
 from zstore.engine.optim.lamb import Lamb
 from zstore.errors import ConfigError, UsageError

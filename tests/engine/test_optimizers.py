@@ -22,7 +22,7 @@ from zstore.engine import Engine
 from zstore.engine.config.config import load_config
 from zstore.engine.config.optimizers import OPTIMIZERS
 from zstore.engine.config.resolve import ResolveContext
-from zstore.engine.extras.one_bit import ONE_BIT
+from zstore.engine.extras.one_bit.classes import ONE_BIT
 from zstore.engine.optim.kernel import TorchKernel
 from zstore.engine.optim.optimizer import optimizer_from_config
 from zstore.errors import ConfigError, UsageError

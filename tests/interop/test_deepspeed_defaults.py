@@ -17,7 +17,7 @@ import torch
 from tests.engine.schedule_cases import KNOWN, adam
 from zstore.engine.adapters.deepspeed import optimizers
 from zstore.engine.config.keys import Section, Status, about, known_keys, section_of
-from zstore.engine.config.optimizers import ONE_BIT, OptimizerSection
+from zstore.engine.config.optimizers import OptimizerSection
 from zstore.engine.config.resolve import default_weight_decay
 from zstore.engine.config.scheduler import SCHEDULES
 from zstore.engine.config.schema import BATCH_KEYS, ConfigSections
@@ -178,7 +178,8 @@ def _compared() -> tuple[dict[str, tuple[Any, Any]], set[str]]:
         return _signature(_named(_OPTIMIZERS[kind]) if kind in _OPTIMIZERS else getattr(torch.optim, kind))
 
     # Muon's are set by the groups that DeepSpeed's engine makes, and not by its class.
-    kinds = {kind: one for kind, one in OptimizerSection.variants["params"].items() if kind not in {"Muon", *ONE_BIT}}
+    params = OptimizerSection.variants["params"]
+    kinds = {kind: one for kind, one in params.items() if kind != "Muon" and not one.keeps_whole}  # type: ignore[attr-defined]
     for key, theirs, ours in (
         *_of_params(kinds, "optimizer", optimizer),
         *_of_params(SCHEDULES, "scheduler", lambda kind: _signature(_named(f"runtime.lr_schedules:{kind}"))),

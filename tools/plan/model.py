@@ -159,11 +159,12 @@ def slots_of_module(
     module: nn.Module, optimizer: OptimizerConfig | None, ema: float | None = None
 ) -> Mapping[str, Slots]:
     """Return the same for a model on the meta device, as its optimizer has them."""
-    from zstore.engine.extras import one_bit, whole_tensors  # noqa: F401 - the rules of their optimizers
+    from zstore.engine.extras import register_parts
     from zstore.engine.optim.optimizer import optimizer_from_config
     from zstore.engine.optim.rules import kernels_for, rule_of
     from zstore.engine.params.record import named_parameters
 
+    register_parts()
     with _without_compiler():
         made = optimizer_from_config(optimizer or ADAM, None, module)
     rule = rule_of(type(made))

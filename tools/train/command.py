@@ -58,13 +58,15 @@ def train_command(options: TrainOptions) -> None:
 
 def _prepare(options: TrainOptions) -> _Start:
     """Return the start of the run. Raises errors that can be found before anything is built, and leaves nothing behind."""
+    from zstore.engine.extras.curriculum.section import DataEfficiencySection
+
     from ..sample.corpus import open_data
 
     config = load_train_config(options)
     storage = config.storage_options
     source = resume_source(options.resume, options.save, config.step_folder, storage_options=storage)
     saved = None if source is None else saved_run(*source, storage_options=storage)
-    if config.settings.data_efficiency.sampling is not None:
+    if any(isinstance(one, DataEfficiencySection) and one.sampling for _, one in config.settings.sections_on()):
         raise ConfigError(
             f"{config.source}: data_efficiency.data_sampling acts on the training_data of initialize(); `zstore train` draws "
             "its samples itself: remove it, or use curriculum_learning"

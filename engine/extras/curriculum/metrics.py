@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from zstore.errors import ConfigError, storage_error
 
-from ...config.data import MetricSection
 from .indexed import IndexedRows
 from .schedule import Difficulty
+from .section import MetricSection
 
 Mask = npt.NDArray[np.bool_]
 _NEVER = np.inf

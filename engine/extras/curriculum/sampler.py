@@ -22,9 +22,10 @@ import torch
 
 from zstore.errors import CorruptionError, UsageError
 
-from ...config.data import DataEfficiencySection
+from ...config.extra import Extra, Sampling
 from .metrics import Mask, Metric
 from .schedule import Difficulty
+from .section import DataEfficiencySection
 
 
 @dataclass
@@ -121,12 +122,24 @@ class CurriculumSampler:
         return [int(sample) for sample in taken]
 
 
-def sampler_of(section: DataEfficiencySection, data: Any) -> CurriculumSampler | None:
-    """Return what draws the samples of `data`; None if no metrics limit them, or if it has no length.
+class DrawnSamples(Extra):
+    """Lets `data_efficiency` say how the training data is drawn."""
 
-    Raises ConfigError and StorageError for metrics that cannot be used.
-    """
-    if not section.metrics or not isinstance(data, Sized):
-        return None
-    metrics = {name: Metric(name, metric, len(data)) for name, metric in section.metrics.items()}
-    return CurriculumSampler(metrics, len(data), section.seed)
+    acts_frozen = True
+
+    @classmethod
+    def sampling(cls, section: DataEfficiencySection, data: Any) -> Sampling | None:
+        """As the base says; without metrics, or of data without a length, in the order of a permutation. Raises ConfigError and
+        StorageError for metrics that cannot be used."""
+        asked, sampler = section.sampling, None
+        if asked is None:
+            return None
+        if section.metrics and isinstance(data, Sized):
+            metrics = {name: Metric(name, metric, len(data)) for name, metric in section.metrics.items()}
+            sampler = CurriculumSampler(metrics, len(data), section.seed)
+        return Sampling(
+            sampler=sampler,
+            num_epochs=asked.num_epochs,
+            num_workers=asked.num_workers,
+            pin_memory=asked.pin_memory,
+        )

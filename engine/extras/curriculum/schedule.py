@@ -6,8 +6,8 @@ import math
 
 from zstore.errors import UsageError
 
-from ...config.data import ScheduleSection
 from ...config.extra import Rise
+from .section import ScheduleSection
 
 
 class Difficulty:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...config.data import CurriculumSection
 from ...config.extra import SEQLEN, Extra
 from ...training import Training
 from .schedule import Difficulty
+from .section import CurriculumSection
 
 _ARGUMENT = "curriculum_seqlen"
 """The argument by which DeepSpeed passes the length to models that cut by themselves."""

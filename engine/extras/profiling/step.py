@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ...config.extra import Extra
-from ...config.sections import FlopsProfilerSection
 from ...training import Training
 from .profiler import FlopsProfiler, write_text
+from .section import FlopsProfilerSection
 
 _PARTS = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "step"}
 

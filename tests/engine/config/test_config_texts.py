@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from zstore.engine.build.store import store_key
 from zstore.engine.config.config import Config, load_config
-from zstore.engine.config.optimizers import ALIASES, ONE_BIT, OPTIMIZERS, WHOLE_TENSORS, OptimizerName
+from zstore.engine.config.optimizers import ALIASES, OPTIMIZERS
 from zstore.engine.config.resolve import ResolveContext
-from zstore.engine.optim.kernel import ELEMENT_WISE
+from zstore.engine.extras import register_parts
+from zstore.engine.optim.rules import classes, rule_of
 from zstore.engine.plan.needs import placement_settings
 from zstore.errors import ConfigError
 
@@ -105,11 +106,11 @@ def test_an_optimizer_that_cannot_be_named_is_answered_with_what_is_true_of_it(n
 
 
 def test_every_optimizer_of_the_engine_has_a_name_and_arguments_of_its_own() -> None:
-    assert (
-        {*(kind.__name__ for kind in ELEMENT_WISE), *WHOLE_TENSORS, *ONE_BIT}
-        == set(OPTIMIZERS)
-        == set(get_args(OptimizerName))
-    )
+    register_parts()
+    rules = {name: rule_of(kind) for name, kind in classes().items() if kind.__module__.startswith(("torch", "zstore"))}
+    assert rules.keys() - {"MuonWithAdam"} == OPTIMIZERS.keys()
+    for name, params in OPTIMIZERS.items():
+        assert (params.whole_tensors, params.keeps_whole) == (rules[name].stepper is not None, rules[name].keeps_whole)
     for name, usual in {**ALIASES, **{kind.upper(): kind for kind in OPTIMIZERS}}.items():
         config = load_config({"optimizer": {"type": name}})
         assert config.settings.optimizer is not None

@@ -5,8 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ValidationError
 
-from .keys import Section, built, type_of
-from .values import Bool, Count, Name, OneOf, Positive, Whole, Words, expected, show
+from ...config.keys import ConfigProblem, Section, built, type_of
+from ...config.values import Bool, Count, Name, OneOf, Positive, Whole, Words, expected, show
 
 _Wholes = Annotated[tuple[Whole, ...], Words("a list of whole numbers")]
 _SCHEDULES = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
@@ -98,6 +98,9 @@ class CurriculumSection(ScheduleSection):
     `forward` has a parameter `curriculum_seqlen` gets the length by that name, and cuts by itself."""
     curriculum_type: Annotated[Literal["seqlen"], OneOf()] = built("seqlen")
     """The difficulty that rises: tokens of a sequence."""
+
+    def contradictions(self, settings: Any) -> Iterator[ConfigProblem]:
+        yield from (ConfigProblem((f"curriculum_learning.{key}",), what) for key, what in self.problems())
 
 
 class MetricSection(ScheduleSection):
@@ -201,14 +204,13 @@ class DataEfficiencySection(Section):
         found: dict[str, MetricSection] = {}
         return found if curriculum is None or not curriculum.enabled else found | curriculum.curriculum_metrics
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield the errors of the section, each after the key that it is about."""
+    def contradictions(self, settings: Any) -> Iterator[ConfigProblem]:
         sampling = self.sampling
         if sampling is None or not sampling.curriculum_learning.enabled:
             return
-        prefix = "data_sampling.curriculum_learning.curriculum_metrics"
+        prefix = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics"
         if not self.metrics:
-            yield prefix, "expected at least one metric, got none"
+            yield ConfigProblem((prefix,), "expected at least one metric, got none")
         for name, metric in self.metrics.items():
-            for key, text in metric.problems():
-                yield f"{prefix}.{name}.{key}", text
+            for key, what in metric.problems():
+                yield ConfigProblem((f"{prefix}.{name}.{key}",), what)

@@ -31,11 +31,11 @@ from zstore.open.weights_target import target_of
 from zstore.weights.delta import Bits, DeltaWriter
 from zstore.weights.versions import INDEX_FILE, PREFIX, WeightsVersion
 
-from ..config.extra import Extra
-from ..config.sections import PublishSection
-from ..device import Scratch
-from ..params.record import ParameterRecord
-from ..training import Training
+from ...config.extra import Extra
+from ...device import Scratch
+from ...params.record import ParameterRecord
+from ...training import Training
+from .section import PublishSection
 
 _log = logging.getLogger("zstore")
 

@@ -1,0 +1,110 @@
+"""Arguments of the optimizers that send signs, and the settings that these cannot be combined with."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from ...config.keys import ConfigProblem, built
+from ...config.optimizers import Betas, OptimizerParams
+from ...config.values import Auto, BelowOne, Bool, Positive, Real
+
+
+class _OneBitParams(OptimizerParams):
+    """Arguments that the 1-bit optimizers share."""
+
+    whole_tensors = True
+    keeps_whole = True
+    exact: ClassVar[str] = "AdamW"
+    """The optimizer that sends gradients."""
+
+    lr: Real | Auto = built(1e-3)
+    """Learning rate; the default is DeepSpeed's."""
+    betas: Betas | Auto = built((0.9, 0.999))
+    """Decay of the two moments."""
+    eps: Real | Auto = built(1e-8)
+    """Added to the denominator."""
+    bias_correction: Bool = built(True)
+    """Correct the moments for starting at zero, so that the warm-up is that of the exact optimizer; false: use them as
+    they are, which DeepSpeed does whatever this says."""
+    weight_decay: Real | Auto = built(0.0)
+    """Decoupled decay of the weights per step, times lr."""
+
+    @classmethod
+    def conflicts(cls, settings: Any, kind: str) -> Iterator[ConfigProblem]:
+        optimizer, zero, own = settings.optimizer, settings.zero_optimization, settings.zstore
+        named = () if optimizer is None else ("optimizer.type",)
+        instead = f'or write type "{cls.exact}" in place of {kind}'
+        if zero.stage > 1:
+            message = f"every rank sends what it has of whole gradients, which are sharded then; write stage 0 or 1, {instead}"
+            yield ConfigProblem(("zero_optimization.stage", *named), message)
+        moments, masters = "its moments are kept in fp32", "its masters are kept in fp32"
+        asks = optimizer is not None and not optimizer.params.fp32_optimizer_states
+        beside = {
+            "zero_optimization.offload_optimizer": (
+                zero.offload_optimizer.device != "none",
+                "its state is on the device",
+            ),
+            "zero_optimization.mics_shard_size": (zero.mics_shard_size > 0, "all ranks exchange signs as one group"),
+            "gradient_clipping": (
+                "gradient_clipping" in settings.model_fields_set and settings.gradient_clipping not in {0.0, "auto"},
+                "ranks keep their own gradients, of which there is no norm to clip by",
+            ),
+            "zstore.durability": (own.durability == "step", "a step would wait until every rank's errors are gathered"),
+            "checkpoint.use_node_local_storage": (
+                settings.checkpoint.use_node_local_storage,
+                "rank 0 saves what each rank has for itself",
+            ),
+            "zstore.moments": (own.moments not in (None, "fp32"), moments),
+            "bf16.bf16_optimizer_states": (settings.bf16.bf16_optimizer_states, moments),
+            "optimizer.params.fp32_optimizer_states": (asks, moments),
+            "zstore.split_master": (own.split_master, masters),
+        }
+        for key, (asked, why) in beside.items():
+            if asked:
+                yield ConfigProblem((key, *named), f"{why}; leave {key} out, {instead}")
+
+
+class OneBitAdamParams(_OneBitParams):
+    """Arguments of 1-bit Adam, at stages 0 and 1: AdamW that sends its momentum as signs after a warm-up."""
+
+    freeze_step: Positive = built(100000)
+    """Updates that are AdamW's; in later ones the variance stays, and signs are sent. Take 15 to 25% of the run, and not
+    less than the warm-up of the rate; the default is DeepSpeed's."""
+
+
+class ZeroOneAdamParams(_OneBitParams):
+    """Arguments of 0/1 Adam, at stages 0 and 1: AdamW that sends signs from the start, and later not in every step."""
+
+    var_freeze_step: Positive = built(100000)
+    """Last update that may change the variance; after it ranks take steps of their own. The end of the warm-up of the rate
+    is a good one; the default is DeepSpeed's."""
+    var_update_scaler: Positive = built(16)
+    """Updates of the variance after which their interval doubles; it starts at 1."""
+    local_step_scaler: Positive = built(32678)
+    """Updates after which the interval between exchanges doubles; it starts at 1."""
+    local_step_clipper: Positive = built(16)
+    """Longest interval between exchanges, in updates; 1: ranks exchange in every one."""
+
+
+class OneBitLambParams(_OneBitParams):
+    """Arguments of 1-bit LAMB, at stages 0 and 1: LAMB that sends its momentum as signs after a warm-up."""
+
+    exact = "Lamb"
+
+    weight_decay: Real | Auto = built(0.0)
+    """Decay of the weights, a part of the update before it is scaled."""
+    eps_inside_sqrt: Bool = built(False)
+    """Add eps under the square root."""
+    freeze_step: Positive = built(100000)
+    """Updates that are LAMB's; in later ones the variance stays, and signs are sent. The default is DeepSpeed's."""
+    max_coeff: Real = built(10.0)
+    """Largest factor of a tensor's step in the warm-up."""
+    min_coeff: Real = built(0.01)
+    """Smallest factor of a tensor's step in the warm-up."""
+    coeff_beta: BelowOne = built(0.9)
+    """Decay of the average of factors that later steps take; freeze_step should be well above 1 / (1 - coeff_beta)."""
+    factor_max: Real = built(4.0)
+    """Largest correction of that average."""
+    factor_min: Real = built(0.5)
+    """Smallest correction of that average."""
+    factor_threshold: Real = built(0.1)
+    """Part by which the correction may change in an update."""

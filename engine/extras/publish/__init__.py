@@ -1,0 +1,1 @@
+"""Weights for whoever serves them, published as steps change them."""
