@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from bench.machine import machine
-from zstore.engine.engine import Engine
-from zstore.engine.initialize import initialize
+from zstore.engine.api.engine import Engine
+from zstore.engine.api.initialize import initialize
 from zstore.journal import read
 from zstore.tools.sample.models import SHIPPED, Gpt, loss_of
 

@@ -43,6 +43,7 @@ from bench.links import least_phases, link_rates
 from bench.machine import choose_device, machine
 from bench.plain import plain_step
 from bench.process import synchronize
+from zstore.engine import Engine
 from zstore.testing.ranks import run_ranks
 from zstore.tools.sample.models import Gpt, GptConfig
 
@@ -302,7 +303,7 @@ def _build(shape: _Shape) -> nn.Module:
     )
 
 
-def _engine(pairing: _Pairing) -> zstore.engine.Engine:
+def _engine(pairing: _Pairing) -> Engine:
     bf16, shape = pairing.precision == "bf16", pairing.shape
     zero: dict[str, Any] = {"stage": pairing.stage}
     if pairing.offload_param != "none":
@@ -319,7 +320,7 @@ def _engine(pairing: _Pairing) -> zstore.engine.Engine:
     return engine
 
 
-def _engine_step(engine: zstore.engine.Engine) -> Step:
+def _engine_step(engine: Engine) -> Step:
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss = engine.backward(engine(ids, labels=ids))
         engine.step()

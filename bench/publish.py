@@ -32,8 +32,8 @@ import torch
 from crc32c import crc32c
 
 from bench.machine import machine
-from zstore.engine.engine import Engine
-from zstore.engine.initialize import initialize
+from zstore.engine.api.engine import Engine
+from zstore.engine.api.initialize import initialize
 from zstore.publish import Receiver
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings

@@ -31,6 +31,7 @@ from bench.links import ADAMW, WITHIN, least_phases, link_rates
 from bench.machine import choose_device
 from bench.plain import plain_step
 from bench.process import device_peak_bytes, disk_bytes, synchronize
+from zstore.engine import Engine
 from zstore.tools.sample.models import build_model, loss_of
 
 
@@ -195,7 +196,7 @@ def _plain_step_s(options: argparse.Namespace) -> float:
     return statistics.median(seconds[2:])
 
 
-def _save(engine: zstore.engine.Engine, folder: Path) -> dict[str, float]:
+def _save(engine: Engine, folder: Path) -> dict[str, float]:
     """Save behind training; return the stall, the seconds until it is durable, and what was written anew."""
     before = disk_bytes(folder)
     gc.collect()  # a collection of all objects takes longer than the stall, wherever it falls

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import zstore
-from zstore.engine.engine import Engine
+from zstore.engine.api.engine import Engine
 
 _ROOT = Path(zstore.__file__).resolve().parent.parent
 _TOPS = tuple(f"{_ROOT}/{top}/" for top in ("engine", "zstore", "tools"))

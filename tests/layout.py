@@ -17,7 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 _TOPS = ("engine", "zstore", "tools")
 # Packages of the engine that move parameters, gradients and optimizer state in every step.
-_CORE = ("engine/params/", "engine/zero/", "engine/optim/", "engine/device", "engine/training.py", "engine/wiring.py")
+_CORE = (
+    *(f"engine/{package}/" for package in ("params", "zero", "optim")),
+    *(f"engine/{file}.py" for file in ("runtime/device", "training/training", "training/wiring")),
+)
 # They hand out names of the engine and do nothing else, so that they alone may import upwards.
 SHORT_MODULES = frozenset({
     f"zstore/{name}.py"

@@ -2,7 +2,7 @@
 
 import torch
 
-import zstore.engine.initialize  # noqa: F401
+import zstore.engine.api.initialize  # noqa: F401
 from zstore.engine.config import load_config
 from zstore.engine.plan.rates import measure_rates
 

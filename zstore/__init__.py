@@ -12,8 +12,12 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from zstore import checkpointing, data, profiling, zero
-    from zstore.engine import Init, add_config_arguments, from_pretrained, gather, init_distributed
-    from zstore.engine.initialize import initialize
+    from zstore.engine.access.gather import gather
+    from zstore.engine.api.initialize import initialize
+    from zstore.engine.build.init import Init
+    from zstore.engine.build.pretrained import from_pretrained
+    from zstore.engine.config.arguments import add_config_arguments
+    from zstore.engine.runtime.distributed import init_distributed
 
     from .errors import ZstoreError
     from .open.checkpoint import load_state_dict, open_checkpoint
@@ -42,17 +46,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Init": "zstore.engine",
+    "Init": "zstore.engine.build.init",
     "Store": "zstore.open.store",
     "TensorStore": "zstore.store",
     "ZstoreError": "zstore.errors",
-    "add_config_arguments": "zstore.engine",
+    "add_config_arguments": "zstore.engine.config.arguments",
     "checkpointing": "zstore.checkpointing",
     "data": "zstore.data",
-    "from_pretrained": "zstore.engine",
-    "gather": "zstore.engine",
-    "init_distributed": "zstore.engine",
-    "initialize": "zstore.engine.initialize",
+    "from_pretrained": "zstore.engine.build.pretrained",
+    "gather": "zstore.engine.access.gather",
+    "init_distributed": "zstore.engine.runtime.distributed",
+    "initialize": "zstore.engine.api.initialize",
     "load_state_dict": "zstore.open.checkpoint",
     "open_checkpoint": "zstore.open.checkpoint",
     "open_store": "zstore.open.opening",

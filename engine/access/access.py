@@ -27,7 +27,7 @@ from .statedict import StateDictGuard
 
 if TYPE_CHECKING:
     from ..optim.kernel import SlotTiles
-    from ..training import Training
+    from ..training.training import Training
     from ..zero.unshard import ShardedUnits
 
 T = TypeVar("T")

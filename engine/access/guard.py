@@ -37,7 +37,7 @@ from torch import nn
 from zstore.errors import UsageError, listed
 
 from ..params.record import ParameterRecord, Residency
-from ..training import Training
+from ..training.training import Training
 
 _log = logging.getLogger("zstore")
 

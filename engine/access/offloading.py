@@ -27,7 +27,7 @@ from zstore.store import TierName
 from ..params.record import ParameterRecord, Residency
 
 if TYPE_CHECKING:
-    from ..training import Training
+    from ..training.training import Training
     from .access import Access
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")

@@ -27,12 +27,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,8 +44,7 @@ from torch.utils.hooks import RemovableHandle
 from zstore.errors import UsageError
 from zstore.io import Ticket, Workers
 
-from ..device import Event, StreamContext, Transfers
-from ..params.record import ParameterRecord
+from ..runtime.device import Event, StreamContext, Transfers
 from .blocks import find_blocks
 from .statistics import ActivationStatistics
 from .tiers import ActivationTier, Place
@@ -125,17 +125,18 @@ class _Saved:
 
 
 class ActivationOffload:
-    """Keeps activations of `model` on `tier`. See [Note: how activations leave and come back]."""
+    """Keeps activations of `model` on `tier`; `parameters` gives the memory that its parameters have now. See [Note: how
+    activations leave and come back]."""
 
     def __init__(
         self,
         model: nn.Module,
-        records: Sequence[ParameterRecord],
+        parameters: Callable[[], Iterable[torch.Tensor]],
         tier: ActivationTier,
         transfers: Transfers,
     ) -> None:
         self._model = model
-        self._records = records
+        self._parameters = parameters
         self._tier = tier
         self._transfers = transfers
         self._lock = threading.RLock()
@@ -206,10 +207,8 @@ class ActivationOffload:
             _active.reset(token)
 
     def _fixed_storages(self) -> Iterator[int]:
-        for record in self._records:
-            yield record.full.untyped_storage()._cdata
-        for buffer in self._model.buffers():
-            yield buffer.untyped_storage()._cdata
+        for fixed in chain(self._parameters(), self._model.buffers()):
+            yield fixed.untyped_storage()._cdata
 
     # -- forward ----------------------------------------------------------------------------------------------------
 

@@ -20,8 +20,7 @@ from zstore.io.tensors import as_torch
 from zstore.store import TensorStore
 
 from ..config.config import Config
-from ..device import Event, Transfers
-from ..plan.needs import activation_pool_bytes
+from ..runtime.device import Event, Transfers
 
 _log = logging.getLogger("zstore")
 
@@ -129,10 +128,11 @@ class DiskPieces(ActivationTier):
         self._free[self._store.valid_numel(place)].append(place)
 
 
-def make_tier(config: Config, store: TensorStore, transfers: Transfers) -> ActivationTier | None:
-    """Return the tier of activations that the config names; None if they stay on the device."""
+def make_tier(config: Config, store: TensorStore, transfers: Transfers, pool_bytes: int) -> ActivationTier | None:
+    """Return the tier of activations that the config names, with buffers of `pool_bytes` to the disk; None if they stay on the
+    device."""
     if config.activations == "disk":
-        return DiskPieces(store, transfers, activation_pool_bytes(store.options.host_budget_bytes))
+        return DiskPieces(store, transfers, pool_bytes)
     if config.activations == "host" and not transfers.streams.device_is_host:
         return HostPieces(store, transfers)
     if config.activations == "host":

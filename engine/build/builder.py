@@ -35,9 +35,8 @@ from zstore.io import return_free_memory
 from zstore.io.closing import closing_with
 from zstore.io.tensors import as_bytes, as_torch, dtype_name
 from zstore.ranks.world import World
-from zstore.store import LocalShard, TensorStore
+from zstore.store import LocalShard, TensorStore, TierName
 
-from ..optim.state import TierName
 from ..params.record import view_of_one_nan
 from .guard import BuildingGuard
 

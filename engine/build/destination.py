@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from zstore.ranks.world import World
-from zstore.store import StoreOptions, TensorStore
+from zstore.store import StoreOptions, TensorStore, TierName
 
 from ..config.config import Config
-from ..optim.state import TierName
 from ..plan.run import budget_of_rank
 from .builder import Builder, open_builder
 from .store import open_store, store_key

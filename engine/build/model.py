@@ -28,7 +28,6 @@ from zstore.weights.writer import Lost
 
 from ..config.config import Config
 from ..params.units import mark_leaves, of_classes
-from .compiled import Compiler
 
 _log = logging.getLogger("zstore")
 
@@ -82,15 +81,6 @@ def _fault(model: nn.Module, gathers: bool) -> UsageError | None:
                 "the model uncompiled, or torch.compile(model) as a whole, and call engine.compile() after initialize()"
             )
     return None
-
-
-def take_uncompiled(model: nn.Module) -> tuple[nn.Module, Compiler | None]:
-    """Return the model in the wrapper of `torch.compile(model)`, and a compiler with its arguments; other models as they
-    are. Without its wrapper the names of its parameters are the same, compiled or not."""
-    if "_orig_mod" not in model._modules or not hasattr(model, "dynamo_ctx"):
-        return model, None
-    wrapper: Any = model
-    return wrapper._orig_mod, wrapper.dynamo_ctx
 
 
 def place_buffers(model: nn.Module, world: World, dtype: torch.dtype | None) -> None:

@@ -17,7 +17,7 @@ from zstore.ranks.world import World
 from zstore.store import TensorStore
 
 from ..config.config import Config
-from ..optim.state import RowsInStore
+from ..params.record import RowsInStore
 from ..plan.plan import Plan, Slots
 from ..plan.run import budget_of_rank, check_drives, plan_run, tell_plan
 from .builder import Builder, Built, find_built, gone

@@ -26,7 +26,7 @@ from zstore.io.tensors import as_torch, dtype_name
 from ..params.record import ParameterRecord
 
 if TYPE_CHECKING:
-    from ..training import Training
+    from ..training.training import Training
 
 GROUP = "gradient"
 

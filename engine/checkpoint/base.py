@@ -29,7 +29,7 @@ from ..params.record import ParameterRecord
 if TYPE_CHECKING:
     from zstore.checkpoint import ArraySource
 
-    from ..training import Training
+    from ..training.training import Training
 
 _log = logging.getLogger("zstore")
 

@@ -42,7 +42,7 @@ from zstore.remote.url import is_url
 from zstore.store import LocalShard
 
 from ..build.model import stored_buffers, stored_whole
-from ..device import one_thread
+from ..runtime.device import one_thread
 from ..runtime.messages import warn_once
 from . import client_state as client
 from .accumulation import take_up
@@ -61,7 +61,7 @@ from .renaming import as_the_model_calls_it
 from .rng import derive_rng_state, load_rng_state
 
 if TYPE_CHECKING:
-    from ..training import Training
+    from ..training.training import Training
     from .base import BaseWeights
 
 _log = logging.getLogger("zstore")

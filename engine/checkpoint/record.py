@@ -17,7 +17,7 @@ from .accumulation import check_begun, described
 from .client_state import understood
 
 if TYPE_CHECKING:
-    from ..training import Training
+    from ..training.training import Training
     from .load_plan import LoadPlan
 
 _log = logging.getLogger("zstore")

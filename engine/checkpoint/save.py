@@ -52,7 +52,7 @@ from .rng import rng_state
 from .snapshot_folder import TAKEN, place_of
 
 if TYPE_CHECKING:
-    from ..training import Training
+    from ..training.training import Training
 
 _log = logging.getLogger("zstore")
 

@@ -26,7 +26,7 @@ from .snapshot_folder import BOOT, KEY, boot_id, choose_snapshot, choose_togethe
 from .snapshot_order import SnapshotOrder
 
 if TYPE_CHECKING:
-    from ..training import Training
+    from ..training.training import Training
     from .load_plan import LoadOptions
     from .save import Checkpoints
 

@@ -28,8 +28,8 @@ from torch import nn
 
 from zstore.errors import UsageError
 
-from ..device import Event
 from ..params.record import ParameterRecord
+from ..runtime.device import Event
 from ..runtime.signals import interrupts_wait
 from ..zero.fetch import Fetcher
 from ..zero.hooks import ModuleHook

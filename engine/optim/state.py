@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,26 +18,16 @@ import torch
 from zstore.checkpoint import LOW, TIE, ties_spec
 from zstore.format import BITS, ArraySpec, Grid, grid_in_checkpoint, make_grid, model_array, optimizer_array
 from zstore.io.tensors import as_torch
-from zstore.store import ModeName, Stream, TensorStore, Tile
+from zstore.store import ModeName, Stream, TensorStore, TierName, Tile
 
-from ..device import Scratch, Transfers, one_thread
-from ..params.record import ParameterRecord
+from ..params.record import ParameterRecord, RowsInStore
 from ..params.sharding import GradientTypes
 from ..plan.plan import EMA, Places
+from ..runtime.device import Scratch, Transfers, one_thread
 from .kernel import AVERAGED, FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, SlotTiles, TorchKernel
 from .split_master import join_master, split_master
 
-TierName = Literal["device", "host", "pinned", "disk"]
 Tiles = Generator[Tile, None, None]
-
-
-@dataclass(eq=False)
-class RowsInStore:
-    """This rank's rows of a parameter, in an array that was made for it before; see `OptimizerState.add`."""
-
-    array: str
-    is_taken: bool = False
-    """The array has become one of the parameter's own."""
 
 
 class InPlace(NamedTuple):

@@ -21,8 +21,8 @@ from torch import nn
 from zstore.errors import UsageError
 from zstore.format import model_array
 
-from ..device import GradientTiles
 from ..params.record import ParameterRecord
+from ..runtime.device import GradientTiles
 from .kernel import ParameterStep, Scalars, SlotArray, WholeStep
 from .state import OptimizerState
 from .update import Update

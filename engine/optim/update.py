@@ -37,7 +37,8 @@ from zstore.io import num_cores
 from zstore.io.tensors import as_torch
 from zstore.store import ModeName, Stream, Tile
 
-from ..device import (
+from ..params.record import ParameterRecord
+from ..runtime.device import (
     Copy,
     Event,
     GradientTiles,
@@ -49,7 +50,6 @@ from ..device import (
     threads_for,
     tile_numel,
 )
-from ..params.record import ParameterRecord
 from .kernel import FusedAdam, ListStep, ParameterStep, SlotTiles, TorchKernel, takes_threads
 from .state import InPlace, OptimizerState, TileObserver
 

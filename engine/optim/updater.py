@@ -30,8 +30,8 @@ from zstore.format import Bytes, Grid
 from zstore.io import IoResources, Priority, ShardSummary, Ticket, Workers
 from zstore.store import PinnedShard, TensorStore
 
-from ..device import StreamContext, Transfers
 from ..params.record import ParameterRecord
+from ..runtime.device import StreamContext, Transfers
 from .update import Update
 
 Admit = Callable[[ParameterRecord, bool], bool]

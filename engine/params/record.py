@@ -26,12 +26,11 @@ from torch import nn
 from zstore.errors import UsageError
 from zstore.format import ArraySpec, Grid, make_grid, model_array
 from zstore.io import advise_huge_pages
-from zstore.io.tensors import dtype_name, torch_dtype
+from zstore.io.tensors import dtype_name
 
-from ..config.config import DTYPES
 from .sharding import Sharding
 
-PRECISIONS = {name: torch_dtype(dtype) for name, dtype in DTYPES.items()}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name of a precision in a config -> torch data type."""
 
 
@@ -44,6 +43,15 @@ class Residency(Enum):
     """All values, in `full`, until it is released; this rank's rows are kept in `shard` too."""
     RELEASED = "released"
     """This rank's rows alone, in `shard` or `rest`; `full` has no memory, or one that nobody reads."""
+
+
+@dataclass(eq=False)
+class RowsInStore:
+    """This rank's rows of a parameter, in an array that was made for it before; see `optim.state.OptimizerState.add`."""
+
+    array: str
+    is_taken: bool = False
+    """The array has become one of the parameter's own."""
 
 
 @dataclass(eq=False, kw_only=True)

@@ -27,13 +27,10 @@ number is small, uses the exchange of rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from zstore.format import Grid, make_grid
-
-from ..config.config import Config
 
 if TYPE_CHECKING:
     import torch
@@ -105,17 +102,6 @@ class GradientTypes(Generic[D]):
     """Type in which they are reduced; None: the parameter's. With one rank always None."""
     accumulates: bool = False
     """Whether a step is planned to have more than one micro-batch."""
-
-    @staticmethod
-    def of(config: Config, world_size: int, types: Mapping[str, D]) -> GradientTypes[D]:
-        """Return the gradient types of a resolved config, by the data type of each precision."""
-        accumulation, reduction = config.settings.data_types.grad_accum_dtype, config.settings.communication_data_type
-        return GradientTypes(
-            summed=types["fp32"],
-            accumulation=None if accumulation is None else types[accumulation],
-            reduction=None if reduction is None or world_size == 1 else types[reduction],
-            accumulates=config.batch.accumulation_steps > 1,
-        )
 
     def reduced(self, dtype: D) -> D:
         """Return the type in which gradients of parameters of `dtype` are sent between ranks."""

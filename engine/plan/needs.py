@@ -12,7 +12,7 @@ from zstore.io import PAGE_BYTES
 from zstore.store import StoreOptions
 
 from ..config.config import DTYPES, Config
-from ..params.sharding import GradientTypes, Sharding
+from ..params.sharding import D, GradientTypes, Sharding
 from .plan import DriveRates, Need, PlacementSettings, Slots, slots_at
 from .quantized import is_matrix
 from .schedule import PrefetchLimits, count_fetches
@@ -48,6 +48,17 @@ class _Persistence:
         return fits
 
 
+def gradient_types(config: Config, world_size: int, types: Mapping[str, D]) -> GradientTypes[D]:
+    """Return the gradient types of a resolved config, by the data type of each precision."""
+    accumulation, reduction = config.settings.data_types.grad_accum_dtype, config.settings.communication_data_type
+    return GradientTypes(
+        summed=types["fp32"],
+        accumulation=None if accumulation is None else types[accumulation],
+        reduction=None if reduction is None or world_size == 1 else types[reduction],
+        accumulates=config.batch.accumulation_steps > 1,
+    )
+
+
 def find_needs(
     shapes: Sequence[ParameterShape],
     slots: Mapping[str, Slots],
@@ -63,7 +74,7 @@ def find_needs(
     all."""
     sharding = Sharding.of_stage(config.stage, world_size, copy_size=config.copy_size)
     rests_apart = sharding.parameters or config.offload_param.device != "none"
-    types = GradientTypes.of(config, world_size, DTYPES)
+    types = gradient_types(config, world_size, DTYPES)
     persistence = _Persistence(config.persistence_threshold_numel, config.zero.stage3_model_persistence_threshold)
     apart = {
         one.name: numel

@@ -21,8 +21,8 @@ import torch
 from zstore.ranks.world import World
 
 from ..config.config import Config
-from ..device import one_thread
 from ..params.record import PRECISIONS
+from ..runtime.device import one_thread
 
 _log = logging.getLogger("zstore")
 

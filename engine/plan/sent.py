@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 from zstore.format import numpy_dtype
 
 from ..config.config import DTYPES, Config
-from ..params.sharding import GradientTypes, Sharding, sums_in_place
+from ..params.sharding import Sharding, sums_in_place
+from .needs import gradient_types
 from .plan import Need, Plan, Sent
 from .quantized import WEIGHT_BITS, encoded_bytes, is_matrix
 
@@ -97,7 +98,7 @@ def planned_sent(
         group=group or (sharding.copy_size if sharding.num_copies > 1 and sharding.optimizer_state else near_size),
     )
     everywhere = not (sharding.optimizer_state and (config.zero.reduce_scatter or sharding.parameters))
-    types, sent = GradientTypes.of(config, world_size, DTYPES), {"gradients": Sent(), "parameters": Sent()}
+    types, sent = gradient_types(config, world_size, DTYPES), {"gradients": Sent(), "parameters": Sent()}
     micro_batches = 1 if config.frozen else config.batch.accumulation_steps
     for need, count in Counter(needs.values()).items():
         if need.slots is not None and not config.frozen:

@@ -1,4 +1,4 @@
-"""Bytes of memory and disk that a rank uses, its peaks, and the training state among them."""
+"""Bytes of memory and disk that a rank uses, and its peaks."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zstore.format import numpy_dtype
 from zstore.io import most_resident_bytes, read_host_memory, resident_bytes
 from zstore.sizes import format_bytes
 
-from ..params.record import PRECISIONS
+from ..config.config import DTYPES
 from ..plan.activations import Activations, Width
 from ..plan.rungs import advice
 
 if TYPE_CHECKING:
     from zstore.store import StoreStatistics, TensorStore
 
-    from ..optim.state import OptimizerState
-    from ..training import Training
-    from ..zero.gradients import Gradients
-    from ..zero.unshard import ShardedUnits
+    from ..training.training import Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +93,7 @@ def lack_of_memory(training: Training, inputs: Iterable[Any]) -> str | None:
         return None
     own = any(getattr(module, "gradient_checkpointing", False) for module in training.model.modules())
     checkpointing = config.own.gradient_checkpointing or own
-    itemsize = PRECISIONS[config.precision].itemsize
+    itemsize = numpy_dtype(DTYPES[config.precision]).itemsize
     kept = Activations(width=width, tokens=ids.numel(), itemsize=itemsize, checkpointing=checkpointing)
     gradients = training.plan.held["gradients"]
     needed = gradients.host + gradients.pinned
@@ -111,40 +109,3 @@ def lack_of_memory(training: Training, inputs: Iterable[Any]) -> str | None:
         f"activations and gradients, and {format_bytes(available)} are left for this rank: the kernel may end it. To take "
         f"less, {advice(config, world)}; `zstore plan` shows what fits"
     )
-
-
-@dataclass(frozen=True)
-class HeldBytes:
-    """Bytes held by one rank now."""
-
-    parameters: int
-    """Parameters in their own type: own rows in memory of the parameter, and the gathered copies that exist now."""
-    resting: int
-    """Rows of offloaded parameters in the store, on whichever tier, with fp32 masters that are the parameter."""
-    gradients: int
-    """With their quantization errors, if these are kept (`zeropp_loco_param`)."""
-    optimizer_state: int
-    """fp32 masters and slots, on whichever tier; an fp32 parameter that is its own master counts as a parameter, and of
-    a split master the bf16 part does."""
-    secondary: int = 0
-    """This rank's part of a second copy of the parameters (`zero_hpz_partition_size`)."""
-
-
-def held_bytes(state: OptimizerState, gradients: Gradients, units: ShardedUnits | None = None) -> HeldBytes:
-    """Return the bytes that this rank holds; `units` if parameters are sharded."""
-    parameters = 0
-    for record in state.records:
-        if record.shard is not None:
-            parameters += record.shard.nbytes
-        # Not `full.nbytes`: a released parameter has no memory, or one that was kept for its next use.
-        parameters += 0 if record.is_in_place else min(record.full.untyped_storage().nbytes(), record.full.nbytes)
-    store = state.store
-    resting = sum(store.local(record.rest).nbytes for record in state.records if record.rest is not None)
-    optimizer_state = 0
-    for record in state.scalars:
-        master, *others = state.arrays_of(record)
-        names = others if state.is_master(record) or state.is_split(record) else [master, *others]
-        optimizer_state += sum(store.local(name).nbytes for name in names)
-    second = None if units is None else units.fetcher.second_copy
-    secondary = 0 if second is None else second.held_bytes
-    return HeldBytes(parameters, resting, gradients.held_bytes(), optimizer_state, secondary)

@@ -19,12 +19,7 @@ from .monitors import Monitors
 from .utilisation import ComputationWatch, PhaseTimes, StepUtilisation
 
 if TYPE_CHECKING:
-    from zstore.ranks.world import World
-
-    from ..config.schema import ConfigSections
-    from ..optim.state import OptimizerState
-    from ..params.record import ParameterRecord
-    from ..training import Training
+    from ..training.training import Training
 
 _log = logging.getLogger("zstore")
 
@@ -111,7 +106,7 @@ class RunReport:
         self._line_step = training.counters.global_steps
         self._line_samples, self._line_s = training.samples, time.perf_counter()
         if training.config.settings.dump_state and training.world.rank == 0:
-            _log.info("state at the start:\n%s", state_text(training.config.settings, training.state, training.world))
+            _log.info("state at the start:\n%s", state_text(training))
 
     def look_at(self, inputs: Iterable[Any]) -> bool:
         """Return whether a forward is one of training, by its model's mode or its gradients: the time of evaluations is no
@@ -232,19 +227,17 @@ class RunReport:
         self.monitors.close()
 
 
-def state_text(settings: ConfigSections, state: OptimizerState, world: World) -> str:
+def state_text(training: Training) -> str:
     """Return the config as it acts and the places of all state, a line for each parameter."""
-    config = json.dumps(acting(settings), indent=2)
-    lines = [_record_line(state, record) for record in state.records]
+    state, world = training.state, training.world
+    lines = [json.dumps(acting(training.config.settings), indent=2)]
+    for record in state.records:
+        tiers: dict[str, list[str]] = {}
+        for array in state.all_arrays(record):
+            tiers.setdefault(state.store.tier_of(array), []).append(array.removesuffix(f"/{record.name}"))
+        rests = "; ".join(f"{tier}: {', '.join(names)}" for tier, names in tiers.items())
+        frozen = ", frozen" if record.group is None else ""
+        dtype, residency = str(record.dtype).removeprefix("torch."), record.residency.name.lower()
+        lines.append(f"{record.name} {list(record.parameter.shape)} {dtype}{frozen}, {residency}; {rests}")
     memory = memory_statistics(state.store, world.device).line()
-    return "\n".join([config, *lines, f"{len(lines)} parameters on rank {world.rank}; {memory}"])
-
-
-def _record_line(state: OptimizerState, record: ParameterRecord) -> str:
-    tiers: dict[str, list[str]] = {}
-    for array in state.all_arrays(record):
-        tiers.setdefault(state.store.tier_of(array), []).append(array.removesuffix(f"/{record.name}"))
-    rests = "; ".join(f"{tier}: {', '.join(names)}" for tier, names in tiers.items())
-    frozen = ", frozen" if record.group is None else ""
-    dtype = str(record.dtype).removeprefix("torch.")
-    return f"{record.name} {list(record.parameter.shape)} {dtype}{frozen}, {record.residency.name.lower()}; {rests}"
+    return "\n".join([*lines, f"{len(state.records)} parameters on rank {world.rank}; {memory}"])

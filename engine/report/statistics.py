@@ -32,14 +32,15 @@ from zstore.store import StoreStatistics
 
 from ..activations.checkpointing import activation_statistics
 from ..activations.statistics import ActivationStatistics
+from ..training.held import HeldBytes, held_bytes
 from ..zero.unshard import UnitStatistics
-from .memory import HeldBytes, MemoryStatistics, held_bytes, memory_statistics
+from .memory import MemoryStatistics, memory_statistics
 
 if TYPE_CHECKING:
     from zstore.ranks.world import World
     from zstore.store import TensorStore
 
-    from ..training import Training
+    from ..training.training import Training
     from ..zero.unshard import ShardedUnits
     from .utilisation import PhaseTimes, Utilisation
 
@@ -103,7 +104,7 @@ def engine_statistics(
         links=link_statistics(world, state.store, store, saves_s),
         sent_bytes=dict(world.sent_bytes),
         memory=memory_statistics(state.store, world.device),
-        held=held_bytes(state, gradients, units),
+        held=held_bytes(training),
         units=None if units is None else units.statistics(),
         overlapped=gradients.overlapped,
         updated_in_backward=0 if speculative is None else speculative.num_kept,

@@ -28,7 +28,7 @@ from ..plan.rates import measure_rates
 from .operations import CAN_LEAVE_COMPILED, OperationCounter, Operations, is_compiled
 
 if TYPE_CHECKING:
-    from ..training import Training
+    from ..training.training import Training
 
 _log = logging.getLogger("zstore")
 

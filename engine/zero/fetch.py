@@ -36,8 +36,8 @@ from zstore.ranks.work import Work
 from zstore.ranks.world import World
 from zstore.store import TensorStore
 
-from ..device import Copy, Event, Transfers
 from ..params.record import ParameterRecord
+from ..runtime.device import Copy, Event, Transfers
 from .collectives import Bucket, over_copy, plan_buckets, unpack
 from .exchanges import Exchanges, Gathering
 

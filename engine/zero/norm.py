@@ -22,9 +22,9 @@ import torch
 
 from zstore.ranks.world import World, on_device
 
-from ..device import Copy, Scratch, Transfers, one_thread, side_by_side, threads_for, tile_numel
 from ..params.record import ParameterRecord
 from ..params.sharding import Sharding
+from ..runtime.device import Copy, Scratch, Transfers, one_thread, side_by_side, threads_for, tile_numel
 from .gradients import Gradients
 
 ROW_NUMEL = 4096

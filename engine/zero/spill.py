@@ -17,10 +17,10 @@ from zstore.io import Ticket, Workers
 from zstore.io.tensors import as_torch, dtype_name
 from zstore.store import TensorStore
 
-from ..device import Transfers, one_thread
 from ..params.record import ParameterRecord
 from ..params.sharding import is_narrower
 from ..plan.needs import spill_pool_bytes
+from ..runtime.device import Transfers, one_thread
 from .norm import SumOfSquares, counted, sum_of_squares
 
 _MOST_UNDER_WAY_BYTES = 64 * 1024 * 1024

@@ -37,10 +37,10 @@ import torch
 from zstore.errors import UsageError
 from zstore.ranks.world import World
 
-from ..device import D2HQueue, Transfers, labelled
 from ..params.record import ParameterRecord
 from ..params.sharding import add_in, is_narrower
 from ..params.units import Unit
+from ..runtime.device import D2HQueue, Transfers, labelled
 from .collectives import Segment
 from .exchanges import GradientRules, Reductions
 from .gradients import INCOMPLETE, Gradients, agree_any, forget_gradients, take_gradient, watch_gradient
@@ -359,7 +359,7 @@ class UnitGradients(Gradients):
             if self.has(record):
                 self._show(record)
 
-    # -- a backward of several micro-batches, while `waits` is set: see engine/backward/by_block.py ----------------------------
+    # -- a backward of several micro-batches, while `waits` is set: see engine/training/by_block.py ----------------------------
 
     def begin_part(self, number: int, *, last: bool) -> None:
         """Take what is sent from here on as gradients of micro-batch `number` of this step, maybe its `last`."""

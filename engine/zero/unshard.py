@@ -21,11 +21,11 @@ from zstore.ranks.world import World
 from zstore.store import TensorStore
 
 from ..config.config import Config
-from ..device import Transfers, labelled
 from ..params.record import ParameterRecord, Residency
 from ..params.units import Unit
 from ..plan.needs import parameter_pool_bytes, prefetch_limits
 from ..plan.schedule import NO_SCHEDULE, PrefetchLimits, Recorder, Schedule, Use, make_schedule
+from ..runtime.device import Transfers, labelled
 from .exchanges import Exchanges
 from .fetch import Fetch, Fetcher, RowReader
 

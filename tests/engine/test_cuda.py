@@ -27,8 +27,8 @@ from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start
 from tests.reference import Reference
 from zstore.engine import Engine
-from zstore.engine.device import CudaStreams
 from zstore.engine.extras.zeropp.block_code import BlockCode
+from zstore.engine.runtime.device import CudaStreams
 from zstore.engine.zero.norm import device_norms
 from zstore.io.pinning import PinnedSlabs, clear_cuda_error
 from zstore.io.tensors import as_torch

@@ -19,11 +19,11 @@ from tests.engine.fake_device import FakeDevice, FakeEvent, HandOverError
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, state_of, step
 from zstore.checkpoint import open_checkpoint
-from zstore.engine import device as device_module
 from zstore.engine.build import takeover
-from zstore.engine.device import D2HQueue, Transfers
 from zstore.engine.optim.in_backward import UpdateInBackward
 from zstore.engine.plan.run import plan_run
+from zstore.engine.runtime import device as device_module
+from zstore.engine.runtime.device import D2HQueue, Transfers
 from zstore.engine.zero import norm, spill
 from zstore.errors import NonFiniteError
 from zstore.io import LinkCounters

@@ -22,7 +22,7 @@ from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
-from zstore.engine.data.batches import repeat
+from zstore.engine.api.batches import repeat
 from zstore.engine.zero.sharded_gradient import ShardedGradient
 from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.interop.deepspeed.universal import UniversalFolder

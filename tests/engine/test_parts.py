@@ -22,12 +22,12 @@ from zstore.engine.checkpoint.client_state import join, split
 from zstore.engine.checkpoint.record import plain, restored
 from zstore.engine.checkpoint.rng import derive_rng_state, load_rng_state, rng_state
 from zstore.engine.config.resolve import BatchSizes
-from zstore.engine.data.loader import TrainingLoader
-from zstore.engine.device import Streams, Transfers
 from zstore.engine.optim.update import _admitted
 from zstore.engine.params.record import ParameterRecord, make_record, named_parameters
 from zstore.engine.params.sharding import Sharding
 from zstore.engine.params.units import find_units
+from zstore.engine.runtime.device import Streams, Transfers
+from zstore.engine.training.loader import TrainingLoader
 from zstore.engine.zero import norm
 from zstore.engine.zero.collectives import bucket_limit, mean_of_rows, pack, plan_buckets, unpack
 from zstore.engine.zero.hooks import tensors_in

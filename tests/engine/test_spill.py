@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from zstore.engine.device import Streams, Transfers
 from zstore.engine.params.record import ParameterRecord, make_record
 from zstore.engine.params.sharding import Sharding
 from zstore.engine.params.units import Unit
+from zstore.engine.runtime.device import Streams, Transfers
 from zstore.engine.zero import spill as spill_module
 from zstore.engine.zero import unit_gradients
 from zstore.engine.zero.collectives import Reduction

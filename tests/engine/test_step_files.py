@@ -65,7 +65,7 @@ def _passed_in_a_step(zero: dict[str, Any]) -> list[str]:
             engine.step()
             passed.noting = False
     own = [name for name in passed.files() if not name.startswith(("tests/", ".venv/"))]
-    assert {"engine/training.py", "zstore/io/files.py"} <= set(own)  # this thread's, and the I/O threads'
+    assert {"engine/training/training.py", "zstore/io/files.py"} <= set(own)  # this thread's, and the I/O threads'
     return own
 
 

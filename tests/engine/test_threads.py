@@ -16,8 +16,8 @@ from tests.engine import step_modes
 from tests.engine.bits import Case, compare
 from tests.engine.fake_device import FakeDevice
 from tests.engine.runs import make_config, start, state_of, step
-from zstore.engine.device import one_thread, side_by_side
 from zstore.engine.optim import update
+from zstore.engine.runtime.device import one_thread, side_by_side
 from zstore.errors import UsageError
 from zstore.testing.faults import Fault, FaultyFiles
 

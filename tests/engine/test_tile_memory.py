@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zstore.engine.device import GradientTiles, Scratch, Streams, Transfers
+from zstore.engine.runtime.device import GradientTiles, Scratch, Streams, Transfers
 from zstore.io.links import LinkCounters
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.engine.runs import make_config, start
-from zstore.engine.device import Streams
+from zstore.engine.runtime.device import Streams
 from zstore.format.arrays import ArraySpec, Bytes
 from zstore.format.partition import make_grid
 from zstore.io import Rooms, Workers, make_slab, pinning

@@ -18,7 +18,7 @@ import torch
 from tests.engine.fake_device import FakeDevice, FakeEvent
 from tests.engine.runs import make_config, start, step
 from tests.store.stores import create
-from zstore.engine.device import Transfers
+from zstore.engine.runtime.device import Transfers
 from zstore.io.links import LinkCounters, LinkStatistics
 from zstore.io.queue import Ticket
 from zstore.store import StoreOptions, TensorStore
@@ -208,7 +208,7 @@ class SlowDevice(FakeDevice):
 def test_a_copy_that_was_begun_earlier_counts_what_is_left_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     device, links = SlowDevice(), LinkCounters()
     device.clock_of_host = Clock()
-    monkeypatch.setattr("zstore.engine.device.time", device.clock_of_host)
+    monkeypatch.setattr("zstore.engine.runtime.device.time", device.clock_of_host)
     transfers = Transfers(device, links)
     copy = transfers.begin(device.empty_host(6, torch.bfloat16), torch.ones(6, dtype=torch.bfloat16))
     device.clock_of_host.now += 3.0  # computing

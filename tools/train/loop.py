@@ -14,8 +14,8 @@ from torch import Tensor
 
 from zstore.checkpoint import LocalFolder
 from zstore.engine import Engine
+from zstore.engine.api.batches import evaluating
 from zstore.engine.checkpoint.rng import load_rng_state, rng_state
-from zstore.engine.data.batches import evaluating
 from zstore.open.sources import folder_of
 from zstore.weights.companions import companions
 

@@ -12,7 +12,7 @@ import accelerate
 import torch
 from torch import nn
 
-from zstore.engine.engine import Engine
+from zstore.engine.api.engine import Engine
 from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.weights.layout import MAX_FILE_BYTES
 

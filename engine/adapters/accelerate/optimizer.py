@@ -8,7 +8,7 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 
-from zstore.engine.engine import Engine
+from zstore.engine.api.engine import Engine
 from zstore.errors import UsageError
 
 

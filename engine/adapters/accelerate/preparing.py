@@ -18,9 +18,9 @@ from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import nn
 
 from zstore.engine.access.generation import in_step
+from zstore.engine.api.engine import Engine
+from zstore.engine.api.initialize import initialize
 from zstore.engine.config.config import load_config
-from zstore.engine.engine import Engine
-from zstore.engine.initialize import initialize
 from zstore.engine.params.record import PRECISIONS
 from zstore.errors import ConfigError, UsageError
 from zstore.io.tensors import cast_floating

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as torch_dist
 from torch import nn
 
+from zstore.engine.api.engine import Engine
 from zstore.engine.checkpoint.client_state import ClientValues
-from zstore.engine.engine import Engine
 from zstore.engine.optim.loss_scale import LossScaler
 from zstore.engine.params.record import Residency
 from zstore.errors import UsageError

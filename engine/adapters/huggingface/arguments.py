@@ -14,8 +14,8 @@ from transformers.optimization import AdafactorSchedule
 from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
 from zstore.engine.adapters.accelerate.arguments import ask_for_precision, mismatch_text, section, written
+from zstore.engine.api.engine import Engine
 from zstore.engine.config.config import CONFIG_VARIABLE, load_config
-from zstore.engine.engine import Engine
 from zstore.engine.params.record import PRECISIONS
 from zstore.engine.runtime.messages import show_messages
 from zstore.errors import ConfigError, UsageError

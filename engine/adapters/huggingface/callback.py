@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from zstore.engine.engine import Engine
+from zstore.engine.api.engine import Engine
 
 _KNOWN = frozenset({"loss", "grad_norm", "learning_rate", "epoch", "step", "num_input_tokens_seen"})
 """Names of a Trainer's logs that each step of the journal has under its own."""

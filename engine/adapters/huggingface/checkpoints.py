@@ -21,7 +21,7 @@ from transformers.trainer_utils import sort_checkpoints
 from zstore.checkpoint import TagInfo, list_tags, resolve
 from zstore.engine.access.export import weight_files
 from zstore.engine.access.module_state import state_entries
-from zstore.engine.engine import Engine
+from zstore.engine.api.engine import Engine
 from zstore.errors import CheckpointError, CheckpointNotFoundError, CorruptionError
 from zstore.io import Ticket, run_in_thread
 

@@ -32,12 +32,12 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
-from zstore.engine import gather
+from zstore.engine.access.gather import gather
 from zstore.engine.adapters.accelerate.accelerator import Accelerator
 from zstore.engine.adapters.accelerate.arguments import read_source
 from zstore.engine.adapters.accelerate.optimizer import EngineOptimizer, EngineScheduler
+from zstore.engine.api.engine import Engine
 from zstore.engine.checkpoint.record import plain, restored
-from zstore.engine.engine import Engine
 from zstore.engine.params.record import PRECISIONS
 from zstore.errors import CheckpointNotFoundError, UsageError
 

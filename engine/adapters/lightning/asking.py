@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from zstore.engine.engine import Engine
+from zstore.engine.api.engine import Engine
 from zstore.journal.names import CHECKPOINT_FOLDER, journal_file
 
 _NAME = "ZstoreRunCallback"

@@ -13,8 +13,8 @@ import torch
 
 from zstore.checkpoint import discard, scan, tag_folder
 from zstore.engine.access.module_state import state_entries
+from zstore.engine.api.engine import Engine
 from zstore.engine.checkpoint.client_state import join
-from zstore.engine.engine import Engine
 from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.io import Files
 from zstore.open.checkpoint import open_checkpoint

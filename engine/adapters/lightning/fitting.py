@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler
 
+from zstore.engine.api.engine import Engine
 from zstore.engine.checkpoint.rng import load_rng_state
-from zstore.engine.engine import Engine
 from zstore.errors import ConfigError, UsageError
 from zstore.ranks.world import World
 

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from zstore.engine import Init
+from zstore.engine.api.engine import Engine
+from zstore.engine.api.initialize import initialize
+from zstore.engine.build.init import Init
 from zstore.engine.checkpoint.rng import rng_state
-from zstore.engine.engine import Engine
-from zstore.engine.initialize import initialize
 from zstore.engine.runtime.garbage import FrozenObjects
 from zstore.errors import CheckpointMismatchError, UsageError
 

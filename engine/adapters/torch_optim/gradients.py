@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from zstore.engine.device import D2HQueue, Transfers
+from zstore.engine.runtime.device import D2HQueue, Transfers
 from zstore.errors import UsageError
 
 from .records import LocalRecord, local_part

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed.tensor import DTensor
 
-from zstore.engine.device import Streams, Transfers, streams_for
 from zstore.engine.optim.state import OptimizerState
+from zstore.engine.runtime.device import Streams, Transfers, streams_for
 from zstore.errors import UsageError
 from zstore.io import Files, map_large_blocks
 from zstore.io.closing import Closing, closing_with

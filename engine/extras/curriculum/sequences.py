@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...config.extra import SEQLEN, Extra
-from ...training import Training
+from ...training.training import Training
 from .schedule import Difficulty
 from .section import CurriculumSection
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ...optim.state import OptimizerState
     from ...plan.plan import Plan
     from ...report.progress import RunReport
-    from ...training import Training
+    from ...training.training import Training
 
 _log = logging.getLogger("zstore")
 

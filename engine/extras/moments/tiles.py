@@ -19,9 +19,9 @@ from zstore.checkpoint import Moments, scale_slot, stored_slots
 from zstore.errors import UsageError
 
 from ...config.config import Config
-from ...device import Scratch
 from ...optim.kernel import Kernel, ParameterStep, SlotArray, SlotCodec, SlotTiles
 from ...optim.stepper import WholeKernel, whole_step_error
+from ...runtime.device import Scratch
 from .codes import NUM_WORDS, dequantize, quantize, round_to_bf16, word_of
 
 _PIECE_NUMEL = 1 << 16

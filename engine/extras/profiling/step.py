@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...config.extra import Extra
-from ...training import Training
+from ...training.training import Training
 from .profiler import FlopsProfiler, write_text
 from .section import FlopsProfilerSection
 

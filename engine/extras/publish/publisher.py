@@ -32,9 +32,9 @@ from zstore.weights.delta import Bits, DeltaWriter
 from zstore.weights.versions import INDEX_FILE, PREFIX, WeightsVersion
 
 from ...config.extra import Extra
-from ...device import Scratch
 from ...params.record import ParameterRecord
-from ...training import Training
+from ...runtime.device import Scratch
+from ...training.training import Training
 from .section import PublishSection
 
 _log = logging.getLogger("zstore")

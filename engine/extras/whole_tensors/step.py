@@ -27,12 +27,12 @@ from zstore.format import ALIGN_NUMEL, Grid, round_up
 from zstore.io.tensors import as_torch
 from zstore.ranks.world import World
 
-from ...device import GradientTiles
 from ...optim.kernel import SlotArray
 from ...optim.state import OptimizerState
 from ...optim.stepper import Stepper
 from ...optim.update import Update
 from ...params.record import ParameterRecord
+from ...runtime.device import GradientTiles
 from .kernel import TensorKernel
 
 

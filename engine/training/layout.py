@@ -9,13 +9,13 @@ from torch import nn
 
 from zstore.io import return_free_memory
 
+from ..build.model import own_memory, place_parameter
+from ..build.takeover import BuiltModel
 from ..config.config import Config
-from ..optim.state import OptimizerState, RowsInStore
-from ..params.record import PRECISIONS, ParameterRecord, make_record
+from ..optim.state import OptimizerState
+from ..params.record import PRECISIONS, ParameterRecord, RowsInStore, make_record
 from ..params.sharding import Sharding
 from ..plan.plan import Plan
-from .model import own_memory, place_parameter
-from .takeover import BuiltModel
 
 _TRIM_BYTES = 64 * 1024 * 1024
 """Bytes of parameters laid out between two calls that give freed memory back to the system."""

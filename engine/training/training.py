@@ -15,28 +15,28 @@ from zstore.errors import NonFiniteError, UsageError
 from zstore.ranks.groups import Groups
 from zstore.ranks.world import World
 
-from .activations.offload import ActivationOffload
-from .build.compiled import CompiledUnits, Compiler
-from .config.config import Config
-from .config.resolve import BatchSizes
-from .data.accumulation import Accumulation, Counters
-from .data.loader import TrainingLoader
-from .device import labelled
-from .optim.loss_scale import LossScaler
-from .optim.lr_schedules import LRSchedule
-from .optim.optimizer import ZeroOptimizer
-from .optim.pending import PendingUpdate
-from .optim.state import OptimizerState
-from .optim.stepper import Stepper
-from .optim.update import StepSettings, Update, in_order, read_ahead
-from .optim.updater import StepMode
-from .params.record import ParameterRecord, Residency
-from .params.sharding import Sharding
-from .plan.plan import Plan
-from .zero.collectives import all_gather_rows
-from .zero.gradients import Gradients
-from .zero.hooks import UnitHooks
-from .zero.norm import norm_of, norm_of_sums, scale_factor, sums_over_ranks
+from ..activations.offload import ActivationOffload
+from ..config.config import Config
+from ..config.resolve import BatchSizes
+from ..optim.loss_scale import LossScaler
+from ..optim.lr_schedules import LRSchedule
+from ..optim.optimizer import ZeroOptimizer
+from ..optim.pending import PendingUpdate
+from ..optim.state import OptimizerState
+from ..optim.stepper import Stepper
+from ..optim.update import StepSettings, Update, in_order, read_ahead
+from ..optim.updater import StepMode
+from ..params.record import ParameterRecord, Residency
+from ..params.sharding import Sharding
+from ..plan.plan import Plan
+from ..runtime.device import labelled
+from ..zero.collectives import all_gather_rows
+from ..zero.gradients import Gradients
+from ..zero.hooks import UnitHooks
+from ..zero.norm import norm_of, norm_of_sums, scale_factor, sums_over_ranks
+from .accumulation import Accumulation, Counters
+from .compiled import CompiledUnits, Compiler
+from .loader import TrainingLoader
 
 _log = logging.getLogger("zstore")
 

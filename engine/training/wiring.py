@@ -9,33 +9,34 @@ from torch import nn
 from zstore.io import Files
 from zstore.ranks.world import World
 
-from .activations.offload import ActivationOffload
-from .activations.recompute import set_up_checkpointing
-from .activations.tiers import make_tier
-from .build.layout import Layout
-from .build.model import check_model, normalize_in_type_of_statistics, place_buffers
-from .build.takeover import BuiltModel, check_store, open_run_store, warn_of_fallbacks
-from .config.config import Config
-from .data.accumulation import Accumulation
-from .data.loader import TrainingLoader
-from .device import Streams, Transfers, streams_for
-from .optim.loss_scale import LossScaler
-from .optim.lr_schedules import LRSchedule
-from .optim.optimizer import ZeroOptimizer, group_of_parameters
-from .optim.pending import PendingUpdate
-from .optim.rules import CLIENT, check_client, codec_of, kernels_for, rule_of
-from .optim.state import OptimizerState
-from .optim.updater import StepMode
-from .params.record import PRECISIONS, named_parameters
-from .params.sharding import GradientTypes, Sharding
-from .params.units import Unit, find_units
+from ..activations.offload import ActivationOffload
+from ..activations.recompute import set_up_checkpointing
+from ..activations.tiers import make_tier
+from ..build.model import check_model, normalize_in_type_of_statistics, place_buffers
+from ..build.takeover import BuiltModel, check_store, open_run_store, warn_of_fallbacks
+from ..config.config import Config
+from ..optim.loss_scale import LossScaler
+from ..optim.lr_schedules import LRSchedule
+from ..optim.optimizer import ZeroOptimizer, group_of_parameters
+from ..optim.pending import PendingUpdate
+from ..optim.rules import CLIENT, check_client, codec_of, kernels_for, rule_of
+from ..optim.state import OptimizerState
+from ..optim.updater import StepMode
+from ..params.record import PRECISIONS, named_parameters
+from ..params.sharding import Sharding
+from ..params.units import Unit, find_units
+from ..plan.needs import activation_pool_bytes, gradient_types
+from ..runtime.device import Streams, Transfers, streams_for
+from ..zero.exchanges import Exchanges, GradientRules, exchanges_of
+from ..zero.gradients import Gradients, WholeGradients, agree_any
+from ..zero.hooks import UnitHooks
+from ..zero.spill import GradientSpill
+from ..zero.unit_gradients import UnitGradients
+from ..zero.unshard import make_sharded_units
+from .accumulation import Accumulation
+from .layout import Layout
+from .loader import TrainingLoader
 from .training import Training
-from .zero.exchanges import Exchanges, GradientRules, exchanges_of
-from .zero.gradients import Gradients, WholeGradients, agree_any
-from .zero.hooks import UnitHooks
-from .zero.spill import GradientSpill
-from .zero.unit_gradients import UnitGradients
-from .zero.unshard import make_sharded_units
 
 
 def wire(  # noqa: PLR0913 - two of them are seams for tests
@@ -89,7 +90,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             is_sharded=sharding.optimizer_state,
             splits=config.own.split_master,
             keeps_whole=rule.keeps_whole,
-            types=GradientTypes.of(config, world.world_size, PRECISIONS),
+            types=gradient_types(config, world.world_size, PRECISIONS),
         )
         state.codec = codec
         layout = Layout(config, sharding, built, plan)
@@ -98,7 +99,8 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         warn_of_fallbacks(store, world)
         live_numel = config.zero.stage3_max_live_parameters if sharding.parameters else None
         units = find_units(model, {record.parameter: record for record in records}, live_numel)
-        exchanges, tier, hooks = exchanges_of(config, sharding, world), make_tier(config, store, transfers), None
+        exchanges, hooks = exchanges_of(config, sharding, world), None
+        tier = make_tier(config, store, transfers, activation_pool_bytes(store.options.host_budget_bytes))
         if sharding.parameters:
             sharded = make_sharded_units(units, config, store, transfers, world=world, exchanges=exchanges)
             hooks = UnitHooks(model, sharded)
@@ -131,7 +133,9 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             loader=loader,
             run_id=world.broadcast_object(uuid.uuid4().hex),
             stepper=stepper,
-            activations=None if tier is None else ActivationOffload(model, records, tier, transfers),
+            activations=None
+            if tier is None
+            else ActivationOffload(model, lambda: (record.full for record in records), tier, transfers),
         )
     except BaseException:
         store.close()
@@ -159,7 +163,7 @@ def _gradients(
         bucket_numel=config.reduce_bucket_numel,
         scatter=config.zero.reduce_scatter or sharding.parameters,
         overlap=config.zero.overlap_comm or sharding.parameters,
-        types=GradientTypes.of(config, world.world_size, PRECISIONS),
+        types=gradient_types(config, world.world_size, PRECISIONS),
         # Those of the disk go by way of host memory: sums of squares have the same bits then, wherever gradients wait.
         to_host=frozenset(state.gradients_on_host.union(state.spilled)),
         spills=agree_any(world, [bool(state.spilled)])[0],

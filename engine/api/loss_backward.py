@@ -32,7 +32,7 @@ from zstore.errors import UsageError
 
 from ..access.access import Access
 from ..report.progress import RunReport
-from ..training import Training
+from ..training.training import Training
 
 
 class LossBackward:

@@ -24,34 +24,34 @@ from zstore.io.tensors import cast_floating
 from zstore.ranks.world import World
 from zstore.weights.layout import MAX_FILE_BYTES
 
-from .access.access import Access
-from .access.export import ExportOptions, save_weights
-from .access.gather import gather
-from .access.generation import in_step
-from .access.guard import ParameterGuard, ValueSample
-from .access.module_state import CustomLoad, hand_back, load_module_state, module_state_dict, without_prefix
-from .access.offloading import OffloadedStates
-from .access.optimizer_state import StateByParameter
-from .backward.by_block import AccumulationByBlock, MicroBatch, gradients_by_block
-from .backward.loss_backward import LossBackward
-from .build.compiled import make_compiler
-from .build.init import Init
-from .checkpoint.client_state import ClientValues, check
-from .checkpoint.load_plan import LoadOptions, LoadReport
-from .checkpoint.renaming import Names
-from .checkpoint.save import Checkpoints, SaveOptions, save_or_stop
-from .checkpoint.snapshots import ClientState, StepSnapshots, present
-from .config.extra import Extra, Rise, Rising, overriding, use_schedules
-from .data.batches import call_with, evaluating, loss_of, mean_loss, repeat, take_batches
-from .data.loader import PostProcess, TrainingLoader
-from .report.monitors import Monitors
-from .report.progress import RunReport
-from .report.requests import Requests
-from .report.statistics import EngineStatistics, engine_statistics
-from .report.utilisation import PhaseTimes
-from .runtime.garbage import CollectorPause, FrozenObjects
-from .runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
-from .training import Training
+from ..access.access import Access
+from ..access.export import ExportOptions, save_weights
+from ..access.gather import gather
+from ..access.generation import in_step
+from ..access.guard import ParameterGuard, ValueSample
+from ..access.module_state import CustomLoad, hand_back, load_module_state, module_state_dict, without_prefix
+from ..access.offloading import OffloadedStates
+from ..access.optimizer_state import StateByParameter
+from ..build.init import Init
+from ..checkpoint.client_state import ClientValues, check
+from ..checkpoint.load_plan import LoadOptions, LoadReport
+from ..checkpoint.renaming import Names
+from ..checkpoint.save import Checkpoints, SaveOptions, save_or_stop
+from ..checkpoint.snapshots import ClientState, StepSnapshots, present
+from ..config.extra import Extra, Rise, Rising, overriding, use_schedules
+from ..report.monitors import Monitors
+from ..report.progress import RunReport
+from ..report.requests import Requests
+from ..report.statistics import EngineStatistics, engine_statistics
+from ..report.utilisation import PhaseTimes
+from ..runtime.garbage import CollectorPause, FrozenObjects
+from ..runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
+from ..training.by_block import AccumulationByBlock, MicroBatch, gradients_by_block
+from ..training.compiled import make_compiler
+from ..training.loader import PostProcess, TrainingLoader
+from ..training.training import Training
+from .batches import call_with, evaluating, loss_of, mean_loss, repeat, take_batches
+from .loss_backward import LossBackward
 
 _log = logging.getLogger("zstore")
 

@@ -16,29 +16,30 @@ from zstore.errors import ConfigError, UsageError
 from zstore.io import Files
 from zstore.ranks.world import World
 
-from .build.init import around_block, leave_to_engine
-from .build.model import mark_leaves_of, require_shapes, take_uncompiled, warn_of_doubles
-from .checkpoint.snapshot_folder import require_shared_folder
-from .config.answers import read_answers
-from .config.config import Config, load_config
-from .config.extra import EXTRAS, IN_ORDER, Extra
-from .config.keys import Section
-from .config.resolve import ResolveContext
-from .data.loader import Collate, TrainingLoader
-from .device import Streams
+from ..build.init import around_block, leave_to_engine
+from ..build.model import mark_leaves_of, require_shapes, warn_of_doubles
+from ..checkpoint.snapshot_folder import require_shared_folder
+from ..config.answers import read_answers
+from ..config.config import Config, load_config
+from ..config.extra import EXTRAS, IN_ORDER, Extra
+from ..config.keys import Section
+from ..config.resolve import ResolveContext
+from ..extras import register_parts
+from ..optim.lr_schedules import LRSchedule, named_schedule
+from ..optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
+from ..optim.rules import steps_tiles
+from ..plan.activations import hidden_size
+from ..plan.rates import MatmulRates, find_rates, say_precision
+from ..plan.rungs import leave_advice
+from ..report.comms import open_comms_log
+from ..report.monitors import open_monitors
+from ..runtime.device import Streams
+from ..runtime.distributed import init_distributed
+from ..runtime.messages import show_messages
+from ..training.compiled import Compiler
+from ..training.loader import Collate, TrainingLoader
+from ..training.wiring import wire
 from .engine import Engine
-from .extras import register_parts
-from .optim.lr_schedules import LRSchedule, named_schedule
-from .optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
-from .optim.rules import steps_tiles
-from .plan.activations import hidden_size
-from .plan.rates import MatmulRates, find_rates, say_precision
-from .plan.rungs import leave_advice
-from .report.comms import open_comms_log
-from .report.monitors import open_monitors
-from .runtime.distributed import init_distributed
-from .runtime.messages import show_messages
-from .wiring import wire
 
 _log = logging.getLogger("zstore")
 
@@ -94,7 +95,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             "initialize(frozen=True) makes an engine that trains nothing: leave optimizer and lr_scheduler out"
         )
     require_shapes(model)
-    model, compiler = take_uncompiled(model)
+    model, compiler = _uncompiled(model)
     show_messages()
     register_parts()
     answers = read_answers(auto)
@@ -150,6 +151,15 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             raise
         leave_to_engine(model)
         return engine, engine.optimizer, loader, schedule.scheduler
+
+
+def _uncompiled(model: nn.Module) -> tuple[nn.Module, Compiler | None]:
+    """Return the model in the wrapper of `torch.compile(model)`, and a compiler with its arguments; other models as they
+    are. Without its wrapper the names of its parameters are the same, compiled or not."""
+    if "_orig_mod" not in model._modules or not hasattr(model, "dynamo_ctx"):
+        return model, None
+    wrapper: Any = model
+    return wrapper._orig_mod, wrapper.dynamo_ctx
 
 
 def _say(loaded: Config, resolved: Config, rates: MatmulRates | None) -> None:

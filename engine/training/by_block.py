@@ -36,9 +36,9 @@ from zstore.errors import UsageError
 
 from ..activations.blocks import find_blocks
 from ..params.record import ParameterRecord
-from ..training import Training
 from ..zero.gradients import agree_any
 from ..zero.unit_gradients import UnitGradients
+from .training import Training
 
 Tensors = list[torch.Tensor]
 

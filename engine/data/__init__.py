@@ -1,1 +1,0 @@
-"""Curricula of training data: sequences that grow, samples that become harder."""
