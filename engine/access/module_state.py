@@ -63,10 +63,10 @@ def _whole_state_dict(access: Access) -> dict[str, Any]:
     return found
 
 
-def hand_back(access: Access, init: Init, end: Callable[[], None]) -> None:
-    """Give every parameter its value, the fp32 master if it is trained, in memory of its own or as `init` shards it (all
+def hand_back(access: Access, config: Any, end: Callable[[], None]) -> None:
+    """Give every parameter its value, the fp32 master if it is trained, in memory of its own or as a `config` shards it (all
     ranks). `end` takes the engine's hooks off, once only reading can fail."""
-    state, device = access.state, access.world.device
+    state, device, init = access.state, access.world.device, Init(config=config, enabled=config is not None)
     records = access.finished("hand_back()", lambda: state.records, changes=True)
     end()
     with init:

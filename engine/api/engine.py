@@ -32,7 +32,6 @@ from ..access.guard import ParameterGuard, ValueSample
 from ..access.module_state import CustomLoad, hand_back, load_module_state, module_state_dict, without_prefix
 from ..access.offloading import OffloadedStates
 from ..access.optimizer_state import StateByParameter
-from ..build.init import Init
 from ..checkpoint.client_state import ClientValues, check
 from ..checkpoint.load_plan import LoadOptions, LoadReport
 from ..checkpoint.renaming import Names
@@ -921,7 +920,7 @@ class Engine(nn.Module):
     def statistics(self) -> EngineStatistics:
         """Return the counters of this rank."""
         utilisation = self.report.utilisation.now()
-        return engine_statistics(self.training_state, self.access.units, self.times, self.saves_s(), utilisation)
+        return engine_statistics(self.training_state, self.times, self.saves_s(), utilisation)
 
     @property
     def global_samples(self) -> int:
@@ -1011,8 +1010,7 @@ class Engine(nn.Module):
         Raises UsageError, and leaves all as it is, in the middle of a step.
         """
         hooks = self.training_state.hooks
-        init = Init(config=config, enabled=config is not None)
-        hand_back(self.access, init, (lambda: None) if hooks is None else hooks.remove)
+        hand_back(self.access, config, (lambda: None) if hooks is None else hooks.remove)
         self.close()
         return self.module
 

@@ -27,7 +27,7 @@ from ..config.resolve import ResolveContext
 from ..extras import register_parts
 from ..optim.lr_schedules import LRSchedule, named_schedule
 from ..optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
-from ..optim.rules import steps_tiles
+from ..optim.rules import rule_of
 from ..plan.activations import hidden_size
 from ..plan.rates import MatmulRates, find_rates, say_precision
 from ..plan.rungs import leave_advice
@@ -104,7 +104,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     world = World.current()
     frozen = frozen or _names_no_optimizer(loaded, optimizer, lr_scheduler, world)
     rates = find_rates(loaded, world)
-    whole = optimizer is not None and not steps_tiles(type(optimizer))
+    whole = optimizer is not None and rule_of(type(optimizer)).stepper is not None
     resolved = loaded.resolve(
         ResolveContext(
             world_size=world.world_size,

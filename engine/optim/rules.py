@@ -94,11 +94,6 @@ def rule_of(kind: Kind, *, whole: bool = False) -> Rule:
     return _rules.get(kind, CLIENT if whole else TILES)
 
 
-def steps_tiles(kind: Kind) -> bool:
-    """Return whether updates of a class run over tiles."""
-    return rule_of(kind).stepper is None
-
-
 def kernels_for(rule: Rule, kind: Kind, groups: Iterable[Mapping[str, Any]], ema: float | None = None) -> list[Kernel]:
     """Return the kernel of each group, with an average of masters of decay `ema`.
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from zstore.store import TensorStore
 
     from ..training.training import Training
-    from ..zero.unshard import ShardedUnits
     from .utilisation import PhaseTimes, Utilisation
 
 _OPTIMIZER = ("model", "optimizer")
@@ -88,14 +87,10 @@ class EngineStatistics:
 
 
 def engine_statistics(
-    training: Training,
-    units: ShardedUnits | None,
-    times: PhaseTimes,
-    saves_s: Mapping[str, float],
-    utilisation: Utilisation | None,
+    training: Training, times: PhaseTimes, saves_s: Mapping[str, float], utilisation: Utilisation | None
 ) -> EngineStatistics:
     """Return the counters now; `saves_s` has the seconds for which saves delayed training, by their kind."""
-    world, state, gradients = training.world, training.state, training.gradients
+    world, state, gradients, hooks = training.world, training.state, training.gradients, training.hooks
     store, speculative = state.store.statistics(), training.pending.speculative
     return EngineStatistics(
         forward_s=times.forward_s,
@@ -105,7 +100,7 @@ def engine_statistics(
         sent_bytes=dict(world.sent_bytes),
         memory=memory_statistics(state.store, world.device),
         held=held_bytes(training),
-        units=None if units is None else units.statistics(),
+        units=None if hooks is None else hooks.units.statistics(),
         overlapped=gradients.overlapped,
         updated_in_backward=0 if speculative is None else speculative.num_kept,
         undone=0 if speculative is None else speculative.num_undone,
