@@ -140,8 +140,8 @@ EXTRAS: dict[str, Load] = {}
 
 def register(key: str, load: Load, section: type[Section] | None = None) -> None:
     """Let engines have the extra that `load` imports if the config's section at the dotted `key` is on; see [Note: an extra]
-    for another key. A `section` that the schema does not have is added to it, at the top. Raises UsageError for a key that
-    is taken."""
+    for another key. A `section` that the schema does not have is added to it, see `add_section`. Raises UsageError for a key
+    that is taken."""
     if section is not None:
         add_section(key, section)
     EXTRAS[key] = load
