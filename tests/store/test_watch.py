@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -28,6 +28,9 @@ class Store(torch_dist.Store):
         self.values: dict[str, bytes] = {}
         self.before: dict[str, Callable[[], None]] = {}
         """By the key's end; each happens once."""
+        self.num_readers: int | None = None
+        """It goes once so many have read the outcome, with the process of rank 0."""
+        self.gone = False
 
     def clone(self) -> Store:
         return self
@@ -36,8 +39,12 @@ class Store(torch_dist.Store):
         self.values[key] = value if isinstance(value, bytes) else str(value).encode()
 
     def add(self, key: str, amount: int) -> int:
-        self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
-        return int(self.values[key])
+        if self.gone:
+            raise torch_dist.DistNetworkError("the store is gone")
+        count = int(self.values.get(key, b"0")) + amount
+        self.values[key] = str(count).encode()
+        self.gone = "/read/" in key and count == self.num_readers
+        return count
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self.values for key in keys)
@@ -114,3 +121,16 @@ def test_a_report_that_comes_as_another_is_answered_is_told_to_all(watch: Watch,
     assert found is not None
     assert found["lost"] == "RuntimeError: closed by peer"
     assert "rank 1 in forward: ValueError: x" in str(errors[0])
+
+
+def test_the_last_to_read_the_outcome_asks_nothing_more_of_a_store_that_goes_with_rank_0(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zstore.ranks.watch._in_rank_0", lambda store: True)
+    watch = Watch(1, 2, activity=Activity(), store=store, cut=lambda: None, silent_s=None)
+    store.num_readers = 2
+    store.set("zstore/watch/1/report/0/0", json.dumps(asdict(replace(ERROR, final=True))))
+    store.add("zstore/watch/1/read/0", 1)
+    with pytest.raises(RankError, match="rank 0 in forward: ValueError: x"):
+        raise watch.lost(RuntimeError("closed by peer"))
+    watch.close()

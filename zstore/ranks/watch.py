@@ -287,10 +287,10 @@ class Watch:
         return reports
 
     def _wait_for_readers(self, number: int, readers: int) -> None:
-        """Keep the store, which may be in this process, until all that reported have read."""
+        """Keep the store, if it is in this process, until all that reported have read: the others ask nothing more of it."""
         self._store.add(f"read/{number}", 1)
         end = time.monotonic() + ABSENT_S
-        while time.monotonic() < end and self._store.add(f"read/{number}", 0) < readers:
+        while self._rank == 0 and time.monotonic() < end and self._store.add(f"read/{number}", 0) < readers:
             time.sleep(self._pause_s)
 
     # -- the end of the run, by whichever thread finds it first -------------------------------------------------------
