@@ -59,10 +59,8 @@ def place_of(folder: str) -> str:
 def require_shared_folder(config: Config, world: World) -> None:
     """Make the folder of step snapshots, if there are to be any; see `make_shared_folder` (all ranks)."""
     folder = config.step_folder
-    # An `nvme_path` that is missing is an error of its own.
-    if folder is None or not (config.own.durability_path is not None or folder.parent.parent.is_dir()):
-        return
-    make_shared_folder(folder, world, "zstore.durability_path")
+    if folder is not None:
+        make_shared_folder(folder, world, "zstore.durability_path")
 
 
 def make_shared_folder(folder: Path, world: World, setting: str) -> None:

@@ -418,16 +418,20 @@ def _one_fails(rank: int, nvme: str) -> list[str]:
     return found
 
 
-def test_a_folder_that_ranks_do_not_share_is_refused(tmp_path: Path) -> None:
-    for message in run_ranks(_not_shared, 2, str(tmp_path)):
+@pytest.mark.parametrize("made", [(), (0,), (0, 1)])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_folder_that_ranks_do_not_share_is_refused(named: bool, made: tuple[int, ...], tmp_path: Path) -> None:
+    for rank in made:
+        (tmp_path / str(rank)).mkdir()
+    for message in run_ranks(_not_shared, 2, str(tmp_path), named, timeout_s=60):
         assert "rank 1 does not see what rank 0 wrote" in message
         assert "durability_path" in message
 
 
-def _not_shared(rank: int, folder: str) -> str:
-    keys = {"zstore": {"durability": "step", "durability_path": f"{folder}/{rank}"}}
+def _not_shared(rank: int, folder: str, named: bool) -> str:
+    own = {"durability": "step"} | ({"durability_path": f"{folder}/{rank}"} if named else {})
     try:
-        start(make_config(1, "cpu", **keys))
+        start(make_config(1, "cpu" if named else "nvme", Path(folder) / str(rank), zstore=own))
     except (ConfigError, RankError) as error:
         return "".join(getattr(error, "failures", {}).values()) or str(error)
     return ""
