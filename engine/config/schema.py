@@ -214,9 +214,16 @@ class ConfigSections(Section):
 
 def add_section(key: str, section: type[Section]) -> None:
     """Let configs have a section of an extra, at the top or, with "zstore." before its key, in that section; one without a
-    switch is on if it is there. Raises UsageError for a key that is taken."""
+    switch is on if it is there. Raises UsageError for a key that is taken or cannot be one, and for another class."""
     holder, name = _home(key)
     fields = holder.model_fields
+    given: object = section
+    if not (isinstance(given, type) and issubclass(given, Section)):
+        raise UsageError(
+            f"the section {key!r}: expected a subclass of zstore.engine.config.keys.Section, got {section!r}"
+        )
+    if not name.isidentifier():
+        raise UsageError(f'the section {key!r}: expected a name at the top, or "zstore." and a name')
     if name in fields:
         raise UsageError(f"the config has a key {key!r} already: give the section another name")
     kind: Any = section if section.switch is not None else section | None
@@ -224,6 +231,12 @@ def add_section(key: str, section: type[Section]) -> None:
     for idle in [one for one, field in fields.items() if about(field)[0] is not Status.BUILT]:
         fields[idle] = fields.pop(idle)  # the last ones, as they were
     _rebuild(holder)
+
+
+def has_key(key: str) -> bool:
+    """Return whether configs have a key, at the top or in the section `zstore`."""
+    holder, name = _home(key)
+    return name in holder.model_fields
 
 
 def remove_section(key: str) -> None:
