@@ -303,6 +303,14 @@ def test_a_damaged_manifest_or_metadata_file_is_refused(copied: Path) -> None:
         open_checkpoint(copied)
 
 
+def test_a_manifest_that_cannot_be_read_is_one_fault_and_its_shards_are_checked_all_the_same(copied: Path) -> None:
+    _flip(copied / "manifest/rank-00000.json", 60)
+    (found,) = _faults(copied)
+    assert found.startswith("manifest/rank-00000.json: ")
+    _flip(copied / "optimizer/exp_avg/h.0.weight/c.0.0", 8)
+    assert len({fault.partition(":")[0].partition(",")[0] for fault in _faults(copied)}) == 2
+
+
 def test_a_link_in_place_of_a_shard_is_a_fault(copied: Path) -> None:
     path = copied / "model/h.0.bias/c.0"
     path.rename(copied.parent / "elsewhere")

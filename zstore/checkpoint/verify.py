@@ -86,12 +86,13 @@ class _Check:
                 VerifyFault(file=MANIFEST_FOLDER, problem=missing_text(reader.location, [one])) for one in missing
             ]
         ranks = {shard for _, shard, _, _ in self._shares if shard < reader.record.world_size}
-        crcs = _read_manifests(reader, {*self._manifests, *ranks}, faults)
+        crcs, unread = _read_manifests(reader, {*self._manifests, *ranks}, faults)
         sizes = self._sizes()
         tasks: list[Callable[[], list[VerifyFault]]] = []
         for name, shard, first, stop in self._shares:
+            expected = crcs.get((name, shard), () if shard in unread else None)
             check = _ShardCheck(reader, reader.arrays[name], shard, sizes)
-            tasks.append(partial(check.run, (first, stop), crcs.get((name, shard)), advance))
+            tasks.append(partial(check.run, (first, stop), expected, advance))
         faults += [
             VerifyFault(
                 file=manifest_file(shard), problem=f"names shard {shard}, which the array does not have", array=name
@@ -171,14 +172,19 @@ def _sizes(reader: CheckpointReader) -> dict[str, int | None]:
     return sizes
 
 
-def _read_manifests(reader: CheckpointReader, ranks: Collection[int], faults: list[VerifyFault]) -> _Crcs:
+def _read_manifests(
+    reader: CheckpointReader, ranks: Collection[int], faults: list[VerifyFault]
+) -> tuple[_Crcs, Collection[int]]:
+    """Return the checksums that the manifests name, and the ranks whose manifests cannot be read."""
     crcs: _Crcs = {}
+    unread: list[int] = []
     for rank in sorted(ranks):
         try:
             crcs.update({(entry.array, entry.shard): entry.crcs for entry in reader.manifest(rank).shards})
         except (OSError, ZstoreError) as error:
             faults.append(VerifyFault(file=manifest_file(rank), problem=str(error)))
-    return crcs
+            unread.append(rank)
+    return crcs, unread
 
 
 class _ShardCheck:
@@ -197,8 +203,8 @@ class _ShardCheck:
     def run(
         self, chunks: tuple[int, int], expected: Sequence[int] | None, advance: Advance | None
     ) -> list[VerifyFault]:
-        """Return the faults of the file and of chunks `[first, stop)` of it; `expected` are the manifest's checksums, None
-        if it names no such shard."""
+        """Return the faults of the file and of chunks `[first, stop)` of it; `expected` are the manifest's checksums, none
+        if that cannot be read, which is a fault of its own, and None if it names no such shard."""
         file_bytes = self._array.shard_file_bytes(self._shard)
         faults = self._check_size(file_bytes)
         if not faults:
@@ -234,6 +240,8 @@ class _ShardCheck:
             crcs = shard.verify(first, stop)
         except (CorruptionError, StorageError):
             return self._find_damage(shard, range(first, stop))
+        if expected == ():
+            return []
         if expected is None or len(expected) != shard.layout.num_present:
             return [self._fault(f"{manifest_file(self._shard)} has no checksums for it")]
         return [
