@@ -140,7 +140,13 @@ def require_free_tags(
     if not met:
         return
     others = f" and {len(met) - 1} more" if len(met) > 1 else ""
+    # A resumed run's checkpoint was the newest there, so that auto would find it again.
+    resume = (
+        "auto to resume from the newest checkpoint there"
+        if run is None
+        else f"{save}:{foreign[-1].tag} to go on with it"
+    )
     raise CheckpointExistsError(
         f"--save {save} holds {met[0].tag}{others} of another run, and this one would save under the same names: pass "
-        f"--resume auto to resume from the newest checkpoint there, name another folder, or remove them (`zstore prune {save}`)"
+        f"--resume {resume}, name another folder, or remove them (`zstore prune {save}`)"
     )
