@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +15,7 @@ from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError
 from zstore.open.sources import split_location
 from zstore.remote.url import is_url, shown
 from zstore.sizes import format_bytes, format_count
+from zstore.weights.cast import Overflow
 from zstore.weights.choose import choose, frozen_weights
 from zstore.weights.companions import copy_companions
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
@@ -25,14 +24,6 @@ from zstore.weights.writer import lost_text
 
 from .opening import DEFAULTS, Common, open_location, reporting
 from .options import Dtype, Location, Tag, parse_size
-
-
-class Overflow(StrEnum):
-    """How values that the type cannot hold are written."""
-
-    ERROR = "error"
-    INF = "inf"
-    CLAMP = "clamp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +73,7 @@ def consolidate_command(
     out: Annotated[
         Path | None, typer.Argument(metavar="OUT", help="Folder to write (default: CKPT-<type> beside CKPT).")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Data type to write the weights in.")] = Dtype.FP16,
+    dtype: Annotated[Dtype, typer.Option(help="Data type to write the weights in.")] = "fp16",
     max_shard_size: Annotated[
         int,
         typer.Option(
@@ -94,7 +85,7 @@ def consolidate_command(
         typer.Option(
             help="Values that the type cannot hold: stop with an error, write infinity, or the largest value."
         ),
-    ] = Overflow.ERROR,
+    ] = "error",
     *,
     which: Which = ALL,
     common: Common = DEFAULTS,
@@ -105,7 +96,6 @@ def consolidate_command(
     Raises CheckpointError, with the tensors named and nothing published, for values that `dtype` cannot hold (unless
     `overflow` says otherwise); CheckpointExistsError if `out` exists; see `Which` for others.
     """
-    dtype, overflow = Dtype(dtype), Overflow(overflow)
     team, target = common.team, out or _beside(ckpt, which.tag, f"-{dtype}")
     with open_location(ckpt, common, which.tag) as source:
         weights, left_out = which.of(source, list_weights(source, DTYPES[dtype], ema=which.ema))
@@ -121,15 +111,14 @@ def consolidate_command(
             )
             copied = ""
             with new_folder_of(team, source.resources.files, target) as folder:
-                writing = partial(write_weights, overflow=overflow.value, advance=progress.advance, team=team)
-                lost = writing(source, files, folder)
-                if lost and overflow is Overflow.ERROR:
+                lost = write_weights(source, files, folder, overflow=overflow, advance=progress.advance, team=team)
+                if lost and overflow == "error":
                     advice = "Choose `--dtype bf16`, or `--overflow clamp` (or `inf`) to write them anyway"
                     raise CheckpointError(lost_text(lost, dtype, advice))
                 if team.rank == 0:
                     copied = copy_companions(source, folder, beside=True)
             num_lost = sum(each.count for each in lost)
-            became = "became infinite" if overflow is Overflow.INF else "were clamped to the largest value"
+            became = "became infinite" if overflow == "inf" else "were clamped to the largest value"
             changed = f"; {num_lost} values did not fit and {became}" if lost else ""
             progress.say(f"wrote {size} to {target}{changed}{copied}")
             progress.document |= {

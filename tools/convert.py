@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
@@ -32,18 +31,8 @@ from .options import Dtype, Tag
 from .progress import ProgressBar
 from .reshard import reshard_into
 
-
-class OutputKind(StrEnum):
-    """Kinds of output of `convert`."""
-
-    ZSTORE = "zstore"
-    DCP = "dcp"
-    DEEPSPEED = "deepspeed"
-    TORCH = "torch"
-    SAFETENSORS = "safetensors"
-
-
-_WEIGHTS_ALONE = (OutputKind.TORCH, OutputKind.SAFETENSORS)
+OutputKind = Literal["zstore", "dcp", "deepspeed", "torch", "safetensors"]
+_WEIGHTS_ALONE = ("torch", "safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +40,7 @@ class ConvertOptions:
     """Options of `zstore convert` beside source and target."""
 
     tag: Tag = None
-    to: Annotated[OutputKind, typer.Option(help="Kind of checkpoint to write.")] = OutputKind.ZSTORE
+    to: Annotated[OutputKind, typer.Option(help="Kind of checkpoint to write.")] = "zstore"
     world_size: Annotated[
         int | None,
         typer.Option(
@@ -65,14 +54,14 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other."""
-        if self.to not in list(OutputKind):
-            raise UsageError(f"--to {self.to}: expected one of {', '.join(OutputKind)}")
+        if self.to not in get_args(OutputKind):
+            raise UsageError(f"--to {self.to}: expected one of {', '.join(get_args(OutputKind))}")
         if self.dtype is not None and (self.dtype not in DTYPES or self.to not in _WEIGHTS_ALONE):
             raise UsageError(
                 f"--dtype {self.dtype} with --to {self.to}: expected one of {', '.join(DTYPES)}, and --to torch or "
                 "safetensors; a whole checkpoint keeps its types"
             )
-        if self.world_size is not None and self.to != OutputKind.ZSTORE:
+        if self.world_size is not None and self.to != "zstore":
             raise UsageError(f"--world-size with --to {self.to}: only zstore's own checkpoints are laid out for ranks")
 
     @property
@@ -106,7 +95,7 @@ def convert_command(
         names = _arrays_read(source, options)
         total_bytes = sum(source.arrays[name].spec.nbytes for name in names)
         title = f"convert {source.location}"
-        parted = replace(common, team=ALONE) if options.to == OutputKind.TORCH else common
+        parted = replace(common, team=ALONE) if options.to == "torch" else common
         with reporting(title, parted, source, total_bytes=total_bytes) as progress:
             what = f"{format_count(len(set(names)), 'tensor')}, {format_bytes(total_bytes)}"
             with common.team.agreeing():  # before any rank writes
@@ -115,28 +104,28 @@ def convert_command(
             for note in source.notes:
                 progress.say(f"not carried over: {note}")
             progress.document |= {"from": source.kind, "to": options.to}
-            progress.document |= _WRITERS[OutputKind(options.to)](source, out, options, _Showing(progress, common.team))
+            progress.document |= _WRITERS[options.to](source, out, options, _Showing(progress, common.team))
     return 0
 
 
 def _arrays_read(source: ArraySource, options: ConvertOptions) -> list[str]:
     if options.to in _WEIGHTS_ALONE:
         return [weight.array for weight in list_weights(source, None)]
-    if options.to == OutputKind.DEEPSPEED:
+    if options.to == "deepspeed":
         return arrays_read(UniversalFolder(source))
     return list(source.arrays)
 
 
 def _plan(source: ArraySource, out: Path, options: ConvertOptions) -> str:
-    if options.to == OutputKind.ZSTORE:
+    if options.to == "zstore":
         ranks = options.world_size or source.record.world_size
         return f"the checkpoint {source.tag!r} in {out}, for {format_count(ranks, 'rank')}"
     _require_new(out)
-    if options.to == OutputKind.DCP:
+    if options.to == "dcp":
         return f"{out}, for torch.distributed.checkpoint"
-    if options.to == OutputKind.DEEPSPEED:
+    if options.to == "deepspeed":
         return f"{out}, a universal checkpoint of DeepSpeed with the tag {source.tag!r}"
-    what = "a plain torch state dict" if options.to == OutputKind.TORCH else "safetensors files"
+    what = "a plain torch state dict" if options.to == "torch" else "safetensors files"
     return f"{out}: the weights as {what}, in {options.dtype or 'the types that they have'}"
 
 
@@ -212,9 +201,9 @@ def _refuse(lost: Sequence[Lost], options: ConvertOptions) -> None:
 
 
 _WRITERS = {
-    OutputKind.ZSTORE: _to_zstore,
-    OutputKind.DCP: _to_dcp,
-    OutputKind.DEEPSPEED: _to_deepspeed,
-    OutputKind.TORCH: _to_torch,
-    OutputKind.SAFETENSORS: _to_safetensors,
+    "zstore": _to_zstore,
+    "dcp": _to_dcp,
+    "deepspeed": _to_deepspeed,
+    "torch": _to_torch,
+    "safetensors": _to_safetensors,
 }

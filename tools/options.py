@@ -7,21 +7,15 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
-from enum import StrEnum
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
 
 from zstore.errors import UsageError
 from zstore.sizes import parse_bytes
 
-
-class Dtype(StrEnum):
-    """Types that weights are written in."""
-
-    FP16 = "fp16"
-    BF16 = "bf16"
-    FP32 = "fp32"
+Dtype = Literal["fp16", "bf16", "fp32"]
+"""Types that weights are written in."""
 
 
 def parse_size(text: str | int) -> int:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -24,14 +23,6 @@ from .printing import print_json
 from .progress import ProgressBar
 
 
-class CodecName(StrEnum):
-    """Codecs for the chunks of an archive."""
-
-    NONE = "none"
-    ZSTD = "zstd"
-    BLOSC = "blosc"
-
-
 def reshard_command(  # noqa: PLR0913 - options of one thing, all but the first by name
     ckpt: Location,
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to write; not needed with --to.")] = None,
@@ -42,8 +33,9 @@ def reshard_command(  # noqa: PLR0913 - options of one thing, all but the first 
     *,
     tag: Tag = None,
     codec: Annotated[
-        CodecName, typer.Option(help="Compress the chunks; the result reads like any checkpoint.")
-    ] = CodecName.NONE,
+        Literal["none", "zstd", "blosc"],
+        typer.Option(help="Compress the chunks; the result reads like any checkpoint."),
+    ] = "none",
     to: Annotated[
         str | None, typer.Option(help="Upload the result to the folder of checkpoints at this URL.", metavar="URL")
     ] = None,

@@ -22,7 +22,7 @@ from zstore.ranks.world import World
 from zstore.weights.choose import frozen_weights
 
 from .consolidate import Which, consolidate_command
-from .options import Dtype, parse_size
+from .options import parse_size
 
 _log = logging.getLogger("zstore")
 _ONE_FILE_BYTES = 2**62
@@ -84,7 +84,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     which = Which(tag=tag, exclude_frozen=exclude_frozen_parameters)
     world, target = World.current(), Path(output_dir)
     own = target if world.world_size == 1 else target.with_name(f"{target.name}.rank-{world.rank}")
-    consolidate_command(checkpoint_dir, own, Dtype.FP32, size, which=which)
+    consolidate_command(checkpoint_dir, own, "fp32", size, which=which)
     if own != target:
         _publish(own, target)
 

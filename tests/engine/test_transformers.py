@@ -27,7 +27,7 @@ from tests.engine.transformers_models import (
 from tests.reference import DTYPES, Reference
 from zstore.engine.access.generation import in_step
 from zstore.testing.ranks import run_ranks
-from zstore.tools.consolidate import Dtype, consolidate_command
+from zstore.tools.consolidate import consolidate_command
 
 WORLD_SIZE, STEPS = 2, 2
 LONG = 1100
@@ -183,7 +183,7 @@ def test_long_positions_are_those_of_transformers(stage: int, tmp_path: Path) ->
         assert torch.equal(engine(input_ids=ids).logits, expected)
         engine.save_16bit_model(str(tmp_path / "16-bit"))
         engine.save_checkpoint(str(tmp_path / "saved"))
-        assert consolidate_command(tmp_path / "saved", tmp_path / "consolidated", dtype=Dtype.BF16) == 0
+        assert consolidate_command(tmp_path / "saved", tmp_path / "consolidated", dtype="bf16") == 0
         for folder in ("16-bit", "consolidated"):
             saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.bfloat16).eval()
             assert torch.equal(saved(ids).logits, expected), folder

@@ -105,3 +105,9 @@ def test_the_oldest_torch_that_is_allowed_is_the_one_that_the_tests_run_on() -> 
     (floor,) = (need.removeprefix("torch>=") for need in needs if need.startswith("torch>="))
     (pin,) = re.findall(r"^torch==([0-9.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pin.removesuffix(".0") == floor
+
+
+def test_the_oldest_typer_that_is_allowed_reads_options_of_a_few_words() -> None:
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (floor,) = (need.removeprefix("typer>=") for need in needs if need.startswith("typer>="))
+    assert tuple(map(int, floor.split("."))) >= (0, 19), "typer has no Literal before"

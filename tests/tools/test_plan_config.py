@@ -23,7 +23,7 @@ from zstore.tools.plan.choices import Costs, activations_of, changed_config, lad
 from zstore.tools.plan.command import plan_command
 from zstore.tools.plan.job import Choice, make_job
 from zstore.tools.plan.model import slots_of_module
-from zstore.tools.plan.options import PlanOptions, Precision
+from zstore.tools.plan.options import PlanOptions
 from zstore.tools.plan.report import differences, headline
 from zstore.tools.run.ranks import MemoryWatch
 from zstore.tools.sample.models import build_model
@@ -224,7 +224,7 @@ def test_options_that_contradict_the_config(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="gives the batch size"):
         make_job(options(tmp_path, BASE, micro_batch=3))
     with pytest.raises(UsageError, match="--precision"):
-        options(tmp_path, BASE, precision=Precision.FP32)
+        options(tmp_path, BASE, precision="fp32")
     open_sizes = {"bf16": {"enabled": "auto"}}
     assert make_job(options(tmp_path, open_sizes, micro_batch=3)).micro_batch == 3
 

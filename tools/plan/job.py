@@ -96,7 +96,7 @@ def make_job(options: PlanOptions) -> PlannedJob:
         if options.config is None
         else read_given(options.config, options, own, world_size=max(1, gpus) * options.machines)
     )
-    precision = find_precision(str(options.precision), own) if given is None else given.precision
+    precision = find_precision(options.precision, own) if given is None else given.precision
     model = _model(options, precision.name)
     gpu_bytes = options.gpu_memory or found_bytes
     memory = options.memory or host_memory_bytes()
@@ -135,7 +135,7 @@ def make_job(options: PlanOptions) -> PlannedJob:
         answers={} if given is None else given.answers,
         base_micro_batch=None if given is None else given.resolved.batch.micro_batch_size,
         optimizer=ADAM.kind if given is None or given.resolved.optimizer is None else given.resolved.optimizer.kind,
-        moments=options.moments.value,
+        moments=options.moments,
     )
 
 

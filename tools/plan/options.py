@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
+from zstore.checkpoint import Moments
 from zstore.errors import UsageError
 
 from ..options import parse_number, parse_size
-
-
-class Precision(StrEnum):
-    """Types that a model is trained in."""
-
-    AUTO = "auto"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    FP32 = "fp32"
-
-
-class MomentsKind(StrEnum):
-    """Types of the optimizer's moments."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-    INT8 = "int8"
 
 
 def _size(text: str) -> Any:
@@ -73,11 +56,12 @@ class PlanOptions:
     ] = None
     seq_length: Annotated[int, typer.Option(help="Tokens in a sample.", min=2, metavar="N")] = 1024
     precision: Annotated[
-        Precision, typer.Option(help="Type of parameters and gradients; auto: what this machine computes natively.")
-    ] = Precision.AUTO
-    moments: Annotated[
-        MomentsKind, typer.Option(help="What the optimizer's moments are kept in (`zstore.moments`).")
-    ] = MomentsKind.FP32
+        Literal["auto", "fp16", "bf16", "fp32"],
+        typer.Option(help="Type of parameters and gradients; auto: what this machine computes natively."),
+    ] = "auto"
+    moments: Annotated[Moments, typer.Option(help="What the optimizer's moments are kept in (`zstore.moments`).")] = (
+        "fp32"
+    )
     disk_read: Annotated[int | None, _size("Bytes read from the drive per second, like 3GB.")] = None
     disk_write: Annotated[int | None, _size("Bytes written to the drive per second.")] = None
     flops: Annotated[
@@ -101,7 +85,7 @@ class PlanOptions:
             raise UsageError("--model already gives the shape: leave out --params, --hidden, --layers and --vocab")
         if self.model is None and None in numbers:
             raise UsageError("name a model: --model M, or --params, --hidden and --layers together")
-        if self.config is not None and self.precision is not Precision.AUTO:
+        if self.config is not None and self.precision != "auto":
             raise UsageError("--config says which type the model is trained in: leave out --precision")
-        if self.config is not None and self.moments is not MomentsKind.FP32:
+        if self.config is not None and self.moments != "fp32":
             raise UsageError("--config says what moments are kept in: leave out --moments")
