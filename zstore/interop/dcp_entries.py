@@ -9,6 +9,7 @@ Anything else is looked into if it is small, and otherwise kept as the pickle th
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import re
 from bisect import bisect_right
@@ -65,17 +66,15 @@ class TextBytes:
         self._place = place
         self._starts = [0]
         """How many bytes come before each block of the text."""
-        carried = False  # a block ended between the two bytes of a character
-        for at in range(0, place.nbytes, _BLOCK_BYTES):
-            text = place.load(files, at, min(at + _BLOCK_BYTES, place.nbytes))
-            follows, leads = (text & 0xC0) == 0x80, (text & 0xFE) == 0xC2
-            good = bool(follows[0]) == carried and np.array_equal(follows[1:], leads[:-1])
-            if not good or not np.all(follows | leads | (text < 0x80)):
-                raise self._damaged()
-            carried = bool(leads[-1])
-            self._starts.append(self._starts[-1] + text.size - int(np.count_nonzero(follows)))
-        if carried:
-            raise self._damaged()
+        decode = codecs.getincrementaldecoder("utf-8")().decode  # a block may end inside of a character
+        try:
+            for at in range(0, place.nbytes, _BLOCK_BYTES):
+                text = place.load(files, at, min(at + _BLOCK_BYTES, place.nbytes))
+                decode(text.tobytes()).encode("latin1")
+                self._starts.append(self._starts[-1] + int(np.count_nonzero((text & 0xC0) != 0x80)))
+            decode(b"", final=True)
+        except UnicodeError as error:
+            raise self._damaged() from error
 
     @property
     def nbytes(self) -> int:
@@ -86,22 +85,15 @@ class TextBytes:
         done = 0
         while done < out.size:
             block = bisect_right(self._starts, first + done) - 1
-            decoded = self._decoded(files, block)[first + done - self._starts[block] :][: out.size - done]
-            if not decoded.size:
+            at = block * _BLOCK_BYTES
+            # With the byte behind the block. Half a character, at the begin or the end, is left out.
+            text = self._place.load(files, at, min(at + _BLOCK_BYTES + 1, self._place.nbytes)).tobytes()
+            decoded = text.decode("utf-8", "ignore").encode("latin1", "ignore")
+            some = decoded[first + done - self._starts[block] :][: out.size - done]
+            if not some:
                 raise self._damaged()
-            out[done : done + decoded.size] = decoded
-            done += decoded.size
-
-    def _decoded(self, files: Files, block: int) -> Bytes:
-        """Return the bytes whose characters begin in a block."""
-        first = block * _BLOCK_BYTES
-        stop = min(first + _BLOCK_BYTES, self._place.nbytes)
-        text = self._place.load(files, first, min(stop + 1, self._place.nbytes))
-        begins = np.flatnonzero((text[: stop - first] & 0xC0) != 0x80)
-        values = text[begins]
-        two = np.flatnonzero(values >= 0x80)
-        values[two] = (values[two] << 6) | (text[np.minimum(begins[two] + 1, text.size - 1)] & 0x3F)
-        return values
+            out[done : done + len(some)] = np.frombuffer(some, np.uint8)
+            done += len(some)
 
     def _damaged(self) -> CorruptionError:
         return CorruptionError(
