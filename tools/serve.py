@@ -176,7 +176,7 @@ def _list_uploads(settings: Settings, remove: Collection[str]) -> int:
     from zstore.serve.jobs import Jobs
     from zstore.serve.runs import Runs
 
-    inbox = Inbox(Runs(settings), Jobs())
+    inbox = Inbox(Runs(settings), Jobs(), settings)
     for upload_id in remove:
         inbox.remove(inbox.get(upload_id))
     for upload in inbox.all():

@@ -80,11 +80,11 @@ def receive() -> Iterator[Callable[..., Receiver]]:
 class Watched:
     """Runs below a folder, looked at when a test says so."""
 
-    def __init__(self, folder: Path, *urls: str, **settings: Any) -> None:
+    def __init__(self, folder: Path, *urls: str, retries: urllib3.Retry = QUICK, **settings: Any) -> None:
         self.folder = folder
-        self.library = Library(Settings(roots=(Root.parse(str(folder)),)))
-        settings = {"stalled_s": 1e9, "retries": QUICK} | settings
-        self.webhooks = Webhooks(urls, self.library.listing.get, [], **settings)
+        settings = {"stalled_s": 1e9} | settings
+        self.library = Library(Settings(roots=(Root.parse(str(folder)),), webhooks=urls, **settings))
+        self.webhooks = Webhooks(self.library.settings, self.library.listing.get, [], retries)
         self.at = time.time()
 
     def look(self, *, later_s: float = 0.0) -> None:
@@ -171,7 +171,7 @@ def test_a_message_that_is_not_taken_is_sent_again_and_later_ones_after_it(
     watched: Callable[..., Watched], receive: Callable[..., Receiver], caplog: pytest.LogCaptureFixture
 ) -> None:
     slow, refusing, moved = receive(503, 503, 204), receive(400), receive(302)
-    site = watched(slow.url, refusing.url, moved.url, secret=SECRET)
+    site = watched(slow.url, refusing.url, moved.url, webhook_secret=SECRET)
     site.look()
     for name in ("one", "two"):
         site.journal(name).write("end", step=3, reason="done")
@@ -213,8 +213,8 @@ def test_little_room_is_told_once(
     free = iter([500, 40, 30, 500, 40])
     usage = type("usage", (), {"total": 1000})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("now", (usage,), {"free": next(free)}))
-    library = Library(Settings(roots=(Root.parse(str(tmp_path)),)))
-    hooks = Webhooks([receiver.url], library.listing.get, [tmp_path], stalled_s=1e9, retries=QUICK)
+    library = Library(Settings(roots=(Root.parse(str(tmp_path)),), webhooks=(receiver.url,)))
+    hooks = Webhooks(library.settings, library.listing.get, [tmp_path], QUICK)
     for _ in range(5):
         hooks.look(0.0)
     until(lambda: len(receiver.got) == 2)

@@ -101,19 +101,15 @@ class Jobs(Closing):
         self._kept = OrderedDict((job.id, RunningJob(self, job)) for job in self._load())
         self.lock = threading.Lock()
         """For the table and all its jobs: with a lock of its own each, two threads could wait for each other."""
-        self._version = 0
+        self.version = 0
+        """Rises whenever a job changes."""
         self._workers = ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix="zstore-job")
         self.is_closed = False
 
-    @property
-    def version(self) -> int:
-        """Rises whenever a job changes."""
-        return self._version
-
     def next_version(self) -> int:
         """Return a version higher than all before; the lock is held."""
-        self._version += 1
-        return self._version
+        self.version += 1
+        return self.version
 
     def add(self, kind: Kind, run: str, checkpoint: str | None = None, *, total_bytes: int = 0) -> RunningJob:
         """Return a new job that the caller carries out and ends.

@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive
 
 from ..errors import (
     CheckpointExistsError,
@@ -72,6 +73,12 @@ async def answer_refusal(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         headers["Allow"] = ", ".join(sorted(_methods(request)))
     return problem(error.status_code, text, headers)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return once the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _methods(request: Request) -> set[str]:

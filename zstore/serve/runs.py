@@ -62,7 +62,11 @@ class Runs:
         """Files of other services, and weights that were cast; None: nothing is kept."""
         if settings.cache is not None:
             self.kept = KeptFiles(settings.cache, settings.cache_bytes, settings.files)
-        self._upstreams = list(_upstreams(settings, self.kept))
+        self._upstreams: list[Upstream] = []
+        if settings.upstreams:
+            from .upstream import Upstream  # brings the client of a service
+
+            self._upstreams = [Upstream(url, settings.storage_options, self.kept) for url in settings.upstreams]
         self._found = Renewed(self._look, _FRESH_S)
         self._versions: dict[str, Folder] = {}
         """Folders of versions, by their URL."""
@@ -125,23 +129,16 @@ class Runs:
         if isinstance(place, Path):
             return place
         if self._settings.upload_folder is None or not behind_urls:
-            raise UsageError(
-                f"the run {name!r} is at {place}, behind a URL: this service takes "
-                + (
-                    "that into folders of its own machine"
-                    if not behind_urls
-                    else "uploads there with --upload-folder DIR"
-                )
-            )
+            takes = "uploads there with --upload-folder DIR" if behind_urls else "that into folders of its own machine"
+            raise UsageError(f"the run {name!r} is at {place}, behind a URL: this service takes {takes}")
         return self._settings.upload_folder / name
 
     def room_of(self, run: Run) -> Path | None:
         """Return the folder in which uploads to a run that is there come together; None if it takes none."""
         if run.folder.is_local:
             return run.folder.path
-        return (
-            None if run.is_pulled or self._settings.upload_folder is None else self._settings.upload_folder / run.name
-        )
+        own = self._settings.upload_folder
+        return None if run.is_pulled or own is None else own / run.name
 
     def place_for_uploads(self, name: str) -> Path | str:
         """Return the run's folder, or its URL; see `folder_for_uploads`."""
@@ -224,14 +221,6 @@ class Runs:
                 child = self._folder(child.location)
             if _is_run(child):
                 yield name, child
-
-
-def _upstreams(settings: Settings, kept: KeptFiles | None) -> Iterator[Upstream]:
-    if settings.upstreams:
-        from .upstream import Upstream  # brings the client of a service
-
-        for url in settings.upstreams:
-            yield Upstream(url, settings.storage_options, kept)
 
 
 def _runs_of(upstream: Upstream) -> Iterator[tuple[str, Folder]]:

@@ -62,17 +62,9 @@ class Service(Library):
         self.castings = Castings(self.downloads, self.runs.kept)
         self.layouts = Layouts()
         self.jobs = Jobs(next(filter(Path.is_dir, self.runs.local_roots()), None), settings.files)
-        self.inbox = Inbox(
-            self.runs, self.jobs, keep_last=settings.keep_last, run_quota=settings.run_quota, files=settings.files
-        )
+        self.inbox = Inbox(self.runs, self.jobs, settings)
         self.publishers = Publishers()
-        self.webhooks = Webhooks(
-            settings.webhooks,
-            self.listing.get,
-            self.runs.local_roots(),
-            stalled_s=settings.stalled_s,
-            secret=settings.webhook_secret,
-        )
+        self.webhooks = Webhooks(settings, self.listing.get, self.runs.local_roots())
         self.upload_files = asyncio.Semaphore(_MOST_FILES)
         self.large_bodies = asyncio.Semaphore(1)
         """For JSON of over a megabyte, and the objects that are made of it."""

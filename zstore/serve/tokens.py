@@ -27,7 +27,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from ..checkpoint.lock import SaveLock
 from ..errors import UsageError
@@ -46,10 +46,8 @@ class Role(StrEnum):
     """What the page's buttons do."""
 
 
-class Token(BaseModel):
+class Token(BaseModel, extra="forbid", frozen=True):
     """A token as the file has it, and so what a request may do. Times are seconds since 1970."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.@-]{1,64}$")
     role: Role
@@ -75,10 +73,8 @@ class Token(BaseModel):
         return list(Role).index(self.role) >= list(Role).index(role)
 
 
-class TokenFile(BaseModel):
+class TokenFile(BaseModel, extra="forbid", frozen=True):
     """The content of a file of tokens."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     zstore_tokens: Literal[1] = 1
     """Version of the format."""
@@ -87,10 +83,8 @@ class TokenFile(BaseModel):
     """Signs links; empty: there are none."""
 
 
-class Link(BaseModel):
+class Link(BaseModel, extra="forbid", frozen=True):
     """What a link lets its holder read: a run, or one file of its weights, until `expires`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     run: str
     weights: str = ""

@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -202,28 +203,24 @@ class PulledFolder(UrlFolder):
     def size(self, file: str) -> int:
         if file != RECORD_FILE and (kept := self._kept(file)) is not None:
             return kept.stat().st_size
-        return int(self.upstream.answer(f"size {self.url.text}\0{file}", lambda: b"%d" % self.there().size(file)))
+        return int(self._ask(f"size {self.url.text}\0{file}", lambda: self.there().size(file)))
+
+    def _ask(self, key: str, ask: Callable[[], Any]) -> Any:
+        """Return what `ask` returns, as JSON has it; see `Upstream.answer`."""
+        return json.loads(self.upstream.answer(key, lambda: json.dumps(ask()).encode()))
 
     def entries(self) -> Entries:
         """Of the service itself, return its runs."""
         if self.lists_runs:
-            data = self.upstream.answer("runs", lambda: json.dumps(self._runs()).encode())
-            return Entries(tuple(json.loads(data)), ())
-        folders, files = json.loads(self.upstream.answer(f"list {self.url.text}", self._entries))
+            return Entries(tuple(self._ask("runs", self._runs)), ())
+        folders, files = self._ask(f"list {self.url.text}", lambda: astuple(self.there().entries()))
         return Entries(tuple(folders), tuple(files))
 
     def _runs(self) -> list[str]:
         return [str(run["name"]) for run in self.upstream.connection().ask("GET", "/api/runs")["runs"]]
 
-    def _entries(self) -> bytes:
-        found = self.there().entries()
-        return json.dumps([found.folders, found.files]).encode()
-
     def sizes(self, top: str) -> dict[str, int | None]:
-        ask = f"sizes {self.url.text}\0{top}"
-        found: dict[str, int | None] = json.loads(
-            self.upstream.answer(ask, lambda: json.dumps(self.there().sizes(top)).encode())
-        )
+        found: dict[str, int | None] = self._ask(f"sizes {self.url.text}\0{top}", lambda: self.there().sizes(top))
         return found
 
     def write_small(self, file: str, data: bytes) -> None:

@@ -28,7 +28,7 @@ def verify_shard(path: Path, array: StoredArray, shard: int, crcs: Sequence[int]
     """
     name = array.spec.name
     layout = layout_of(array.grid, shard, array.spec.dtype)
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         head = np.frombuffer(_read(file, layout.data_offset, path, name), np.uint8)
         if head[layout.index_bytes :].any():
             raise _not_zeros(path, name, layout.index_bytes)
@@ -66,11 +66,8 @@ def _crc_of(file: BinaryIO, nbytes: int, path: Path, name: str) -> int:
 
 def _read(file: BinaryIO, nbytes: int, path: Path, name: str) -> bytes:
     data = file.read(nbytes)
-    while len(data) < nbytes:
-        more = file.read(nbytes - len(data))
-        if not more:
-            raise CorruptionError(f"array {name!r}: {path} ends early, at byte {file.tell()}")
-        data += more
+    if len(data) < nbytes:
+        raise CorruptionError(f"array {name!r}: {path} ends early, at byte {file.tell()}")
     return data
 
 

@@ -29,6 +29,7 @@ from .._version import __version__
 from ..io.closing import start_threads
 from ..sizes import format_bytes
 from .models import RunSummary
+from .settings import Settings
 
 LOOK_S = 5.0
 _LEAST_FREE_SHARE = 0.05
@@ -100,27 +101,21 @@ def events_of(before: Seen, now: Seen, error: str | None) -> Iterator[tuple[str,
 
 
 class Webhooks:
-    """Looks at runs and at the room of `folders`, and tells `urls`. Closed by `close`."""
+    """Looks at runs and at the room of `folders`, and tells the URLs in the settings. Closed by `close`."""
 
     def __init__(
         self,
-        urls: Sequence[str],
+        settings: Settings,
         runs: Callable[[], Sequence[RunSummary]],
         folders: Sequence[Path],
-        *,
-        stalled_s: float,
-        secret: str | None = None,
         retries: urllib3.Retry = _RETRIES,
     ) -> None:
-        self._runs = runs
-        self._folders = folders
-        self._stalled_s = stalled_s
-        self._secret = secret
+        self._settings, self._runs, self._folders = settings, runs, folders
         self._http = urllib3.PoolManager(retries=retries, timeout=10.0)
         self._seen: dict[str, Seen] | None = None
         self._full: set[Path] = set()
         self._closed = threading.Event()
-        self._waiting = {url: queue.Queue[bytes](_MOST_WAITING) for url in urls}
+        self._waiting = {url: queue.Queue[bytes](_MOST_WAITING) for url in settings.webhooks}
         for url in self._waiting:
             start_threads(1, partial(self._send, url), "zstore-webhook")
 
@@ -141,10 +136,9 @@ class Webhooks:
         """Compare runs and folders with the last look, and queue what happened; the first look tells nothing of runs."""
         seen: dict[str, Seen] = {}
         for run in self._runs():
-            now = seen[run.name] = Seen.of(run, at, self._stalled_s)
-            for event, text in (
-                () if self._seen is None else events_of(self._seen.get(run.name, Seen()), now, run.error)
-            ):
+            now = seen[run.name] = Seen.of(run, at, self._settings.stalled_s)
+            events = () if self._seen is None else events_of(self._seen.get(run.name, Seen()), now, run.error)
+            for event, text in events:
                 step = run.not_finite_step if event == "not_finite" else run.step
                 place = run.name if step is None else f"{run.name}, step {step}"
                 self._tell(Message(event=event, text=f"{place}: {text}", at=at, run=run.name, step=step))
@@ -169,8 +163,8 @@ class Webhooks:
     def _send(self, url: str) -> None:
         while body := self._waiting[url].get():
             headers = {"Content-Type": "application/json", "User-Agent": f"zstore/{__version__}"}
-            if self._secret is not None:
-                digest = hmac.new(self._secret.encode(), body, hashlib.sha256).hexdigest()
+            if (secret := self._settings.webhook_secret) is not None:
+                digest = hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
                 headers["X-Zstore-Signature-256"] = f"sha256={digest}"
             try:
                 answer = self._http.request("POST", url, body=body, headers=headers)

@@ -81,9 +81,7 @@ def _run_file_sizes(folder: Folder, names: list[str]) -> dict[str, int]:
     if folder.is_local:
         found = {name: os.lstat(folder.path / name) for name in names}
         return {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}
-    from ...remote.url_folder import UrlFolder
-
-    return {name: folder.size(name) for name in names} if isinstance(folder, UrlFolder) else {}
+    return {name: folder.size(name) for name in names}
 
 
 def _list_inside(

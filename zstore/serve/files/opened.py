@@ -11,7 +11,6 @@ from typing import BinaryIO, cast
 
 from ...checkpoint.folder import Folder
 from ...errors import CheckpointNotFoundError
-from ...remote.url_folder import UrlFolder
 from ..cache import Cache
 from ..kept import short_digest
 from .visible import Place
@@ -55,7 +54,7 @@ class Opened:
         """Return bytes, those that are there."""
         if self.file is not None:
             return os.pread(self.file.fileno(), stop - start, start)
-        return cast(UrlFolder, self.folder).read_range(self.path, start, stop)
+        return self.folder.read_range(self.path, start, stop)
 
     def close(self) -> None:
         """Close the file."""
@@ -71,7 +70,7 @@ class RemoteSizes:
 
     def open(self, place: Place) -> Opened:
         """Return the file at a place behind a URL; raises FileNotFoundError, or IsFolderError."""
-        folder = cast(UrlFolder, place.folder)
+        folder = place.folder
         if place.info is None:  # beside checkpoints files change, and nothing says when
             return Opened(folder=folder, path=place.path, size=_size(folder, place.path), etag=None, file=None)
         key = (folder.location, place.info.record.id, place.path)
@@ -81,7 +80,7 @@ class RemoteSizes:
         return Opened(folder=folder, path=place.path, size=size, etag=f'"{short_digest(*key)}"', file=None)
 
 
-def _size(folder: UrlFolder, path: str) -> int:
+def _size(folder: Folder, path: str) -> int:
     try:
         return folder.size(path)
     except IsADirectoryError as error:

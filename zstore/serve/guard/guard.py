@@ -17,7 +17,6 @@ import time
 from functools import cache, lru_cache
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -252,7 +251,7 @@ def check_body(request: Request) -> None:
     """Raise HTTPException for a body that is too large, or is not JSON; routes of uploads check their own."""
     if request.scope["path"].startswith(STREAMING):
         return
-    headers: Headers = request.headers
+    headers = request.headers
     length = headers.get("content-length", "0")
     if not length.isascii() or not length.isdigit() or int(length) > MOST_BODY_BYTES:
         raise _too_large()

@@ -60,9 +60,8 @@ def send_on(upload: Upload) -> list[str]:
     with noting(messages, "journal and companions could not be sent on"):
         there = {name: place.size(name) for name in place.entries().files}
         for file in upload.folder.iterdir():
-            if (run_of(file.name) is not None or is_companion(file.name)) and there.get(
-                file.name
-            ) != file.stat().st_size:
+            is_beside = run_of(file.name) is not None or is_companion(file.name)
+            if is_beside and there.get(file.name) != file.stat().st_size:
                 place.send(file, file.name, lambda _: None)
     return messages
 

@@ -37,12 +37,12 @@ from ...errors import (
     UsageError,
     ZstoreError,
 )
-from ...io.files import Files
 from ...remote.commit import remover
 from ..auth import OWN_NAME
 from ..cache import Cache
 from ..jobs import Jobs, RunningJob
 from ..runs import Runs
+from ..settings import Settings
 from ..tokens import Token
 from .commit import complete, publish, send_on
 from .models import ALIVE_S, OFFER_FILE, UPLOADS_FOLDER, Committed, KeepRules, UploadOffer, UploadState
@@ -62,23 +62,15 @@ KEPT_S = 24 * 3600.0
 class Inbox:
     """The uploads of a service. Usable from any thread."""
 
-    def __init__(
-        self,
-        runs: Runs,
-        jobs: Jobs,
-        *,
-        keep_last: int | None = None,
-        run_quota: int | None = None,
-        files: Files | None = None,
-    ) -> None:
+    def __init__(self, runs: Runs, jobs: Jobs, settings: Settings) -> None:
         self._runs = runs
         self._jobs = jobs
         self._reported: dict[str, RunningJob] = {}
         """By the upload's id, for the page."""
-        self._keep_last = keep_last
-        self.run_quota = run_quota
+        self._keep_last = settings.keep_last
+        self.run_quota = settings.run_quota
         """Bytes that a run may hold; see [Note: quotas]."""
-        self._files = files or Files()
+        self._files = settings.files
         self._lock = threading.Lock()
         """For the table of uploads; nothing else is locked under it."""
         self._deciding = threading.Lock()

@@ -173,13 +173,11 @@ def _read_shards(record: Record, rank: int, path: Path, arrays: Mapping[str, Sto
             raise CorruptionError(
                 f"{file} has {len(entry.crcs)} checksums for the {layout.num_present} chunks of {entry.array!r:.200}"
             )
-        largest = layout.file_bytes
+        least = largest = layout.file_bytes
         if array.codec is not None:
             each = most_stored_bytes(layout.payload_bytes) + CRC_BYTES
-            largest = packed_file_bytes(layout.data_offset + layout.num_present * each)
-        if not layout.data_offset <= entry.file_bytes <= largest or (
-            array.codec is None and entry.file_bytes != largest
-        ):
+            least, largest = layout.data_offset, packed_file_bytes(layout.data_offset + layout.num_present * each)
+        if not least <= entry.file_bytes <= largest:
             raise CorruptionError(
                 f"{file}: shard {rank} of {entry.array!r:.200} has {entry.file_bytes} bytes, but by its metadata {largest}"
             )

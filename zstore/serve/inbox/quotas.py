@@ -13,7 +13,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, RootModel, ValidationError
+from pydantic import BaseModel, RootModel, ValidationError
 
 from ...checkpoint.catalog import scan
 from ...checkpoint.folder import Folder
@@ -25,10 +25,8 @@ from ...sizes import format_bytes
 UPLOADED_FILE = ".uploaded.json"
 
 
-class SentCheckpoint(BaseModel):
+class SentCheckpoint(BaseModel, extra="forbid", frozen=True):
     """Who sent a checkpoint, and how many bytes that the service did not have before."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     token: str
     bytes: int

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -177,12 +178,9 @@ class Report:
             arrays = self._arrays_of(checkpoint)
             if number == 0 and arrays is not None:
                 chosen = self._choose(arrays)
-        for number, (before, after) in enumerate(
-            reversed(list(zip(self._checkpoints, self._checkpoints[1:], strict=False)))
-        ):
-            difference = self._difference(before, after)
-            if number == 0 and difference is not None:
-                changed = {one.name for one in difference.arrays if one.status in ("values", "unknown")}
+        differences = [self._difference(*pair) for pair in reversed([*pairwise(self._checkpoints)])]
+        if differences and (newest := differences[0]) is not None:
+            changed = {one.name for one in newest.arrays if one.status in ("values", "unknown")}
         return chosen, [array.name for array in chosen if array.name in changed]
 
     def _arrays_of(self, checkpoint: str) -> ArrayList | None:

@@ -32,11 +32,6 @@ async def _prune(request: Request, values: Values) -> Response:
     return await answer(lambda: prune(service_of(request), run_of(request), rules))
 
 
-async def _mark(request: Request, values: Values) -> Response:
-    change = await parse_body(request, MarkChange)
-    return await answer(lambda: mark(service_of(request), run_of(request), change))
-
-
 def mark(service: Service, run: Run, change: MarkChange) -> CheckpointList:
     """Change the marks of a run's checkpoints; return the list with the new ones.
 
@@ -48,11 +43,6 @@ def mark(service: Service, run: Run, change: MarkChange) -> CheckpointList:
     timeline = service.timeline(run)
     timeline.forget()
     return timeline.answer()
-
-
-async def _mark_run(request: Request, values: Values) -> Response:
-    change = await parse_body(request, RunMarksChange)
-    return await answer(lambda: mark_run(service_of(request), run_of(request), change))
 
 
 def mark_run(service: Service, run: Run, change: RunMarksChange) -> RunSummary:
@@ -127,7 +117,7 @@ OPERATIONS = (
         method="POST",
         summary="Move a tag to a checkpoint, or remove it; hold, release or note a checkpoint",
         answer=CheckpointList,
-        handle=_mark,
+        handle=of_run(mark, body=MarkChange),
         body=MarkChange,
         problems=(422, 507),
         access="act",
@@ -138,7 +128,7 @@ OPERATIONS = (
         method="POST",
         summary="Give a run tags, a group or a note",
         answer=RunSummary,
-        handle=_mark_run,
+        handle=of_run(mark_run, body=RunMarksChange),
         body=RunMarksChange,
         problems=(422, 507),
         access="act",

@@ -150,12 +150,9 @@ class Broadcast:
                 found = self._now or Cursor()
             if found != self._now:
                 self._now = found
-                self._wake()
+                polled, self._polled = self._polled, asyncio.Event()
+                polled.set()
             await asyncio.sleep(pause_s)
-
-    def _wake(self) -> None:
-        polled, self._polled = self._polled, asyncio.Event()
-        polled.set()
 
     def _poll(self) -> Cursor:
         """Read the files; in a thread."""

@@ -30,7 +30,7 @@ from ..files.opened import IsFolderError, Opened
 from ..files.ranges import choose
 from ..files.visible import Place
 from ..service import Service, service_of
-from .files import FileResponse, answer_file, first, headers_of, open_place, parts_of, run_without_slash, with_slash
+from .files import FileResponse, answer_file, first, open_place, parts_of, run_without_slash, with_slash
 
 _MOST_BYTES = 64 * 1024 * 1024
 _MOST_VALUES = 2**22
@@ -65,7 +65,7 @@ def routes() -> list[BaseRoute]:
             opened, data = made
         except IsFolderError:
             return with_slash(request)
-        part = choose(request.method, headers_of(request), opened.etag, opened.size)
+        part = choose(request.method, request.headers, opened.etag, opened.size)
         return FileResponse(opened, part, service.downloads, data[part.start : part.stop])
 
     return [Route("/xarray/{run}", run_without_slash), Route("/xarray/{run}/{path:path}", answer)]

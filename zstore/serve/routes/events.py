@@ -21,9 +21,8 @@ async def _events(request: Request, values: Values) -> Response:
     run = await anyio.to_thread.run_sync(run_of, request)
     service = service_of(request)
     broadcasts: dict[str, Broadcast] = request.app.state.broadcasts
-    broadcast = broadcasts.get(run.folder.location) or broadcasts.setdefault(
-        run.folder.location, Broadcast(service, run)
-    )
+    place = run.folder.location
+    broadcast = broadcasts.get(place) or broadcasts.setdefault(place, Broadcast(service, run))
     seen = Cursor.parse(request.headers.get("last-event-id", ""))
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(_stream(request, broadcast, seen), media_type="text/event-stream", headers=headers)

@@ -26,6 +26,7 @@ from ..files.listing import Listing, list_place
 from ..files.opened import IsFolderError, Opened, open_local
 from ..files.ranges import Part, choose
 from ..files.visible import Place
+from ..replies import disconnected
 from ..service import Service, runs_of, service_of
 
 _AT_ONCE_BYTES = 256 * 1024
@@ -40,7 +41,6 @@ class FileResponse(Response):
     def __init__(self, opened: Opened, part: Part, downloads: Downloads, data: bytes | None = None) -> None:
         self._opened, self._part, self._downloads, self._data = opened, part, downloads, data
         self.status_code = part.status
-        self.background = None
         headers = {"Accept-Ranges": "bytes", "Cache-Control": "private, no-cache", **part.headers}
         if opened.etag is not None:
             headers["ETag"] = opened.etag
@@ -85,12 +85,6 @@ async def send_part(
             await send({**message, "more_body": True})
 
 
-async def disconnected(receive: Receive) -> None:
-    """Return once the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 def routes() -> list[BaseRoute]:
     """Return the routes of files."""
     return [Route("/zarr/{run}", run_without_slash), Route("/zarr/{run}/{path:path}", answer_file)]
@@ -108,7 +102,7 @@ async def answer_file(request: Request) -> Response:
     parts = parts_of(request)
     if parts[-1] == "":
         recursive = request.query_params.get("recursive", "0") not in ("0", "false")
-        listing = await run_in_threadpool(_list, request, parts, recursive)
+        listing = await run_in_threadpool(first, request, parts, lambda place: list_place(place, recursive=recursive))
         return _index(request, listing)
     try:
         if _is_near(service, parts):
@@ -152,11 +146,6 @@ def open_place(service: Service, place: Place) -> Opened:
     return open_local(place) if place.folder.is_local else service.remote_sizes.open(place)
 
 
-def headers_of(request: Request) -> dict[str, str]:
-    """Return a request's headers by their lower-case names."""
-    return {name.lower(): value for name, value in request.headers.items()}
-
-
 def _is_near(service: Service, parts: tuple[str, ...]) -> bool:
     """Return whether a path is of a known checkpoint on a drive of this machine: to open a file there costs less than to have
     a thread do it."""
@@ -167,15 +156,11 @@ def _is_near(service: Service, parts: tuple[str, ...]) -> bool:
 def _open(request: Request, parts: tuple[str, ...]) -> tuple[Opened, Part, bytes | None]:
     """Return the file that a request names, the part that it gets, and the bytes of that if they are few."""
     opened = first(request, parts, lambda place: open_place(service_of(request), place))
-    part = choose(request.method, headers_of(request), opened.etag, opened.size)
+    part = choose(request.method, request.headers, opened.etag, opened.size)
     if opened.file is None or not 0 < part.nbytes <= _AT_ONCE_BYTES or request.method != "GET":
         return opened, part, None
     data = os.pread(opened.file.fileno(), part.nbytes, part.start)
     return opened, part, data if len(data) == part.nbytes else None
-
-
-def _list(request: Request, parts: tuple[str, ...], recursive: bool) -> Listing:
-    return first(request, parts, lambda place: list_place(place, recursive=recursive))
 
 
 def _index(request: Request, listing: Listing) -> Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -23,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from ...checkpoint.catalog import LOOPS_FOLDER
 from ...errors import UsageError, ZstoreError
 from ..auth import require_role
-from ..replies import reply
+from ..replies import disconnected, reply
 from ..service import run_of, service_of
 from ..tokens import Role
 
@@ -229,19 +228,21 @@ async def answer(work: Callable[[], BaseModel], status: int = 200) -> Response:
 
 
 def of_run(
-    work: Callable[..., BaseModel], status: int = 200, *, heavy: bool = False
+    work: Callable[..., BaseModel], status: int = 200, *, heavy: bool = False, body: type[BaseModel] | None = None
 ) -> Callable[[Request, Values], Awaitable[Response]]:
-    """Return the handler that answers with the result of `work` on the service, the run and, if the path names one, the
-    checkpoint; the query's parameters are passed by name. See `answer`, and if it is heavy `answer_heavy`."""
+    """Return the handler that answers with the result of `work` on the service, the run, the checkpoint if the path names one,
+    and the body if there is one; the query's parameters are passed by name. See `answer`, and if it is heavy `answer_heavy`."""
 
     async def handle(request: Request, values: Values) -> Response:
         service, path = service_of(request), request.path_params
-        place = [path["checkpoint"]] if "checkpoint" in path else []
+        given: list[Any] = [path["checkpoint"]] if "checkpoint" in path else []
+        if body is not None:
+            given.append(await parse_body(request, body))
         if heavy:
             return await answer_heavy(
-                request, lambda advance: work(service, run_of(request), *place, **values, advance=advance)
+                request, lambda advance: work(service, run_of(request), *given, **values, advance=advance)
             )
-        return await answer(lambda: work(service, run_of(request), *place, **values), status)
+        return await answer(lambda: work(service, run_of(request), *given, **values), status)
 
     return handle
 
@@ -255,23 +256,17 @@ async def answer_heavy(request: Request, work: Callable[[Callable[[int], None]],
 
     `work` gets a function to call as it proceeds, which ends it by raising.
     """
-    gone = threading.Event()
+    # A GET has no body: the next event is the end of the connection.
+    watching = asyncio.create_task(disconnected(request.receive))
 
     def advance(nbytes: int) -> None:
-        if gone.is_set():
+        if watching.done():
             raise _CancelledError("the client went away")
-
-    async def watch() -> None:
-        # A GET has no body: the next event is the end of the connection.
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        gone.set()
 
     def carry_out() -> Response:
         advance(0)
         return reply(work(advance))
 
-    watching = asyncio.create_task(watch())
     try:
         return await anyio.to_thread.run_sync(carry_out, limiter=service_of(request).heavy)
     except _CancelledError as error:

@@ -25,7 +25,7 @@ import threading
 import uuid
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -59,19 +59,15 @@ _LOCK = threading.Lock()
 """Journals grow by a few lines at a time."""
 
 
-class RunRequest(BaseModel):
+class RunRequest(BaseModel, extra="forbid", frozen=True):
     """A request to a run that trains on another machine."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str
     action: str
 
 
-class JournalSize(BaseModel):
+class JournalSize(BaseModel, extra="forbid", frozen=True):
     """Answer to `GET` and `POST /api/uploads/journals/{run}/{run_id}`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     bytes: int
     """Of the whole lines that are there."""
@@ -85,18 +81,13 @@ async def _size(request: Request) -> Response:
 
 
 async def _append(request: Request) -> Response:
-    run, run_id, offset = (
-        request.path_params["run"],
-        request.path_params["run_id"],
-        request.query_params.get("offset", ""),
-    )
+    run, run_id = request.path_params["run"], request.path_params["run_id"]
+    offset = request.query_params.get("offset", "")
     if not offset.isascii() or not offset.isdigit() or len(offset) > 18:
         raise UsageError(f"offset is {offset!r:.50}: expected the place in the journal that the lines begin at")
     lines = await _small_body(request, MOST_LINES_BYTES)
-    if (
-        not all(line.startswith(b"{") and line.endswith(b"}") for line in lines.split(b"\n")[:-1])
-        or lines[-1:] != b"\n"
-    ):
+    *whole, rest = lines.split(b"\n")
+    if rest or not whole or not all(line.startswith(b"{") and line.endswith(b"}") for line in whole):
         raise UsageError("expected lines of a journal, a JSON object each, with a newline behind every one")
     taken = request.query_params.get("taken")
 
@@ -118,10 +109,8 @@ async def _put(request: Request) -> Response:
     return Response(status_code=204)
 
 
-class WeightsChain(BaseModel):
+class WeightsChain(BaseModel, extra="forbid", frozen=True):
     """Answer to `GET /api/runs/{run}/weights`: indexes of versions, as their `model.safetensors.index.json` has them."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     full: str | None = None
     """The full version to begin with; null: begin with the weights that are there."""
@@ -162,10 +151,8 @@ async def _have(request: Request) -> Response:
         return HeldAnswer("{}", opened.pop_all())
 
 
-class VersionIndex(BaseModel):
+class VersionIndex(BaseModel, extra="forbid", frozen=True):
     """Body of `POST /api/uploads/weights/{run}/{number}`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     index: str
     """The text of the version's `model.safetensors.index.json`."""
@@ -277,7 +264,9 @@ def append_lines(runs: Runs, run: str, run_id: str, offset: int, lines: bytes) -
                 return JournalSize(bytes=0)
         with contextlib.closing(FileSink(path)) as sink:
             size = sink.begin_bytes
-            there = _read(path, offset, min(len(lines), max(0, size - offset)))
+            with path.open("rb") as file:
+                file.seek(offset)
+                there = file.read(min(len(lines), max(0, size - offset)))
             if offset > size or not lines.startswith(there):
                 raise ConflictError(
                     f"the journal has {size} bytes, and other lines from byte {offset} on than were sent"
@@ -306,12 +295,6 @@ def _pending(path: Path, taken: str | None) -> RunRequest | None:
         path.unlink(missing_ok=True)
         return None
     return RunRequest(id=found.id, action=found.action)
-
-
-def _read(path: Path, offset: int, num_bytes: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(offset)
-        return file.read(num_bytes)
 
 
 def _require_own(folder: Path, run: str, run_id: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -14,10 +14,9 @@ from ..service import service_of
 from .operations import Exchange
 
 
-class SignIn(BaseModel):
+class SignIn(BaseModel, extra="forbid", frozen=True):
     """Body of `POST /api/session`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     token: SecretStr
 
 

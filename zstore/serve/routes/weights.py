@@ -42,10 +42,10 @@ from ..files.opened import Opened
 from ..files.ranges import Part, choose
 from ..files.visible import Place
 from ..models import WeightsFile, WeightsFolder
-from ..replies import problem, reply, status_of
+from ..replies import disconnected, problem, reply, status_of
 from ..runs import Run
 from ..service import Service, runs_of, service_of
-from .files import FileResponse, disconnected, headers_of, open_place, send_part
+from .files import FileResponse, open_place, send_part
 
 _log = logging.getLogger(__name__)
 _VERSION = 1
@@ -162,7 +162,7 @@ def _answer(request: Request, checkpoint: str, name: str, wanted: Wanted) -> Res
     """Return the answer to a request for a file. Raises CheckpointNotFoundError if there is none of that name,
     CheckpointMismatchError if the weights are known not to fit their type."""
     source = _find(request, checkpoint)
-    headers = headers_of(request)
+    headers = dict(request.headers)
     if checkpoint != source.checkpoint and not {"if-range", "if-match"} & headers.keys():
         headers.pop("range", None)
     files = {file.name: file for file in _files(source, wanted)}
@@ -271,7 +271,6 @@ class _WeightsResponse(Response):
         self._begun = False
         """Whether the status was sent: errors up to here can be told."""
         self.status_code = work.part.status
-        self.background = None
         self.init_headers({"Content-Type": _media_type(work.layout.name), **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from ...errors import CheckpointNotFoundError, CorruptionError
-from ...open.compare import Comparison, ComparisonPlan, compare_values, plan_comparison
+from ...open.compare import ComparisonPlan, compare_values, plan_comparison
 from ..models import Difference
 from ..runs import Run
 from .library import Library
@@ -47,18 +48,13 @@ def compare(
 
 def _describe(plan: ComparisonPlan, places: list[str], array: str | None) -> Difference:
     unknown = set() if array is not None else {name for name, _, _ in plan.ranges}
-    found = [_difference_of(one, unknown) for one in plan.comparisons.values()]
+    found = [
+        replace(one, status="unknown") if one.name in unknown and one.status == "same" else one
+        for one in plan.comparisons.values()
+    ]
     return Difference(
         before=places[0],
         after=places[1],
         counts=dict(Counter(one.status for one in found)),
         arrays=found if array is not None else [one for one in found if one.status != "same"],
     )
-
-
-def _difference_of(one: Comparison, unknown: set[str]) -> Comparison:
-    """Return a comparison for JSON, without numbers that are not finite."""
-    fields = one.document()
-    if one.name in unknown and one.status == "same":
-        fields["status"] = "unknown"
-    return Comparison(**fields)
