@@ -73,7 +73,7 @@ MODULES = _table({
         ),
     },
     "comm comm.comm": {
-        "torch.distributed": TORCH_COMM, _ENGINE: "init_distributed",
+        "torch.distributed": TORCH_COMM, f"{_ENGINE}.runtime.distributed": "init_distributed",
         "comm": "get_all_ranks_from_group get_local_rank get_world_group inference_all_reduce log_summary",
     },
     "compression.helper": {"utils": "recursive_getattr recursive_setattr"},
