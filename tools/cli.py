@@ -62,10 +62,7 @@ class Commands(TyperGroup):
             return "serve token", typer.main.get_command(app), rest[1:]
         module = importlib.import_module(_MODULES.get(str(name), f".{name}"), __package__)
         one = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        told: dict[str, Any] = {
-            "epilog": getattr(module, "EPILOG", None),
-            "context_settings": getattr(module, "CONTEXT_SETTINGS", None),
-        }
+        told: dict[str, Any] = {key: getattr(module, key.upper(), None) for key in ("epilog", "context_settings")}
         command = for_typer(getattr(module, f"{name}_command"))
         if name in _BY_ALL_RANKS:
             from .ranks import by_all_ranks

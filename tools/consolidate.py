@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from zstore.checkpoint import ArraySource, new_folder_of, tag_folder
+from zstore.checkpoint import ArraySource, Record, new_folder_of, tag_folder
 from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError
 from zstore.open.sources import split_location
 from zstore.remote.url import is_url, shown
@@ -23,7 +23,7 @@ from zstore.weights.layout import Weight, plan_files
 from zstore.weights.writer import lost_text
 
 from .opening import DEFAULTS, Common, open_location, reporting
-from .options import Dtype, Location, Tag, parse_size
+from .options import Dtype, Location, Tag, size_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +74,8 @@ def consolidate_command(
         Path | None, typer.Argument(metavar="OUT", help="Folder to write (default: CKPT-<type> beside CKPT).")
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Data type to write the weights in.")] = "fp16",
-    max_shard_size: Annotated[
-        int,
-        typer.Option(
-            help="Size of the largest file, like 5GB or 512MiB.", metavar="SIZE", parser=parse_size, show_default="5GB"
-        ),
-    ] = 5 * 10**9,
+    max_shard_size: Annotated[int, size_option("Size of the largest file, like 5GB or 512MiB.", show_default="5GB")] = 5
+    * 10**9,
     overflow: Annotated[
         Overflow,
         typer.Option(
@@ -105,10 +101,7 @@ def consolidate_command(
         title = f"consolidate {source.location}"
         with reporting(title, common, source, total_bytes=total_bytes) as progress:
             plan = f"plan: {format_count(len(weights), 'tensor')} as {dtype}, {size}, to {target}"
-            base = source.record.base
-            progress.say(
-                plan + _left_out_text(left_out, source.record.absent_parameters, None if base is None else base.text)
-            )
+            progress.say(plan + _left_out_text(left_out, source.record))
             copied = ""
             with new_folder_of(team, source.resources.files, target) as folder:
                 lost = write_weights(source, files, folder, overflow=overflow, advance=progress.advance, team=team)
@@ -131,13 +124,13 @@ def consolidate_command(
     return 0
 
 
-def _left_out_text(left_out: Sequence[str], absent: Sequence[str], base: str | None) -> str:
-    text = ""
+def _left_out_text(left_out: Sequence[str], record: Record) -> str:
+    text, absent = "", record.absent_parameters
     if left_out:
         text = f"; leaving out {len(left_out)}: {', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}"
     if absent:
         text += f"; without {len(absent)} frozen parameters that the save left out, such as {', '.join(absent[:3])}"
-        text += "" if base is None else f"; they came from {base}"
+        text += "" if record.base is None else f"; they came from {record.base.text}"
     return text
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from zstore.errors import ConfigError, StorageError
 from zstore.format import Bytes
-from zstore.io import PAGE_BYTES, Files, OpenFile, make_slab
+from zstore.io import PAGE_BYTES, Files, make_slab
 
 NUM_THREADS = 8
 BLOCK_BYTES = 4 * 2**20
@@ -103,7 +103,8 @@ def measure_drive(path: Path, max_bytes: int = RATE_BYTES) -> DriveReport | None
         write, read = partial(files.write_from, file), partial(files.read_into, file)
         write_new, num_blocks = _pass(write, slab, num_blocks, lambda: files.sync_data(file))
         rewrite, _ = _pass(write, slab, num_blocks, lambda: files.sync_data(file))
-        _drop_cache(file)
+        if hasattr(os, "posix_fadvise"):  # what goes through the page cache is read from the drive then
+            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         reading, _ = _pass(read, slab, num_blocks, lambda: None)
         return DriveReport(
             read_bytes_per_s=reading,
@@ -189,9 +190,3 @@ def _has_preallocation(files: Files, path: Path) -> bool:
         files.allocate(file, 2**20)
         status = os.fstat(file.fd)
         return getattr(status, "st_blocks", 0) * 512 >= 2**20
-
-
-def _drop_cache(file: OpenFile) -> None:
-    """If transfers go through the page cache, make the read come from the drive."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)

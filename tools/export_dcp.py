@@ -90,7 +90,9 @@ class _DcpWriter:
                 ranges.append((name, first, first + numel))
         with ReadAhead(self._source, ranges) as ahead:
             for name, (offsets, sizes) in blocks:
-                at, nbytes = self._write_block(ahead, name, sizes)
+                tensor, at = Tensor(0, sizes, self._dtypes[name]), self._sink.offset
+                values = values_of(self._source, ahead, name, tensor.numel, tensor.dtype, self._advance)
+                nbytes = write_archive(self._sink, tensor, [(tensor.nbytes, (data for data, _ in values))])
                 for each in self._all_paths(name, self._tensors[name]):
                     self._add(each, offsets, at, nbytes)
 
@@ -103,13 +105,6 @@ class _DcpWriter:
 
     def _add(self, path: KeyPath, offsets: Sequence[int] | None, at: int, nbytes: int) -> None:
         self.stored.append((key_of(path), offsets, data_file(self._team.rank), at, nbytes))
-
-    def _write_block(self, ahead: ReadAhead, name: str, sizes: tuple[int, ...]) -> tuple[int, int]:
-        """Write a block; return its offset in the file and its number of bytes."""
-        tensor = Tensor(0, sizes, self._dtypes[name])
-        values = values_of(self._source, ahead, name, tensor.numel, tensor.dtype, self._advance)
-        start = self._sink.offset
-        return start, write_archive(self._sink, tensor, [(tensor.nbytes, (data for data, _ in values))])
 
     def write_values(self) -> None:
         """Write the values that are not tensors."""

@@ -32,7 +32,6 @@ from .listing import describe_refusals, print_refusals
 from .opening import DEFAULTS, Common, array_bytes, open_location, read_of, reporting
 from .options import Location, Tag
 from .printing import cell, make_console, make_table, printable
-from .progress import ProgressBar
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -61,8 +60,13 @@ def inspect_command(
     title = f"inspect {shown(os.fspath(ckpt))}"
     with reporting(title, common) as progress, open_location(ckpt, common, tag) as source:
         infos, refusals = _neighbours(ckpt, source, common)
-        found = _read_stats(source, progress) if stats else {}
-        if not stats:
+        found: dict[str, ArrayStats] = {}
+        if stats:
+            from zstore.open.stats import collect_stats
+
+            progress.expect(array_bytes(source))
+            found = collect_stats(source, list(source.arrays), progress.advance)
+        else:
             progress.advance(_opened_bytes(source))
         read = read_of(progress, source)
         progress.document |= (describe(source, infos, refusals, found) | read) if common.json else {}
@@ -75,13 +79,6 @@ def inspect_command(
         console.print(_arrays_table(source, found))
         print_refusals(refusals)
     return 0
-
-
-def _read_stats(source: ArraySource, progress: ProgressBar) -> dict[str, ArrayStats]:
-    from zstore.open.stats import collect_stats
-
-    progress.expect(array_bytes(source))
-    return collect_stats(source, list(source.arrays), progress.advance)
 
 
 def _opened_bytes(source: ArraySource) -> int:

@@ -112,7 +112,8 @@ def open_location(
         open_resources(pool_bytes=common.pool_bytes, num_threads=num_threads) as resources,
         _open(place, tag, resources, common) as source,
     ):
-        _check_memory(source, common)
+        num_chunks = sum(array.grid.num_shards * array.grid.chunks_per_shard for array in source.arrays.values())
+        check_arrays(len(source.arrays), source.location, common, num_chunks if source.record.id else 0)
         yield source
 
 
@@ -132,12 +133,6 @@ def _open(place: str, tag: str | None, resources: IoResources, common: Common) -
         if not infos:
             raise
         raise CheckpointNotFoundError(f"{place} does not exist; {path.parent} has {tags_text(infos)}") from error
-
-
-def _check_memory(source: ArraySource, common: Common) -> None:
-    """Raise BudgetError if the metadata does not fit in a limit that was given; the default may be exceeded."""
-    num_chunks = sum(array.grid.num_shards * array.grid.chunks_per_shard for array in source.arrays.values())
-    check_arrays(len(source.arrays), source.location, common, num_chunks if source.record.id else 0)
 
 
 def check_arrays(num_arrays: int, location: str, common: Common, num_chunks: int = 0) -> None:

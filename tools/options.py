@@ -26,6 +26,11 @@ def parse_size(text: str | int) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
+def size_option(text: str, **more: Any) -> Any:
+    """Return an option whose values are sizes, as `parse_size` reads them."""
+    return typer.Option(help=text, metavar="SIZE", parser=parse_size, **more)
+
+
 def parse_number(text: str | int) -> int:
     """Whole number in a text like "7e9", "7B", "1.3 B" or "150T"; `typer.BadParameter` for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmbgt]?)\s*", str(text), re.IGNORECASE)

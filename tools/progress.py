@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from zstore.ranks.team import ALONE, Team
@@ -39,9 +38,7 @@ class Bar:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
@@ -93,10 +90,8 @@ class ProgressBar(Bar):
         self._started_s = self._last_line_s = self._clock()
         return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, traceback)
+    def __exit__(self, kind: object, *_: object) -> None:
+        super().__exit__(kind)
         self._stopped_s = self._clock()
         if kind is None:
             done = self.summary()

@@ -15,7 +15,7 @@ from zstore.sizes import format_bytes
 
 from .listing import check_listing
 from .opening import DEFAULT_MEMORY_BYTES, DEFAULTS, Common, check_arrays, reporting
-from .options import parse_size
+from .options import size_option
 
 RunLocation = Annotated[
     str,
@@ -28,11 +28,8 @@ def report_command(
     out: Annotated[Path, typer.Option(help="File to write.", metavar="FILE")] = Path("report.html"),
     max_size: Annotated[
         int,
-        typer.Option(
-            help="Size of the file at most; what does not fit is left out, and the report says so.",
-            metavar="SIZE",
-            parser=parse_size,
-            show_default="20MB",
+        size_option(
+            "Size of the file at most; what does not fit is left out, and the report says so.", show_default="20MB"
         ),
     ] = MAX_BYTES,
     arrays: Annotated[

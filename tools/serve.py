@@ -17,7 +17,7 @@ import typer
 from zstore.errors import UsageError
 from zstore.sizes import format_bytes
 
-from .options import AUDIT_VARIABLE, StorageOption, parse_size
+from .options import AUDIT_VARIABLE, StorageOption, size_option
 
 if TYPE_CHECKING:
     from zstore.serve.settings import Settings
@@ -73,11 +73,7 @@ class Listening:
     ] = None
     run_quota: Annotated[
         int | None,
-        typer.Option(
-            help="Refuse uploads by which a run's folder would hold more bytes than these, as 500GB.",
-            metavar="SIZE",
-            parser=parse_size,
-        ),
+        size_option("Refuse uploads by which a run's folder would hold more bytes than these, as 500GB."),
     ] = None
     tls_certificate: Annotated[
         Path | None, typer.Option(help="Serve HTTPS with this certificate (PEM).", metavar="FILE")
@@ -129,12 +125,7 @@ class Listening:
         typer.Option(help="Keep files of them, and weights that were cast, in this folder.", metavar="FOLDER"),
     ] = None
     cache_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Most bytes that are kept, as 500GB: the least recently used files go.",
-            metavar="SIZE",
-            parser=parse_size,
-        ),
+        int | None, size_option("Most bytes that are kept, as 500GB: the least recently used files go.")
     ] = None
     uploads: Annotated[
         bool, typer.Option("--uploads", help="List uploads that are not committed, and end without serving.")

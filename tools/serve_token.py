@@ -17,7 +17,7 @@ from zstore.serve.audit import recording
 from zstore.serve.tokens import Link, Role, Token, TokenFile, digest_of, edit_tokens, read_tokens, sign
 from zstore.sizes import format_bytes
 
-from .options import AUDIT_VARIABLE, parse_size
+from .options import AUDIT_VARIABLE, size_option
 
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -64,12 +64,7 @@ def _add(
         ),
     ] = None,
     quota: Annotated[
-        int | None,
-        typer.Option(
-            help="Bytes of its uploads that may be there, as 200GB; without it, any.",
-            metavar="SIZE",
-            parser=parse_size,
-        ),
+        int | None, size_option("Bytes of its uploads that may be there, as 200GB; without it, any.")
     ] = None,
     audit: AuditOption = None,
 ) -> None:

@@ -34,7 +34,7 @@ from zstore.engine.config.sections import AutotuningSection, ModelInfoSection
 from zstore.errors import ConfigError, UsageError
 from zstore.journal.reader import read
 
-from .options import Json, parse_size
+from .options import Json, size_option
 from .plan.choices import Costs, all_choices, weigh, weigh_given
 from .plan.job import Choice, PlannedJob, make_job
 from .plan.machine import own_gpus
@@ -85,9 +85,7 @@ class TuneOptions:
         int | None,
         typer.Option("--nproc", "--nproc-per-node", help="Ranks of each trial (default: GPUs, or 1).", min=1),
     ] = None
-    memory: Annotated[
-        int | None, typer.Option(help="Host memory (default: this machine's).", metavar="SIZE", parser=parse_size)
-    ] = None
+    memory: Annotated[int | None, size_option("Host memory (default: this machine's).")] = None
     as_deepspeed: Annotated[
         bool, typer.Option("--as-deepspeed", help="Answer `import deepspeed` in the script with zstore.")
     ] = False

@@ -23,6 +23,8 @@ or torchrun start several.
   --local_rank, --no_local_rank   give the script `--local_rank=N`, as DeepSpeed's launcher does, or
                                   do not; by default a script gets it whose text mentions it
 """
+_LOCAL_RANK = ("--local_rank", "--local-rank")
+"""The argument of DeepSpeed's launcher, as scripts spell it."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -59,7 +61,8 @@ def _run_script(path: str, arguments: list[str], wants_rank: bool | None) -> int
     except OSError as error:
         sys.stderr.write(f"python -m zstore.as_deepspeed: can't open {path!r}: {error.strerror}\n")
         return 2
-    option = _option_in(source) or ("--local_rank" if wants_rank else None)
+    spelled = (name for name in _LOCAL_RANK if name.encode() in source)  # a script that mentions it gets it
+    option = next(spelled, "--local_rank" if wants_rank else None)
     sys.argv = [path, *_with_local_rank(arguments, None if wants_rank is False else option)]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
@@ -72,13 +75,8 @@ def _run_script(path: str, arguments: list[str], wants_rank: bool | None) -> int
     return 0
 
 
-def _option_in(source: bytes) -> str | None:
-    """Return how a script spells the argument of DeepSpeed's launcher, if its text mentions it."""
-    return next((name for name in ("--local_rank", "--local-rank") if name.encode() in source), None)
-
-
 def _with_local_rank(arguments: list[str], option: str | None) -> list[str]:
-    given = any(word.partition("=")[0] in ("--local_rank", "--local-rank") for word in arguments)
+    given = any(word.partition("=")[0] in _LOCAL_RANK for word in arguments)
     if option is None or given:
         return arguments
     return [f"{option}={os.environ.get('LOCAL_RANK', '0')}", *arguments]

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from zstore.checkpoint import Moments
 from zstore.errors import UsageError
 
-from ..options import parse_number, parse_size
-
-
-def _size(text: str) -> Any:
-    return typer.Option(help=text, metavar="SIZE", parser=parse_size)
+from ..options import parse_number, size_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +43,9 @@ class PlanOptions:
     machines: Annotated[
         int, typer.Option(help="Machines like this that train together; sizes are of one.", min=1, metavar="N")
     ] = 1
-    gpu_memory: Annotated[int | None, _size("Memory of one GPU, like 24GB.")] = None
-    memory: Annotated[int | None, _size("Host memory (default: this machine's).")] = None
-    disk: Annotated[int | None, _size("Free space on the drive.")] = None
+    gpu_memory: Annotated[int | None, size_option("Memory of one GPU, like 24GB.")] = None
+    memory: Annotated[int | None, size_option("Host memory (default: this machine's).")] = None
+    disk: Annotated[int | None, size_option("Free space on the drive.")] = None
     micro_batch: Annotated[
         int | None,
         typer.Option(help="Samples per rank and step (default: the configuration's, or 1).", min=1, metavar="N"),
@@ -62,17 +58,19 @@ class PlanOptions:
     moments: Annotated[Moments, typer.Option(help="What the optimizer's moments are kept in (`zstore.moments`).")] = (
         "fp32"
     )
-    disk_read: Annotated[int | None, _size("Bytes read from the drive per second, like 3GB.")] = None
-    disk_write: Annotated[int | None, _size("Bytes written to the drive per second.")] = None
+    disk_read: Annotated[int | None, size_option("Bytes read from the drive per second, like 3GB.")] = None
+    disk_write: Annotated[int | None, size_option("Bytes written to the drive per second.")] = None
     flops: Annotated[
         int | None,
         typer.Option(
             help="Floating-point operations per second of one device, like 150T.", metavar="N", parser=parse_number
         ),
     ] = None
-    link: Annotated[int | None, _size("Bytes per second between a GPU and host memory, each way, like 50GB.")] = None
-    host_update: Annotated[int | None, _size("Bytes per second that AdamW moves in host memory.")] = None
-    device_update: Annotated[int | None, _size("Bytes per second that AdamW moves in a GPU's memory.")] = None
+    link: Annotated[int | None, size_option("Bytes per second between a GPU and host memory, each way, like 50GB.")] = (
+        None
+    )
+    host_update: Annotated[int | None, size_option("Bytes per second that AdamW moves in host memory.")] = None
+    device_update: Annotated[int | None, size_option("Bytes per second that AdamW moves in a GPU's memory.")] = None
     measure: Annotated[
         Path | None,
         typer.Option(help="Measure the rates that are not given, the drive's in this folder.", metavar="FOLDER"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 
 from zstore.errors import UsageError
 
@@ -47,17 +46,13 @@ def run_command(options: RunOptions) -> None:
     if plan.note:
         print(plan.note, file=sys.stderr)
     if plan.instead:
-        _become(plan.instead, plan.job.environment)
+        try:
+            os.execvpe(plan.instead[0], plan.instead, {**os.environ, **plan.job.environment})
+        except FileNotFoundError:
+            raise UsageError(f"no program {plan.instead[0]!r} on PATH; install MPI, or take --launcher ssh") from None
     ended = _run(plan)
     ended.say()
     leave(ended.exit_code)
-
-
-def _become(command: tuple[str, ...], environment: Mapping[str, str]) -> None:
-    try:
-        os.execvpe(command[0], [*command], {**os.environ, **environment})
-    except FileNotFoundError:
-        raise UsageError(f"no program {command[0]!r} on PATH; install MPI, or take --launcher ssh") from None
 
 
 def _run(plan: LaunchPlan) -> RunEnd:

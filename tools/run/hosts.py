@@ -83,7 +83,13 @@ def select(pool: Sequence[Host], *, include: str = "", exclude: str = "") -> lis
     _require(pool, named, option)
     chosen = []
     for host in pool:
-        slots = _included(host, named) if include else _left(host, named)
+        asked = named.get(host.name, ())
+        if include:
+            slots = host.slots if asked is None else asked
+        elif asked is None:
+            slots = ()
+        else:
+            slots = host.slots and tuple(slot for slot in host.slots if slot not in asked)
         if slots is None or slots:
             chosen.append(Host(name=host.name, slots=slots))
     if not chosen:
@@ -102,18 +108,6 @@ def _require(pool: Sequence[Host], named: Mapping[str, tuple[int, ...] | None], 
         for slot in slots or ():
             if there is not None and slot not in there:
                 raise UsageError(f"{option}: host {name!r} has no slot {slot}; it has {_range(there)}")
-
-
-def _included(host: Host, named: Mapping[str, tuple[int, ...] | None]) -> tuple[int, ...] | None:
-    slots = named.get(host.name, ())
-    return host.slots if slots is None else slots
-
-
-def _left(host: Host, named: Mapping[str, tuple[int, ...] | None]) -> tuple[int, ...] | None:
-    if host.name not in named:
-        return host.slots
-    out = named[host.name]
-    return () if out is None else tuple(slot for slot in host.slots or () if slot not in out)
 
 
 def _range(slots: Sequence[int]) -> str:

@@ -7,11 +7,10 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from zstore.engine.plan.rungs import ADVICE_VARIABLE
 from zstore.errors import ZstoreError
@@ -173,7 +172,7 @@ def _spec(job: RunJob, num_ranks: int) -> Iterator[Any]:
 _GENERAL = "rest optimizer state on a drive (offload_optimizer), or lower the micro-batch"
 
 
-class MemoryWatch:
+class MemoryWatch(AbstractContextManager["MemoryWatch"]):
     """Collects the kernel's kills during a run, and the advice of ranks. `root`: see `read_host_memory`."""
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -184,10 +183,7 @@ class MemoryWatch:
         self.environment = {ADVICE_VARIABLE: str(self._advice)}
         """For the ranks."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._folder.cleanup()
 
     def text(self) -> str:

@@ -8,7 +8,6 @@ import select
 import signal
 import threading
 from collections.abc import Sequence
-from types import FrameType, TracebackType
 from typing import Any, Self
 
 PASSED_ON = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
@@ -34,12 +33,10 @@ class Wakeups:
         self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in (*PASSED_ON, signal.SIGINT):
             if signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, _noted)
+                self._before[number] = signal.signal(number, lambda *_: None)  # the descriptor has it
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._fd_before)
@@ -61,7 +58,3 @@ class Wakeups:
         came = list(os.read(self._read, 4096)) if self._read in ready else []
         # Others, such as SIGCHLD, come here too if the program has a handler of its own for them.
         return [number for number in came if number in self._before], [other for other in ready if other != self._read]
-
-
-def _noted(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the wakeup descriptor has the signal."""

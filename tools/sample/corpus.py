@@ -83,7 +83,6 @@ class Corpus(Text):
         return replace(self, stop=cut), replace(self, first=cut, stop=self.first + self.num_bytes)
 
     def require(self, seq_len: int) -> None:
-        """Raise `ConfigError` unless a sample of `seq_len` tokens can be cut from the text."""
         super().require(seq_len)
         if self.num_bytes < seq_len:
             raise ConfigError(
@@ -203,7 +202,6 @@ class TokenCorpus(Text):
         return self.corpus.num_bytes
 
     def require(self, seq_len: int) -> None:
-        """Raise `ConfigError` unless samples of `seq_len` tokens can be made from the text."""
         super().require(seq_len)
         self.sample(0, seq_len, 0)
 

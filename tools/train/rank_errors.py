@@ -56,19 +56,12 @@ def said_once() -> Iterator[None]:
         rank = int(os.environ["RANK"])
         told = _messages(error, rank)
         same = [other for other, message in told.items() if message == told[rank]]
-        if rank == same[0] and not _is_others(error, told):
-            say(error, _named(same))
+        # One that stopped only because of others says nothing if they say why themselves.
+        is_told = isinstance(error, RankError) and any(not is_others for is_others, _, _ in told.values())
+        if rank == same[0] and not is_told:
+            say(error, f"rank{'s' if same[1:] else ''} {', '.join(map(str, same))}: ")
         _stay(told)
         raise SystemExit(max(code for _, _, code in told.values())) from None
-
-
-def _named(ranks: list[int]) -> str:
-    return f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))}: "
-
-
-def _is_others(error: BaseException, told: dict[int, list[Any]]) -> bool:
-    """Return whether a rank stopped only because of others, which say why themselves."""
-    return isinstance(error, RankError) and any(not is_others for is_others, _, _ in told.values())
 
 
 def _messages(error: BaseException, rank: int) -> dict[int, list[Any]]:

@@ -197,12 +197,7 @@ class _Metadata:
             index, info = self._object(key, "MetadataIndex"), self._object(value, "_StorageInfo")
             fqn, offset, file = index.get("fqn"), index.get("offset"), info.get("relative_path")
             start, nbytes = info.get("offset"), info.get("length")
-            if (
-                not isinstance(fqn, str)
-                or not isinstance(file, str)
-                or Path(file).name != file
-                or file in ("", ".", "..")
-            ):
+            if not isinstance(fqn, str) or not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
                 raise self._damaged(f"an entry is in {brief(file)}, which is not a file of the folder")
             if type(start) is not int or type(nbytes) is not int or start < 0 or nbytes < 0:
                 raise self._damaged(f"{fqn!r} is at {brief(start)}, {brief(nbytes)} bytes")

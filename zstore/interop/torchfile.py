@@ -206,12 +206,11 @@ class _TypedStorage:
 def _rebuild(storage: Any, first: Any, shape: Any, stride: Any, dtype: str) -> TorchTensor:
     if not isinstance(storage, _TypedStorage):
         raise ValueError("a tensor has no storage")
-    for numbers in (shape, stride):
-        if type(numbers) is not tuple or len(numbers) > MAX_DIMS:
+    for each in (shape, stride):
+        if type(each) is not tuple or len(each) > MAX_DIMS:
             raise ValueError("a tensor's shape or stride is not a tuple of integers")
-    if any(type(n) is not int or not 0 <= n <= _MAX_NUMEL for n in (first, *shape, *stride)) or len(shape) != len(
-        stride
-    ):
+    numbers = (first, *shape, *stride)
+    if len(shape) != len(stride) or any(type(n) is not int or not 0 <= n <= _MAX_NUMEL for n in numbers):
         raise ValueError("a tensor's offset, shape or stride is invalid")
     last = first + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
     available = storage.storage.nbytes // _itemsize(dtype)

@@ -94,7 +94,6 @@ class Striped:
         return self.parts[0].dtype
 
     def pieces(self, first: int, stop: int) -> Iterator[tuple[Part, int, int]]:
-        """Yield as `Joined.pieces` does."""
         position = first
         while position < stop:
             rank, inside = divmod(position, self.part_numel)

@@ -51,7 +51,8 @@ class ProgressRecord:
         self._config = table_of(model.get("ds_config"))
         self.notes: list[str] = []
         """State that could not be carried over."""
-        self._client = Plain(f"{model.where}: client state")
+        self.client = Plain(f"{model.where}: client state")
+        """Has the tensors and numpy arrays of the client's state once `record` was made."""
 
     @property
     def version(self) -> str:
@@ -67,21 +68,16 @@ class ProgressRecord:
                 return name
         return "fp32"
 
-    @property
-    def client_tensors(self) -> Mapping[str, Any]:
-        """Tensors and numpy arrays of the client's state by array name, once `record` was made."""
-        return self._client.tensors
-
     def record(self, tag: str, parameters: Iterable[str]) -> Record:
         """Return the record of a checkpoint with these parameters."""
         model, world_size = self._model, self._states.world_size
         steps = model.count("global_steps")
         client = {
-            key: self._client.of(value, key)
+            key: self.client.of(value, key)
             for key, value in model.entries.items()
             if isinstance(key, str) and key not in DEEPSPEEDS_OWN
         }
-        self.notes += [f"client_state: {what}" for what in self._client.left_out]
+        self.notes += [f"client_state: {what}" for what in self.client.left_out]
         self.notes += [f"{key!r}" for key in ("data_sampler", "random_ltd") if model.get(key) is not None]
         self.notes += self._states.notes
         return Record(

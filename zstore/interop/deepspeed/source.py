@@ -54,7 +54,7 @@ class DeepSpeedSource(ForeignSource):
         progress = ProgressRecord(self._model, states, files)
         parameters = [name.removeprefix("model/") for name in self._specs if name.startswith("model/")]
         record = progress.record(folder.tag, parameters)
-        for name, value in progress.client_tensors.items():
+        for name, value in progress.client.tensors.items():
             part = value if isinstance(value, TorchTensor) else MemoryPart(value.reshape(-1), value.dtype.name)
             self._add(name, value.shape, whole(part))
         super().__init__(folder.path, record, self._specs.values(), resources, files)
