@@ -21,6 +21,7 @@ from zstore.errors import UsageError
 from ..plan.plan import ADAM_SLOTS, EMA
 from .lion import Lion
 
+Tensors = Sequence[torch.Tensor]
 Scalars = dict[str, float]
 """Numbers that an optimizer keeps of a parameter beside its slots, as the step count or NAdam's product: exact as Python
 numbers."""
@@ -45,7 +46,7 @@ ELEMENT_WISE = (
 class ParameterStep(Protocol):
     """One step of one parameter, tile by tile."""
 
-    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
+    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Tensors) -> None:
         """Update a tile in place: 1-D fp32 tensors of one length; the gradient may be changed too."""
 
     def scalars(self) -> Scalars:
@@ -58,17 +59,12 @@ class ListStep(ABC):
     changes_gradients: ClassVar[bool]
     """Whether gradients may be changed."""
 
-    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
+    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Tensors) -> None:
         """Update one tile in place."""
         self.tiles([master], [gradient], [slots])
 
     @abstractmethod
-    def tiles(
-        self,
-        masters: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-        slots: Sequence[Sequence[torch.Tensor]],
-    ) -> None:
+    def tiles(self, masters: Tensors, gradients: Tensors, slots: Sequence[Tensors]) -> None:
         """Update tiles of several parameters of one device at once; each gets the bits that `tile` gives it."""
 
     @abstractmethod
@@ -104,21 +100,16 @@ class SlotTiles:
         return [slot.block for slot in self._stored]
 
     def update(
-        self,
-        step: ParameterStep,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        views: Sequence[torch.Tensor],
-        first: int,
+        self, step: ParameterStep, master: torch.Tensor, gradient: torch.Tensor, views: Tensors, first: int
     ) -> None:
         """Take `step` over a tile whose first element is this rank's number `first`; `views` are of the arrays."""
         step.tile(master, gradient, views)
 
-    def dequantize(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def dequantize(self, views: Tensors) -> list[torch.Tensor]:
         """Return the values of a tile of the arrays, 1-D fp32 [n] a slot; for slots stored in fp32, the views themselves."""
         return list(views)
 
-    def quantize(self, values: Sequence[torch.Tensor], views: Sequence[torch.Tensor], first: int) -> None:
+    def quantize(self, values: Tensors, views: Tensors, first: int) -> None:
         """Set a tile's `views`, whose first element is this rank's number `first`, to `values`, which may be overwritten."""
         for view, value in zip(views, values, strict=True):
             view.copy_(value)
@@ -142,19 +133,22 @@ class SlotCodec:
         return SlotTiles(stored)
 
 
-class Kernel(Protocol):
+class Kernel(ABC):
     """The update of the parameters of one group."""
 
-    @property
-    def slots(self) -> tuple[str, ...]:
-        """Names of its arrays for each parameter."""
+    slots: tuple[str, ...] = ()
+    """Names of its arrays for each parameter."""
 
     def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
-        """Return its arrays for a parameter of `shape`, of which this rank owns `numel` elements, in the order of `slots`."""
+        """Return its arrays for a parameter of `shape`, of which this rank owns `numel` elements, in the order of `slots`:
+        by default in fp32, each of the parameter's shape."""
+        return [SlotArray(name, entry=name) for name in self.slots]
 
+    @abstractmethod
     def initial(self) -> Scalars:
         """Return the scalars of a parameter that was never updated."""
 
+    @abstractmethod
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
         """Begin a step of a parameter, with the settings that its group has now."""
 
@@ -165,7 +159,7 @@ class WholeStep:
     def __init__(self, after: Scalars) -> None:
         self._after = after
 
-    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
+    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Tensors) -> None:
         """Raise UsageError: there are no tiles of a whole tensor."""
         raise UsageError("this optimizer steps whole tensors, not tiles")
 
@@ -173,12 +167,7 @@ class WholeStep:
         return self._after
 
 
-def fp32_arrays(slots: Sequence[str]) -> list[SlotArray]:
-    """Return one fp32 array of the parameter's shape for each slot."""
-    return [SlotArray(name, entry=name) for name in slots]
-
-
-class FusedAdam:
+class FusedAdam(Kernel):
     """Adam, or AdamW if weight decay is `decoupled`, by torch's fused kernel; without `corrects`, moments are used without
     bias correction."""
 
@@ -194,9 +183,6 @@ class FusedAdam:
             self.slots = (*self.slots, "max_exp_avg_sq")
         self._last: FusedAdamStep | None = None
 
-    def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
-        return fp32_arrays(self.slots)
-
     def initial(self) -> Scalars:
         return {"step": 0.0}
 
@@ -205,7 +191,6 @@ class FusedAdam:
         return {"step": torch.tensor(scalars["step"])}
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
-        """Begin a step of a parameter; those that take the same step share the returned object."""
         beta1, beta2 = group["betas"]
         settings = {name: float(group[name]) for name in ("lr", "weight_decay", "eps")}
         settings |= {"beta1": float(beta1), "beta2": float(beta2)}
@@ -230,12 +215,7 @@ class FusedAdamStep(ListStep):
         self._counted = counted
         self._counts: dict[torch.device, torch.Tensor] = {}
 
-    def tiles(
-        self,
-        masters: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-        slots: Sequence[Sequence[torch.Tensor]],
-    ) -> None:
+    def tiles(self, masters: Tensors, gradients: Tensors, slots: Sequence[Tensors]) -> None:
         device = masters[0].device
         count = self._counts.get(device)
         if count is None:  # filled there: a copy from host memory would wait for the device
@@ -251,7 +231,7 @@ AVERAGED = "averaged"
 """Scalar that counts the steps in it."""
 
 
-class Averaging:
+class Averaging(Kernel):
     """The update of another kernel, after which `ema` moves towards the master: `ema += (1 - decay) * (master - ema)`.
 
     It begins as the master after the first step. Source of both: torch.optim.swa_utils (AveragedModel, get_ema_multi_avg_fn).
@@ -259,7 +239,7 @@ class Averaging:
 
     def __init__(self, kernel: FusedAdam | TorchKernel, decay: float) -> None:
         self.kernel = kernel
-        self.slots: tuple[str, ...] = (*kernel.slots, EMA)
+        self.slots = (*kernel.slots, EMA)
         self._weight = 1 - decay
 
     def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
@@ -285,7 +265,7 @@ class _AveragingStep:
         self._weight = weight
         self._averaged = averaged
 
-    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
+    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Tensors) -> None:
         *others, ema = slots
         self._step.tile(master, gradient, others)
         if self._averaged:
@@ -297,7 +277,7 @@ class _AveragingStep:
         return {**self._step.scalars(), AVERAGED: self._averaged + 1}
 
 
-class TorchKernel:
+class TorchKernel(Kernel):
     """Any element-wise torch optimizer: an instance of its class steps proxy parameters over tile after tile."""
 
     _PROBE_NUMEL = 16
@@ -337,9 +317,6 @@ class TorchKernel:
                 values[name] = self._typed(name, scalars.get(name, float(made)))
         return values
 
-    def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
-        return fp32_arrays(self.slots)
-
     def initial(self) -> Scalars:
         """Return a count of updates, which is ours: SGD keeps none, and its first step is another one."""
         return {"updates": 0.0}
@@ -348,13 +325,7 @@ class TorchKernel:
         self._optimizer.param_groups[0].update({name: group[name] for name in self._settings if name in group})
         return _TorchStep(self, scalars)
 
-    def tiles(
-        self,
-        scalars: Scalars,
-        masters: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-        slots: Sequence[Sequence[torch.Tensor]],
-    ) -> Scalars:
+    def tiles(self, scalars: Scalars, masters: Tensors, gradients: Tensors, slots: Sequence[Tensors]) -> Scalars:
         """Step a proxy over each tile, in one step of the class, which takes those on a device together; return the scalars
         after it, the same for every tile."""
         group = self._optimizer.param_groups[0]
@@ -408,12 +379,7 @@ class _TorchStep(ListStep):
         self._before = scalars
         self._after = scalars
 
-    def tiles(
-        self,
-        masters: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-        slots: Sequence[Sequence[torch.Tensor]],
-    ) -> None:
+    def tiles(self, masters: Tensors, gradients: Tensors, slots: Sequence[Tensors]) -> None:
         self._after = self._kernel.tiles(self._before, masters, gradients, slots)
 
     def scalars(self) -> Scalars:

@@ -39,8 +39,6 @@ class Rule:
     """Gives the kernel of a parameter group with these settings; parameters may be on the meta device."""
     stepper: Callable[[torch.optim.Optimizer, OptimizerState, World], Stepper] | None = None
     """Makes the stepper, for the ranks that hold one copy of the state. None: steps run over tiles."""
-    keeps_whole: bool = False
-    """Whether every rank keeps whole masters and slots, on its device."""
     slots: Callable[[Kernel, Sequence[int]], Slots] = lambda kernel, _: kernel.slots
     """Gives a kernel's arrays for a parameter of a shape, for the plan."""
     make: Callable[[Groups, Mapping[str, Any], nn.Module], torch.optim.Optimizer] | None = None
@@ -54,7 +52,6 @@ CLIENT = Rule(
     kinds=(),
     kernel=lambda _kind, _group: WholeKernel(),
     stepper=lambda client, state, _: ClientStep(client, state),
-    keeps_whole=True,
 )
 """The client's own object takes the steps; see [Note: the client's own step]."""
 _rules: dict[Kind, Rule] = {}

@@ -24,7 +24,7 @@ from ..params.record import ParameterRecord, RowsInStore
 from ..params.sharding import GradientTypes
 from ..plan.plan import EMA, Places
 from ..runtime.device import Scratch, Transfers, one_thread
-from .kernel import AVERAGED, FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, SlotTiles, TorchKernel
+from .kernel import AVERAGED, FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, SlotTiles, Tensors, TorchKernel
 from .split_master import join_master, split_master
 
 Tiles = Generator[Tile, None, None]
@@ -47,21 +47,16 @@ class TileObserver(Protocol):
 
     Steps of whole tensors (`Rule.stepper`) are not seen."""
 
-    def before(self, masters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def before(self, masters: Tensors) -> list[torch.Tensor]:
         """Return what `after` needs of the fp32 `masters`, 1-D, which are changed next; valid until this thread's next call."""
 
-    def after(
-        self,
-        places: Sequence[tuple[ParameterRecord, int]],
-        masters: Sequence[torch.Tensor],
-        before: Sequence[torch.Tensor],
-    ) -> None:
+    def after(self, places: Sequence[tuple[ParameterRecord, int]], masters: Tensors, before: Tensors) -> None:
         """Take the changed masters: `places` has for each its parameter, and its first element among this rank's rows."""
 
 
 class OptimizerState:
-    """This rank's arrays. `kernels` has one entry for each parameter group; `splits` says whether masters are split,
-    `keeps_whole` whether `whole_master` and `whole_slot` are asked for, and `types` in which type gradients wait on disk."""
+    """This rank's arrays. `kernels` has one entry for each parameter group; `splits` says whether masters are split, and
+    `types` in which type gradients wait on disk."""
 
     def __init__(
         self,
@@ -71,7 +66,6 @@ class OptimizerState:
         *,
         is_sharded: bool = False,
         splits: bool = False,
-        keeps_whole: bool = False,
         types: GradientTypes[torch.dtype] | None = None,
     ) -> None:
         self.store = store
@@ -79,7 +73,6 @@ class OptimizerState:
         self.is_sharded = is_sharded
         """Whether each rank holds its own rows alone; else every rank holds everything."""
         self._splits = splits
-        self._keeps_whole = keeps_whole
         self.codec = SlotCodec()
         """How slots are stored; set before `add`."""
         self.owns_fp32 = False
@@ -108,9 +101,6 @@ class OptimizerState:
         self._own_master: set[ParameterRecord] = set()
         self._own_shapes: dict[str, SlotArray] = {}
         """Arrays that have another shape than their parameter."""
-        self._whole_masters: dict[ParameterRecord, torch.Tensor] = {}
-        self._whole_slots: dict[str, torch.Tensor] = {}
-        """By array."""
 
     def add(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, placement: Places) -> None:
         """Create the arrays of a parameter; `initial` has this rank's rows, 1-D, in the best precision there is.
@@ -129,9 +119,6 @@ class OptimizerState:
             if isinstance(initial, RowsInStore):
                 initial = as_torch(self.store.read(initial.array).wait())
             self._add_split(record, initial, placement)
-        elif self._keeps_whole and isinstance(initial, torch.Tensor):
-            self._whole_masters[record] = master = torch.empty_like(initial, dtype=torch.float32)
-            self._create(record, "model", torch.float32, placement.state, memory=master.copy_(initial))
         else:
             self._create(record, "model", torch.float32, placement.state, fill=initial)
             if offloaded:
@@ -201,11 +188,7 @@ class OptimizerState:
     def _create_slot(self, record: ParameterRecord, slot: SlotArray, tier: TierName) -> None:
         name = f"optimizer/{slot.name}"
         if slot.block == 1 and slot.shape is None:
-            memory = None
-            if self._keeps_whole:
-                memory = torch.zeros(record.owned_numel, dtype=slot.dtype, device=record.full.device)
-                self._whole_slots[optimizer_array(slot.name, record.name)] = memory
-            self._create(record, name, slot.dtype, tier, memory=memory)
+            self._create(record, name, slot.dtype, tier)
             return
         elements, grid = record.spec(name, slot.dtype), self.state_grid_of(record, slot)
         spec = replace(elements, shape=slot.shape or (grid.rows,))
@@ -248,11 +231,11 @@ class OptimizerState:
 
     def whole_master(self, record: ParameterRecord) -> torch.Tensor:
         """Return the memory of the fp32 master of a parameter whose state is whole on the device, 1-D [numel]."""
-        return record.full if self.is_master(record) else self._whole_masters[record]
+        return record.full if self.is_master(record) else as_torch(self.store.memory(model_array(record.name)))
 
     def whole_slot(self, record: ParameterRecord, slot: str) -> torch.Tensor:
         """Return the memory of a slot of a parameter whose state is whole on the device, 1-D [numel]."""
-        return self._whole_slots[optimizer_array(slot, record.name)]
+        return as_torch(self.store.memory(optimizer_array(slot, record.name)))
 
     def is_split(self, record: ParameterRecord) -> bool:
         """Return whether the master is kept as the bf16 parameter and its other bits. See [Note: the split]."""
@@ -262,7 +245,7 @@ class OptimizerState:
         """Return the names of the arrays that make up the master, or the parameter if it is not trained."""
         return self.arrays_of(record)[: 3 if self.is_split(record) else 1]
 
-    def take_master(self, views: Sequence[torch.Tensor], room: Scratch | None = None) -> torch.Tensor:
+    def take_master(self, views: Tensors, room: Scratch | None = None) -> torch.Tensor:
         """Return the master out of `views`, 1-D tiles of `master_arrays`: the view itself if there is one.
 
         A split master is on the device of its low bits; with `room` it is there until the next one is taken.
@@ -278,7 +261,7 @@ class OptimizerState:
     def put_master(
         self,
         master: torch.Tensor,
-        views: Sequence[torch.Tensor],
+        views: Tensors,
         room: Scratch | None = None,
         put: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     ) -> None:

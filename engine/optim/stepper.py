@@ -23,7 +23,7 @@ from zstore.format import model_array
 
 from ..params.record import ParameterRecord
 from ..runtime.device import GradientTiles
-from .kernel import ParameterStep, Scalars, SlotArray, WholeStep
+from .kernel import Kernel, ParameterStep, Scalars, WholeStep
 from .state import OptimizerState
 from .update import Update
 
@@ -83,13 +83,8 @@ def whole_gradient(
     return gradient if factor == 1.0 else gradient.mul_(factor)
 
 
-class WholeKernel:
+class WholeKernel(Kernel):
     """Kernel of parameters that the client's own object updates: nothing of its state is in the store."""
-
-    slots: tuple[str, ...] = ()
-
-    def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
-        return ()
 
     def initial(self) -> Scalars:
         return {"updates": 0.0}

@@ -89,7 +89,6 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             transfers,
             is_sharded=sharding.optimizer_state,
             splits=config.own.split_master,
-            keeps_whole=rule.keeps_whole,
             types=gradient_types(config, world.world_size, PRECISIONS),
         )
         state.codec = codec

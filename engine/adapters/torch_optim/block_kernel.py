@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from zstore.engine.optim.kernel import ParameterStep, Scalars, SlotArray
+from zstore.engine.optim.kernel import Kernel, ParameterStep, Scalars, SlotArray
 from zstore.errors import UsageError
 
 Blocks = Callable[[int, Mapping[str, Any]], int | None]
@@ -106,7 +106,7 @@ def _array(entry: str, part: str | None, tensor: torch.Tensor, numel: int, block
     return None
 
 
-class BlockKernel:
+class BlockKernel(Kernel):
     """Steps a class that keeps state in blocks; that of a parameter that was never updated must be zeros, and its counts 0."""
 
     def __init__(self, kind: type[torch.optim.Optimizer], settings: Mapping[str, Any], blocks: Blocks) -> None:

@@ -19,7 +19,7 @@ from zstore.checkpoint import Moments, scale_slot, stored_slots
 from zstore.errors import UsageError
 
 from ...config.config import Config
-from ...optim.kernel import Kernel, ParameterStep, SlotArray, SlotCodec, SlotTiles
+from ...optim.kernel import Kernel, ParameterStep, SlotArray, SlotCodec, SlotTiles, Tensors
 from ...optim.stepper import WholeKernel, whole_step_error
 from ...runtime.device import Scratch
 from .codes import NUM_WORDS, dequantize, quantize, round_to_bf16, word_of
@@ -86,12 +86,7 @@ class MomentTiles(SlotTiles):
         self._scratch: Scratch = former._scratch if isinstance(former, MomentTiles) else Scratch()
 
     def update(
-        self,
-        step: ParameterStep,
-        master: torch.Tensor,
-        gradient: torch.Tensor,
-        views: Sequence[torch.Tensor],
-        first: int,
+        self, step: ParameterStep, master: torch.Tensor, gradient: torch.Tensor, views: Tensors, first: int
     ) -> None:
         piece = _PIECE_NUMEL if master.device.type == "cpu" else max(master.numel(), 1)
         for begin in range(0, master.numel(), piece):
@@ -101,10 +96,10 @@ class MomentTiles(SlotTiles):
             step.tile(master[begin:stop], gradient[begin:stop], values)
             self.quantize(values, parts, first + begin)
 
-    def dequantize(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def dequantize(self, views: Tensors) -> list[torch.Tensor]:
         return self._dequantize(views, Scratch())
 
-    def _dequantize(self, views: Sequence[torch.Tensor], scratch: Scratch) -> list[torch.Tensor]:
+    def _dequantize(self, views: Tensors, scratch: Scratch) -> list[torch.Tensor]:
         values: list[torch.Tensor] = []
         for number, (slot, view, scales) in enumerate(self._slots(views)):
             if view.dtype == torch.float32:
@@ -118,7 +113,7 @@ class MomentTiles(SlotTiles):
             values.append(value)
         return values
 
-    def quantize(self, values: Sequence[torch.Tensor], views: Sequence[torch.Tensor], first: int) -> None:
+    def quantize(self, values: Tensors, views: Tensors, first: int) -> None:
         for number, (value, (slot, view, scales)) in enumerate(zip(values, self._slots(views), strict=True)):
             if view.dtype == torch.float32:
                 if value is not view:
@@ -134,7 +129,7 @@ class MomentTiles(SlotTiles):
                     room = self._scratch.take("codes", view, torch.float32, stop - begin)
                     quantize(value[begin:stop], view[begin:stop], part, slot.block, noise, room)
 
-    def _slots(self, views: Sequence[torch.Tensor]) -> Iterator[tuple[SlotArray, torch.Tensor, torch.Tensor | None]]:
+    def _slots(self, views: Tensors) -> Iterator[tuple[SlotArray, torch.Tensor, torch.Tensor | None]]:
         """Yield each slot with its view and that of its scales; of one with scales the slot is theirs."""
         number = 0
         while number < len(views):

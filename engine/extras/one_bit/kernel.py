@@ -6,21 +6,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...optim.kernel import Kernel, ParameterStep, Scalars, SlotArray, WholeStep, fp32_arrays
+from ...optim.kernel import Kernel, ParameterStep, Scalars, WholeStep
 from ...plan.plan import RanksSlot, Slots
 from .rule import SignRule
 from .signs import chunk_numel
 
 
-class OneBitKernel:
+class OneBitKernel(Kernel):
     """Kernel of parameters that a rule updates: the slots that are the same on every rank are in the store."""
 
     def __init__(self, rule: SignRule) -> None:
         self.rule = rule
         self.slots = tuple(name for name in rule.slots if name not in rule.own_slots)
-
-    def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
-        return fp32_arrays(self.slots)
 
     def initial(self) -> Scalars:
         return self.rule.initial()

@@ -31,4 +31,4 @@ def _kernel(kind: type[torch.optim.Optimizer], _group: Mapping[str, Any]) -> Ker
     return OneBitKernel(sign_rule(kind))
 
 
-register(Rule(kinds=ONE_BIT, kernel=_kernel, stepper=OneBitStep, keeps_whole=True, slots=planned_slots))
+register(Rule(kinds=ONE_BIT, kernel=_kernel, stepper=OneBitStep, slots=planned_slots))

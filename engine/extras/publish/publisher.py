@@ -32,6 +32,7 @@ from zstore.weights.delta import Bits, DeltaWriter
 from zstore.weights.versions import INDEX_FILE, PREFIX, WeightsVersion
 
 from ...config.extra import Extra
+from ...optim.kernel import Tensors
 from ...params.record import ParameterRecord
 from ...runtime.device import Scratch
 from ...training.training import Training
@@ -82,21 +83,16 @@ class Changes:
             _log.warning("the changes of a step cannot be published, so that the next version is a full one: %s", why)
         self.is_whole = False
 
-    def before(self, masters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def before(self, masters: Tensors) -> list[torch.Tensor]:
         return self._cast("before", masters)
 
-    def _cast(self, name: str, masters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _cast(self, name: str, masters: Tensors) -> list[torch.Tensor]:
         numels = [master.numel() for master in masters]
         parts = list(torch.split(self._room.take(name, masters[0], torch.bfloat16, sum(numels)), numels))
         torch._foreach_copy_(parts, list(masters))
         return parts
 
-    def after(
-        self,
-        places: Sequence[tuple[ParameterRecord, int]],
-        masters: Sequence[torch.Tensor],
-        before: Sequence[torch.Tensor],
-    ) -> None:
+    def after(self, places: Sequence[tuple[ParameterRecord, int]], masters: Tensors, before: Tensors) -> None:
         for (record, first), old, new in zip(places, before, self._cast("after", masters), strict=True):
             if new.numel():
                 self._add(record.name, record.owned_range[0] + first, _bits(old), _bits(new))

@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 
-from ...optim.kernel import ParameterStep, Scalars, SlotArray, WholeStep, fp32_arrays
+from ...optim.kernel import Kernel, ParameterStep, Scalars, SlotArray, WholeStep
 from ...optim.lamb import Lamb
 
 
 def _slots(kind: type[torch.optim.Optimizer], shape: Sequence[int]) -> list[SlotArray]:
     """Return a class's arrays for a tensor of `shape`."""
+    shapes: dict[str, tuple[int, ...] | None] = {"variance": None}
     if kind is Lamb:
-        return fp32_arrays(("exp_avg", "exp_avg_sq"))
-    if kind is torch.optim.Muon:
-        return fp32_arrays(("momentum_buffer",))
-    if len(shape) < 2:
-        return fp32_arrays(("variance",))
-    rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
-    return [SlotArray("row_var", entry="row_var", shape=rows), SlotArray("col_var", entry="col_var", shape=columns)]
+        shapes = {"exp_avg": None, "exp_avg_sq": None}
+    elif kind is torch.optim.Muon:
+        shapes = {"momentum_buffer": None}
+    elif len(shape) >= 2:
+        shapes = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
+    return [SlotArray(name, entry=name, shape=own) for name, own in shapes.items()]
 
 
-class TensorKernel:
+class TensorKernel(Kernel):
     """The update of whole tensors by a class's own step: an instance of it steps one proxy parameter after the other."""
 
     def __init__(self, kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> None:

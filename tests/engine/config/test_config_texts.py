@@ -12,6 +12,7 @@ from zstore.engine.config.config import Config, load_config
 from zstore.engine.config.optimizers import ALIASES, OPTIMIZERS
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.extras import register_parts
+from zstore.engine.extras.one_bit.step import OneBitStep
 from zstore.engine.optim.rules import classes, rule_of
 from zstore.engine.plan.needs import placement_settings
 from zstore.errors import ConfigError
@@ -110,7 +111,8 @@ def test_every_optimizer_of_the_engine_has_a_name_and_arguments_of_its_own() -> 
     rules = {name: rule_of(kind) for name, kind in classes().items() if kind.__module__.startswith(("torch", "zstore"))}
     assert rules.keys() - {"MuonWithAdam"} == OPTIMIZERS.keys()
     for name, params in OPTIMIZERS.items():
-        assert (params.whole_tensors, params.keeps_whole) == (rules[name].stepper is not None, rules[name].keeps_whole)
+        stepper = rules[name].stepper
+        assert (params.whole_tensors, params.keeps_whole) == (stepper is not None, stepper is OneBitStep)
     for name, usual in {**ALIASES, **{kind.upper(): kind for kind in OPTIMIZERS}}.items():
         config = load_config({"optimizer": {"type": name}})
         assert config.settings.optimizer is not None
