@@ -198,7 +198,7 @@ class ActivationOffload:
             return
         self._fixed = frozenset(self._fixed_storages())
         if self._context is None:
-            self._context = self._transfers.stream_context()
+            self._context = self._transfers.streams.stream_context()
         token = _active.set(self)
         try:
             with torch.autograd.graph.saved_tensors_hooks(*self.hooks):

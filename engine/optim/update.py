@@ -366,7 +366,7 @@ class Update:
                 for record in some:
                     done(record)
         parts = _parts(self._state, mine, behind=done is not None)
-        work, context = partial(self._pass, admit=admit, done=done), self._state.transfers.stream_context()
+        work, context = partial(self._pass, admit=admit, done=done), self._state.transfers.streams.stream_context()
         side_by_side(lambda each: work(*each), zip_longest(parts, self._begun), len(parts), context)
 
     def _pass(
@@ -417,7 +417,7 @@ class Update:
         h2d.most *= threads
         with labelled("update"), self._state.store.changing([name for one in placed.values() for name in one.names]):
             work = partial(_Portion.apply, room=self._room, h2d=h2d, after=self._last_reads)
-            side_by_side(work, self._portions(found, threads), threads, transfers.stream_context())
+            side_by_side(work, self._portions(found, threads), threads, transfers.streams.stream_context())
             h2d.drain()
 
     def _portions(self, found: Iterable[tuple[ParameterRecord, InPlace, torch.Tensor]], threads: int) -> list[_Portion]:

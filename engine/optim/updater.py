@@ -92,7 +92,9 @@ class Updater:
         with self._changed:
             self._pending = {record: [] for record in update.records if record.owned_numel}
             self._held_back = set() if admit is None else set(self._pending)
-        self._running = self._workers.submit(partial(self._run, update, admit, over, self._transfers.stream_context()))
+        self._running = self._workers.submit(
+            partial(self._run, update, admit, over, self._transfers.streams.stream_context())
+        )
 
     def _run(self, update: Update, admit: Admit | None, over: Callable[[], None], context: StreamContext) -> None:
         def admitted(record: ParameterRecord, wait: bool) -> bool:

@@ -197,10 +197,6 @@ class Transfers:
         self._links = links
         self._rooms = None if streams.device_is_host else rooms
 
-    def stream_context(self) -> StreamContext:
-        """Return the context that a thread working for the caller enters."""
-        return self.streams.stream_context()
-
     def empty_host(self, numel: int, dtype: torch.dtype, what: str = "") -> torch.Tensor:
         """Return host memory for `numel` elements, 1-D, pinned if possible: that of a former tensor for the same thing that
         nobody has any more, or new one. For sizes that come again in every step."""

@@ -140,9 +140,15 @@ class TrainingLoader:
         generator = torch.Generator()
         if self._sampling.num_workers:
             generator.manual_seed(self._seed + self.position)
+
+        def indices() -> Iterator[list[int]]:
+            for one in rounds:  # recorded: torch's loader may be ahead of what it yields
+                handed.append(one)
+                yield one.indices
+
         loader: DataLoader[Any] = DataLoader(
             self._data,
-            batch_sampler=_Indices(rounds, handed),
+            batch_sampler=indices(),
             collate_fn=self._collate_fn,
             generator=generator,
             num_workers=self._sampling.num_workers,
@@ -200,16 +206,3 @@ class TrainingLoader:
 def _after(state: Mapping[str, Any], offset: int) -> dict[str, Any]:
     """Return the state of a curriculum with `offset` samples of its current batch handed out."""
     return {**state, "offset": offset}
-
-
-class _Indices:
-    """The indices of rounds, recorded as they are handed to torch's loader: it may be ahead of what it yields."""
-
-    def __init__(self, rounds: Iterator[_Round], handed: deque[_Round]) -> None:
-        self._rounds = rounds
-        self._handed = handed
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for one in self._rounds:
-            self._handed.append(one)
-            yield one.indices

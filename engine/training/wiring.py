@@ -160,7 +160,7 @@ def _gradients(
     by_unit = by_unit and not config.frozen
     rules = GradientRules(
         bucket_numel=config.reduce_bucket_numel,
-        scatter=config.zero.reduce_scatter or sharding.parameters,
+        scatter=sharding.optimizer_state and (config.zero.reduce_scatter or sharding.parameters),
         overlap=config.zero.overlap_comm or sharding.parameters,
         types=gradient_types(config, world.world_size, PRECISIONS),
         # Those of the disk go by way of host memory: sums of squares have the same bits then, wherever gradients wait.
@@ -172,8 +172,7 @@ def _gradients(
         exchanges=exchanges,
     )
     if not by_unit:
-        everywhere = not (sharding.optimizer_state and rules.scatter)
-        return WholeGradients(trained, others, world, rules, everywhere=everywhere)
+        return WholeGradients(trained, others, world, rules)
     spill = GradientSpill(state.store, state.spilled, state.transfers) if state.spilled else None
     arrived = None if hooks is None else hooks.arrived
     return UnitGradients(units, others, world, rules, state.transfers, spill=spill, arrived=arrived)

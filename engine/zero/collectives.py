@@ -136,14 +136,15 @@ def pack(bucket: Bucket, world_size: int, values: Callable[[ParameterRecord], to
         if source is None:
             target.zero_()
             continue
-        flat = source.view(-1)
+        flat, present = source.view(-1), 0
         for rows, rest, part in _pieces(segment, world_size):
             if rest == 0:
                 target[rows] = flat[part].view(-1, segment.shard_numel)[:, segment.first : segment.stop]
             else:
                 target[rows.start, :rest] = flat[part]
                 target[rows.start, rest:] = 0
-        target[_present_rows(segment, world_size) :] = 0
+            present = rows.stop
+        target[present:] = 0
     return matrix
 
 
@@ -173,13 +174,6 @@ def _pieces(segment: Segment, world_size: int) -> Iterator[tuple[slice, int, sli
         yield slice(whole, whole + 1), rest, slice(base, base + rest)
 
 
-def _present_rows(segment: Segment, world_size: int) -> int:
-    """Return how many leading rows of the bucket hold at least one element of the segment."""
-    shard_numel, numel = segment.shard_numel, segment.record.numel
-    whole = min(world_size, numel // shard_numel)
-    return whole + (1 if whole < world_size and numel - whole * shard_numel > segment.first else 0)
-
-
 class Reducing(Protocol):
     """A bucket's reduce-scatter under way."""
 
@@ -196,7 +190,7 @@ Reduce = Callable[[World, Bucket, torch.Tensor, Kind], Reducing]
 """Begins the reduction of a bucket's matrix [world, cols] of whole gradients (all ranks, in one order)."""
 
 
-class Reduction:
+class Reduction(Reducing):
     """A bucket's reduce-scatter under way. See [Note: the mean]."""
 
     def __init__(self, world: World, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> None:
@@ -211,11 +205,9 @@ class Reduction:
             self._work = world.all_to_all(self._out, matrix, kind=kind)
 
     def done(self) -> bool:
-        """Return whether the reduction is done, so that `finish` would not block."""
         return self._work.is_completed()
 
     def finish(self) -> torch.Tensor:
-        """Wait, and return this rank's row of the mean, [1, cols]."""
         self._work.wait()
         return (self._out if self._native else mean_of_rows(self._out)).view(1, -1)
 

@@ -72,7 +72,7 @@ class RowReader:
         self._pool = pool
         self._transfers = transfers
         self._workers: Workers | None = None
-        self._context = transfers.stream_context()
+        self._context = transfers.streams.stream_context()
         self.ready: Ready = lambda records: None
         self.read_bytes = 0
         """Bytes of rows read so far."""
@@ -81,7 +81,7 @@ class RowReader:
         """Start reading each record's rows into the memory beside it; `label` is named if that fails."""
         reading = RowRead(label, rows, ahead, self._transfers.streams.record())
         if self._workers is None:
-            self._workers, self._context = Workers(1, "zstore-prefetch"), self._transfers.stream_context()
+            self._workers, self._context = Workers(1, "zstore-prefetch"), self._transfers.streams.stream_context()
         reading.ticket = self._workers.submit(partial(self._serve, reading))
         return reading
 

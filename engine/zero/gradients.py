@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zstore.errors import UsageError, listed
@@ -40,11 +41,7 @@ class Gradients(ABC):
     """
 
     def __init__(
-        self,
-        records: Sequence[ParameterRecord],
-        others: Sequence[torch.nn.Parameter],
-        world: World,
-        rules: GradientRules,
+        self, records: Sequence[ParameterRecord], others: Sequence[nn.Parameter], world: World, rules: GradientRules
     ) -> None:
         self._records = records
         self._others = others
@@ -52,7 +49,7 @@ class Gradients(ABC):
         self._rules = rules
         self.overlapped = 0
         """Reductions that overlapped with other work of this rank."""
-        self._backwards = 0
+        self.backwards = 0
         """Backwards of this step, the one under way included."""
         self._last = False
         """Whether the last backward of this step has begun."""
@@ -75,17 +72,17 @@ class Gradients(ABC):
         """Prepare for a backward, the `last` of its step or not."""
         self.adopt()
         self._shown.clear()
-        self._backwards += 1
+        self.backwards += 1
         self._last = last
 
     @property
     def _several(self) -> bool:
         """Whether this step has more than one backward, as far as is known."""
-        return self._backwards > 1 or not self._last
+        return self.backwards > 1 or not self._last
 
     def _total(self, record: ParameterRecord) -> torch.dtype:
         """Return the type of the sum of the gradients so far and the new ones."""
-        return self._rules.types.held(record.dtype, several=self._backwards > 1)
+        return self._rules.types.held(record.dtype, several=self.backwards > 1)
 
     def _of_step(self, record: ParameterRecord) -> torch.dtype:
         """Return the type of the sum of the step's gradients, as far as it is known how many there are."""
@@ -182,11 +179,6 @@ class Gradients(ABC):
         return None
 
     @property
-    def backwards(self) -> int:
-        """Backwards of the step under way."""
-        return self._backwards
-
-    @property
     def is_own(self) -> bool:
         """Whether each rank holds whole sums of its own, averaged once a step; else its rows of their means."""
         return False
@@ -198,7 +190,7 @@ class Gradients(ABC):
 
     def take_up(self, held: Iterable[tuple[ParameterRecord, torch.Tensor]], backwards: int) -> None:
         """Resume a step after so many `backwards`, of whose gradients `held` was kept, in memory of its own, on the CPU."""
-        self._backwards, self._last = backwards, False
+        self.backwards, self._last = backwards, False
         for record, rows in held:
             self._take_up(record, rows)
 
@@ -208,7 +200,7 @@ class Gradients(ABC):
 
     def drop(self) -> None:
         """Forget all gradients."""
-        self._backwards, self._last, self.sums = 0, False, None
+        self.backwards, self._last, self.sums = 0, False, None
         self.scales.clear()
         self.clipped.clear()
         self._shown.clear()
@@ -238,20 +230,12 @@ class WholeGradients(Gradients):
     """
 
     def __init__(
-        self,
-        records: Sequence[ParameterRecord],
-        others: Sequence[torch.nn.Parameter],
-        world: World,
-        rules: GradientRules,
-        *,
-        everywhere: bool,
+        self, records: Sequence[ParameterRecord], others: Sequence[nn.Parameter], world: World, rules: GradientRules
     ) -> None:
         super().__init__(records, others, world, rules)
         self.averaged: Callable[[], set[ParameterRecord]] | None = None
         """Returns those of the step that are averaged over ranks; of others each rank keeps its own. None: all are."""
         self._alone = world.world_size == 1
-        self._everywhere = everywhere
-        """Each rank gets all of the mean; else its own rows."""
         self._held: dict[ParameterRecord, torch.Tensor] = {}
         """In the parameters' shapes."""
         self._folded: set[ParameterRecord] = set()
@@ -308,7 +292,7 @@ class WholeGradients(Gradients):
 
     def show(self, *, whole: bool) -> None:
         # An optimizer that averages some of them itself has each rank's own.
-        whole = whole and self.averaged is None and (self._alone or self._everywhere)
+        whole = whole and self.averaged is None and (self._alone or not self._rules.scatter)
         if whole and self._last:
             self.reduce()
         whole = whole and (self._alone or self._is_reduced)
@@ -339,7 +323,7 @@ class WholeGradients(Gradients):
                 self._rules.bucket_numel,
                 self._flat,
                 self._rules.reduced,
-                scatter=None if self._everywhere else self._rules.exchanges.reduce,
+                scatter=self._rules.exchanges.reduce if self._rules.scatter else None,
                 overlap=self._rules.overlap,
             )
 
@@ -437,7 +421,7 @@ def take_gradient(record: ParameterRecord) -> torch.Tensor | None:
     return gradient.contiguous()
 
 
-def forget_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
+def forget_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Leave the parameters without gradients."""
     for parameter in parameters:
         parameter.grad = None

@@ -70,7 +70,9 @@ class UnitHooks:
         self._watched = [m for m in model.modules() if any(p in self._record_of for p in m.parameters(recurse=False))]
         self.gathers: Callable[[list[nn.Parameter]], AbstractContextManager[None]] | None = None
         """Gives parameters their values for a copy of the model; None: there are no copies while they are released."""
-        _watch(self._watched, self._read, self._whole)
+        for module in self._watched:
+            if not isinstance(module._parameters, _WatchedParameters):
+                module._parameters = _WatchedParameters(module._parameters, self._read, self._whole)
         for module in self._callers(model):
             self._handles += [
                 module.register_forward_pre_hook(ModuleHook(self._enter), prepend=True),
@@ -94,7 +96,8 @@ class UnitHooks:
         ids = self.hook_ids
         for hooks in (hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)):
             for number in ids.intersection(hooks):
-                hooks[number] = torch.compiler.disable(_called(hooks[number]))  # type: ignore[no-untyped-call]
+                if isinstance(hook := hooks[number], ModuleHook):  # else it is out of graphs already
+                    hooks[number] = torch.compiler.disable(hook.__call__)  # type: ignore[no-untyped-call]
         on_read = torch.compiler.disable(self._read)  # type: ignore[no-untyped-call]
         for module in self._watched:
             if isinstance(module._parameters, _WatchedParameters):
@@ -269,7 +272,9 @@ class UnitHooks:
     def remove(self) -> None:
         """Remove the hooks from the modules, and end gathers ahead of use."""
         self.units.close()
-        _unwatch(self._watched)
+        for module in self._watched:
+            if isinstance(module._parameters, _WatchedParameters):
+                module._parameters = dict(module._parameters.items())
         for handle in self._handles:
             handle.remove()
 
@@ -286,21 +291,9 @@ def _nested(unit: ShardedUnit, other: ShardedUnit) -> bool:
     return unit.unit.modules[0] in other.inner or other.unit.modules[0] in unit.inner
 
 
-def _called(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the hook, for torch to make an untraced one of it."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return hook(*args, **kwargs)
-
-    return call
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
     """Yield the tensors in a module's output: tuples, lists, mappings, dataclasses, other objects' attributes."""
-    return _tensors_in(value, set())
-
-
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         yield value
         return
@@ -317,7 +310,7 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     else:
         inner = getattr(value, "__dict__", {}).values()
     for item in inner:
-        yield from _tensors_in(item, seen)
+        yield from tensors_in(item, seen)
 
 
 class ModuleHook:
@@ -368,21 +361,3 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
         """Pickles are plain dictionaries."""
         with self._whole([p for p in self.values() if p is not None], gathers=False):
             return dict, (dict(self.items()),)
-
-
-def _watch(
-    modules: Iterable[nn.Module],
-    on_read: Callable[[nn.Parameter], None],
-    whole: Callable[..., AbstractContextManager[None]],
-) -> None:
-    """Let the modules report each read of a parameter of their own, and copies be whole."""
-    for module in modules:
-        if not isinstance(module._parameters, _WatchedParameters):
-            module._parameters = _WatchedParameters(module._parameters, on_read, whole)
-
-
-def _unwatch(modules: Iterable[nn.Module]) -> None:
-    """Give the modules plain dictionaries again."""
-    for module in modules:
-        if isinstance(module._parameters, _WatchedParameters):
-            module._parameters = dict(module._parameters.items())

@@ -62,7 +62,7 @@ class GradientSpill:
         nbytes = rows.nbytes
         while self._under_way and sum(size for _, size in self._under_way) + nbytes > _MOST_UNDER_WAY_BYTES:
             self._under_way.popleft()[0].wait()
-        context = self._transfers.stream_context()
+        context = self._transfers.streams.stream_context()
 
         def write() -> None:
             with context(), one_thread():

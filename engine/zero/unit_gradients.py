@@ -365,7 +365,7 @@ class UnitGradients(Gradients):
         """Take what is sent from here on as gradients of micro-batch `number` of this step, maybe its `last`."""
         if last or number == 0 or self._spill is not None:
             self.drain()
-        self._backwards, self._last = number + 1, last
+        self.backwards, self._last = number + 1, last
 
     def drain(self) -> None:
         """Wait until the rows have all that was sent."""

@@ -99,7 +99,7 @@ class Snapshots:
         DiskFullError if the next step would have no room."""
         error: Exception | None = None
         small: dict[str, Any] = {}
-        step, context = self.order.step + 1, self._state.arrays.transfers.stream_context()
+        step, context = self.order.step + 1, self._state.arrays.transfers.streams.stream_context()
         try:
             self._check_room()
             small = self._small(step, groups, loop_state)
