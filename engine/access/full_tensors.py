@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zstore.format import ArraySpec, Grid, make_grid
+from zstore.format import Grid, make_grid, stored_shape
 from zstore.ranks.world import World
 
 from ..params.record import ParameterRecord
@@ -48,7 +48,7 @@ class RankArray:
         """Return how it is cut over `num_ranks` ranks that share the state."""
         if self.shape is None:
             return self.record.state_grid
-        return make_grid(ArraySpec(name=self.name, shape=self.shape, dtype="float32").stored_shape, num_ranks)
+        return make_grid(stored_shape(self.shape), num_ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from zstore.checkpoint import LOW, TIE, ties_spec
-from zstore.format import BITS, ArraySpec, Grid, grid_in_checkpoint, make_grid, model_array, optimizer_array
+from zstore.format import BITS, Grid, grid_in_checkpoint, make_grid, model_array, optimizer_array, stored_shape
 from zstore.io.tensors import as_torch
 from zstore.store import ModeName, Stream, TensorStore, TierName, Tile
 
@@ -199,7 +199,7 @@ class OptimizerState:
     def slots_of(self, record: ParameterRecord) -> Sequence[SlotArray]:
         """Return a parameter's arrays beside its master, in the kernel's order; none of a frozen one."""
         if record not in self._slots:
-            self._slots[record] = self.codec.stored(self.kernel_slots(record), _stored_shape(record.shape))
+            self._slots[record] = self.codec.stored(self.kernel_slots(record), stored_shape(record.shape))
         return self._slots[record]
 
     def kernel_slots(self, record: ParameterRecord) -> Sequence[SlotArray]:
@@ -222,7 +222,7 @@ class OptimizerState:
             return record.state_grid
         if slot.shape is None:
             return record.state_grid.packed(slot.block)
-        shape = _stored_shape(slot.shape)
+        shape = stored_shape(slot.shape)
         return record.over_copy(shape) if self.is_sharded else make_grid(shape, 1)
 
     def is_master(self, record: ParameterRecord) -> bool:
@@ -464,7 +464,3 @@ class OptimizerState:
 def _fetched(tier: TierName) -> TierName:
     """Return the tier of rows that are fetched: of what is in host memory these alone cross to the device."""
     return "pinned" if tier == "host" else tier
-
-
-def _stored_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return ArraySpec(name="model/shape", shape=shape, dtype="float32").stored_shape

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from zstore.errors import UsageError
-from zstore.format import ArraySpec, Grid, make_grid, model_array
+from zstore.format import ArraySpec, Grid, make_grid, stored_shape
 from zstore.io import advise_huge_pages
 from zstore.io.tensors import dtype_name
 
@@ -97,7 +97,7 @@ class ParameterRecord:
     """The parameter's version counter, as long as nobody else writes to it."""
 
     def __post_init__(self) -> None:
-        self.address, self.shape = self.parameter.data_ptr(), self.parameter.shape
+        self.address, self.shape = self.full.data_ptr(), self.parameter.shape
         self.note_version()
 
     def note_version(self) -> None:
@@ -120,9 +120,9 @@ class ParameterRecord:
         first = min(self.numel, self.state_shard * self.state_grid.shard_numel)
         return first, first + self.state_grid.shard_valid_numel(self.state_shard)
 
-    def over_copy(self, stored_shape: tuple[int, ...]) -> Grid:
-        """Return how an array of a shape of its own is cut over the ranks of a copy."""
-        return make_grid(stored_shape, self.copy_ranks or self.world_size)
+    def over_copy(self, shape: tuple[int, ...]) -> Grid:
+        """Return how an array of a stored shape of its own is cut over the ranks of a copy."""
+        return make_grid(shape, self.copy_ranks or self.world_size)
 
     @cached_property
     def counted_range(self) -> tuple[int, int]:
@@ -294,14 +294,13 @@ def make_record(
     rank: int,
 ) -> ParameterRecord:
     """Return the record of a parameter whose values are contiguous in memory of their own."""
-    stored_shape = ArraySpec(name=model_array(name), shape=tuple(parameter.shape), dtype="float32").stored_shape
-    grid = make_grid(stored_shape, sharding.world_size)
+    shape = stored_shape(tuple(parameter.shape))
     return ParameterRecord(
         name=name,
         aliases=aliases,
         parameter=parameter,
-        grid=grid,
-        state_grid=sharding.state_grid(stored_shape),
+        grid=make_grid(shape, sharding.world_size),
+        state_grid=sharding.state_grid(shape),
         state_shard=sharding.state_shard(rank),
         world_size=sharding.world_size,
         copy_ranks=sharding.copy_size,

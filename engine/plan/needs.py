@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
-from zstore.format import ArraySpec, Grid, make_grid, numpy_dtype, round_up
+from zstore.format import Grid, make_grid, numpy_dtype, round_up, stored_shape
 from zstore.io import PAGE_BYTES
 from zstore.store import StoreOptions
 
@@ -28,24 +28,6 @@ class ParameterShape:
     """As it is trained: floating types are cast to the config's precision."""
     is_called: bool = True
     """Some unit gathers it; one that no module reads cannot be sharded (stage 3)."""
-
-
-class _Persistence:
-    """Decides for each parameter, in the order of the model, whether it keeps its gathered copy (stage 3)."""
-
-    def __init__(self, threshold_numel: int, most_numel: int | None) -> None:
-        self._threshold_numel = threshold_numel
-        self._left_numel = most_numel
-
-    def keeps(self, numel: int) -> bool:
-        """Return whether a parameter of `numel` elements is below the threshold, and its copy within the remaining limit."""
-        if numel >= self._threshold_numel:
-            return False
-        if self._left_numel is None:
-            return True
-        fits = numel <= self._left_numel
-        self._left_numel -= numel if fits else 0
-        return fits
 
 
 def gradient_types(config: Config, world_size: int, types: Mapping[str, D]) -> GradientTypes[D]:
@@ -75,25 +57,20 @@ def find_needs(
     sharding = Sharding.of_stage(config.stage, world_size, copy_size=config.copy_size)
     rests_apart = sharding.parameters or config.offload_param.device != "none"
     types = gradient_types(config, world_size, DTYPES)
-    persistence = _Persistence(config.persistence_threshold_numel, config.zero.stage3_model_persistence_threshold)
-    apart = {
-        one.name: numel
-        for one in shapes
-        if rests_apart and one.is_called and not persistence.keeps(numel := math.prod(one.shape))
-    }
+    apart = _gathered_for_use(shapes, config) if rests_apart else {}
     late = {one.name for one in shapes if one.name not in slots}
     fetches = {} if config.frozen else _fetches(apart, late, units, config, world_size)
     usual = 1 if config.frozen else 2  # nothing is gathered for a backward that never comes
 
     @cache
     def of(shape: tuple[int, ...], dtype: str, kept: Slots | None, stays: bool, times: int) -> Need:
-        stored_shape = ArraySpec(name="parameter", shape=shape, dtype=dtype).stored_shape
-        over_all = make_grid(stored_shape, world_size)
+        on_disk = stored_shape(shape)
+        over_all = make_grid(on_disk, world_size)
         near_size = config.secondary_size or sharding.copy_size
         near = over_all.joined(world_size // near_size)
         second = config.secondary_size is not None and not stays
         return Need(
-            grid=sharding.state_grid(stored_shape),
+            grid=sharding.state_grid(on_disk),
             shard=sharding.state_shard(rank),
             dtype=dtype,
             gradient_dtype=types.planned(dtype),
@@ -114,6 +91,21 @@ def find_needs(
         one.name: of(one.shape, one.dtype, slots.get(one.name), one.name not in apart, fetches.get(one.name, usual))
         for one in shapes
     }
+
+
+def _gathered_for_use(shapes: Sequence[ParameterShape], config: Config) -> dict[str, int]:
+    """Return the elements of the parameters that do not keep their gathered copy (stage 3): it has as many as the threshold
+    says, or more than what earlier ones left of the limit for all."""
+    found: dict[str, int] = {}
+    limit_numel, kept_numel = config.zero.stage3_model_persistence_threshold, 0
+    for one in shapes:
+        numel = math.prod(one.shape)
+        fits = limit_numel is None or kept_numel + numel <= limit_numel
+        if one.is_called and not (fits and numel < config.persistence_threshold_numel):
+            found[one.name] = numel
+        elif one.is_called:
+            kept_numel += numel
+    return found
 
 
 def _error_numel(grid: Grid, config: Config, world_size: int, local_world_size: int | None) -> int:

@@ -31,7 +31,7 @@ from operator import itemgetter
 
 from zstore.checkpoint import StoredSlot, stored_slots
 from zstore.errors import ConfigError
-from zstore.format import ArraySpec, Grid, ShardLayout, make_grid, numpy_dtype, round_up
+from zstore.format import Grid, ShardLayout, make_grid, numpy_dtype, round_up, stored_shape
 from zstore.store import MANY_SMALL, SMALL_SHARD_BYTES, is_packed, run_file_bytes, shared_bytes
 
 from .plan import (
@@ -211,7 +211,8 @@ def _stored(need: Need, place: Places, settings: PlacementSettings) -> Iterator[
     if need.slots is None:
         return
     if split:
-        yield from _split_rest(need, place)
+        yield _apart(need, "master", need.grid, "uint16", place)
+        yield _apart(need, "master", need.grid.packed(), "uint8", place)
     yield from _slots(need, place)
     if need.error_numel:
         nbytes = need.error_numel * numpy_dtype(need.dtype).itemsize
@@ -236,25 +237,13 @@ def _slots(need: Need, place: Places) -> Iterator[_Stored]:
     plain = [slot.name for slot in slots if slot.shape is None]
     kept = stored_slots(plain, need.moments, (need.grid.rows, need.grid.row_numel))
     for slot in slots:
-        if slot.shape is not None:
-            yield _of_own_shape(need, slot.name, slot.shape, place)
+        if slot.shape is not None:  # cut over the same ranks by its own rows
+            grid = make_grid(stored_shape(slot.shape), need.state_ranks)
+            yield _apart(need, slot.name, grid, FP32, place)
             continue
         for array in kept.get(slot.name, (StoredSlot(slot.name, FP32),)):
             grid = need.grid if array.block == 1 else need.grid.packed(array.block)
             yield _apart(need, slot.name, grid, array.dtype, place)
-
-
-def _split_rest(need: Need, place: Places) -> Iterator[_Stored]:
-    """Yield the arrays of a split master beside the parameter."""
-    ties = need.grid.packed()
-    for grid, dtype in ((need.grid, "uint16"), (ties, "uint8")):
-        yield _apart(need, "master", grid, dtype, place)
-
-
-def _of_own_shape(need: Need, name: str, shape: tuple[int, ...], place: Places) -> _Stored:
-    """Return a slot of another shape than the parameter's, cut over the same ranks."""
-    stored_shape = ArraySpec(name=f"optimizer/{name}", shape=shape, dtype=FP32).stored_shape
-    return _apart(need, name, make_grid(stored_shape, need.state_ranks), FP32, place)
 
 
 def _apart(need: Need, kind: str, grid: Grid, dtype: str, place: Places) -> _Stored:

@@ -174,49 +174,39 @@ def count_fetches(
         before.update(names)
     for unit in reversed(range(len(units))):
         uses.append(Use(unit, min(len(uses) + waits[unit], 2 * len(units) - 1)))
-    return _Fetches(units, uses, make_schedule(uses, numel, limits)).count(reads_ahead)
+    return _count(units, uses, make_schedule(uses, numel, limits), reads_ahead)
 
 
-class _Fetches:
-    """Follows `ShardedUnits` through an iteration, to count the parameters that it brings."""
+def _count(units: Sequence[Sequence[str]], uses: Sequence[Use], schedule: Schedule, reads_ahead: int) -> Counter[str]:
+    """Follow `ShardedUnits` through an iteration; return how often it brings each parameter."""
+    there: set[int] = set()  # units that are kept or prefetched
+    owners, found = Counter[str](), Counter[str]()
 
-    def __init__(self, units: Sequence[Sequence[str]], uses: Sequence[Use], schedule: Schedule) -> None:
-        self._units = units
-        self._uses = uses
-        self._schedule = schedule
-        self._there: set[int] = set()
-        """Units that are kept or prefetched."""
-        self._owners: Counter[str] = Counter()
-        self._found: Counter[str] = Counter()
+    def bring(unit: int) -> None:
+        if unit not in there:
+            there.add(unit)
+            found.update(name for name in units[unit] if not owners[name])
+            owners.update(units[unit])
 
-    def count(self, reads_ahead: int) -> Counter[str]:
-        """Return how often each parameter is brought."""
-        ended: list[list[int]] = [[] for _ in self._uses]
-        for number, use in enumerate(self._uses):
-            ended[use.last].append(number)
-        self._start(0, reads_ahead)
-        for number, use in enumerate(self._uses):
-            self._bring(use.unit)
-            self._start(number + 1, reads_ahead)
-            self._there.discard(use.unit)
-            for over in ended[number]:
-                if self._schedule.keep[over]:
-                    self._there.add(self._uses[over].unit)
-                else:
-                    self._owners.subtract(self._units[self._uses[over].unit])
-        return self._found
+    def start(slot: int) -> None:
+        for numbers in schedule.start[slot : slot + 1 + reads_ahead]:
+            for number in numbers:
+                bring(uses[number].unit)
 
-    def _start(self, slot: int, reads_ahead: int) -> None:
-        for uses in self._schedule.start[slot : slot + 1 + reads_ahead]:
-            for number in uses:
-                self._bring(self._uses[number].unit)
-
-    def _bring(self, unit: int) -> None:
-        if unit in self._there:
-            return
-        self._there.add(unit)
-        self._found.update(name for name in self._units[unit] if not self._owners[name])
-        self._owners.update(self._units[unit])
+    ended: list[list[int]] = [[] for _ in uses]
+    for number, use in enumerate(uses):
+        ended[use.last].append(number)
+    start(0)
+    for number, use in enumerate(uses):
+        bring(use.unit)
+        start(number + 1)
+        there.discard(use.unit)
+        for over in ended[number]:
+            if schedule.keep[over]:
+                there.add(uses[over].unit)
+            else:
+                owners.subtract(units[uses[over].unit])
+    return found
 
 
 class Recorder:

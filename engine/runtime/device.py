@@ -363,7 +363,7 @@ class H2DQueue:
             self._transfers.finish(copy)
 
 
-Add = Callable[[torch.Tensor, torch.Tensor], None]
+Add = Callable[[torch.Tensor, torch.Tensor], object]
 """Adds the second tensor to the first, in the same memory."""
 
 
@@ -383,7 +383,7 @@ class D2HQueue:
         """Copy `part`, on the device, into `rows` of any type, or `add` it to them: at once, or behind the caller if the rows
         are the host's. `arrived` is called when that is done."""
         if self._transfers.link(part, rows) is None:
-            _combine(rows, part, add)
+            (add or torch.Tensor.copy_)(rows, part)
             arrived()
             return
         straight = add is None and rows.dtype == part.dtype
@@ -399,7 +399,7 @@ class D2HQueue:
         values = self._transfers.finish(copy)
         self._nbytes -= values.nbytes
         if values is not rows:
-            _combine(rows, values, add)
+            (add or torch.Tensor.copy_)(rows, values)
         arrived()
 
     def drain(self) -> None:
@@ -412,13 +412,6 @@ class D2HQueue:
         while self._under_way:
             self._under_way.popleft()[0].wait()
         self._nbytes = 0
-
-
-def _combine(rows: torch.Tensor, part: torch.Tensor, add: Add | None) -> None:
-    if add is None:
-        rows.copy_(part)
-    else:
-        add(rows, part)
 
 
 def one_thread(enabled: bool = True, *, most: int = 1) -> AbstractContextManager[object]:

@@ -14,6 +14,7 @@ from .arrays import (
     model_array,
     numpy_dtype,
     optimizer_array,
+    stored_shape,
 )
 from .boxes import Box, flat_ranges, gather, tiles
 from .partition import (
@@ -34,5 +35,5 @@ __all__ = [
     "ALIGN_NUMEL", "AVERAGES", "BITS", "FLOATING", "Array", "ArrayLayout", "ArraySpec", "Box", "Bytes", "Grid",
     "ShardLayout", "buffer_array", "client_array", "flat_ranges", "gather", "grid_in_checkpoint", "grid_of_blocks",
     "grid_of_rows", "lay_out", "layout_of", "make_grid", "model_array", "numpy_dtype", "optimizer_array",
-    "plan_reads", "round_up", "tiles",
+    "plan_reads", "round_up", "stored_shape", "tiles",
 ]  # fmt: skip

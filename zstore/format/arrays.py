@@ -118,15 +118,8 @@ class ArraySpec(Shaped):
 
     @cached_property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape on disk: its own with `keeps_shape`; else 0-d as `[1]`, 1-D and 2-D as they are, more dims collapsed to
-        `[prod(d0..dn-2), d_last]`."""
-        if self.keeps_shape:
-            return self.shape
-        if not self.shape:
-            return (1,)
-        if len(self.shape) <= 2:
-            return self.shape
-        return (math.prod(self.shape[:-1]), self.shape[-1])
+        """Shape on disk: its own with `keeps_shape`, else as `stored_shape` says."""
+        return self.shape if self.keeps_shape else stored_shape(self.shape)
 
     @cached_property
     def row_extents(self) -> tuple[int, ...]:
@@ -153,6 +146,11 @@ def empty_array(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.
         raise BudgetError(
             f"array {name!r}: no memory for {nbytes} bytes, {dtype} {list(shape)}; read a part of it"
         ) from error
+
+
+def stored_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape on disk of an array: 0-d is `[1]`, 1-D and 2-D are as they are, more dims `[prod(d0..dn-2), d_last]`."""
+    return (math.prod(shape[:-1]), shape[-1]) if len(shape) > 2 else shape or (1,)
 
 
 def model_array(name: str) -> str:

@@ -16,8 +16,6 @@ from .records import LocalRecord, local_part
 
 Final = Callable[[LocalRecord, torch.Tensor], None]
 """Called with each gradient of a backward, 1-D in the order of the parameter's memory, once it is final."""
-_EPSILON = 1e-6
-"""torch's own, of `torch.nn.utils.clip_grad_norm_`."""
 
 
 class LocalGradients:
@@ -58,10 +56,9 @@ class LocalGradients:
             self._held[record] = rows if held is None else held.add_(rows)
             return
         if held is None:
-            self._held[record] = target = self._transfers.empty_host(rows.numel(), rows.dtype)
-            self._queue.put(target, rows, add=None, arrived=_nothing)
-        else:
-            self._queue.put(held, rows, add=_add, arrived=_nothing)
+            self._held[record] = self._transfers.empty_host(rows.numel(), rows.dtype)
+        add = None if held is None else torch.Tensor.add_
+        self._queue.put(self._held[record], rows, add=add, arrived=_nothing)
 
     def collect(self, records: Mapping[torch.Tensor, LocalRecord]) -> dict[LocalRecord, torch.Tensor]:
         """Return this rank's rows of each gradient of the step, 1-D, and hold them no longer."""
@@ -87,10 +84,6 @@ class LocalGradients:
 
 def _nothing() -> None:
     """Nobody waits for it."""
-
-
-def _add(held: torch.Tensor, part: torch.Tensor) -> None:
-    held.add_(part)
 
 
 def rows_of(record: LocalRecord, gradient: torch.Tensor | None) -> torch.Tensor:
@@ -142,8 +135,3 @@ def global_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     if not totals:
         return torch.tensor(0.0)
     return totals[0] if len(totals) == 1 else torch.linalg.vector_norm(torch.stack(totals), 2.0)
-
-
-def clip_factor(norm: torch.Tensor, max_norm: float) -> float:
-    """Return the factor that clips gradients of that norm."""
-    return float(torch.clamp(max_norm / (norm + _EPSILON), max=1.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Literal
 
@@ -22,8 +21,6 @@ from .block_kernel import BlockKernel, parts_of
 from .records import LocalRecord, local_part, make_local_record, memory_of
 from .stored_tensor import OptimizerArray, RestingTensor, StoredTensor, require_float, with_own_copies
 from .whole_tensors import WholeTensors
-
-_log = logging.getLogger("zstore")
 
 MASTER = "master"
 """Name of a 16-bit parameter's fp32 master among its state."""
@@ -47,25 +44,22 @@ class LocalState:
         """Waits until no update of some parameters runs."""
         self.before_change: Callable[[], None] = _nothing_waits
         """Called before anything but a step changes the state."""
-        self._kernels: list[OffloadedKernel] = []
-        arrays.kernels = self._kernels
+        self.kernels: list[OffloadedKernel] = []
+        """Of the parameter groups."""
+        arrays.kernels = self.kernels
         self._names: set[str] = set()
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
-    def add_kernel(self, kernel: OffloadedKernel) -> None:
-        """Add the kernel of a new parameter group."""
-        self._kernels.append(kernel)
-
     def replace_kernels(self, kernels: list[OffloadedKernel]) -> None:
         """Take other kernels for the groups, after a load of their settings. Raises UsageError for other state."""
-        for number, (former, kernel) in enumerate(zip(self._kernels, kernels, strict=True)):
+        for number, (former, kernel) in enumerate(zip(self.kernels, kernels, strict=True)):
             if former.slots != kernel.slots:
                 raise UsageError(
                     f"parameter group {number} keeps {', '.join(former.slots) or 'nothing'}, but with the loaded settings it "
                     f"would keep {', '.join(kernel.slots) or 'nothing'}: make the optimizer with the settings of the saved one"
                 )
-        self._kernels[:] = kernels
+        self.kernels[:] = kernels
 
     def remove_group(self, number: int) -> None:
         """Forget the last parameter group, and free its parameters' state."""
@@ -76,7 +70,7 @@ class LocalState:
                 self.arrays.records.remove(record)
                 del self.records[parameter], self.arrays.scalars[record]
                 self._names.discard(record.name)
-        del self._kernels[number:]
+        del self.kernels[number:]
 
     def add(self, parameter: torch.Tensor, group: int, name: str | None) -> LocalRecord:
         """Create the state of a parameter. Raises BudgetError if neither memory nor a disk has room for it."""
@@ -84,7 +78,7 @@ class LocalState:
         name = name or f"parameter-{number}"
         if name in self._names:
             name = f"{name}-{number}"
-        kernel = self._kernels[group]
+        kernel = self.kernels[group]
         if isinstance(kernel, BlockKernel):
             if isinstance(parameter, DTensor) and not kernel.takes_shards:
                 raise UsageError(
@@ -170,7 +164,7 @@ class LocalState:
 
     def entry(self, record: LocalRecord) -> dict[str, Any]:
         """Return a parameter's state as torch's class has it; 16-bit parameters have their master besides."""
-        kernel = self._kernels[record.group or 0]
+        kernel = self.kernels[record.group or 0]
         self.wait([record])
         slots = self.arrays.slots_of(record)
         if isinstance(kernel, BlockKernel):
@@ -228,7 +222,7 @@ class LocalState:
 
         Raises UsageError if shapes do not fit.
         """
-        kernel, slots = self._kernels[record.group or 0], self.arrays.slots_of(record)
+        kernel, slots = self.kernels[record.group or 0], self.arrays.slots_of(record)
         # bitsandbytes puts state that FSDP cannot gather into a dict of its own.
         entry = dict(entry) | {k: v for value in entry.values() if isinstance(value, Mapping) for k, v in value.items()}
         averages = entry.get(EMA) is not None  # else they begin with the next step
@@ -291,7 +285,7 @@ class LocalState:
         """Let a parameter's state be that of one that was never updated."""
         self.wait([record])
         self.before_change()
-        kernel = self._kernels[record.group or 0]
+        kernel = self.kernels[record.group or 0]
         slots = self.arrays.slots_of(record) if record.owned_numel else ()
         groups = [[optimizer_array(slot.name, record.name)] for slot in slots]
         with self.arrays.passing(groups, "fill") as tiles:

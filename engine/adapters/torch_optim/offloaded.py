@@ -26,7 +26,7 @@ from zstore.store import StoreOptions, StoreStatistics, TensorStore
 from .arguments import check_kind, check_numbers, check_settings, groups_of, steps_folder_of
 from .block_kernel import BlockKernel
 from .forward_hooks import ForwardHooks
-from .gradients import LocalGradients, clip_factor, global_norm, laid_out
+from .gradients import LocalGradients, global_norm, laid_out
 from .journal import OptimizerJournal
 from .local_state import LocalState, OffloadedKernel, StateView
 from .registry import OptimizerClass, averaging, defaults_of, make_kernel
@@ -160,7 +160,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
         number = len(self.param_groups)
         super().add_param_group(param_group)
         try:
-            self._local.add_kernel(self._kernel_for(self.param_groups[number]))
+            self._local.kernels.append(self._kernel_for(self.param_groups[number]))
             self._add_records(number, [p for p in self.param_groups[number]["params"] if p.requires_grad])
         except BaseException:
             del self.param_groups[number]
@@ -241,7 +241,8 @@ class Offloaded(torch.optim.Optimizer, Closing):
         if self.max_grad_norm is None:
             return 1.0 / scale
         self.grad_norm = global_norm(laid_out(rows)) / scale
-        return clip_factor(self.grad_norm, self.max_grad_norm) / scale
+        # With the epsilon of `torch.nn.utils.clip_grad_norm_`.
+        return float(torch.clamp(self.max_grad_norm / (self.grad_norm + 1e-6), max=1.0)) / scale
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from zstore.engine.params.record import ParameterRecord
 from zstore.errors import UsageError
-from zstore.format import ArraySpec, Grid, grid_of_blocks, grid_of_rows, make_grid, model_array
+from zstore.format import ArraySpec, Grid, grid_of_blocks, grid_of_rows, make_grid, stored_shape
 from zstore.io.tensors import dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,10 +39,6 @@ class LocalRecord(ParameterRecord):
     local_shape: torch.Size
     strides: tuple[int, ...]
     """Strides of the local part, which is dense: `full` has its elements in the order of its memory."""
-
-    def __post_init__(self) -> None:
-        self.address, self.shape = self.full.data_ptr(), self.parameter.shape
-        self.note_version()
 
     def note_version(self) -> None:
         """Note the local part's present version: its values are those that this optimizer wrote."""
@@ -125,7 +121,7 @@ def make_local_record(
     elif rows is not None:
         array_shape, (grid, shard) = tuple(parameter.shape), rows
     else:
-        array_shape, grid, shard = tuple(shape), make_grid(_stored(tuple(shape)), 1), 0
+        array_shape, grid, shard = tuple(shape), make_grid(stored_shape(tuple(shape)), 1), 0
     return LocalRecord(
         name=name,
         aliases=(),
@@ -151,13 +147,9 @@ def _offsets(parameter: torch.Tensor) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _stored(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return ArraySpec(name=model_array("any"), shape=shape, dtype="float32").stored_shape
-
-
 def _rows_of_ranks(parameter: torch.Tensor, local: torch.Tensor) -> tuple[Grid, int] | None:
     """Return a grid of the whole parameter of which the local part is a shard, and its number; None if there is none."""
-    stored = _stored(tuple(parameter.shape))
+    stored = stored_shape(tuple(parameter.shape))
     if not isinstance(parameter, DTensor):
         return make_grid(stored, 1), 0
     cut = [number for number, placement in enumerate(parameter.placements) if not isinstance(placement, Replicate)]
