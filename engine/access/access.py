@@ -302,10 +302,7 @@ class Access:
         full = self.from_rank0(record, values, torch.float32)
         names, moment = self.state.slot(record, slot)
         with self._changing():
-            if len(names) == 1:
-                self._fill(record, full, *names)
-            else:
-                self._fill_moment(record, full, names, moment)
+            self._fill(record, full, *names, moment=moment if len(names) > 1 else None)
 
     def check_values(self, record: ParameterRecord, values: Any) -> None:
         """Raise UsageError for values of another shape than the parameter's; None will do on other ranks than 0."""
@@ -342,25 +339,17 @@ class Access:
                 if record in self.kept:
                     self.kept[record].copy_(record.owned())
 
-    def _fill(self, record: ParameterRecord, full: torch.Tensor, *names: str) -> None:
-        """Set this rank's rows of an array, or of the arrays of a master, to those of `full`."""
-        first, stop = record.owned_range
-        rows = full[first:stop]
-        state = self.state
-        with state.passing([names], "fill") as tiles:
-            for tile in tiles:
-                state.put_master(rows[tile.first : tile.stop], [as_torch(view) for view in tile.views])
-
-    def _fill_moment(
-        self, record: ParameterRecord, full: torch.Tensor, names: Sequence[str], moment: SlotTiles
-    ) -> None:
-        """Set this rank's rows of a moment that is in codes and scales to those of `full`."""
+    def _fill(self, record: ParameterRecord, full: torch.Tensor, *names: str, moment: SlotTiles | None = None) -> None:
+        """Set this rank's rows of an array, of the arrays of a master, or of a `moment` in codes and scales, to those of
+        `full`."""
         rows = full[slice(*record.owned_range)]
         with self.state.passing([names], "fill") as tiles:
             for tile in tiles:
-                views = [as_torch(view) for view in tile.views]
-                part = rows[tile.first : tile.stop].to(views[0].device, copy=True)
-                moment.quantize([part], views, tile.first)
+                part, views = rows[tile.first : tile.stop], [as_torch(view) for view in tile.views]
+                if moment is None:
+                    self.state.put_master(part, views)
+                else:
+                    moment.quantize([part.to(views[0].device, copy=True)], views, tile.first)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -412,10 +401,6 @@ class Access:
             if record.group is not None and record.owned_numel and record.residency is Residency.RESIDENT
             if not (state.is_master(record) or state.is_split(record))
         ]
-
-    def first_of_master(self, record: ParameterRecord, numel: int) -> torch.Tensor:
-        """Return the first values of this rank's rows of a parameter's master, 1-D."""
-        return self.master(record).begin(0, numel)()
 
     def take_over(self, records: Sequence[ParameterRecord]) -> None:
         """Let the masters of resident parameters follow a script's changes in place, each rank its own rows: an element whose

@@ -27,6 +27,7 @@ from ..build.builder import Builder, Built, find_built, is_built
 from ..params.record import ParameterRecord, Residency
 from ..zero.gradients import agree_any
 from .access import Access, live, rows_source
+from .guard import same_bits
 
 Parameters = nn.Parameter | nn.Module | Iterable[nn.Parameter]
 
@@ -207,7 +208,7 @@ class _RunBlock:
                 here = record.full[first + tile.first : first + tile.stop]
                 kept = self._access.kept.get(record)
                 there = as_torch(tile.views[0]) if kept is None else kept[tile.first : tile.stop]
-                found[tile.group] |= _bits_differ(here, there.to(here.device, record.dtype))
+                found[tile.group] |= not same_bits(here, there.to(here.device, record.dtype))
         return agree_any(self.world, found)
 
     def _restore(self, records: Sequence[ParameterRecord]) -> None:
@@ -227,7 +228,7 @@ class _RunBlock:
         if record.shard is None or record.residency is not Residency.GATHERED or record.is_rounded:
             return False
         first, stop = record.owned_range
-        return _bits_differ(record.full[first:stop], record.shard)
+        return not same_bits(record.full[first:stop], record.shard)
 
 
 class _BuiltBlock:
@@ -310,10 +311,6 @@ _Block = _RunBlock | _BuiltBlock | _PlainBlock
 def _check_rank(rank: int | None, world: World) -> None:
     if rank is not None and not 0 <= rank < world.world_size:
         raise UsageError(f"gather(modifier_rank={rank}): there are ranks 0 to {world.world_size - 1}")
-
-
-def _bits_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return not torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _take_over(record: ParameterRecord, shape: torch.Size, *, keep: bool) -> None:

@@ -38,6 +38,7 @@ from zstore.errors import UsageError, listed
 
 from ..params.record import ParameterRecord, Residency
 from ..training.training import Training
+from .full_tensors import RankArray
 
 _log = logging.getLogger("zstore")
 
@@ -210,12 +211,10 @@ class ParameterGuard:
 
 
 class ValueSample:
-    """The first values of one of `records`, which have masters apart from them. See [Note: changed in place]. `master` returns
-    so many of this rank's values of a parameter's master."""
+    """The first values of one of `records`, which have masters apart from them, as `master` returns them. See [Note: changed
+    in place]."""
 
-    def __init__(
-        self, records: Sequence[ParameterRecord], master: Callable[[ParameterRecord, int], torch.Tensor]
-    ) -> None:
+    def __init__(self, records: Sequence[ParameterRecord], master: Callable[[ParameterRecord], RankArray]) -> None:
         self._turns = cycle(records)
         self._master = master
         self._noted: tuple[ParameterRecord, torch.Tensor] | None = None
@@ -229,10 +228,10 @@ class ValueSample:
     def check(self) -> None:
         """Raise UsageError if the noted values changed and the master did not (before a step)."""
         noted, self._noted = self._noted, None
-        if noted is None or _same_bits(now := noted[0].owned()[:_SAMPLE_NUMEL], noted[1]):
+        if noted is None or same_bits(now := noted[0].owned()[:_SAMPLE_NUMEL], noted[1]):
             return
         record = noted[0]
-        if not _same_bits(now, self._master(record, now.numel()).to(now.device, now.dtype)):
+        if not same_bits(now, self._master(record).begin(0, now.numel())().to(now.device, now.dtype)):
             raise UsageError(
                 f"parameter {record.name!r} was changed through .data, which its fp32 master does not follow: this step would "
                 "undo it. Write `with torch.no_grad(): parameter.clamp_(...)` without .data, or call "
@@ -240,7 +239,8 @@ class ValueSample:
             )
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one type have the same bits."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 

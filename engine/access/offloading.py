@@ -96,7 +96,8 @@ class OffloadedStates:
                 record.use_in_place(None)
             own = record.rest if record.rest is not None else model_array(record.name)
             for array in state.arrays_of(record):
-                group = "optim_states" if array.startswith("optimizer/") and not _is_of_master(array) else "hp_params"
+                completes_master = array.startswith((f"{LOW}/", f"{TIE}/"))
+                group = "optim_states" if array.startswith("optimizer/") and not completes_master else "hp_params"
                 if self._is_parameter(record, array):
                     group = "lp_params" if record.rest is not None else ""
                 if group in names:
@@ -120,7 +121,7 @@ class OffloadedStates:
         former = store.tier_of(name)
         if _LOWER[former] < _LOWER[tier]:
             store.move(name, tier, self._copy)
-            self._former.setdefault(name, "pinned" if fetched and former == "host" else _tier(former))
+            self._former.setdefault(name, "pinned" if fetched and former == "host" else former)
 
     def _copy(self, target: Any, source: Any) -> None:
         self._training.state.transfers.copy_into(as_torch(target), as_torch(source))
@@ -191,16 +192,6 @@ def _names_of(include: Iterable[Any] | None) -> set[str]:
                 f"engine.offload_states(include=...): expected names out of {', '.join(STATES)}, got {name!r}"
             )
     return set(names)
-
-
-def _is_of_master(array: str) -> bool:
-    """Return whether an optimizer's array completes a split master."""
-    return array.startswith((f"{LOW}/", f"{TIE}/"))
-
-
-def _tier(name: str) -> TierName:
-    tiers: dict[str, TierName] = {"device": "device", "host": "host", "disk": "disk"}
-    return tiers[name]
 
 
 def _memory(record: ParameterRecord) -> torch.Tensor:

@@ -62,24 +62,18 @@ class StateDictGuard:
             if record is not None:
                 yield name, record
 
-    def _released(self, module: nn.Module) -> bool:
-        return any(record.residency is Residency.RELEASED for _, record in self._records(module))
+    def _released(self, module: nn.Module) -> list[tuple[str, ParameterRecord]]:
+        return [(name, record) for name, record in self._records(module) if record.residency is Residency.RELEASED]
 
     def _before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not self.lets_state_dicts_pass and self._released(module):
             raise UsageError(f"state_dict() of a model whose parameters are sharded: {_INSTEAD}")
 
     def _after(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        released = {
-            name: record.parameter
-            for name, parameter in module.named_parameters(prefix.removesuffix("."), recurse=False)
-            if not self._is_suspended
-            and (record := self._record_of(parameter)) is not None
-            and record.residency is Residency.RELEASED
-        }
-        for name, parameter in released.items():
-            if name in state:
-                state[name] = parameter.new_empty(0)
+        released = self._released(module)
+        for name, record in released:
+            if prefix + name in state:
+                state[prefix + name] = record.parameter.new_empty(0)
         if released and not self._told:
             self._told = True
             _log.warning(

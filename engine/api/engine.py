@@ -144,7 +144,7 @@ class Engine(nn.Module):
         self.access.before_reading = self.parameter_guard.check_values
         # Updates in the backward are under way when a step begins.
         apart = [] if training.pending.in_backward is not None else self.access.apart(training.state.records)
-        self.value_sample = ValueSample(apart, self.access.first_of_master)
+        self.value_sample = ValueSample(apart, self.access.master)
         self.signals = StopSignals(training.world)
         self.requests = Requests(training.world)
         pause = CollectorPause() if settings.disable_python_gc else None

@@ -26,7 +26,7 @@ from .spans import Batch
 from .statistics import StoreStatistics
 from .stream import Pass, Stream, StreamCounters
 from .tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, MemoryTier, Mode, Tier, Tile
-from .tiers.base import View
+from .tiers.base import TierName, View
 from .tiers.views import as_numpy, copy_into, copy_out
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SMALL_SHARD_BYTES", "ModeName", "Snapshot", "StoreOptions", "StoreStatistics", "TensorStore", "TierName"]
 
-TierName = Literal["device", "host", "pinned", "disk"]
-"""Pinned: host memory that is registered with CUDA if the options say so; `tier_of` calls it host too."""
 ModeName = Literal["read", "update", "fill"]
 SMALL_SHARD_BYTES = 64 * 1024
 """Smaller shards are kept in host memory even if the disk was asked for: a request to the disk would cost more."""
@@ -204,7 +202,7 @@ class TensorStore(Closing):
         """Return the elements of this rank's shard, padding left out."""
         return self.local(name).valid_numel
 
-    def tier_of(self, name: str) -> str:
+    def tier_of(self, name: str) -> TierName:
         """Return the shard's tier: device, host or disk."""
         self.local(name)
         return self._tiers[name].name

@@ -24,7 +24,7 @@ from enum import Enum
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ...errors import UsageError
 from ...format.arrays import ArraySpec, Bytes
@@ -177,10 +177,14 @@ class PinnedShard(Protocol):
         """Allow changes again; a second call does nothing."""
 
 
+TierName = Literal["device", "host", "pinned", "disk"]
+"""Pinned: host memory that is registered with CUDA if the options say so; `tier_of` calls it host too."""
+
+
 class Tier(ABC):
     """A place for shards. See [Note: a pass] for the order of calls."""
 
-    name: str
+    name: TierName
 
     @abstractmethod
     def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
